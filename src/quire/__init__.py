@@ -1,0 +1,62 @@
+"""Quire: an LLM inference engine you can read.
+
+The public face. Names are imported on first use, so that `import quire` is quick and does not load torch::
+
+    from quire import LLM, SamplingParams
+    print(LLM().generate("What is prefix caching?", SamplingParams(max_tokens=64))[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.config.engine_args import EngineArgs as EngineArgs
+    from quire.frontend.llm import LLM as LLM
+    from quire.frontend.llm_engine import LLMEngine as LLMEngine
+    from quire.lora_request import LoRARequest as LoRARequest
+    from quire.outputs import BeamSearchOutput as BeamSearchOutput
+    from quire.outputs import CompletionOutput as CompletionOutput
+    from quire.outputs import Logprob as Logprob
+    from quire.outputs import PoolingOutput as PoolingOutput
+    from quire.outputs import PoolingRequestOutput as PoolingRequestOutput
+    from quire.outputs import RequestOutput as RequestOutput
+    from quire.pooling_params import PoolingParams as PoolingParams
+    from quire.sampling_params import BeamSearchParams as BeamSearchParams
+    from quire.sampling_params import RequestOutputKind as RequestOutputKind
+    from quire.sampling_params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_EXPORTS: dict[str, str] = {
+    "LLM": "quire.frontend.llm",
+    "LLMEngine": "quire.frontend.llm_engine",
+    "EngineArgs": "quire.config.engine_args",
+    "SamplingParams": "quire.sampling_params",
+    "BeamSearchParams": "quire.sampling_params",
+    "RequestOutputKind": "quire.sampling_params",
+    "PoolingParams": "quire.pooling_params",
+    "RequestOutput": "quire.outputs",
+    "CompletionOutput": "quire.outputs",
+    "Logprob": "quire.outputs",
+    "BeamSearchOutput": "quire.outputs",
+    "PoolingOutput": "quire.outputs",
+    "PoolingRequestOutput": "quire.outputs",
+    "LoRARequest": "quire.lora_request",
+}
+
+__all__ = ["__version__", *sorted(_EXPORTS)]
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

@@ -1,0 +1,25 @@
+"""The whole configuration of one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.config.cache import CacheConfig
+from quire.config.load import DeviceConfig, LoadConfig
+from quire.config.model import ModelConfig
+from quire.config.observability import ObservabilityConfig
+from quire.config.parallel import ParallelConfig
+from quire.config.scheduler import SchedulerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Held by composition roots only (LLMEngine, EngineCore, Worker); below them classes take what they need."""
+
+    model_config: ModelConfig = field(default_factory=ModelConfig)
+    cache_config: CacheConfig = field(default_factory=CacheConfig)
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    load_config: LoadConfig = field(default_factory=LoadConfig)
+    device_config: DeviceConfig = field(default_factory=DeviceConfig)
+    observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)

@@ -1,0 +1,141 @@
+"""From keyword arguments or a command line to an `EngineConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.config.flags import FlagSpec, flags_of
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig
+from quire.config.scheduler import SchedulerConfig
+from quire.config.source import resolve_model_dir
+from quire.errors import ConfigError, ModelLoadError
+from quire.logger import init_logger
+
+logger = init_logger(__name__)
+
+_SECTIONS: dict[str, type] = {
+    f.name: f.default_factory  # type: ignore[misc]  # every section has a default factory: its class
+    for f in dataclasses.fields(EngineConfig)
+}
+FLAGS: dict[str, FlagSpec] = {spec.name: spec for owner in _SECTIONS.values() for spec in flags_of(owner)}
+"""Every flag by keyword name. The command line is derived from this table."""
+
+DEFAULT_BUDGETS: dict[str, tuple[int, int]] = {"offline": (4096, 256), "serving": (2048, 128)}
+"""(max_num_batched_tokens, max_num_seqs) by usage (spec/vllm.md §4)."""
+
+
+class EngineArgs:
+    """Keyword arguments by flag name: `EngineArgs("path", max_num_seqs=8)`. Every flag is also an attribute.
+
+    Raises ConfigError on an unknown name (with the nearest known one) or a value outside the flag's range.
+    """
+
+    def __init__(self, model: str | None = None, **flags: Any) -> None:
+        if model is not None:
+            flags["model"] = model
+        for name, value in flags.items():
+            spec = FLAGS.get(name)
+            if spec is None:
+                near = difflib.get_close_matches(name, FLAGS, n=1)
+                raise ConfigError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            spec.validate(value)
+        self._flags = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        spec = FLAGS.get(name)
+        if spec is None or name.startswith("_"):
+            raise AttributeError(f"EngineArgs has no flag {name!r}")
+        return self._flags.get(name, spec.default)
+
+    def __repr__(self) -> str:
+        return f"EngineArgs({', '.join(f'{k}={v!r}' for k, v in self._flags.items())})"
+
+    @property
+    def non_default(self) -> dict[str, Any]:
+        """The flags that were given a value other than their default."""
+        return {k: v for k, v in self._flags.items() if v != FLAGS[k].default}
+
+    def section(self, owner: type) -> dict[str, Any]:
+        """The given values of one config dataclass, by its field names."""
+        return {FLAGS[k].field_name: v for k, v in self._flags.items() if FLAGS[k].owner is owner}
+
+    def create_engine_config(self, usage: str = "offline") -> EngineConfig:
+        """Resolve the model, read its config.json, fill in defaults. `usage` is "offline" or "serving".
+
+        Raises ConfigError or ModelLoadError; takes no memory and imports no torch.
+        """
+        sections = {name: owner(**self.section(owner)) for name, owner in _SECTIONS.items()}
+        model = self._resolve_model(sections["model_config"])
+        scheduler = _fill_budgets(sections["scheduler_config"], model.model_len, usage)
+        config = EngineConfig(**{**sections, "model_config": model, "scheduler_config": scheduler})
+        _check_combination(config)
+        return config
+
+    def _resolve_model(self, model: ModelConfig) -> ModelConfig:
+        download_dir = self.download_dir
+        model_dir = resolve_model_dir(model.model, model.revision, download_dir)
+        tokenizer_dir = model_dir
+        if model.tokenizer is not None:
+            tokenizer_dir = resolve_model_dir(
+                model.tokenizer, model.tokenizer_revision, download_dir, tokenizer_only=True
+            )
+        return dataclasses.replace(
+            model,
+            model_dir=model_dir,
+            tokenizer_dir=tokenizer_dir,
+            hf_config=HFConfig.from_dir(model_dir, model.hf_overrides),
+            generation_defaults=_generation_defaults(model, model_dir),
+        )
+
+
+def _generation_defaults(model: ModelConfig, model_dir: Path) -> dict[str, Any]:
+    """generation_config.json of the model (or of the directory named), under the overrides."""
+    defaults: dict[str, Any] = {}
+    if model.generation_config != "vllm":
+        directory = model_dir if model.generation_config == "auto" else Path(model.generation_config)
+        path = directory / "generation_config.json"
+        if path.exists():
+            try:
+                defaults = json.loads(path.read_text(encoding="utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as e:
+                raise ModelLoadError(f"{path} is not valid JSON: {e}") from None
+        elif model.generation_config != "auto":
+            raise ConfigError(f"--generation-config {model.generation_config}: {path} does not exist")
+    return {**defaults, **(model.override_generation_config or {})}
+
+
+def _fill_budgets(scheduler: SchedulerConfig, model_len: int, usage: str) -> SchedulerConfig:
+    tokens, seqs = DEFAULT_BUDGETS[usage]
+    max_num_seqs = scheduler.max_num_seqs or seqs
+    max_tokens = scheduler.max_num_batched_tokens
+    if max_tokens is None:
+        max_tokens = max(tokens, max_num_seqs)
+        if not scheduler.enable_chunked_prefill:
+            max_tokens = max(max_tokens, model_len)
+    return dataclasses.replace(
+        scheduler,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        max_num_scheduled_tokens=scheduler.max_num_scheduled_tokens or max_tokens,
+    )
+
+
+def _check_combination(config: EngineConfig) -> None:
+    scheduler, model = config.scheduler_config, config.model_config
+    budget, seqs = scheduler.max_num_batched_tokens or 0, scheduler.max_num_seqs or 0
+    if budget < seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} is below --max-num-seqs {seqs}: every running request needs one token"
+        )
+    if not scheduler.enable_chunked_prefill and budget < model.model_len:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} is below the context length {model.model_len} and chunked prefill is "
+            "off: a long prompt could never run; raise the budget, lower --max-model-len or drop "
+            "--no-enable-chunked-prefill"
+        )

@@ -1,0 +1,112 @@
+"""A flag is one documented field of a config dataclass.
+
+`flag(default, "help", ...)` declares it; the command line, its `--help` and the keyword arguments of `EngineArgs` are
+all derived from the declaration (DESIGN.md §2, "seven doors").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import ConfigError
+
+_METADATA_KEY = "quire.flag"
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    parse: Callable[[str], Any] = str,
+    name: str | None = None,
+    metavar: str | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    `parse` turns the command line's text into the value (bool defaults make a --x/--no-x switch instead). `name` is
+    the keyword and flag name where it differs from the field's. `minimum`/`maximum` are inclusive and checked by
+    `validate_flags`; a field holding None is not checked.
+    """
+    spec = {
+        "help": help,
+        "choices": choices,
+        "parse": parse,
+        "name": name,
+        "metavar": metavar,
+        "minimum": minimum,
+        "maximum": maximum,
+    }
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: spec})
+
+
+@dataclass(frozen=True)
+class FlagSpec:
+    """One flag: where it lives, and everything a parser needs. `name` uses underscores: the keyword argument."""
+
+    name: str
+    owner: type
+    field_name: str
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    parse: Callable[[str], Any]
+    metavar: str | None
+    minimum: float | None
+    maximum: float | None
+
+    @property
+    def is_switch(self) -> bool:
+        """True for --x / --no-x."""
+        return isinstance(self.default, bool)
+
+    @property
+    def option(self) -> str:
+        """Its spelling on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    def validate(self, value: Any) -> None:
+        """Raise ConfigError unless `value` is allowed."""
+        if value is None:
+            return
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{self.option} {value!r} is not one of {', '.join(self.choices)}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return
+        if self.minimum is not None and value < self.minimum:
+            raise ConfigError(f"{self.option} {value} is below the minimum of {self.minimum:g}")
+        if self.maximum is not None and value > self.maximum:
+            raise ConfigError(f"{self.option} {value} is above the maximum of {self.maximum:g}")
+
+
+def flags_of(owner: type) -> list[FlagSpec]:
+    """The flags declared by config dataclass `owner`, in order."""
+    specs = []
+    for field in dataclasses.fields(owner):
+        meta = field.metadata.get(_METADATA_KEY)
+        if meta is None:
+            continue
+        details = {k: v for k, v in meta.items() if k != "name"}
+        specs.append(FlagSpec(meta["name"] or field.name, owner, field.name, field.default, **details))
+    return specs
+
+
+def parse_human_int(text: str) -> int:
+    """'4k' = 4000, '4K' = 4096, '1.5m', '2G', plain integers; '-1' and 'auto' both mean: choose for me (-1).
+
+    Lower-case suffixes are decimal, upper-case ones binary, as vLLM's flags have them.
+    """
+    if text == "auto":
+        return -1
+    scale = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    factor = scale.get(text[-1:], 1)
+    digits = text[:-1] if factor != 1 else text
+    try:
+        return int(digits) * factor if factor == 1 else int(float(digits) * factor)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a number; write 4096, 4k (decimal) or 4K (binary)") from None

@@ -1,0 +1,86 @@
+"""Which model, and how it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.config.flags import flag, parse_human_int
+from quire.config.hf_config import HFConfig
+from quire.errors import ConfigError
+
+DEMO_MODEL = "demo"
+"""The name of the checkpoint that ships inside the package."""
+DRAFT_MODEL = "demo-draft"
+ASSETS_DIR = Path(__file__).resolve().parent.parent / "assets"
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{text!r} is not a JSON object: {e}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{text!r} is not a JSON object")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model. The fields after `runner` are filled in by `EngineArgs.create_engine_config`, not by the user."""
+
+    model: str = flag(DEMO_MODEL, "A local checkpoint directory, a hub id, or demo: the model inside the package.")
+    tokenizer: str | None = flag(None, "Directory or hub id of the tokenizer; default is the model's.")
+    tokenizer_mode: str = flag(
+        "auto", "auto reads tokenizer.json; hf goes through transformers.", choices=("auto", "hf")
+    )
+    skip_tokenizer_init: bool = flag(False, "Load no tokenizer: prompts are token ids and no text comes back.")
+    revision: str | None = flag(None, "Branch, tag or commit of the model on the hub.")
+    tokenizer_revision: str | None = flag(None, "Branch, tag or commit of the tokenizer on the hub.")
+    dtype: str = flag(
+        "auto",
+        "Type of weights and activations. On CPU float16 checkpoints run as bfloat16.",
+        choices=("auto", "bfloat16", "float16", "half", "float32", "float"),
+    )
+    seed: int = flag(0, "Seed from which requests without one are given theirs.", parse=int)
+    max_model_len: int | None = flag(
+        None,
+        "Longest prompt + output in tokens; unset takes the model's, auto fits it to memory.",
+        parse=parse_human_int,
+        minimum=-1,
+    )
+    max_logprobs: int = flag(20, "Most logprobs a request may ask for; -1 for no limit.", parse=int, minimum=-1)
+    served_model_name: str | None = flag(None, "Name of the model in answers and metrics; default is --model.")
+    chat_template: str | None = flag(None, "File or text of a chat template that replaces the tokenizer's.")
+    generation_config: str = flag(
+        "auto", "Where default sampling parameters come from: auto (the model), vllm (none), or a directory."
+    )
+    override_generation_config: dict[str, Any] | None = flag(
+        None, "JSON object of sampling defaults that win over the model's.", parse=_json_object, metavar="JSON"
+    )
+    hf_overrides: dict[str, Any] | None = flag(
+        None, "JSON object laid over the model's config.json.", parse=_json_object, metavar="JSON"
+    )
+    runner: str = flag("auto", "What the model is for.", choices=("auto", "generate", "pooling"))
+
+    model_dir: Path = Path()
+    """The directory `model` was resolved to."""
+    tokenizer_dir: Path = Path()
+    hf_config: HFConfig = field(default_factory=lambda: HFConfig({}, Path()))
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """generation_config.json after `generation_config` and `override_generation_config`."""
+
+    @property
+    def model_len(self) -> int:
+        """The context length asked for, or the model's own where none (or auto) is. The engine may fit it smaller."""
+        if self.max_model_len is None or self.max_model_len == -1:
+            return self.hf_config.max_position_embeddings
+        return self.max_model_len
+
+    @property
+    def name(self) -> str:
+        """What answers and metrics call the model."""
+        return self.served_model_name or self.model

@@ -1,0 +1,25 @@
+"""Which processes and devices an engine is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How workers are run. One process, one worker, for now; the executor is a dotted name."""
+
+    distributed_executor_backend: str = flag(
+        "uni", "Executor: uni (the worker lives in the engine's process), or package.module:Class."
+    )
+    worker_cls: str = flag("quire.worker.worker:Worker", "Worker class, as package.module:Class.")
+
+    @property
+    def executor_class(self) -> str:
+        """The executor's dotted name."""
+        return EXECUTORS.get(self.distributed_executor_backend, self.distributed_executor_backend)
+
+
+EXECUTORS: dict[str, str] = {"uni": "quire.engine.executor.uniproc:UniProcExecutor"}

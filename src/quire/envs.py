@@ -1,0 +1,70 @@
+"""Environment variables, one row each: name, type, default, meaning.
+
+Read at call time, so tests can set them; `ENV_VARS` is what `quire collect-env` and the docs print.
+A variable that starts with ``QUIRE_`` and is not listed here is an operator's mistake: `check_environment`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """One variable. `default` is its text form; empty means unset."""
+
+    name: str
+    default: str
+    help: str
+
+    def get(self) -> str:
+        """Its value now, or the default."""
+        return os.environ.get(self.name, self.default)
+
+    def flag(self) -> bool:
+        """Its value as a switch: 1/true/yes/on."""
+        return self.get().strip().lower() in {"1", "true", "yes", "on"}
+
+    def number(self) -> float:
+        """Its value as a number; ConfigError otherwise."""
+        text = self.get()
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"{self.name}={text!r} is not a number; {self.help}") from None
+
+
+LOGGING_LEVEL = EnvVar("QUIRE_LOGGING_LEVEL", "INFO", "Log level: DEBUG, INFO, WARNING or ERROR.")
+CPU_KVCACHE_SPACE = EnvVar(
+    "QUIRE_CPU_KVCACHE_SPACE",
+    "0",
+    "GiB of memory for the KV cache on CPU; 0 sizes it from free memory. --kv-cache-memory-bytes wins.",
+)
+DISABLE_REQUEST_ID_RANDOMIZATION = EnvVar(
+    "QUIRE_DISABLE_REQUEST_ID_RANDOMIZATION",
+    "0",
+    "1 keeps the user's request id as the internal id. For debugging: duplicates then collide.",
+)
+MAX_N_SEQUENCES = EnvVar("QUIRE_MAX_N_SEQUENCES", "16384", "Largest `n` a request may ask for.")
+LOG_STATS_INTERVAL = EnvVar("QUIRE_LOG_STATS_INTERVAL", "10", "Seconds between two statistics log lines.")
+COMPUTE_NANS_IN_LOGITS = EnvVar(
+    "QUIRE_COMPUTE_NANS_IN_LOGITS",
+    "0",
+    "1 counts NaNs in the logits of each request (costs a pass over them).",
+)
+
+ENV_VARS: tuple[EnvVar, ...] = tuple(v for v in list(globals().values()) if isinstance(v, EnvVar))
+
+
+def check_environment() -> None:
+    """Refuse an unknown QUIRE_* variable: a misspelt one would be ignored in silence. Raises ConfigError."""
+    known = {v.name for v in ENV_VARS}
+    for name in os.environ:
+        if name.startswith("QUIRE_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "`quire collect-env` lists the known ones"
+            raise ConfigError(f"environment variable {name} is not known to Quire; {hint}")

@@ -1,0 +1,84 @@
+"""Every error Quire raises on purpose.
+
+::
+
+    QuireError
+    ├── ClientError                 the caller's fault: HTTP 4xx; `param` names the field
+    │   ├── ValidationError         400  a value is out of its declared bound (also a ValueError)
+    │   │   └── PromptTooLongError  400  prompt + output cannot fit the model's context
+    │   ├── NotFoundError           404  no such model, adapter or request
+    │   └── OverloadedError         503  a declared queue limit is reached; nothing was started
+    ├── ConfigError                 the operator's fault: a flag, a file, a combination (also a ValueError)
+    │   └── ModelLoadError          the checkpoint cannot be served: names file and tensor
+    │       └── UnsupportedModelError   its architecture or a feature of it is unknown here
+    └── ServerError                 our fault: HTTP 5xx
+        ├── GenerationError         500  this request failed inside the engine; others live
+        └── EngineDeadError         500  the engine core is gone
+
+A message gives the situation, the value, the limit and the remedy, in that order, in one line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class QuireError(Exception):
+    """Root of the tree. `status_code` is the HTTP status a server answers with."""
+
+    status_code: int = 500
+
+
+class ClientError(QuireError):
+    """The request is at fault. `param` is the offending field's name, `value` what it held."""
+
+    status_code = 400
+
+    def __init__(self, message: str, *, param: str | None = None, value: Any = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.value = value
+
+
+class ValidationError(ClientError, ValueError):
+    """A request field is outside its declared bound."""
+
+
+class PromptTooLongError(ValidationError):
+    """The prompt leaves no room for a single output token in the model's context."""
+
+
+class NotFoundError(ClientError):
+    """A named thing (model, adapter, request) does not exist."""
+
+    status_code = 404
+
+
+class OverloadedError(ClientError):
+    """A queue limit is reached; the request was refused before any work was done for it."""
+
+    status_code = 503
+
+
+class ConfigError(QuireError, ValueError):
+    """A flag, environment variable, configuration file or combination of them cannot work."""
+
+
+class ModelLoadError(ConfigError):
+    """A checkpoint cannot be loaded. The message names the file and, where there is one, the tensor."""
+
+
+class UnsupportedModelError(ModelLoadError):
+    """The checkpoint's architecture, or a feature it needs, is not implemented here."""
+
+
+class ServerError(QuireError):
+    """Quire is at fault."""
+
+
+class GenerationError(ServerError):
+    """One request failed inside the engine. It may be retried; neighbours are not affected."""
+
+
+class EngineDeadError(ServerError):
+    """The engine core is gone and cannot serve this request."""

@@ -1,0 +1,116 @@
+"""What a request gives back. Field names: spec/vllm.md §1 and checklist S2-OUT-017/018."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.lora_request import LoRARequest
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of one token at one position. `rank` is 1 for the most likely token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobs = list[dict[int, Logprob] | None]
+"""One entry per prompt token; the first is None, for nothing precedes it."""
+SampleLogprobs = list[dict[int, Logprob]]
+"""One entry per output token: the sampled token first, then the most likely ones."""
+
+
+@dataclass(slots=True)
+class RequestStateStats:
+    """The times and counts of one request (checklist S0-ST-001).
+
+    `arrival_time` is wall clock; the `*_ts` are stamps of the engine core's monotonic clock and may only be compared
+    with one another. 0.0 means not yet.
+    """
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    """First time only: a preemption does not reset it (checklist S0-ST-004)."""
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    is_corrupted: bool = False
+    """A NaN was seen in its logits."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence of a request. `finish_reason` is None while it is still growing."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None
+    logprobs: SampleLogprobs | None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: LoRARequest | None = None
+
+    def finished(self) -> bool:
+        """True once no more tokens will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request as its user sees it. `request_id` is the user's (external) id."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestStateStats | None = None
+    lora_request: LoRARequest | None = None
+    num_cached_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """The raw pooled data of a request: anything with a shape and a dtype."""
+
+    data: Any
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """The result of a pooling request."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam: prompt and output tokens together, the output's text, and its cumulative log-probability."""
+
+    tokens: list[int]
+    logprobs: SampleLogprobs
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)

@@ -1,0 +1,431 @@
+"""What a user asks of generation. Names, defaults and bounds: spec/vllm.md §1.
+
+The bounds of single fields stand in `SAMPLING_FIELDS`, one row each: the validator below, the documentation and the
+fuzzer are all derived from that table. What a bound cannot say (two fields against each other, the model's
+vocabulary) is checked by the two `validate_*` methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from quire import envs
+from quire.errors import ValidationError
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this a temperature means greedy decoding (spec/vllm.md §1)."""
+MIN_TEMPERATURE = 0.01
+"""A sampling temperature below this is raised to it: smaller ones overflow in half precision."""
+MAX_BAD_WORDS = 128
+MAX_LOGPROB_TOKEN_IDS = 128
+INT64_MAX = 2**63 - 1
+
+
+class RequestOutputKind(Enum):
+    """What each RequestOutput of a stream holds (checklist S2-OUT-019)."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """Only what is new."""
+    FINAL_ONLY = 2
+    """Nothing until the request is finished."""
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Stop when the output ends in one pattern repeated: `min_pattern_size <= len(pattern) <= max_pattern_size` tokens,
+    at least `min_count` times in a row. All zero means off."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_pattern_size == 0 and self.min_pattern_size == 0 and self.min_count == 0:
+            return
+        if self.max_pattern_size < 1 or self.max_pattern_size > 4096:
+            raise ValidationError(
+                f"repetition_detection.max_pattern_size={self.max_pattern_size} is outside [1, 4096]",
+                param="repetition_detection",
+                value=self.max_pattern_size,
+            )
+        if self.min_pattern_size < 0 or self.min_pattern_size > self.max_pattern_size:
+            raise ValidationError(
+                f"repetition_detection.min_pattern_size={self.min_pattern_size} must be in "
+                f"[0, max_pattern_size={self.max_pattern_size}]",
+                param="repetition_detection",
+                value=self.min_pattern_size,
+            )
+        if self.min_count < 2:
+            raise ValidationError(
+                f"repetition_detection.min_count={self.min_count} must be at least 2",
+                param="repetition_detection",
+                value=self.min_count,
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """False when every field is zero."""
+        return self.max_pattern_size > 0
+
+
+@dataclass(frozen=True)
+class FieldBound:
+    """The declared bound of one request field.
+
+    `kind` is the accepted type: "int", "float" (finite unless said), "bool", "str", "list[int]", "list[str]",
+    "dict[int,float]" or "object". `minimum`/`maximum` are inclusive unless `exclusive_minimum`. `max_len` bounds
+    sequences and strings. `special` lists values accepted outside the range.
+    """
+
+    name: str
+    kind: str
+    minimum: float | None = None
+    maximum: float | None = None
+    exclusive_minimum: bool = False
+    max_len: int | None = None
+    optional: bool = False
+    special: tuple[int, ...] = ()
+
+    def validate(self, value: Any) -> None:
+        """Raise ValidationError unless `value` is inside this bound."""
+        if value is None:
+            if not self.optional:
+                raise self._error(value, "must not be null")
+            return
+        check = _KINDS[self.kind]
+        if not check(value):
+            raise self._error(value, f"must be {_KIND_WORDS[self.kind]}")
+        if self.kind in ("int", "float") and value not in self.special:
+            self._validate_range(value)
+        elif self.max_len is not None and hasattr(value, "__len__") and len(value) > self.max_len:
+            raise ValidationError(
+                f"{self.name} has {len(value)} items; at most {self.max_len} are allowed", param=self.name
+            )
+
+    def _validate_range(self, value: float) -> None:
+        too_low = self.minimum is not None and (
+            value <= self.minimum if self.exclusive_minimum else value < self.minimum
+        )
+        if too_low or (self.maximum is not None and value > self.maximum):
+            raise self._error(value, f"must be in {self.range_text()}")
+
+    def range_text(self) -> str:
+        """The range as the documentation writes it: ``(0, 1]``."""
+        low = "-inf" if self.minimum is None else f"{self.minimum:g}"
+        high = "inf" if self.maximum is None else f"{self.maximum:g}"
+        text = f"{'(' if self.exclusive_minimum or self.minimum is None else '['}{low}, {high}"
+        text += ")" if self.maximum is None else "]"
+        return text + (f" or {', '.join(map(str, self.special))}" if self.special else "")
+
+    def _error(self, value: Any, rule: str) -> ValidationError:
+        shown = repr(value)
+        return ValidationError(
+            f"{self.name} {rule}, got {shown if len(shown) <= 60 else shown[:57] + '...'}",
+            param=self.name,
+            value=value,
+        )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -INT64_MAX - 1 <= value <= INT64_MAX
+
+
+def _is_float(value: Any) -> bool:
+    # math.isfinite overflows on huge ints, so integers go through the int64 bound.
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_list(value: Any, item: Any) -> bool:
+    return isinstance(value, list | tuple) and all(item(v) for v in value)
+
+
+_KINDS: dict[str, Any] = {
+    "int": _is_int,
+    "float": _is_float,
+    "bool": lambda v: isinstance(v, bool),
+    "str": lambda v: isinstance(v, str),
+    "list[int]": lambda v: _is_list(v, _is_int),
+    "list[str]": lambda v: _is_list(v, lambda s: isinstance(s, str)),
+    "dict[int,float]": lambda v: isinstance(v, dict) and all(_is_int(k) and _is_float(x) for k, x in v.items()),
+    "object": lambda v: True,
+}
+_KIND_WORDS = {
+    "int": "an integer",
+    "float": "a finite number",
+    "bool": "true or false",
+    "str": "a string",
+    "list[int]": "a list of integers",
+    "list[str]": "a list of strings",
+    "dict[int,float]": "a map from token id to a finite number",
+    "object": "an object",
+}
+
+SAMPLING_FIELDS: tuple[FieldBound, ...] = (
+    FieldBound("n", "int", 1, 16384),
+    FieldBound("presence_penalty", "float", -2, 2),
+    FieldBound("frequency_penalty", "float", -2, 2),
+    FieldBound("repetition_penalty", "float", 0, exclusive_minimum=True),
+    FieldBound("temperature", "float", 0, 2),
+    FieldBound("top_p", "float", 0, 1, exclusive_minimum=True),
+    FieldBound("top_k", "int", -1, INT64_MAX),
+    FieldBound("min_p", "float", 0, 1),
+    FieldBound("seed", "int", -INT64_MAX - 1, INT64_MAX, optional=True),
+    FieldBound("stop", "list[str]", max_len=1024),
+    FieldBound("stop_token_ids", "list[int]", max_len=4096),
+    FieldBound("ignore_eos", "bool"),
+    FieldBound("max_tokens", "int", 1, INT64_MAX, optional=True),
+    FieldBound("min_tokens", "int", 0, INT64_MAX),
+    FieldBound("logprobs", "int", 0, INT64_MAX, optional=True, special=(-1,)),
+    FieldBound("prompt_logprobs", "int", 0, INT64_MAX, optional=True, special=(-1,)),
+    FieldBound("logprob_token_ids", "list[int]", max_len=MAX_LOGPROB_TOKEN_IDS, optional=True),
+    FieldBound("detokenize", "bool"),
+    FieldBound("skip_special_tokens", "bool"),
+    FieldBound("spaces_between_special_tokens", "bool"),
+    FieldBound("include_stop_str_in_output", "bool"),
+    FieldBound("stream_interval", "int", 1, INT64_MAX, optional=True),
+    FieldBound("logit_bias", "dict[int,float]", max_len=65536, optional=True),
+    FieldBound("allowed_token_ids", "list[int]", max_len=1_048_576, optional=True),
+    FieldBound("bad_words", "list[str]", max_len=MAX_BAD_WORDS),
+    FieldBound("skip_reading_prefix_cache", "bool", optional=True),
+)
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True):
+    """Parameters of one generation request.
+
+    The object a user passes is never changed: the frontend works on `clone()`. The fields after the blank line at the
+    end are filled in by the frontend from the model and the tokenizer; users leave them alone.
+
+    Raises ValidationError (a ValueError) naming the field when a value is outside its bound.
+    """
+
+    n: int = 1
+    """How many outputs to generate for the prompt."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that already occurs in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the output."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output; > 1 discourages repeats."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this times the most likely one."""
+    seed: int | None = None
+    """None: one is given at admission. -1 means None."""
+    stop: list[str] | str | None = None
+    """Strings that end the output; they are not part of the text unless include_stop_str_in_output."""
+    stop_token_ids: list[int] | None = None
+    """Token ids that end the output; kept in token_ids, left out of the text when they are special tokens."""
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None: as many as the context holds."""
+    min_tokens: int = 0
+    """No end-of-sequence and no stop token before this many output tokens."""
+    logprobs: int | None = None
+    """Top-k log-probabilities per output token beside the sampled one's; -1 for the whole vocabulary."""
+    prompt_logprobs: int | None = None
+    """The same for prompt tokens. Such a request does not read the prefix cache."""
+    logprob_token_ids: list[int] | None = None
+    """Return log-probabilities of exactly these tokens at every output position."""
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    """Emit an update at most every so many tokens; None takes the engine's."""
+    skip_clone: bool = False
+    """The caller promises not to reuse this object, which saves a copy."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits; [-100, 100] at the HTTP door."""
+    allowed_token_ids: list[int] | None = None
+    """Only these may be sampled."""
+    bad_words: list[str] | None = None
+    """Words that must not appear in the output."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    skip_reading_prefix_cache: bool | None = None
+    """None: only when prompt_logprobs are asked for."""
+    extra_args: dict[str, Any] | None = None
+    """For extensions; the engine does not read it."""
+
+    eos_token_id: int | None = None
+    """Set by the frontend: the token that ends the output unless ignore_eos."""
+    bad_words_token_ids: list[list[int]] | None = None
+    """Set by the frontend: bad_words as token id sequences."""
+
+    def __post_init__(self) -> None:
+        if self.seed == -1:
+            self.seed = None
+        if self.stop is None:
+            self.stop = []
+        elif isinstance(self.stop, str):
+            self.stop = [self.stop]
+        if self.stop_token_ids is None:
+            self.stop_token_ids = []
+        if self.bad_words is None:
+            self.bad_words = []
+        self.validate_fields()
+        if 0 < self.temperature < MIN_TEMPERATURE and self.temperature >= GREEDY_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+        if self.top_k == -1:
+            self.top_k = 0
+        if self.is_greedy:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+        if self.skip_reading_prefix_cache is None:
+            self.skip_reading_prefix_cache = self.prompt_logprobs is not None
+
+    # -- what it means ------------------------------------------------------------------------------------------
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def all_stop_token_ids(self) -> set[int]:
+        """stop_token_ids plus the end-of-sequence token; what `min_tokens` must hold back."""
+        ids = set(self.stop_token_ids or ())
+        if self.eos_token_id is not None and not self.ignore_eos:
+            ids.add(self.eos_token_id)
+        return ids
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many log-probabilities per output token the worker must return, None for none."""
+        return self.logprobs
+
+    def clone(self) -> SamplingParams:
+        """An independent copy. Containers are copied one level deep; their items are immutable."""
+        if self.skip_clone:
+            return self
+        fields: dict[str, Any] = {
+            name: value.copy() if isinstance(value := getattr(self, name), list | dict) else value
+            for name in self.__struct_fields__
+        }
+        return SamplingParams(**fields)
+
+    @staticmethod
+    def from_optional(**fields: Any) -> SamplingParams:
+        """As the constructor, with None meaning the default, and logit_bias clamped to [-100, 100]."""
+        bias = fields.pop("logit_bias", None)
+        if bias is not None:
+            try:
+                bias = {int(k): min(100.0, max(-100.0, float(v))) for k, v in bias.items()}
+            except (TypeError, ValueError):
+                raise ValidationError(
+                    "logit_bias must be a map from token id to a finite number", param="logit_bias"
+                ) from None
+        nullable = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
+        given = {k: v for k, v in fields.items() if v is not None or k in nullable}
+        return SamplingParams(**given, logit_bias=bias)
+
+    # -- the door -----------------------------------------------------------------------------------------------
+
+    def validate_fields(self) -> None:
+        """Check every field against its declared bound, then fields against each other. Raises ValidationError."""
+        for bound in SAMPLING_FIELDS:
+            bound.validate(getattr(self, bound.name))
+        max_n = int(envs.MAX_N_SEQUENCES.number())
+        if self.n > max_n:
+            raise ValidationError(
+                f"n={self.n} is over the limit of {max_n} (QUIRE_MAX_N_SEQUENCES)", param="n", value=self.n
+            )
+        if self.is_greedy and self.n > 1:
+            raise ValidationError(
+                f"n={self.n} with temperature 0 would return {self.n} equal outputs; use n=1 or a temperature > 0",
+                param="n",
+                value=self.n,
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValidationError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}",
+                param="min_tokens",
+                value=self.min_tokens,
+            )
+        self._validate_words()
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValidationError(
+                "allowed_token_ids is empty: no token could be sampled", param="allowed_token_ids", value=[]
+            )
+
+    def _validate_words(self) -> None:
+        if any(not s for s in self.stop or ()):
+            raise ValidationError("stop holds an empty string, which would stop at once", param="stop", value="")
+        if self.stop and not self.detokenize:
+            raise ValidationError(
+                "stop strings need the text: set detokenize=True or use stop_token_ids",
+                param="stop",
+                value=self.stop,
+            )
+        if any(not w.strip() for w in self.bad_words or ()):
+            raise ValidationError("bad_words holds an empty word", param="bad_words", value="")
+
+    def validate_for_model(self, vocab_size: int, max_logprobs: int) -> None:
+        """Check token ids against the vocabulary and logprob counts against the model's limit.
+
+        `max_logprobs` of -1 means no limit. Raises ValidationError.
+        """
+        ids: dict[str, Sequence[int]] = {
+            "stop_token_ids": self.stop_token_ids or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logit_bias": list(self.logit_bias or ()),
+            "logprob_token_ids": self.logprob_token_ids or (),
+        }
+        for name, values in ids.items():
+            for token_id in values:
+                if not 0 <= token_id < vocab_size:
+                    raise ValidationError(
+                        f"{name} holds token id {token_id}, outside the vocabulary [0, {vocab_size})",
+                        param=name,
+                        value=token_id,
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is None or max_logprobs == -1:
+                continue
+            wanted = vocab_size if count == -1 else count
+            if wanted > max_logprobs:
+                raise ValidationError(
+                    f"{name}={count} asks for {wanted} log-probabilities per token; the limit is {max_logprobs} "
+                    "(raise it with --max-logprobs)",
+                    param=name,
+                    value=count,
+                )
+
+
+class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+    """Parameters of `LLM.beam_search`. Scores are sums of log-probabilities over length ** length_penalty."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for bound in BEAM_FIELDS:
+            bound.validate(getattr(self, bound.name))
+
+
+BEAM_FIELDS: tuple[FieldBound, ...] = (
+    FieldBound("beam_width", "int", 1, 1024),
+    FieldBound("max_tokens", "int", 1, INT64_MAX),
+    FieldBound("ignore_eos", "bool"),
+    FieldBound("temperature", "float", 0, 2),
+    FieldBound("length_penalty", "float", -100, 100),
+    FieldBound("include_stop_str_in_output", "bool"),
+)

@@ -1,0 +1,183 @@
+"""What the frontend sends the engine core and what comes back (checklist S3-DEF-001…049).
+
+Structs are positional arrays on the wire (`array_like`), defaults left out, untracked by the garbage collector.
+Only request ids, token ids and numbers cross: text, detokenization and the n outputs of a prompt stay in the frontend
+(checklist S2-CL-026).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any, Literal
+
+import msgspec
+
+from quire.lora_request import LoRARequest
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import SamplingParams
+from quire.wire.execution import LogprobsLists, LogprobsTensors
+from quire.wire.stats import PrefillStats, SchedulerStats
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""abort: abort all in-flight requests now. wait: let them finish, then pause. keep: freeze the queue, resume later."""
+
+FINISH_REASON_STRINGS = ("stop", "length", "abort", "error", "repetition")
+"""The words of the public API, by FinishReason value."""
+
+
+class FinishReason(IntEnum):
+    """Why a request ended. An int for a compact wire (checklist S3-DEF-005…007)."""
+
+    STOP = 0
+    """A stop string, a stop token or the end-of-sequence token."""
+    LENGTH = 1
+    """max_tokens used up, or the model's context full."""
+    ABORT = 2
+    """The client went away or asked for it."""
+    ERROR = 3
+    """An internal error; the request may be retried."""
+    REPETITION = 4
+    """A repetitive pattern was detected."""
+
+    def __str__(self) -> str:
+        return FINISH_REASON_STRINGS[self.value]
+
+
+class EngineCoreRequestType(Enum):
+    """First payload frame of a message to the core: one raw byte."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    START_DP_WAVE = b"\x02"
+    UTILITY = b"\x03"
+    EXECUTOR_FAILED = b"\x04"
+    """In-process sentinel, never sent by clients."""
+    WAKEUP = b"\x05"
+    """In-process sentinel, never sent by clients."""
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One sequence to generate (or pool). The frontend has already expanded `n`, tokenized and validated it.
+
+    `request_id` is the internal id; `external_req_id` the user's. `arrival_time` is wall clock (`time.time()`).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    sampling_params: SamplingParams | None
+    pooling_params: PoolingParams | None
+    arrival_time: float
+    lora_request: LoRARequest | None = None
+    cache_salt: str | None = None
+    """Isolates this request's prefix cache; None and "" differ."""
+    data_parallel_rank: int | None = None
+    prompt_embeds: Any = None
+    mm_features: list[Any] | None = None
+    client_index: int = 0
+    """Which frontend the outputs go back to."""
+    current_wave: int = 0
+    priority: int = 0
+    """Smaller is served first."""
+    trace_headers: Mapping[str, str] | None = None
+    resumable: bool = False
+    """A streaming-input session: more input will follow."""
+    external_req_id: str | None = None
+    output_token_ids: list[int] = []
+    """Generated before an engine restart; they count as outputs for stop rules, penalties and random numbers."""
+
+    @property
+    def params(self) -> SamplingParams | PoolingParams:
+        """Whichever of the two is set."""
+        params = self.sampling_params if self.sampling_params is not None else self.pooling_params
+        assert params is not None
+        return params
+
+
+class EngineCoreEventType(IntEnum):
+    """A turn in the life of a request inside the core."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class EngineCoreEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A turn and when it happened, on the core's monotonic clock: comparable only within that process."""
+
+    type: EngineCoreEventType
+    timestamp: float
+
+    @classmethod
+    def new_event(cls, event_type: EngineCoreEventType, timestamp: float | None = None) -> EngineCoreEvent:
+        """An event now, or at `timestamp`."""
+        return cls(event_type, time.monotonic() if timestamp is None else timestamp)
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step added to one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: LogprobsLists | None = None
+    new_prompt_logprobs_tensors: LogprobsTensors | None = None
+    pooling_output: Any = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id, when one of stop_token_ids ended it."""
+    events: list[EngineCoreEvent] | None = None
+    """What happened to it since its last output."""
+    prefill_stats: PrefillStats | None = None
+    """With the first output only."""
+    trace_headers: Mapping[str, str] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    routed_experts: Any = None
+    num_nans_in_logits: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """True for the last output of the request."""
+        return self.finish_reason is not None
+
+
+class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The answer to a control call; `failure_message` is set exactly when it failed."""
+
+    call_id: int
+    failure_message: str | None = None
+    result: Any = None
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """All outputs of one step for one client. `timestamp` is the core's monotonic clock, one stamp per step."""
+
+    engine_index: int = 0
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    utility_output: UtilityOutput | None = None
+    finished_requests: set[str] | None = None
+    wave_complete: int | None = None
+    start_wave: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.timestamp == 0.0:
+            self.timestamp = time.monotonic()
+
+
+@dataclass(frozen=True)
+class EngineCoreReadyResponse:
+    """What start-up discovered: returned, never written into a config (checklist S3-DEF-008)."""
+
+    max_model_len: int
+    """After fitting to the cache."""
+    num_gpu_blocks: int
+    """Blocks in the pool, the null block included (the name is the metric label of the documents)."""
+    block_size: int
+    kv_cache_size_tokens: int
+    kv_cache_max_concurrency: float
+    """Requests of max_model_len tokens that fit at once."""
+    supported_tasks: tuple[str, ...]
+    dp_stats_address: str | None = None

@@ -1,0 +1,132 @@
+"""What the engine tells the worker each step, and what it hears back.
+
+`SchedulerOutput` holds diffs, not state: the worker remembers a request from the step in which it appears in
+`scheduled_new_reqs` until its id is in `finished_req_ids` or `preempted_req_ids`. A request that resumes after a
+preemption (or after an engine restart) appears as a new one again, with the tokens it has generated so far: one path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quire.lora_request import LoRARequest
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import SamplingParams
+
+BlockIds = tuple[list[int], ...]
+"""Block ids per KV cache group."""
+
+
+class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Everything the worker needs to know of a request it does not know (or no longer knows)."""
+
+    req_id: str
+    prompt_token_ids: list[int]
+    block_ids: BlockIds
+    num_computed_tokens: int
+    sampling_params: SamplingParams | None = None
+    pooling_params: PoolingParams | None = None
+    output_token_ids: list[int] = []
+    """Generated so far: empty for a fresh request, not for a resumed one."""
+    lora_request: LoRARequest | None = None
+
+
+class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The running requests of this step, as parallel lists."""
+
+    req_ids: list[str] = []
+    new_block_ids: list[BlockIds | None] = []
+    """Blocks appended in this step, per request; None when there are none."""
+    num_computed_tokens: list[int] = []
+    """Tokens whose KV is in the cache before this step."""
+
+    @property
+    def num_reqs(self) -> int:
+        """How many requests."""
+        return len(self.req_ids)
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One step. A request samples a token in it when its computed + scheduled tokens reach all the tokens it has."""
+
+    scheduled_new_reqs: list[NewRequestData] = []
+    scheduled_cached_reqs: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = {}
+    total_num_scheduled_tokens: int = 0
+    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
+    num_common_prefix_blocks: list[int] = []
+    """Per group: leading blocks shared by all running requests."""
+    finished_req_ids: set[str] = set()
+    """Finished or aborted since the last step: the worker forgets them."""
+    preempted_req_ids: set[str] = set()
+    """Preempted in this step: the worker forgets them, too."""
+    has_structured_output_requests: bool = False
+    pending_structured_output_tokens: bool = False
+    """A grammar must first see tokens of a step still in flight: its mask cannot be computed yet."""
+
+
+class GrammarOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The token masks of the step's structured-output requests. [num_reqs, ceil(vocab / 32)] int32, row per id."""
+
+    structured_output_request_ids: list[str]
+    grammar_bitmask: Any
+
+
+class LogprobsLists(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Log-probabilities of sampled tokens, a row per sampled token in the order of `sampled_token_ids`.
+
+    Column 0 is the sampled token, then the top-k, most likely first.
+    """
+
+    logprob_token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    sampled_token_ranks: list[int]
+    """Rank of the sampled token, 1 for the most likely."""
+
+    def slice_rows(self, start: int, stop: int) -> LogprobsLists:
+        """The rows of one request."""
+        return LogprobsLists(
+            self.logprob_token_ids[start:stop],
+            self.logprobs[start:stop],
+            self.sampled_token_ranks[start:stop],
+        )
+
+
+class LogprobsTensors(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The same for prompt tokens, as arrays: they can be large. Row i is the prediction of prompt token i + 1.
+
+    logprob_token_ids, logprobs: [num_rows, 1 + k] (int32, float32); selected_token_ranks: [num_rows] int32.
+    """
+
+    logprob_token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    selected_token_ranks: npt.NDArray[np.int32]
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The result of one step, a row per scheduled request in the order of `req_ids` (the worker's batch order)."""
+
+    req_ids: list[str] = []
+    sampled_token_ids: list[list[int]] = []
+    """New tokens of each request; empty while its prompt is not fully computed. Several with speculation."""
+    logprobs: dict[str, LogprobsLists] = {}
+    """By request id: rows match its new tokens. Only requests that asked."""
+    prompt_logprobs: dict[str, LogprobsTensors] = {}
+    """By request id, all rows at once, in the step that completes its prompt. Only requests that asked."""
+    pooler_output: dict[str, Any] = {}
+    num_nans_in_logits: dict[str, int] = {}
+
+
+EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()
+"""What a step without tokens returns."""
+
+
+class DraftTokenIds(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Draft tokens proposed for the next step, parallel lists."""
+
+    req_ids: list[str]
+    draft_token_ids: list[list[int]]

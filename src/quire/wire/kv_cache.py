@@ -1,0 +1,73 @@
+"""The shape of the KV cache, agreed between worker and engine at start-up.
+
+The worker reports one `KVCacheSpec` per attention layer. The engine sorts layers of one kind into *groups* (every group
+has the same number of layers, so a block costs the same bytes whichever group holds it), sizes the cache, and answers
+with one `KVCacheConfig`. One pool of block ids serves all groups: tensor j is shared by the j-th layer of each group.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class KVCacheSpec(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """What one attention layer keeps per token. Sizes in bytes; `dtype` is torch's name without the prefix."""
+
+    block_size: int
+    """Tokens per block."""
+    num_kv_heads: int
+    head_size: int
+    dtype: str = "bfloat16"
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of one layer: keys and values."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+
+
+class FullAttentionSpec(KVCacheSpec, frozen=True, tag="full", omit_defaults=True):
+    """Every token is kept until the request ends."""
+
+
+class SlidingWindowSpec(KVCacheSpec, frozen=True, tag="sliding", omit_defaults=True):
+    """Only the last `sliding_window` tokens are ever read (the current one included)."""
+
+    sliding_window: int = 0
+
+
+AnyKVCacheSpec = FullAttentionSpec | SlidingWindowSpec
+
+DTYPE_BYTES: dict[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+class KVCacheGroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Layers that share one block table."""
+
+    layer_names: list[str]
+    kv_cache_spec: AnyKVCacheSpec
+
+
+class KVCacheTensor(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One allocation of `size` bytes, shared by one layer of each group (at most)."""
+
+    size: int
+    shared_by: list[str]
+
+
+class KVCacheConfig(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The whole cache of one worker. Block 0 is the null block: never allocated, never read."""
+
+    num_blocks: int
+    kv_cache_tensors: list[KVCacheTensor]
+    kv_cache_groups: list[KVCacheGroupSpec]
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Tokens per block, per group."""
+        return [group.kv_cache_spec.block_size for group in self.kv_cache_groups]
