@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from quire.config.model import ModelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.lora_request import LoRARequest
 from quire.sampling_params import RepetitionDetectionParams, SamplingParams
+from quire.testing.fake_device import InFlight
 from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_model import KV_IDENTITY
 from quire.wire.engine_core import EngineCoreRequest
-from quire.wire.execution import SchedulerOutput
+from quire.wire.execution import GrammarOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
 
 VOCAB_SIZE = 8
@@ -24,23 +26,37 @@ VOCAB_SIZE = 8
 LORAS = (LoRARequest("red", 1, "/red"), LoRARequest("blue", 2, "/blue"))
 
 
-class RecordingExecutor(FakeExecutor):
-    """Keeps the steps it was given, for the invariants to look at."""
+class WorkerFault(RuntimeError):  # noqa: N818  it is one, not an error of ours
+    """What a worker raises when an operation tells it to fail."""
+
+
+class SimulatedExecutor(FakeExecutor):
+    """Shows every step to `on_step`, right after it was scheduled, and fails when told to."""
 
     vocab_size = VOCAB_SIZE
+    fault: str | None = None
+    """Where the next step fails: "forward" or "sample". The worker has heard of the step by then."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.steps: list[SchedulerOutput] = []
+        self.on_step: Callable[[SchedulerOutput], None] = lambda step: None
 
-    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> object:
-        self.steps.append(scheduler_output)
-        return super().execute_model(scheduler_output, non_block)
+    def _execute(self, step: SchedulerOutput) -> InFlight | None:
+        self.on_step(step)
+        result = super()._execute(step)
+        self._fail_if_told("forward")
+        return result
 
-    def take_steps(self) -> list[SchedulerOutput]:
-        """The steps since the last call."""
-        steps, self.steps = self.steps, []
-        return steps
+    def _sample(self, grammar_output: GrammarOutput | None) -> InFlight:
+        self._fail_if_told("sample")
+        return super()._sample(grammar_output)
+
+    def _fail_if_told(self, place: str) -> None:
+        if self.fault == place:
+            self.fault = None
+            self._unsampled = None
+            self._in_flight.clear()
+            raise WorkerFault(place)
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class World:
     """One configuration. `documents` are the texts that prompts share prefixes of."""
 
     config: EngineConfig
-    executor_class: type[RecordingExecutor]
+    executor_class: type[SimulatedExecutor]
     documents: tuple[tuple[int, ...], ...]
     add_weight: int
 
@@ -82,7 +98,7 @@ class World:
         )
         executor_class = type(
             "WorldExecutor",
-            (RecordingExecutor,),
+            (SimulatedExecutor,),
             {"layer_specs": _draw_layers(rng, block_size), "pipeline_depth": rng.choice([1, 1, 2, 3])},
         )
         documents = tuple(tuple(rng.randrange(VOCAB_SIZE) for _ in range(64)) for _ in range(rng.randint(1, 4)))
@@ -157,8 +173,9 @@ def draw_operations(rng: random.Random, world: World, count: int) -> list[tuple[
         "abort": 6,
         "abort_in_flight": 3,
         "reset_prefix_cache": 0.3,
-        "pause": 0.3,
-        "resume": 0.6,
+        "pause": 0.4,
+        "resume": 0.8,
+        "fault": 0.2,
         "crash": 0.2,
         "drain": 0.1,
     }

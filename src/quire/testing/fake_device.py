@@ -48,7 +48,7 @@ def as_future(run: Callable[[], InFlight | None]) -> Future[Any]:
     future: Future[Any] = Future()
     try:
         result = run()
-    except AssertionError as e:
+    except Exception as e:
         future.set_exception(e)
         return future
     if result is not None:

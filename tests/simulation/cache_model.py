@@ -1,0 +1,104 @@
+"""Two oracles of the prefix cache that tokens cannot show: the longest prefix is found, the right blocks survive."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from quire.config.engine import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.kv_cache.manager import KVCacheManager
+from quire.engine.request import Request
+from quire.wire.execution import SchedulerOutput
+from quire.wire.kv_cache import FullAttentionSpec
+
+Prefix = tuple[object, ...]
+"""All that decides what a block holds: salt, adapter, and every token up to its end."""
+
+
+class CacheModel:
+    """Which block holds which prefix, learnt from the steps alone; for engines with one group of full attention.
+
+    A block holds a prefix from the step that fills it until it is given to someone else. So at every admission the
+    longest cached prefix is known without looking into the block pool.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._prefix_of: dict[int, Prefix] = {}
+        self._holders: defaultdict[Prefix, set[int]] = defaultdict(set)
+        self._tables: dict[str, list[int]] = {}
+
+    @classmethod
+    def for_engine(cls, core: EngineCore, config: EngineConfig) -> CacheModel | None:
+        """None where this model does not apply."""
+        specs = (core.executor.get_kv_cache_specs()[0]).values()
+        applies = config.cache_config.enable_prefix_caching and all(isinstance(s, FullAttentionSpec) for s in specs)
+        return cls(core.ready_response.block_size) if applies else None
+
+    def check_step(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Follow one step in the order it was scheduled: running requests, then admissions."""
+        cached = step.scheduled_cached_reqs
+        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for req_id, new_block_ids, num_computed in rows:
+            if new_block_ids is not None:
+                self._give_out(new_block_ids[0])
+                self._tables[req_id] += new_block_ids[0]
+            self._fill(requests[req_id], num_computed, step.num_scheduled_tokens[req_id])
+        for data in step.scheduled_new_reqs:
+            request, (table,) = requests[data.req_id], data.block_ids
+            num_hits = data.num_computed_tokens // self.block_size
+            self._check_hit(request, num_hits)
+            self._give_out(table[num_hits:])
+            self._tables[data.req_id] = list(table)
+            self._fill(request, data.num_computed_tokens, step.num_scheduled_tokens[data.req_id])
+
+    def _check_hit(self, request: Request, num_hits: int) -> None:
+        if request.skip_reading_prefix_cache:
+            return
+        longest = 0
+        while (longest + 1) * self.block_size < request.num_tokens and self._holders.get(self._prefix(request, longest)):
+            longest += 1
+        assert num_hits == longest, f"{request} was admitted with {num_hits} cached blocks, {longest} were there"
+
+    def _prefix(self, request: Request, index: int) -> Prefix:
+        tokens = request.all_token_ids[: (index + 1) * self.block_size]
+        return (request.cache_salt, request.lora_request, *tokens)
+
+    def _give_out(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            prefix = self._prefix_of.pop(block_id, None)
+            if prefix is not None:
+                self._holders[prefix].discard(block_id)
+
+    def _fill(self, request: Request, num_computed: int, num_tokens: int) -> None:
+        table = self._tables[request.request_id]
+        for index in range(num_computed // self.block_size, (num_computed + num_tokens) // self.block_size):
+            prefix = self._prefix(request, index)
+            self._prefix_of[table[index]] = prefix
+            self._holders[prefix].add(table[index])
+
+    def clear(self) -> None:
+        """The cache was reset."""
+        self._prefix_of.clear()
+        self._holders.clear()
+
+
+@contextmanager
+def check_order_of_freed_blocks(manager: KVCacheManager, request_id: str) -> Iterator[None]:
+    """While `request_id` alone gives its blocks back: those that nobody can hit go to the head of the free queue, the
+    others to its tail, the end of the prefix first, so that its start survives longest; the rest keeps its order."""
+    pool = manager.block_pool
+    before = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    freed = [[b for b in group if b.ref_cnt == 1 and not b.is_null] for group in manager.get_blocks(request_id).blocks]
+    worthless = {b.block_id for group in freed for b in group if b.block_hash is None}
+    yield
+    after = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    start = len(worthless)
+    assert set(after[:start]) == worthless, f"{worthless} should be the first to go: {after}"
+    assert after[start : start + len(before)] == before, f"the free queue was {before}, it is {after}"
+    tail = after[start + len(before) :]
+    for group in freed:
+        ids = [b.block_id for b in group if b.block_id not in worthless]
+        assert [i for i in tail if i in ids] == ids[::-1], f"blocks {ids} went back in the order {tail}"
