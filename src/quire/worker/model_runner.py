@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from quire.wire.execution import (
     SchedulerOutput,
 )
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
-from quire.worker.attention.backend import AttentionBackend, AttentionBatch, KVCache
+from quire.worker.attention.backend import AttentionBackend, AttentionBatch
 from quire.worker.attention.layer import Attention
 from quire.worker.forward_context import ForwardContext, set_forward_context
 from quire.worker.input_batch import InputBatch, Rows
-from quire.worker.kv_cache import allocate_kv_caches, make_null_kv_cache_config
+from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache, make_null_config
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.sample.edits import apply_grammar_bitmask
 from quire.worker.sample.metadata import SamplingMetadata, SamplingTable
@@ -63,7 +63,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: nn.Module,
         backend: AttentionBackend[Any],
         device: torch.device,
         *,
@@ -71,8 +71,7 @@ class ModelRunner:
         max_num_reqs: int,
         max_num_tokens: int,
     ) -> None:
-        assert isinstance(model, nn.Module)
-        self.model = model
+        self.model = cast(Model, model)
         self.backend = backend
         self.device = device
         self.vocab_size = vocab_size
@@ -87,8 +86,7 @@ class ModelRunner:
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
         """Take memory for the cache and the batch. Must come before the first step."""
-        self.kv_cache_config = config
-        self.kv_caches = allocate_kv_caches(config, self.backend, self.device)
+        self.kv_cache = allocate_kv_cache(config, self.backend, self.device)
         self.batch = InputBatch(self.max_num_reqs, max_model_len, config.block_sizes)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -101,9 +99,7 @@ class ModelRunner:
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         inputs = make_step_inputs(self.batch, scheduler_output.num_scheduled_tokens, self.device)
-        hidden = self._forward(
-            inputs.input_ids, inputs.positions, inputs.attention, self.kv_cache_config, self.kv_caches
-        )
+        hidden = self._forward(inputs.input_ids, inputs.positions, inputs.attention, self.kv_cache)
         req_ids = [self.batch.req_ids[row] for row in inputs.rows.tolist()]
         self._pending = PendingStep(
             inputs,
@@ -156,21 +152,12 @@ class ModelRunner:
                 batch.append_blocks(row, block_ids)
 
     def _forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attention: Sequence[AttentionBatch],
-        config: KVCacheConfig,
-        kv_caches: Mapping[str, KVCache],
+        self, input_ids: Tensor, positions: Tensor, attention: Sequence[AttentionBatch], kv_cache: KVCacheMemory
     ) -> Tensor:
-        groups = config.kv_cache_groups
-        context = ForwardContext(
-            self.backend,
-            [self.backend.make_metadata(b, group.kv_cache_spec) for b, group in zip(attention, groups, strict=True)],
-            {name: i for i, group in enumerate(groups) for name in group.layer_names},
-            kv_caches,
-        )
-        with set_forward_context(context):
+        metadata = [
+            self.backend.make_metadata(batch, spec) for batch, spec in zip(attention, kv_cache.specs, strict=True)
+        ]
+        with set_forward_context(ForwardContext(self.backend, metadata, kv_cache.layer_groups, kv_cache.caches)):
             return self.model(input_ids, positions)
 
     def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:
@@ -212,15 +199,14 @@ class ModelRunner:
 
     def profile_run(self, specs: Mapping[str, AnyKVCacheSpec]) -> None:
         """The largest step there can be, over a cache of one block, so that its peak memory can be measured."""
-        config = make_null_kv_cache_config(specs)
-        self._dummy_step(self.max_num_tokens, config, allocate_kv_caches(config, self.backend, self.device))
+        self._dummy_step(self.max_num_tokens, allocate_kv_cache(make_null_config(specs), self.backend, self.device))
 
     def execute_dummy_batch(self) -> None:
         """One token of nobody."""
-        self._dummy_step(1, self.kv_cache_config, self.kv_caches)
+        self._dummy_step(1, self.kv_cache)
 
     @torch.inference_mode()
-    def _dummy_step(self, num_tokens: int, config: KVCacheConfig, kv_caches: Mapping[str, KVCache]) -> None:
+    def _dummy_step(self, num_tokens: int, kv_cache: KVCacheMemory) -> None:
         """Forward, logits and sampling of `num_tokens` tokens spread over as many requests as can be, in block 0."""
         num_reqs = min(num_tokens, self.max_num_reqs)
         query_lens = np.full(num_reqs, num_tokens // num_reqs, dtype=np.int64)
@@ -233,10 +219,10 @@ class ModelRunner:
                 torch.zeros((num_reqs, int(query_lens.max()) // size + 1), dtype=torch.int32, device=self.device),
                 torch.from_numpy(positions % size).to(self.device),
             )
-            for size in config.block_sizes
+            for size in kv_cache.block_sizes
         ]
         input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        hidden = self._forward(input_ids, torch.from_numpy(positions).to(self.device), attention, config, kv_caches)
+        hidden = self._forward(input_ids, torch.from_numpy(positions).to(self.device), attention, kv_cache)
         logits = self.model.compute_logits(hidden[:num_reqs])
         table = SamplingTable(num_reqs)
         for row in range(num_reqs):

@@ -1,4 +1,4 @@
-"""The machine: which device, how much memory and how many cores are ours, which type to compute in."""
+"""The machine: which device, how much memory and how many cores are ours."""
 
 from __future__ import annotations
 
@@ -9,18 +9,8 @@ from pathlib import Path
 import torch
 
 from quire.errors import ConfigError
-from quire.logger import init_logger
-
-logger = init_logger(__name__)
 
 _ROOT = Path("/")
-_DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
 
 
 def choose_device(name: str) -> torch.device:
@@ -31,21 +21,6 @@ def choose_device(name: str) -> torch.device:
             "--device cuda: torch finds no CUDA device; use --device cpu, or install a CUDA build of torch"
         )
     return torch.device("cuda", 0) if has_cuda and name != "cpu" else torch.device("cpu")
-
-
-def choose_dtype(requested: str, checkpoint: str | None, device: torch.device) -> torch.dtype:
-    """The type of weights and activations. auto is the checkpoint's; float16 runs as bfloat16 on CPU.
-
-    Raises ConfigError for a checkpoint type that is not a float.
-    """
-    name = requested if requested != "auto" else checkpoint or "float32"
-    if name not in _DTYPES:
-        raise ConfigError(f"the checkpoint's dtype {name!r} cannot be computed in; choose one with --dtype bfloat16")
-    dtype = _DTYPES[name]
-    if dtype is torch.float16 and device.type == "cpu":
-        logger.info("float16 runs as bfloat16 on CPU: its range needs no scaling and CPUs multiply it faster")
-        return torch.bfloat16
-    return dtype
 
 
 def available_cpu_memory(root: Path = _ROOT) -> int:
@@ -74,9 +49,11 @@ def cpu_quota(root: Path = _ROOT) -> int | None:
     for group in _cgroups(root, "cpu"):
         version_2 = _read(group / "cpu.max").split()
         version_1 = [_read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-        for pair in (version_2, version_1):
-            if len(pair) == 2 and pair[0].isdigit() and pair[1].isdigit() and int(pair[1]):
-                quotas.append(math.ceil(int(pair[0]) / int(pair[1])))
+        quotas += [
+            math.ceil(int(pair[0]) / int(pair[1]))
+            for pair in (version_2, version_1)
+            if len(pair) == 2 and pair[0].isdigit() and pair[1].isdigit()  # "max" or -1: no limit
+        ]
     return max(1, min(quotas)) if quotas else None
 
 

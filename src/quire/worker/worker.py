@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
 import torch
 
 from quire import envs
@@ -14,7 +11,7 @@ from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.worker import platform
 from quire.worker.attention.registry import make_attention_backend
-from quire.worker.loader import load_model
+from quire.worker.loader import load_model, resolve_dtype
 from quire.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)
@@ -26,13 +23,18 @@ CPU_KV_CACHE_SHARE = 0.4
 
 
 class Worker:
-    """Composition root of the worker side. Call order: init_device, load_model, get_kv_cache_spec,
-    determine_available_memory, initialize_from_config, compile_or_warm_up_model, then steps."""
+    """Composition root of the worker side.
+
+    Call order: init_device, load_model, get_kv_cache_spec, determine_available_memory, update_max_model_len (where it
+    was fitted), initialize_from_config, compile_or_warm_up_model, then steps.
+    """
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
         self.config = config
         self.rank = rank
         self.max_model_len = config.model_config.model_len
+        self._runner: ModelRunner | None = None
+        self._profiler: torch.profiler.profile | None = None
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
@@ -40,17 +42,26 @@ class Worker:
         """Choose device, types and threads. Raises ConfigError if the configuration cannot run here."""
         model, cache_dtype = self.config.model_config, self.config.cache_config.cache_dtype
         self.device = platform.choose_device(self.config.device_config.device)
-        self.dtype = platform.choose_dtype(model.dtype, model.hf_config.dtype, self.device)
+        self.dtype = resolve_dtype(model, self.device)
         self.cache_dtype = self.dtype if cache_dtype == "auto" else getattr(torch, cache_dtype)
         self.backend = make_attention_backend(self.device, self.dtype, self.cache_dtype)
         if self.device.type == "cpu":
             platform.set_num_threads()
 
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner, once the model is loaded."""
+        assert self._runner is not None, "load_model comes first"
+        return self._runner
+
     def load_model(self) -> None:
-        """Read the weights. Raises ModelLoadError."""
+        """Read the weights, unless that is done. Raises ModelLoadError."""
+        if self._runner is not None:
+            return
         model, scheduler = self.config.model_config, self.config.scheduler_config
-        assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens  # filled in by EngineArgs
-        self.runner = ModelRunner(
+        assert scheduler.max_num_seqs is not None, "EngineArgs fills it in"
+        assert scheduler.max_num_batched_tokens is not None, "EngineArgs fills it in"
+        self._runner = ModelRunner(
             load_model(model, self.config.load_config, self.device, self.dtype),
             self.backend,
             self.device,
@@ -60,7 +71,8 @@ class Worker:
         )
 
     def get_kv_cache_spec(self) -> dict[str, AnyKVCacheSpec]:
-        """What each attention layer keeps per token, by layer name."""
+        """What each attention layer keeps per token, by layer name. Loads the model: its layers know."""
+        self.load_model()
         return self.runner.get_kv_cache_specs(self.config.cache_config.block_size, self.cache_dtype)
 
     def determine_available_memory(self) -> int:
@@ -135,9 +147,19 @@ class Worker:
     def check_health(self) -> None:
         """Raises if the worker cannot work. A worker in this process is as healthy as the process."""
 
+    def profile(self, is_start: bool, prefix: str | None = None) -> None:
+        """Record what torch does between a start and a stop; the trace (for chrome://tracing) goes to the working
+        directory as PREFIX-rankN.trace.json."""
+        if is_start:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        elif self._profiler is not None:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(f"{prefix or 'quire'}-rank{self.rank}.trace.json")
+            self._profiler = None
+
     def shutdown(self) -> None:
         """Let go of model and cache."""
-        if hasattr(self, "runner"):
-            del self.runner
-        if self.device.type == "cuda":
+        self._runner = None
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

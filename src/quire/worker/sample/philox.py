@@ -41,4 +41,5 @@ def uniforms(seeds: U64Array, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.
     counters = np.stack([unsigned & _LOW_32, unsigned >> _32, zeros, zeros])
     words = philox4x32(counters, np.stack([seeds & _LOW_32, seeds >> _32]))
     bits = ((words[0] << _32) | words[1]) >> np.uint64(12)
-    return bits.astype(np.float64) * 2.0**-52
+    result: npt.NDArray[np.float64] = bits * 2.0**-52
+    return result
