@@ -8,7 +8,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+
+import msgspec
 
 from quire.engine.core import EngineCore
 from quire.engine.sched.interface import PauseState
@@ -114,7 +117,7 @@ class Simulation:
         fields = {name: getattr(client.request, name) for name in client.request.__struct_fields__}
         request = EngineCoreRequest(**{**fields, "output_token_ids": list(client.received)})
         if self.log is not None:
-            self.log(f"    {request}")
+            self.log(f"    {msgspec.to_builtins(request)}")
         self.live[request.request_id] = client
         self.invariants.added(request.request_id)
         self.core.add_request(*self.core.preprocess_add_request(request))
@@ -148,7 +151,12 @@ class Simulation:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def _step(self, number: int) -> None:
-        outputs, executed = self.core.step_fn()
+        try:
+            outputs, executed = self.core.step_fn()
+        except WorkerFault:
+            self.seen["failed steps"] += 1
+            self.executor.recover()
+            return self.invariants.lost_steps()
         self.core.post_step(executed)
         for client_index, client_outputs in (outputs or {}).items():
             self.invariants.heard_stats(client_outputs.scheduler_stats)
@@ -157,6 +165,7 @@ class Simulation:
                 assert client is not None, f"an output for {output.request_id}, which is not live: {output}"
                 assert client.request.client_index == client_index, f"{output.request_id} was sent to {client_index}"
                 self._hear(client, output)
+        return None
 
     def _hear(self, client: Client, output: EngineCoreOutput) -> None:
         if self.log is not None:
@@ -206,17 +215,13 @@ class Simulation:
     def _fault(self, number: int) -> None:
         """A step fails in the worker, which lives on: what it computed is lost, no request is."""
         self.executor.fault = "sample" if number % 2 else "forward"
-        try:
-            self._step(number)
-        except WorkerFault:
-            self.invariants.lost_steps()
-        finally:
-            self.executor.fault = None
+        self._step(number)
 
     def _crash(self, number: int) -> None:
         """The engine dies, sometimes with the outputs of a step nobody heard. Clients go on with a new one."""
         if number % 2:
-            self.core.step_fn()
+            with suppress(WorkerFault):
+                self.core.step_fn()
         survivors, self.live = self.live, {}
         self.close()
         self._start_engine()

@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     from tests.simulation.harness import Client, Simulation
 
 
+def describe(step: SchedulerOutput) -> str:
+    """A step on one line: computed+scheduled tokens and new blocks of each request."""
+    cached = step.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+    parts = [f"{i}: {computed}+{step.num_scheduled_tokens[i]} {blocks or ''}" for i, computed, blocks in rows]
+    parts += [
+        f"new {data.req_id}: {data.num_computed_tokens}+{step.num_scheduled_tokens[data.req_id]} {data.block_ids}"
+        for data in step.scheduled_new_reqs
+    ]
+    gone = f" finished {sorted(step.finished_req_ids)} preempted {sorted(step.preempted_req_ids)}"
+    return f"step [{', '.join(parts)}]{gone}"
+
+
 class Invariants:
     """Checks one engine from its start to its end."""
 
@@ -91,7 +104,7 @@ class Invariants:
     def scheduled(self, step: SchedulerOutput) -> None:
         """Budgets are kept, nobody is overtaken, and every prefix that was in the cache was found."""
         if self.sim.log is not None:
-            self.sim.log(f"    {step}")
+            self.sim.log(f"    {describe(step)}")
         self._num_scheduled_tokens += step.total_num_scheduled_tokens
         self._count_situations(step)
         self._check_pause(step)

@@ -8,7 +8,9 @@ operations that fails, too.
 from __future__ import annotations
 
 import argparse
+import logging
 import multiprocessing
+import re
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -39,18 +41,17 @@ def run_parallel(num_operations: int, num_processes: int = 2, first_seed: int = 
     return done, time.monotonic() - began
 
 
-def shrink(seed: int, num_operations: int, failed_at: int) -> list[int]:
-    """Indices of fewer operations of the episode that fail, too: drop halves, quarters, ... as long as it fails."""
+def shrink(seed: int, num_operations: int, failure: SimulationError) -> list[int]:
+    """Indices of fewer operations of the episode that fail in the same way: drop halves, quarters, ... while it does."""
 
     def fails(kept: list[int]) -> bool:
-        wanted = set(kept)
         try:
-            run_episode(seed, num_operations, keep=wanted.__contains__)
-        except SimulationError:
-            return True
+            run_episode(seed, num_operations, keep=set(kept).__contains__)
+        except SimulationError as e:
+            return _kind(e) == _kind(failure)
         return False
 
-    kept = list(range(min(failed_at + 1, num_operations)))
+    kept = list(range(min(failure.operation + 1, num_operations)))
     size = len(kept) // 2
     while size:
         start = 0
@@ -64,13 +65,18 @@ def shrink(seed: int, num_operations: int, failed_at: int) -> list[int]:
     return kept
 
 
+def _kind(failure: SimulationError) -> tuple[type, str]:
+    """What is alike in two failures: the words of the message, not its numbers."""
+    return type(failure.cause), re.sub(r"\[.*?\]|'.*?'|\w*\d\w*", "", str(failure.cause))[:40]
+
+
 def replay(seed: int, num_operations: int) -> bool:
     """Run one seed. On a failure tell the story of its smallest known form."""
     try:
         done = run_episode(seed, num_operations)
     except SimulationError as failure:
         print(failure)
-        kept = shrink(seed, num_operations, failure.operation)
+        kept = shrink(seed, num_operations, failure)
         print(f"{len(kept)} of {failure.operation + 1} operations are enough: {kept}")
         try:
             run_episode(seed, num_operations, keep=set(kept).__contains__, log=print)
@@ -89,6 +95,7 @@ def main() -> None:
     parser.add_argument("--ops", type=int, help=f"operations: per episode with --seed (default {EPISODE_OPERATIONS})")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
+    logging.disable(logging.ERROR)  # failing steps are part of the plan
     if args.seed is not None:
         replay(args.seed, args.ops or EPISODE_OPERATIONS)
         return

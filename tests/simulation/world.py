@@ -41,7 +41,7 @@ class SimulatedExecutor(FakeExecutor):
         super().__init__(config)
         self.on_step: Callable[[SchedulerOutput], None] = lambda step: None
 
-    def _execute(self, step: SchedulerOutput) -> InFlight | None:
+    def _execute(self, step: SchedulerOutput) -> InFlight:
         self.on_step(step)
         result = super()._execute(step)
         self._fail_if_told("forward")
@@ -55,8 +55,11 @@ class SimulatedExecutor(FakeExecutor):
         if self.fault == place:
             self.fault = None
             self._unsampled = None
-            self._in_flight.clear()
             raise WorkerFault(place)
+
+    def recover(self) -> None:
+        """The engine has heard of the failure: nobody will ask for the steps that were still under way."""
+        self._in_flight.clear()
 
 
 @dataclass(frozen=True)

@@ -27,31 +27,31 @@ class VirtualClock:
         self.now += seconds
 
 
-class InFlight(Future[ModelRunnerOutput]):
-    """The output of a step on a device that is always still busy: not done until someone waits for it."""
+class InFlight(Future[Any]):
+    """What a step yields on a device that is always still busy: not done until someone waits for it.
 
-    def __init__(self, output: ModelRunnerOutput, finish: Callable[[InFlight], None]) -> None:
+    `finish` is called then, before the output is handed out; it may raise.
+    """
+
+    def __init__(self, output: ModelRunnerOutput | None, finish: Callable[[InFlight], None] | None = None) -> None:
         super().__init__()
         self._output = output
         self._finish = finish
 
-    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        """Wait for the step. Steps must be waited for in the order they were started."""
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the step."""
         if not self.done():
-            self._finish(self)
+            if self._finish is not None:
+                self._finish(self)
             self.set_result(self._output)
         return super().result(timeout)
 
 
-def as_future(run: Callable[[], InFlight | None]) -> Future[Any]:
-    """What `run` returns, or a Future of its None or of its error."""
-    future: Future[Any] = Future()
+def as_future(run: Callable[[], InFlight]) -> Future[Any]:
+    """What `run` returns, or a Future of its error."""
     try:
-        result = run()
+        return run()
     except Exception as e:
-        future.set_exception(e)
-        return future
-    if result is not None:
-        return result
-    future.set_result(None)
-    return future
+        failed: Future[Any] = Future()
+        failed.set_exception(e)
+        return failed

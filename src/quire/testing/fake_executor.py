@@ -104,17 +104,18 @@ class FakeExecutor(Executor):
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput | None] | None:
         if non_block:
             return as_future(lambda: self._execute(scheduler_output))
-        output = self._execute(scheduler_output)
-        return output.result() if output is not None else None
+        output: ModelRunnerOutput | None = self._execute(scheduler_output).result()
+        return output
 
     def sample_tokens(
         self, grammar_output: GrammarOutput | None, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
         if non_block:
             return as_future(lambda: self._sample(grammar_output))
-        return self._sample(grammar_output).result()
+        output: ModelRunnerOutput = self._sample(grammar_output).result()
+        return output
 
-    def _execute(self, step: SchedulerOutput) -> InFlight | None:
+    def _execute(self, step: SchedulerOutput) -> InFlight:
         if self._unsampled is not None:
             raise ProtocolError("execute_model was called twice without sample_tokens in between")
         self._forget(step)
@@ -122,7 +123,7 @@ class FakeExecutor(Executor):
         if not step.num_scheduled_tokens:
             return self._start(EMPTY_MODEL_RUNNER_OUTPUT)
         self._unsampled = step, self._forward(step)
-        return None
+        return InFlight(None)
 
     def _sample(self, grammar_output: GrammarOutput | None) -> InFlight:
         if self._unsampled is None:
@@ -144,11 +145,9 @@ class FakeExecutor(Executor):
         return self._start(output, step.total_num_scheduled_tokens)
 
     def _forget(self, step: SchedulerOutput) -> None:
-        for req_id in step.preempted_req_ids:
-            if req_id not in self._requests:
-                raise ProtocolError(f"request {req_id} was preempted but is not known")
         for req_id in step.preempted_req_ids | step.finished_req_ids:
-            request = self._requests.pop(req_id, None)  # one that never ran may finish, too: aborted while waiting
+            # One that is not known may have been aborted while it waited, or be named again after a failed step.
+            request = self._requests.pop(req_id, None)
             for table in request.tables if request is not None else ():
                 table.drop()
 
