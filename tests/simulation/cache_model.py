@@ -85,16 +85,38 @@ class CacheModel:
         self._holders.clear()
 
 
+def free_queue(manager: KVCacheManager) -> list[int]:
+    """Ids of the free blocks, the next to be given out first."""
+    return [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()]
+
+
+def check_order_of_new_blocks(before: list[int], after: list[int], step: SchedulerOutput, block_size: int) -> None:
+    """One step took its hits out of the middle of the free queue and its new blocks from the head, in order.
+
+    For steps without preemptions of engines with one group of full attention; `before` and `after` are the queue.
+    """
+    hits: set[int] = set()
+    taken: list[int] = []
+    for new_block_ids in step.scheduled_cached_reqs.new_block_ids:
+        taken += new_block_ids[0] if new_block_ids is not None else []
+    for data in step.scheduled_new_reqs:
+        num_hits = data.num_computed_tokens // block_size
+        hits.update(set(data.block_ids[0][:num_hits]).difference(taken))  # one may share what this very step fills
+        taken += data.block_ids[0][num_hits:]
+    left = [block_id for block_id in before if block_id not in hits]
+    assert taken == left[: len(taken)], f"blocks {taken} were given out; the least recently used ones are {left}"
+    assert after == left[len(taken) :], f"the free queue should be {left[len(taken) :]}, it is {after}"
+
+
 @contextmanager
 def check_order_of_freed_blocks(manager: KVCacheManager, request_id: str) -> Iterator[None]:
     """While `request_id` alone gives its blocks back: those that nobody can hit go to the head of the free queue, the
     others to its tail, the end of the prefix first, so that its start survives longest; the rest keeps its order."""
-    pool = manager.block_pool
-    before = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    before = free_queue(manager)
     freed = [[b for b in group if b.ref_cnt == 1 and not b.is_null] for group in manager.get_blocks(request_id).blocks]
     worthless = {b.block_id for group in freed for b in group if b.block_hash is None}
     yield
-    after = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    after = free_queue(manager)
     start = len(worthless)
     assert set(after[:start]) == worthless, f"{worthless} should be the first to go: {after}"
     assert after[start : start + len(before)] == before, f"the free queue was {before}, it is {after}"

@@ -139,6 +139,7 @@ class Simulation:
         """The abort arrives while a step is being computed: not even that step's token may be delivered."""
         chosen = self._choose(number)
         self.core.aborts_queue.put_nowait(chosen)
+        self.seen["aborted in flight"] += any(r.request_id in chosen for r in self.core.scheduler.running)
         self._forget(chosen)
         self._step(number)
         self.core.abort_requests(chosen)  # there may have been no step to do; a second abort does nothing
@@ -151,6 +152,7 @@ class Simulation:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def _step(self, number: int) -> None:
+        self.invariants.scheduling()
         try:
             outputs, executed = self.core.step_fn()
         except WorkerFault:
@@ -220,6 +222,7 @@ class Simulation:
     def _crash(self, number: int) -> None:
         """The engine dies, sometimes with the outputs of a step nobody heard. Clients go on with a new one."""
         if number % 2:
+            self.invariants.scheduling()
             with suppress(WorkerFault):
                 self.core.step_fn()
         survivors, self.live = self.live, {}

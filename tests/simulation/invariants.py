@@ -13,7 +13,12 @@ from quire.engine.sched.interface import PauseState
 from quire.wire.engine_core import EngineCoreOutput
 from quire.wire.execution import SchedulerOutput
 from quire.wire.stats import SchedulerStats
-from tests.simulation.cache_model import CacheModel, check_order_of_freed_blocks
+from tests.simulation.cache_model import (
+    CacheModel,
+    check_order_of_freed_blocks,
+    check_order_of_new_blocks,
+    free_queue,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.harness import Client, Simulation
@@ -46,6 +51,7 @@ class Invariants:
         self._arrivals: dict[str, int] = {}
         self._num_admissions = 0
         self._num_queries = 0
+        self._free_before: list[int] = []
         self._num_scheduled_tokens = 0
 
     # -- after every operation ----------------------------------------------------------------------------------
@@ -101,6 +107,11 @@ class Invariants:
 
     # -- a step, right after it was scheduled --------------------------------------------------------------------
 
+    def scheduling(self) -> None:
+        """Before a step."""
+        if self.cache_model is not None:
+            self._free_before = free_queue(self.manager)
+
     def scheduled(self, step: SchedulerOutput) -> None:
         """Budgets are kept, nobody is overtaken, and every prefix that was in the cache was found."""
         if self.sim.log is not None:
@@ -112,10 +123,13 @@ class Invariants:
         self._check_admissions(step)
         if self.cache_model is not None:
             self.cache_model.check_step(step, self.scheduler.requests)
+            if not step.preempted_req_ids:
+                check_order_of_new_blocks(self._free_before, free_queue(self.manager), step, self.manager.block_size)
 
     def _count_situations(self, step: SchedulerOutput) -> None:
         seen = self.sim.seen
         seen["preemptions"] += len(step.preempted_req_ids)
+        seen["preempted in flight"] += any(r.num_preemptions for r in self.scheduler.waiting.blocked)
         seen["tokens"] += step.total_num_scheduled_tokens
         for data in step.scheduled_new_reqs:
             seen["admissions"] += 1

@@ -12,6 +12,8 @@ import logging
 import multiprocessing
 import re
 import time
+import traceback
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 
@@ -20,13 +22,14 @@ from tests.simulation.harness import SimulationError, run_episode
 EPISODE_OPERATIONS = 500
 
 
-def run_seeds(seeds: Iterable[int], num_operations: int = EPISODE_OPERATIONS) -> int:
-    """Run one episode per seed. The number of operations done."""
-    return sum(run_episode(seed, num_operations) for seed in seeds)
+def run_seeds(seeds: Iterable[int], num_operations: int = EPISODE_OPERATIONS) -> Counter[str]:
+    """Run one episode per seed. What was seen in all of them."""
+    logging.disable(logging.ERROR)  # failing steps are part of the plan
+    return sum((run_episode(seed, num_operations) for seed in seeds), Counter())
 
 
-def run_parallel(num_operations: int, num_processes: int = 2, first_seed: int = 0) -> tuple[int, float]:
-    """At least `num_operations` operations over spawned processes: (operations, seconds). Raises SimulationError."""
+def run_parallel(num_operations: int, num_processes: int = 2, first_seed: int = 0) -> tuple[Counter[str], float]:
+    """At least `num_operations` operations over spawned processes: (what was seen, seconds). Raises SimulationError."""
     num_episodes = -(-num_operations // EPISODE_OPERATIONS)
     chunk = 20
     starts = range(first_seed, first_seed + num_episodes, chunk)
@@ -34,11 +37,11 @@ def run_parallel(num_operations: int, num_processes: int = 2, first_seed: int = 
     began = time.monotonic()
     with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            done = sum(pool.map(run_seeds, chunks))
+            seen = sum(pool.map(run_seeds, chunks), Counter())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return done, time.monotonic() - began
+    return seen, time.monotonic() - began
 
 
 def shrink(seed: int, num_operations: int, failure: SimulationError) -> list[int]:
@@ -71,9 +74,9 @@ def _kind(failure: SimulationError) -> tuple[type, str]:
 
 
 def replay(seed: int, num_operations: int) -> bool:
-    """Run one seed. On a failure tell the story of its smallest known form."""
+    """Run one seed: whether nothing was wrong. If something was, tell the story of its smallest known form."""
     try:
-        done = run_episode(seed, num_operations)
+        done = run_episode(seed, num_operations)["operations"]
     except SimulationError as failure:
         print(failure)
         kept = shrink(seed, num_operations, failure)
@@ -82,8 +85,8 @@ def replay(seed: int, num_operations: int) -> bool:
             run_episode(seed, num_operations, keep=set(kept).__contains__, log=print)
         except SimulationError as smaller:
             print(smaller)
-            raise smaller.cause from None
-        raise
+            traceback.print_exception(smaller.cause)
+        return False
     print(f"seed {seed}: {done} operations, nothing wrong")
     return True
 
@@ -97,13 +100,13 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable(logging.ERROR)  # failing steps are part of the plan
     if args.seed is not None:
-        replay(args.seed, args.ops or EPISODE_OPERATIONS)
-        return
+        raise SystemExit(not replay(args.seed, args.ops or EPISODE_OPERATIONS))
     try:
-        done, seconds = run_parallel(args.ops or 1_000_000, args.processes)
+        seen, seconds = run_parallel(args.ops or 1_000_000, args.processes)
     except SimulationError as failure:
         raise SystemExit(f"{failure}\nreplay: python -m tests.simulation.run --seed {failure.seed}") from None
-    print(f"{done} operations in {seconds:.1f} s: {done / seconds:.0f} per second")
+    print(f"{seen['operations']} operations in {seconds:.1f} s: {seen['operations'] / seconds:.0f} per second")
+    print(dict(seen))
 
 
 if __name__ == "__main__":

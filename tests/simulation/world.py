@@ -76,6 +76,8 @@ class World:
         """A small engine, so that blocks run out and limits are met all the time."""
         block_size = rng.choice([1, 1, 2, 2, 3, 4, 4, 5, 8, 16])
         model_len = rng.randint(6, 72)
+        layers = _draw_layers(rng, block_size)
+        num_blocks = len(layers) * model_len / block_size * rng.uniform(0.5, 1.6)
         chunked = rng.random() < 0.8
         max_num_seqs = rng.randint(1, 8)
         budget = rng.choice([max_num_seqs, max_num_seqs + rng.randint(0, 8), rng.randint(max_num_seqs, 64)])
@@ -85,7 +87,7 @@ class World:
             ),
             cache_config=CacheConfig(
                 block_size=block_size,
-                num_gpu_blocks_override=rng.randint(8, 64),
+                num_gpu_blocks_override=min(max(8, round(num_blocks)), 64),
                 enable_prefix_caching=rng.random() < 0.85,
             ),
             scheduler_config=SchedulerConfig(
@@ -102,9 +104,9 @@ class World:
         executor_class = type(
             "WorldExecutor",
             (SimulatedExecutor,),
-            {"layer_specs": _draw_layers(rng, block_size), "pipeline_depth": rng.choice([1, 1, 2, 3])},
+            {"layer_specs": layers, "pipeline_depth": rng.choice([1, 1, 2, 3])},
         )
-        documents = tuple(tuple(rng.randrange(VOCAB_SIZE) for _ in range(64)) for _ in range(rng.randint(1, 4)))
+        documents = tuple(tuple(rng.randrange(VOCAB_SIZE) for _ in range(64)) for _ in range(rng.randint(1, 2)))
         return cls(config, executor_class, documents, add_weight=rng.choice([10, 20, 40]))
 
     def __str__(self) -> str:
@@ -132,12 +134,12 @@ def draw_request(
     request has read and written (`history`)."""
     source = rng.choice(history) if history and rng.random() < 0.3 else rng.choice(world.documents)
     length = rng.randint(1, max_model_len - 1)
-    if rng.random() < 0.7:
+    if rng.random() < 0.5:
         length = min(length, 16)
     tail = rng.choice([0, 0, 1, 3])
     prompt = list(source[: max(0, length - tail)])
     prompt += [rng.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))] if len(prompt) < length else []
-    salt = rng.choice([None, None, None, "", "a", "b"])
+    salt = rng.choice([*[None] * 6, "", "a", "b"])
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
@@ -153,7 +155,7 @@ def draw_request(
 
 def _draw_params(rng: random.Random, salt: str | None) -> SamplingParams:
     max_tokens = None if rng.random() < 0.05 else rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 40)])
-    repetition = RepetitionDetectionParams(3, 1, 3) if rng.random() < 0.1 else None
+    repetition = RepetitionDetectionParams(2, 1, 2) if rng.random() < 0.1 else None
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=rng.randint(0, max_tokens or 4) if rng.random() < 0.2 else 0,
@@ -177,7 +179,7 @@ def draw_operations(rng: random.Random, world: World, count: int) -> list[tuple[
         "abort_in_flight": 3,
         "reset_prefix_cache": 0.3,
         "pause": 0.4,
-        "resume": 0.8,
+        "resume": 4,
         "fault": 0.2,
         "crash": 0.2,
         "drain": 0.1,
