@@ -29,6 +29,6 @@ def held_back(text: str, stops: Sequence[str], start: int = 0) -> int:
     longest = max(map(len, stops), default=1) - 1
     for at in range(max(start, len(text) - longest), len(text)):
         tail = text[at:]
-        if any(stop.startswith(tail) for stop in stops):
+        if any(len(tail) < len(stop) and stop.startswith(tail) for stop in stops):
             return len(tail)
     return 0

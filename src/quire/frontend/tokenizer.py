@@ -49,10 +49,8 @@ class Tokenizer:
         """The ids of `text`. Special tokens written out in the text become their ids, as everywhere in the field."""
         try:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except UnicodeEncodeError as e:  # a lone surrogate: not text that could be written down
-            raise ValidationError(
-                f"the prompt is not valid text (character {e.start} is a lone surrogate)", param="prompt"
-            ) from None
+        except TypeError:  # what the Rust side says of a str that has no UTF-8 form
+            raise ValidationError("the prompt is not valid text: it holds a lone surrogate", param="prompt") from None
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; ids outside the vocabulary have none."""

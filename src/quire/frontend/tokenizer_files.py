@@ -17,10 +17,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from quire.errors import ConfigError, ModelLoadError
-from quire.logger import init_logger
-
-logger = init_logger(__name__)
+from quire.errors import ModelLoadError
+from quire.frontend.hf_tokenizer import load_with_transformers
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -40,54 +38,24 @@ class TokenizerFiles:
 def read_tokenizer_dir(directory: Path, mode: str = "auto") -> TokenizerFiles:
     """Read a tokenizer. `mode` "auto" reads tokenizer.json; "hf" (or a directory without one) asks transformers.
 
-    Raises ModelLoadError naming the file, or ConfigError when transformers is needed and absent.
+    Truncation and padding that a tokenizer.json may carry are for training, and switched off. Raises ModelLoadError
+    naming the file, or ConfigError when transformers is needed and absent.
     """
     config = _read_json(directory / "tokenizer_config.json")
     path = directory / "tokenizer.json"
     if mode == "hf" or not path.exists():
-        return _from_transformers(directory, config)
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as e:  # the Rust side raises plain Exception
-        raise ModelLoadError(f"{path} cannot be read as a tokenizer: {e}") from None
+        backend, names, others = load_with_transformers(directory)
+    else:
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as e:  # the Rust side raises plain Exception
+            raise ModelLoadError(f"{path} cannot be read as a tokenizer: {e}") from None
+        named, extra, decoder = _special_tokens(directory, config)
+        _add_missing_tokens(backend, named, extra, decoder)
+        names, others = {name: _content(token) for name, token in named.items()}, [_content(token) for token in extra]
     backend.no_truncation()
     backend.no_padding()
-    named, extra, decoder = _special_tokens(directory, config)
-    _add_missing_tokens(backend, named, extra, decoder)
-    return TokenizerFiles(
-        backend,
-        {name: str(token) for name, token in named.items()},
-        [str(token) for token in extra],
-        _chat_templates(directory, config),
-    )
-
-
-def _from_transformers(directory: Path, config: dict[str, Any]) -> TokenizerFiles:
-    missing = not (directory / "tokenizer.json").exists()
-    try:
-        from transformers import AutoTokenizer  # optional, slow to import, and wanted by few repositories
-    except ImportError:
-        why = f"{directory} has no tokenizer.json" if missing else "--tokenizer-mode hf was given"
-        raise ConfigError(
-            f"{why}, and transformers, which could convert the tokenizer, is not installed; pip install 'quire[hf]', "
-            "or point --tokenizer at a directory with a tokenizer.json"
-        ) from None
-    if missing:
-        logger.info("%s has no tokenizer.json; converting its tokenizer with transformers", directory)
-    try:
-        hf = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except Exception as e:
-        raise ModelLoadError(f"transformers cannot load a tokenizer from {directory}: {str(e).splitlines()[0]}") from e
-    backend = getattr(hf, "backend_tokenizer", None)
-    if not isinstance(backend, tokenizers.Tokenizer):
-        raise ModelLoadError(
-            f"the tokenizer of {directory} ({type(hf).__name__}) exists only as Python code; give a directory with a "
-            "tokenizer.json by --tokenizer"
-        )
-    backend.no_truncation()
-    backend.no_padding()
-    extra = [str(token) for token in hf.all_special_tokens if str(token) not in hf.special_tokens_map.values()]
-    return TokenizerFiles(backend, dict(hf.special_tokens_map), extra, _chat_templates(directory, config))
+    return TokenizerFiles(backend, names, others, _chat_templates(directory, config))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
