@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 from tqdm import tqdm
 
 from quire.errors import ClientError, GenerationError, ValidationError
-from quire.frontend.interrupt import InterruptGuard
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.progress import GenerationProgress
 from quire.frontend.prompts import PromptType, as_prompt_list
@@ -36,7 +35,8 @@ class BatchRunner:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._request_counter = itertools.count()
-        self._finished: dict[str, RequestOutput] = {}
+        self._outputs: dict[str, RequestOutput | None] = {}
+        """Of every request that was added and not yet given back; None until it is finished."""
 
     def prepare(
         self,
@@ -86,45 +86,45 @@ class BatchRunner:
             for request, text in requests:
                 assert request.sampling_params is not None
                 request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
+                self._outputs[request.request_id] = None
                 self._engine.add_request(request.request_id, request, prompt_text=text)
         except BaseException:
-            self._engine.abort_request(ids)
+            self._drop(ids)
             raise
         return ids
 
-    def add_and_run(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
-        """Queue prepared requests and step until they are finished."""
-        with InterruptGuard() as guard:
-            return self._run(self.add(requests), use_tqdm, guard)
+    def run(self, ids: Sequence[str], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
+        """Step until the requests `ids`, added before, are finished; their outputs in this order.
 
-    def run(self, ids: Sequence[str], use_tqdm: UseTqdm) -> list[RequestOutput]:
-        """Step until the requests `ids`, queued before, are finished; their outputs in this order."""
-        with InterruptGuard() as guard:
-            return self._run(ids, use_tqdm, guard)
-
-    def _run(self, ids: Sequence[str], use_tqdm: UseTqdm, guard: InterruptGuard) -> list[RequestOutput]:
-        """On any error, Ctrl-C among them, none of `ids` stays behind."""
-        pending = set(ids) - self._finished.keys()
+        On any error, Ctrl-C among them, none of `ids` stays behind.
+        """
         progress = GenerationProgress(len(ids), use_tqdm)
         try:
+            pending = {request_id for request_id in ids if self._outputs[request_id] is None}
             while pending and self._engine.has_unfinished_requests():
                 for output in self._engine.step():
-                    if output.finished and isinstance(output, RequestOutput):
-                        self._finished[output.request_id] = output
+                    if output.finished and isinstance(output, RequestOutput) and output.request_id in self._outputs:
+                        self._outputs[output.request_id] = output
                         if output.request_id in pending:
                             pending.remove(output.request_id)
                             progress.update(output)
-                guard.check()
-            if pending:
-                raise GenerationError(f"the engine has lost requests {sorted(pending)}; this is a bug")
-            return [self._finished.pop(request_id) for request_id in ids]
+            outputs = [output for i in ids if (output := self._outputs[i]) is not None]
+            if len(outputs) < len(ids):
+                raise GenerationError(f"the engine has lost {len(ids) - len(outputs)} requests; this is a bug")
         except BaseException:
-            self._engine.abort_request(pending)
-            for request_id in ids:
-                self._finished.pop(request_id, None)
+            self._drop(ids)
             raise
         finally:
             progress.close()
+        for request_id in ids:
+            del self._outputs[request_id]
+        return outputs
+
+    def _drop(self, ids: Sequence[str]) -> None:
+        """Abort what runs and forget what is finished."""
+        self._engine.abort_request(ids)
+        for request_id in ids:
+            self._outputs.pop(request_id, None)
 
 
 def _one_per_prompt(name: str, value: T | Sequence[T], prompts: Sequence[Any]) -> Sequence[T]:

@@ -103,7 +103,7 @@ class InputProcessor:
         if not envs.DISABLE_REQUEST_ID_RANDOMIZATION.flag():
             request.request_id = f"{request.external_req_id}-{uuid.uuid4().hex[:8]}"
 
-    # -- the prompt -----------------------------------------------------------------------------------------------
+    # -- the prompt ---------------------------------------------------------------------------------------------------
 
     def _token_ids(self, prompt: ParsedPrompt, kwargs: Mapping[str, Any]) -> list[int]:
         _validate_tokenization_kwargs(kwargs)
@@ -144,7 +144,7 @@ class InputProcessor:
                 value=len(ids),
             )
 
-    # -- the parameters -------------------------------------------------------------------------------------------
+    # -- the parameters -----------------------------------------------------------------------------------------------
 
     def _params(
         self, params: SamplingParams | PoolingParams, prompt_len: int

@@ -1,4 +1,4 @@
-"""Ctrl-C between engine steps, never inside one."""
+"""Ctrl-C between two changes of the frontend's state, never inside one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from types import FrameType, TracebackType
 
 
 class InterruptGuard:
-    """Turns the first Ctrl-C inside a `with` block into `interrupted = True`; the second one interrupts at once.
+    """Holds Ctrl-C back until the end of a `with` block; then it is a KeyboardInterrupt as always.
 
-    A KeyboardInterrupt raised in the middle of a step would leave scheduler and worker disagreeing about what was
-    computed. Does nothing outside the main thread, or where the application has a SIGINT handler of its own.
+    Does nothing outside the main thread, or where the application handles SIGINT itself (or another guard does).
     """
 
     def __init__(self) -> None:
-        self.interrupted = False
+        self._interrupted = False
         self._active = False
 
     def __enter__(self) -> InterruptGuard:
@@ -26,16 +25,10 @@ class InterruptGuard:
         return self
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.interrupted:
-            signal.default_int_handler(signum, frame)
-        self.interrupted = True
-
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if there was a Ctrl-C. Call it between steps."""
-        if self.interrupted:
-            raise KeyboardInterrupt
+        self._interrupted = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._active:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._active = False
+        if self._interrupted and error is None:
+            raise KeyboardInterrupt

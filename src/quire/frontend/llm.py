@@ -99,7 +99,7 @@ class LLM:
         """Release the engine. Idempotent."""
         self.llm_engine.shutdown()
 
-    # -- generation -----------------------------------------------------------------------------------------------
+    # -- generation ---------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -125,7 +125,7 @@ class LLM:
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return self._batch.add_and_run(requests, use_tqdm)
+        return self._batch.run(self._batch.add(requests), use_tqdm)
 
     def chat(
         self,
@@ -216,7 +216,7 @@ class LLM:
 
         def next_tokens(sequences: list[list[int]]) -> list[dict[int, Logprob]]:
             requests = self._batch.prepare(sequences, step_params, lora_request=lora_request)
-            outputs = self._batch.add_and_run(requests, use_tqdm=False)
+            outputs = self._batch.run(self._batch.add(requests))
             return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
 
         processor = self.llm_engine.input_processor
@@ -237,7 +237,7 @@ class LLM:
                     sequence.text = tokenizer.decode(sequence.tokens[len(ids) :], skip_special_tokens=True)
         return [BeamSearchOutput(sequences) for sequences in results]
 
-    # -- the rest -------------------------------------------------------------------------------------------------
+    # -- the rest -----------------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""

@@ -14,6 +14,7 @@ from quire.config.engine_args import EngineArgs
 from quire.errors import ValidationError
 from quire.frontend.client.base import EngineCoreClient, make_client
 from quire.frontend.input_processor import InputProcessor
+from quire.frontend.interrupt import InterruptGuard
 from quire.frontend.metrics.manager import StatLogger, StatLoggerManager
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.output_processor import OutputProcessor
@@ -54,13 +55,14 @@ class LLMEngine:
             self.tokenizer, log_stats=self.log_stats, stream_interval=config.scheduler_config.stream_interval
         )
         self.stat_loggers = StatLoggerManager(stat_loggers if self.log_stats else ())
+        self._undelivered: list[RequestOutput | PoolingRequestOutput] = []
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage: str = "offline") -> LLMEngine:
         """An engine as the arguments say. `usage` picks the default budgets: "offline" or "serving"."""
         return cls(engine_args.create_engine_config(usage))
 
-    # -- requests -------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -106,7 +108,8 @@ class LLMEngine:
         parent, children = fan_out(request)
         try:
             for index, child in enumerate(children):
-                self.output_processor.add_request(child, text, parent, index)
+                with InterruptGuard():
+                    self.output_processor.add_request(child, text, parent, index)
                 self.engine_core.add_request(child)
         except BaseException:
             self.abort_request([child.request_id for child in children], internal=True)
@@ -115,21 +118,28 @@ class LLMEngine:
 
     def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:
         """Abort by the users' ids (or internal ones). Unknown and finished ids are ignored."""
-        iteration_stats = IterationStats() if self.log_stats else None
-        aborted = self.output_processor.abort_requests(request_ids, internal=internal, iteration_stats=iteration_stats)
-        if aborted:
-            self.engine_core.abort_requests(aborted)
-            self.stat_loggers.record(None, iteration_stats)
+        with InterruptGuard():
+            stats = IterationStats() if self.log_stats else None
+            aborted = self.output_processor.abort_requests(request_ids, internal=internal, iteration_stats=stats)
+            if aborted:
+                self.engine_core.abort_requests(aborted)
+                self.stat_loggers.record(None, stats)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
-        """Run one step; the outputs it gave (checklist S2-LE-006)."""
+        """Run one step; the outputs it gave (checklist S2-LE-006).
+
+        Ctrl-C takes effect between the core's work and ours, or after it; then the next step gives the outputs.
+        """
         outputs = self.engine_core.get_output()
-        iteration_stats = IterationStats() if self.log_stats and outputs.outputs else None
-        processed = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp, iteration_stats)
-        self.engine_core.abort_requests(processed.reqs_to_abort)
-        if outputs.scheduler_stats is not None or iteration_stats is not None:
-            self.stat_loggers.record(outputs.scheduler_stats, iteration_stats, outputs.engine_index)
-        return processed.request_outputs
+        with InterruptGuard():
+            stats = IterationStats() if self.log_stats and outputs.outputs else None
+            processed = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp, stats)
+            self._undelivered += processed.request_outputs
+            self.engine_core.abort_requests(processed.reqs_to_abort)
+            if outputs.scheduler_stats is not None or stats is not None:
+                self.stat_loggers.record(outputs.scheduler_stats, stats, outputs.engine_index)
+        delivered, self._undelivered = self._undelivered, []
+        return delivered
 
     def get_num_unfinished_requests(self) -> int:
         """Live requests; the n outputs of a prompt count one by one."""
@@ -137,9 +147,9 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Is there anything to step for?"""
-        return self.output_processor.has_unfinished_requests()
+        return self.output_processor.has_unfinished_requests() or bool(self._undelivered)
 
-    # -- the rest -------------------------------------------------------------------------------------------------
+    # -- the rest -----------------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValidationError if the engine was started without one."""

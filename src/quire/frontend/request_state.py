@@ -104,7 +104,7 @@ class RequestState:
         if self.prefill_stats is None:
             self.prefill_stats = output.prefill_stats
 
-    # -- outputs --------------------------------------------------------------------------------------------------
+    # -- outputs ------------------------------------------------------------------------------------------------------
 
     def make_request_output(
         self, finish_reason: FinishReason | None, stop_reason: int | str | None = None

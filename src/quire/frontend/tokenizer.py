@@ -43,7 +43,7 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"Tokenizer(vocab_size={len(self)}, special_tokens={self.special_tokens_map})"
 
-    # -- text and ids ---------------------------------------------------------------------------------------------
+    # -- text and ids -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`. Special tokens written out in the text become their ids, as everywhere in the field."""
@@ -86,7 +86,7 @@ class Tokenizer:
                 return [token_id]
         return []
 
-    # -- vocabulary -----------------------------------------------------------------------------------------------
+    # -- vocabulary ---------------------------------------------------------------------------------------------------
 
     @property
     def vocab_size(self) -> int:
@@ -128,7 +128,7 @@ class Tokenizer:
     def pad_token_id(self) -> int | None:
         return self._named_id("pad_token")
 
-    # -- chat -----------------------------------------------------------------------------------------------------
+    # -- chat ---------------------------------------------------------------------------------------------------------
 
     @property
     def chat_template(self) -> str | None:

@@ -23,7 +23,7 @@ def stream_text(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] 
     return "".join(stream.push(i) for i in ids) + stream.flush()
 
 
-# -- text ---------------------------------------------------------------------------------------------------------------
+# -- text -------------------------------------------------------------------------------------------------------------
 
 
 @given(text=TEXTS, kind=st.sampled_from(KINDS))
@@ -82,10 +82,7 @@ def byte_level_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """One token per byte."""
     by_text = {tokenizer.backend.decoder.decode([token]): i for token, i in tokenizer.get_vocab().items()}
     printable = {bytes([b]): by_text[chr(b)] for b in range(33, 127)}
-    alphabet = {}
-    for token, i in tokenizer.get_vocab().items():
-        if len(token) == 1:
-            alphabet[token] = i
+    alphabet = {token: i for token, i in tokenizer.get_vocab().items() if len(token) == 1}
     order = sorted(alphabet)  # the byte alphabet keeps printable latin-1 and moves the rest past U+0100, in byte order
     moved = iter(t for t in order if ord(t) >= 0x100)
     table = {b: alphabet[chr(b)] if chr(b) in alphabet else alphabet[next(moved)] for b in range(256)}
@@ -147,7 +144,7 @@ def test_spaces_between_special_tokens(tokenizers_by_kind: Tokenizers) -> None:
     assert stream_text(tokenizer, ids, skip_special=False, spaces=False) == "the [SEP][PAD][SEP] fox"
 
 
-# -- requests -------------------------------------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 
 def oracle(tokenizer: Tokenizer, ids: Sequence[int], params: SamplingParams) -> tuple[str, str | None, int]:

@@ -196,7 +196,7 @@ def test_repr_names_size_and_special_tokens(tokenizer: Tokenizer) -> None:
     assert repr(tokenizer).startswith(f"Tokenizer(vocab_size={len(tokenizer)}, special_tokens={{'bos_token'")
 
 
-# -- chat templates: which one --------------------------------------------------------------------------------------------
+# -- chat templates: which one ----------------------------------------------------------------------------------------
 
 
 def test_template_sources_in_order_of_precedence(tmp_path: Path) -> None:
