@@ -108,7 +108,7 @@ class BatchRunner:
                         if output.request_id in pending:
                             pending.remove(output.request_id)
                             progress.update(output)
-            outputs = [output for i in ids if (output := self._outputs[i]) is not None]
+            outputs = [done for request_id in ids if (done := self._outputs[request_id]) is not None]
             if len(outputs) < len(ids):
                 raise GenerationError(f"the engine has lost {len(ids) - len(outputs)} requests; this is a bug")
         except BaseException:

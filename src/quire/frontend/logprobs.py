@@ -7,6 +7,7 @@ the text of the output.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from quire.frontend.tokenizer import CONTEXT_TOKENS, REPLACEMENT, Tokenizer
@@ -22,7 +23,7 @@ class LogprobsProcessor:
         wanted = params.logprobs is not None or params.logprob_token_ids is not None
         self._tokenizer = tokenizer
         self._prompt_ids = prompt_ids
-        self._ranks_known = params.logprobs is not None
+        self._num_top = sys.maxsize if params.logprobs == -1 else params.logprobs or 0
         self._before: list[int] = []
         self.logprobs: SampleLogprobs | None = [] if wanted else None
         self.cumulative_logprob: float | None = 0.0 if wanted else None
@@ -36,7 +37,7 @@ class LogprobsProcessor:
             for ids, values, rank in zip(
                 new.logprob_token_ids[:num_tokens], new.logprobs, new.sampled_token_ranks, strict=False
             ):
-                self.logprobs.append(self._position(ids, values, rank, self._before))
+                self.logprobs.append(self._position(ids, values, rank, self._num_top, self._before))
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + values[0]
                 self._before = [*self._before, ids[0]][-CONTEXT_TOKENS:]
 
@@ -46,7 +47,7 @@ class LogprobsProcessor:
         lists = (rows.logprob_token_ids.tolist(), rows.logprobs.tolist(), rows.selected_token_ranks.tolist())
         for row, (ids, values, rank) in enumerate(zip(*lists, strict=True)):
             before = self._prompt_ids[max(0, row + 1 - CONTEXT_TOKENS) : row + 1]
-            self.prompt_logprobs.append(self._position(ids, values, rank, before))
+            self.prompt_logprobs.append(self._position(ids, values, rank, len(ids), before))
 
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
         """The prompt's, once: for streams of deltas."""
@@ -54,13 +55,13 @@ class LogprobsProcessor:
         return taken
 
     def _position(
-        self, ids: Sequence[int], values: Sequence[float], rank: int, before: Sequence[int]
+        self, ids: Sequence[int], values: Sequence[float], rank: int, num_top: int, before: Sequence[int]
     ) -> dict[int, Logprob]:
-        """One position. Column 0 is the token that is there, the others the most likely ones in order."""
+        """One position: the token that is there, the `num_top` most likely ones in order, then ones asked for by id."""
         entry: dict[int, Logprob] = {}
         for column, (token_id, value) in enumerate(zip(ids, values, strict=True)):
             if token_id not in entry:
-                of_column = rank if column == 0 else column if self._ranks_known else None
+                of_column = rank if column == 0 else column if column <= num_top else None
                 entry[token_id] = Logprob(value, of_column, self._text(token_id, before))
         return entry
 
