@@ -77,7 +77,7 @@ class ModelConfig:
     def model_len(self) -> int:
         """The context length asked for, or the model's own where none (or auto) is. The engine may fit it smaller."""
         if self.max_model_len is None or self.max_model_len == -1:
-            return self.hf_config.max_position_embeddings
+            return self.hf_config.context_len
         return self.max_model_len
 
     @property

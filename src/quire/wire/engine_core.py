@@ -1,6 +1,6 @@
 """What the frontend sends the engine core and what comes back (checklist S3-DEF-001…049).
 
-Structs are positional arrays on the wire (`array_like`), defaults left out, untracked by the garbage collector.
+Structs are positional arrays on the wire (`array_like`), untracked by the garbage collector.
 Only request ids, token ids and numbers cross: text, detokenization and the n outputs of a prompt stay in the frontend
 (checklist S2-CL-026).
 """

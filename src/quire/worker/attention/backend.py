@@ -1,0 +1,102 @@
+"""What an attention backend is: it lays out a layer's share of the KV cache, turns a step's batch into the metadata its
+kernels want (once per step and KV cache group), and computes attention (once per layer).
+
+A backend knows nothing of requests or models. To add one: a module here and a row in `registry.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.wire.kv_cache import AnyKVCacheSpec
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The attention of one layer. Query head h reads key/value head h // (num_heads // num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    """Factor of the query-key products."""
+    sliding_window: int | None = None
+    """Keys a query sees, its own included; None for all before it."""
+    logits_soft_cap: float | None = None
+    """c: scores become c * tanh(scores / c) before the mask (Gemma 2)."""
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class KVCache(NamedTuple):
+    """One layer's cache, in the layout of the backend that made it."""
+
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The requests of a step as one KV cache group sees them. Lengths are numpy: a backend plans on the host."""
+
+    query_lens: npt.NDArray[np.int32]
+    """[num_reqs] tokens of each request in this step, in the order of the flat batch."""
+    seq_lens: npt.NDArray[np.int32]
+    """[num_reqs] tokens of each request once this step is done: what its last query sees."""
+    block_table: Tensor
+    """[num_reqs, max_blocks] int32; only the first ceil(seq_len / block_size) of a row are valid."""
+    slot_mapping: Tensor
+    """[num_tokens] int64: block id * block_size + offset at which each token's key and value are stored."""
+
+
+Metadata = TypeVar("Metadata")
+
+
+class AttentionBackend(ABC, Generic[Metadata]):
+    """Computes attention over a paged KV cache. `Metadata` is its own and opaque to everyone else."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+        """Whether this backend can run here with activations of `dtype` and a cache of `cache_dtype`."""
+
+    @abstractmethod
+    def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int) -> KVCache:
+        """Look at `storage` ([num_blocks * spec.page_size_bytes] uint8) as one layer's keys and values. No copy.
+
+        Layers of different kinds share a storage, so block b must own the same bytes whatever the kind.
+        """
+
+    @abstractmethod
+    def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> Metadata:
+        """What `forward` needs of this step, for all layers of a group."""
+
+    @abstractmethod
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: KVCache,
+        metadata: Metadata,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store `key` and `value` in the cache, then attend. Causal; exact up to float rounding.
+
+        query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size];
+        sinks: [num_heads] scores of a key that every query sees and whose value is zero.
+        Returns [num_tokens, num_heads, head_size].
+        """

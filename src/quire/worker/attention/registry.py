@@ -1,0 +1,28 @@
+"""The table of attention backends, best first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.errors import ConfigError
+from quire.resolve import resolve
+from quire.worker.attention.backend import AttentionBackend
+
+BACKENDS: dict[str, str] = {
+    "torch": "quire.worker.attention.torch_backend:TorchAttentionBackend",
+}
+"""Name to class, in order of preference. Imported on demand: a backend may need what is not installed."""
+
+
+def make_attention_backend(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionBackend[Any]:
+    """The first backend of the table that supports this. Raises ConfigError if none does."""
+    for dotted_name in BACKENDS.values():
+        backend_class: type[AttentionBackend[Any]] = resolve(dotted_name)
+        if backend_class.supports(device, dtype, cache_dtype):
+            return backend_class()
+    raise ConfigError(
+        f"no attention backend for device {device.type}, dtype {dtype} and KV cache dtype {cache_dtype} "
+        f"(tried {', '.join(BACKENDS)}); choose another --dtype or --kv-cache-dtype"
+    )

@@ -1,0 +1,118 @@
+"""The import law of DESIGN.md §2: folders are processes, and never import one another."""
+
+from __future__ import annotations
+
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from .imports import Import, all_imports, all_modules, is_standard
+
+VOCABULARY = {
+    "quire.errors",
+    "quire.envs",
+    "quire.logger",
+    "quire.resolve",
+    "quire.sampling_params",
+    "quire.pooling_params",
+    "quire.lora_request",
+    "quire.outputs",
+}
+FACE = {"quire", "quire.__main__"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "vocabulary": {"vocabulary"},
+    "config": {"vocabulary", "config"},
+    "wire": {"vocabulary", "wire"},
+    "worker": {"vocabulary", "config", "wire", "worker"},
+    "engine": {"vocabulary", "config", "wire", "engine"},
+    "frontend": {"vocabulary", "config", "wire", "frontend"},
+    "face": {"vocabulary", "config", "frontend", "cli"},  # names for type checkers; loaded lazily
+    "cli": {"vocabulary", "config", "wire", "worker", "engine", "frontend", "testing", "cli", "face"},
+    "testing": {"vocabulary", "config", "wire", "worker", "engine", "frontend", "testing", "cli", "face"},
+}
+THIRD_PARTY: dict[str, set[str]] = {
+    "vocabulary": {"msgspec"},
+    "config": {"huggingface_hub"},
+    "wire": {"msgspec", "zmq", "numpy"},
+    "worker": {"torch", "safetensors", "numpy"},
+    "engine": {"zmq", "numpy", "msgspec"},
+    "frontend": {"tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"},
+    "face": set(),
+    "cli": {"yaml", "tqdm", "numpy", "torch", "msgspec"},
+    "testing": {"torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec"},
+}
+ONLY_IN: dict[str, set[str]] = {
+    "transformers": {"quire.frontend.hf_tokenizer", "quire.frontend.tokenizer", "quire.testing.tiny_models"},
+    "yaml": {"quire.cli.config_file", "quire.cli.flags"},
+    "torch": {"quire.cli.collect_env"},
+}
+"""Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
+
+IMPORTS = all_imports()
+
+
+def folder_of(module: str) -> str:
+    if module in VOCABULARY:
+        return "vocabulary"
+    if module in FACE:
+        return "face"
+    return module.split(".")[1]
+
+
+def test_every_module_has_a_place_in_the_table() -> None:
+    unknown = {m for m in all_modules() if folder_of(m) not in MAY_IMPORT}
+    assert not unknown, f"modules in no room of the house plan: {sorted(unknown)}"
+
+
+def test_folders_import_only_what_the_table_allows() -> None:
+    broken = [
+        str(i)
+        for i in IMPORTS
+        if i.imported.split(".")[0] == "quire" and folder_of(i.imported) not in MAY_IMPORT[folder_of(i.importer)]
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_third_party_packages_stay_in_their_folders() -> None:
+    broken = []
+    for i in IMPORTS:
+        top = i.imported.split(".")[0]
+        if top != "quire" and not is_standard(top) and top not in THIRD_PARTY[folder_of(i.importer)]:
+            broken.append(str(i))
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("package", sorted(ONLY_IN))
+def test_some_packages_have_one_door(package: str) -> None:
+    broken = [
+        str(i)
+        for i in IMPORTS
+        if i.imported.split(".")[0] == package
+        and i.importer not in ONLY_IN[package]
+        and not (package == "torch" and folder_of(i.importer) in ("worker", "testing"))
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_no_import_cycles() -> None:
+    graph: dict[str, set[str]] = {m: set() for m in all_modules()}
+    for i in IMPORTS:
+        if i.imported in graph and not i.typing_only:
+            graph[i.importer].add(i.imported)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as e:
+        pytest.fail(" -> ".join(e.args[1]))
+
+
+def test_no_function_level_imports_of_our_own() -> None:
+    broken = [str(i) for i in IMPORTS if i.in_function and i.imported.split(".")[0] == "quire"]
+    assert not broken, "\n".join(broken)
+
+
+def test_the_law_can_be_broken() -> None:
+    """The table refuses what it should: a check that cannot fail proves nothing."""
+    bad = Import("quire.engine.core", "quire.worker.worker", 1, False, False)
+    assert folder_of(bad.imported) not in MAY_IMPORT[folder_of(bad.importer)]
+    assert "torch" not in THIRD_PARTY["engine"] | THIRD_PARTY["frontend"] | THIRD_PARTY["wire"] | THIRD_PARTY["config"]

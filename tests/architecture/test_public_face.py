@@ -1,0 +1,68 @@
+"""What `import quire` gives, and what it costs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import quire
+
+from .imports import SRC
+
+EXPORTS = [
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLM",
+    "LLMEngine",
+    "LoRARequest",
+    "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
+HEAVY = ["torch", "transformers", "tokenizers", "jinja2", "numpy", "huggingface_hub", "safetensors", "yaml"]
+
+
+def _loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(' '.join(sys.modules))"
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
+    return set(run.stdout.split())
+
+
+def test_exported_names() -> None:
+    assert sorted(quire.__all__) == sorted(EXPORTS)
+    for name in EXPORTS:
+        assert getattr(quire, name) is not None
+    assert set(EXPORTS) <= set(dir(quire))
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(quire, "LLMM")
+
+
+def test_import_quire_loads_nothing_heavy() -> None:
+    loaded = _loaded_after("import quire")
+    assert not loaded & set(HEAVY)
+
+
+def test_params_and_args_load_nothing_heavy() -> None:
+    loaded = _loaded_after("from quire import EngineArgs, SamplingParams, RequestOutput")
+    assert not loaded & set(HEAVY)
+
+
+def test_frontend_does_not_load_torch() -> None:
+    loaded = _loaded_after("from quire import LLM, LLMEngine")
+    assert "torch" not in loaded
+    assert "quire.engine.core" not in loaded
+
+
+def test_engine_does_not_load_torch() -> None:
+    assert "torch" not in _loaded_after("import quire.engine.core, quire.engine.executor.uniproc")

@@ -1,0 +1,116 @@
+"""The structs between frontend and engine core (checklist S3-DEF)."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import SamplingParams
+from quire.wire.engine_core import (
+    FINISH_REASON_STRINGS,
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+    UtilityOutput,
+)
+from quire.wire.execution import LogprobsLists, SchedulerOutput
+from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from quire.wire.stats import PrefillStats, PrefixCacheStats, SchedulerStats
+
+STRUCTS = [EngineCoreRequest, EngineCoreOutput, EngineCoreOutputs, EngineCoreEvent, UtilityOutput, SchedulerOutput]
+
+
+def test_finish_reasons() -> None:
+    assert FINISH_REASON_STRINGS == ("stop", "length", "abort", "error", "repetition")
+    assert [str(r) for r in FinishReason] == list(FINISH_REASON_STRINGS)
+    assert [int(r) for r in FinishReason] == [0, 1, 2, 3, 4]
+
+
+def test_request_types_are_single_bytes() -> None:
+    assert [t.value for t in EngineCoreRequestType] == [b"\x00", b"\x01", b"\x02", b"\x03", b"\x04", b"\x05"]
+
+
+def test_events() -> None:
+    assert [int(t) for t in EngineCoreEventType] == [1, 2, 3]
+    before = time.monotonic()
+    event = EngineCoreEvent.new_event(EngineCoreEventType.QUEUED)
+    assert before <= event.timestamp <= time.monotonic()
+    assert EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED, 5.0).timestamp == 5.0
+
+
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda s: s.__name__)
+def test_structs_are_positional_and_untracked(struct: type[msgspec.Struct]) -> None:
+    config = struct.__struct_config__
+    assert config.array_like
+    assert config.omit_defaults
+    assert not config.gc
+
+
+def test_request_params_is_whichever_is_set() -> None:
+    sampling, pooling = SamplingParams(), PoolingParams()
+    assert EngineCoreRequest("a", [1], sampling, None, 0.0).params is sampling
+    assert EngineCoreRequest("a", [1], None, pooling, 0.0).params is pooling
+    with pytest.raises(AssertionError):
+        _ = EngineCoreRequest("a", [1], None, None, 0.0).params
+
+
+def test_request_round_trip() -> None:
+    request = EngineCoreRequest("r", [1, 2], None, None, 0.5, priority=-3, cache_salt="")
+    data = msgspec.msgpack.encode(request)
+    assert msgspec.msgpack.decode(data, type=EngineCoreRequest) == request
+
+
+def test_outputs_are_stamped_with_monotonic_time() -> None:
+    before = time.monotonic()
+    assert before <= EngineCoreOutputs().timestamp <= time.monotonic()
+    assert EngineCoreOutputs(timestamp=7.0).timestamp == 7.0
+
+
+def test_output_finished() -> None:
+    assert not EngineCoreOutput("a", [1]).finished
+    assert EngineCoreOutput("a", [], finish_reason=FinishReason.STOP).finished
+
+
+def test_logprobs_rows() -> None:
+    rows = LogprobsLists([[1], [2], [3]], [[-1.0], [-2.0], [-3.0]], [1, 2, 3])
+    assert rows.slice_rows(1, 3) == LogprobsLists([[2], [3]], [[-2.0], [-3.0]], [2, 3])
+
+
+def test_prefill_stats() -> None:
+    stats = PrefillStats(10, 4, 5, 1)
+    assert stats.num_cached_tokens == 6
+
+
+def test_prefix_cache_stats_keep_preempted_look_ups_apart() -> None:
+    stats = PrefixCacheStats()
+    stats.record(10, 4, preempted=False)
+    stats.record(20, 16, preempted=True)
+    assert (stats.requests, stats.queries, stats.hits) == (1, 10, 4)
+    assert (stats.preempted_requests, stats.preempted_queries, stats.preempted_hits) == (1, 20, 16)
+
+
+def test_stats_snapshots_do_not_share_counters() -> None:
+    SchedulerStats().prefix_cache_stats.record(1, 1, preempted=False)
+    assert SchedulerStats().prefix_cache_stats.queries == 0
+
+
+def test_kv_cache_config_round_trip() -> None:
+    config = KVCacheConfig(
+        4,
+        [],
+        [
+            KVCacheGroupSpec(["a"], FullAttentionSpec(16, 2, 8, "float32")),
+            KVCacheGroupSpec(["b"], SlidingWindowSpec(16, 2, 8, "bfloat16", sliding_window=32)),
+        ],
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=KVCacheConfig) == config
+    assert config.block_sizes == [16, 16]
+    assert config.kv_cache_groups[0].kv_cache_spec.page_size_bytes == 2 * 16 * 2 * 8 * 4
+    assert config.kv_cache_groups[1].kv_cache_spec.page_size_bytes == 2 * 16 * 2 * 8 * 2
