@@ -87,7 +87,7 @@ def _run_rows(flags: EngineArgs, source: Path, results: ResultFile, num_rows: in
     model = config.model_config
     reader = RequestReader(
         list(dict.fromkeys([model.name, model.model])),
-        model.generation_defaults,
+        model.sampling_defaults,
         model.seed,
         engine.get_tokenizer().apply_chat_template,
     )

@@ -47,7 +47,7 @@ def run(args: Arguments) -> int:
         engine,
         tokenizer,
         engine.max_model_len,
-        config.model_config.generation_defaults,
+        config.model_config.sampling_defaults,
         args.given_among(SAMPLING_HELP),
         args["system"],
     )

@@ -43,7 +43,7 @@ def run(args: Arguments) -> int:
     config = flags.create_engine_config()
     params = make_sampling_params(
         args.given_among(SAMPLING_HELP),
-        {"max_tokens": DEFAULT_MAX_TOKENS, **config.model_config.generation_defaults},
+        {"max_tokens": DEFAULT_MAX_TOKENS, **config.model_config.sampling_defaults},
         output_kind=RequestOutputKind.DELTA,
     )
     engine = make_engine(flags)

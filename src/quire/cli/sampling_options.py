@@ -45,9 +45,6 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "bool": str,
 }
 _DEFAULTS = SamplingParams()
-_GENERATION_CONFIG_NAMES = {"max_new_tokens": "max_tokens"}
-_MODEL_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"}
-"""What a generation_config.json may set (spec/vllm.md §1)."""
 
 
 def sampling_options() -> list[Option]:
@@ -57,13 +54,11 @@ def sampling_options() -> list[Option]:
 
 
 def make_sampling_params(given: Mapping[str, Any], model_defaults: Mapping[str, Any], **fixed: Any) -> SamplingParams:
-    """`given` over the model's generation_config over SamplingParams' own defaults. Raises ValidationError.
+    """`given` over the model's own defaults over SamplingParams'. Raises ValidationError.
 
     `fixed` are fields the command sets itself, such as output_kind. An unset max_tokens means the rest of the context.
     """
-    defaults = {_GENERATION_CONFIG_NAMES.get(k, k): v for k, v in model_defaults.items()}
-    used = {k: v for k, v in defaults.items() if k in _MODEL_FIELDS}
-    return SamplingParams.from_optional(**{"max_tokens": None, **used, **given, **fixed})
+    return SamplingParams.from_optional(**{"max_tokens": None, **model_defaults, **given, **fixed})
 
 
 def read_assignment(text: str) -> tuple[str, Any]:
