@@ -37,7 +37,9 @@ class CommandLine:
 
     def parse(self, argv: Sequence[str]) -> Arguments:
         """Read `argv` (without program and command name), then the --config file under it."""
-        given = self._read_command_line(_join_dotted(_normalise(argv), self._by_name))
+        end = list(argv).index("--") if "--" in argv else len(argv)
+        given = self._read_flags(_join_dotted(_normalise(argv[:end]), self._by_name))
+        self._add_positionals(given, argv[end + 1 :])
         if "config" in given:
             given = {**self._read_config_file(Path(given["config"])), **given}
         defaults = {option.name: option.default for option in self.options}
@@ -45,12 +47,22 @@ class CommandLine:
             defaults.setdefault(self.positional.name, [] if self.positional.nargs == "*" else None)
         return Arguments(given, defaults)
 
-    def _read_command_line(self, argv: Sequence[str]) -> dict[str, Any]:
+    def _read_flags(self, argv: Sequence[str]) -> dict[str, Any]:
         words, unknown = self._argparser().parse_known_intermixed_args(argv)
         if unknown:
             raise self._unknown(unknown)
         given = {k: v for k, v in vars(words).items() if v not in (None, [])}
         return {k: self._by_name[k].read(v) if k in self._by_name else v for k, v in given.items()}
+
+    def _add_positionals(self, given: dict[str, Any], words: Sequence[str]) -> None:
+        """Take what stands after a bare `--`, whatever it looks like."""
+        place = self.positional
+        if place is not None and place.nargs == "*" and words:
+            given[place.name] = [*given.get(place.name, []), *words]
+        elif place is not None and place.name not in given and len(words) == 1:
+            given[place.name] = words[0]
+        elif words:
+            raise ConfigError(f"unexpected argument {words[-1]!r}; see {self.prog} --help")
 
     def _argparser(self) -> argparse.ArgumentParser:
         parser = _Parser(prog=self.prog, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -98,10 +110,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _normalise(argv: Sequence[str]) -> list[str]:
-    """Flags with `-` for `_` (keys behind a dot and values are left alone), up to a bare `--`."""
+    """Flags with `-` for `_`; keys behind a dot and values are left alone."""
     words = list(argv)
-    end = words.index("--") if "--" in words else len(words)
-    for i, word in enumerate(words[:end]):
+    for i, word in enumerate(words):
         if word.startswith("--"):
             head, equals, value = word.partition("=")
             flag, dot, key = head.partition(".")
@@ -119,7 +130,7 @@ def _join_dotted(argv: list[str], by_name: Mapping[str, Option]) -> list[str]:
         flag, dot, key = head.partition(".")
         option = by_name.get(flag[2:].replace("-", "_")) if flag.startswith("--") else None
         if option is None or not option.is_json:
-            words += [word, *rest] if word == "--" else [word]
+            words.append(word)
             continue
         text = value if equals else next(rest, None)
         if text is None:

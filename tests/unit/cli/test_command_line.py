@@ -87,6 +87,7 @@ def test_numbers_survive_the_round_trip(data: st.DataObject) -> None:
 def test_texts_survive_the_round_trip(text: str) -> None:
     assert line().parse([f"--served-model-name={text}"])["served_model_name"] == text
     assert line(positional=PROMPTS).parse(["--", text])["prompt"] == [text]
+    assert line(positional=Positional("one", "One.")).parse(["--", text])["one"] == text
 
 
 @pytest.mark.parametrize(("text", "value"), [("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("auto", -1), ("77", 77)])
@@ -108,6 +109,7 @@ def test_human_numbers(text: str, value: int) -> None:
         (["--hf-overrides", "[1]"], "--hf-overrides: '[1]' is not a JSON object"),
         (["--max-num-seqs"], "--max-num-seqs: expected one argument; see quire test --help"),
         (["stray"], "unexpected argument 'stray'"),
+        (["--", "--stray"], "unexpected argument '--stray'"),
         (["--hf-overrides.a"], "--hf-overrides.a needs a value"),
         (["--hf-overrides.a=1", "--hf-overrides.a.b=2"], "goes into 'a', which holds 1"),
     ],
