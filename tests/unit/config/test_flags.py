@@ -72,5 +72,5 @@ def test_every_flag_is_documented_and_its_default_allowed(name: str) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_must_be_finite(value: float) -> None:
     """NaN passes every comparison, so it is refused by name."""
-    with pytest.raises(ConfigError, match="--watermark (nan|inf|-inf) is not a finite number"):
+    with pytest.raises(ConfigError, match=r"--watermark (nan|inf|-inf) is not a finite number"):
         FLAGS["watermark"].validate(value)
