@@ -58,7 +58,6 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "decoder_sparse_step": 1,
         "max_position_embeddings": 32768,
         "moe_intermediate_size": 768,
-        "num_experts": 128,
         "num_experts_per_tok": 8,
         "num_key_value_heads": 4,
         "sliding_window": 4096,

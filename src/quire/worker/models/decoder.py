@@ -9,16 +9,16 @@ attention layer's business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.config.hf_config import HFConfig, RopeConfig
-from quire.errors import UnsupportedModelError
+from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig, RopeConfig
+from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.worker.attention.layer import Attention
 from quire.worker.layers.activation import gated, get_activation, soft_cap
 from quire.worker.layers.embedding import Embedding
@@ -213,14 +213,30 @@ def make_mlp(hf: HFConfig, spec: DecoderSpec, layer: LayerSpec) -> MLP | MoE:
     return MLP(hf, spec)
 
 
-def uniform_layers(hf: HFConfig, sliding_window: int | None = None) -> tuple[LayerSpec, ...]:
-    """Layers that are all alike."""
-    return (LayerSpec(sliding_window=sliding_window),) * hf.num_hidden_layers
+def uniform_layers(hf: HFConfig, **fields: Any) -> tuple[LayerSpec, ...]:
+    """Layers that are all alike: with the config's sliding window, if it has one, unless `fields` say otherwise."""
+    return (LayerSpec(**{"sliding_window": sliding_window_of(hf), **fields}),) * hf.num_hidden_layers
 
 
 def sliding_window_of(hf: HFConfig) -> int | None:
-    """`sliding_window`, or None if the config has none."""
-    return None if hf.get("sliding_window") is None else hf.size("sliding_window")
+    """`sliding_window`; None if the config has none, or switches it off."""
+    is_off = hf.get("sliding_window") is None or not hf.get("use_sliding_window", True)
+    return None if is_off else hf.size("sliding_window")
+
+
+def layer_types_of(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[str]:
+    """The kind of each layer: `layer_types` where config.json has it, else by `is_sliding(layer)`.
+
+    Raises UnsupportedModelError for a kind that is not attention, ModelLoadError for a list of the wrong length.
+    """
+    count = hf.num_hidden_layers
+    types = hf.get("layer_types", [SLIDING_ATTENTION if is_sliding(i) else FULL_ATTENTION for i in range(count)])
+    if not isinstance(types, list) or len(types) < count:
+        raise ModelLoadError(f"{hf.path} has {len(types)} layer_types for {count} layers")
+    for layer_type in types[:count]:
+        if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise UnsupportedModelError(f"{hf.path} has a layer of type {layer_type!r}, which is not implemented")
+    return types[:count]
 
 
 def check_is_causal(hf: HFConfig) -> None:

@@ -14,7 +14,7 @@ class LlamaForCausalLM(DecoderForCausalLM):
         super().__init__(
             hf,
             DecoderSpec(
-                layers=uniform_layers(hf),
+                layers=uniform_layers(hf, sliding_window=None),
                 ropes={"rope": hf.rope()},
                 qkv_bias=attention_bias,
                 output_bias=attention_bias,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.testing.tiny_models import VOCAB_SIZE
+from quire.testing.tiny_models import FAMILIES, VOCAB_SIZE
 
 from .oracle import load, quire_logits, transformers_model
 
@@ -30,6 +30,6 @@ def assert_same_logits(path: Path, lengths: tuple[int, ...] = PROMPT_LENS, **fie
         torch.testing.assert_close(quire_logits(model, token_ids), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
     assert_same_logits(tiny_checkpoint(family))
