@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import NewRequestData, SchedulerOutput
 from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
-from quire.worker import platform
+from quire.worker import host
 from quire.worker.attention.torch_backend import TorchAttentionBackend
 from quire.worker.kv_cache import allocate_kv_cache, make_null_config
 from quire.worker.worker import Worker
@@ -108,7 +108,7 @@ def test_size_of_the_cache_on_cpu(
     free: int,
     expected: int,
 ) -> None:
-    monkeypatch.setattr(platform, "available_cpu_memory", lambda: free)
+    monkeypatch.setattr(host, "available_cpu_memory", lambda: free)
     if environment is not None:
         monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", environment)
     worker = make_worker(**flags)

@@ -108,9 +108,9 @@ def test_equals_the_book_and_does_not_depend_on_neighbours(
 
 
 def check_logprobs(lists: sampler.LogprobsLists, raw: np.ndarray, token: int, p: SamplingParams) -> None:
-    """The sampled token, then either exactly the tokens asked for or the top ones, from the raw distribution."""
+    """The sampled token, the top ones, the ones asked for by id: from the raw distribution."""
     count = VOCAB if p.logprobs == -1 else p.logprobs or 0
-    others = p.logprob_token_ids or np.argsort(-raw, kind="stable")[:count].tolist()
+    others = np.argsort(-raw, kind="stable")[:count].tolist() + (p.logprob_token_ids or [])
     assert lists.logprob_token_ids == [[token, *others]]
     np.testing.assert_allclose(lists.logprobs[0], raw[[token, *others]], atol=1e-5)
     assert lists.sampled_token_ranks == [1 + int((raw > raw[token]).sum())]
