@@ -58,7 +58,9 @@ class CacheModel:
         if request.skip_reading_prefix_cache:
             return
         longest = 0
-        while (longest + 1) * self.block_size < request.num_tokens and self._holders.get(self._prefix(request, longest)):
+        while (longest + 1) * self.block_size < request.num_tokens and self._holders.get(
+            self._prefix(request, longest)
+        ):
             longest += 1
         assert num_hits == longest, f"{request} was admitted with {num_hits} cached blocks, {longest} were there"
 

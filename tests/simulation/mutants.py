@@ -24,6 +24,7 @@ from quire.engine.sched.scheduler import Scheduler
 from quire.engine.sched.step import StepBuilder
 from quire.engine.sched.waiting import WaitingRequests
 from quire.wire.execution import BlockIds
+from quire.wire.stats import PrefillStats
 
 Patch = pytest.MonkeyPatch
 Mutant = Callable[[Patch], None]
@@ -289,6 +290,12 @@ def preemption_kept_from_the_worker(patch: Patch) -> None:
 
 
 @mutant
+def victim_keeps_its_tokens(patch: Patch) -> None:
+    """A request preempted in the very step that scheduled it is still in that step."""
+    patch.setattr(StepBuilder, "take_back", lambda self, request: None)
+
+
+@mutant
 def stale_table_after_preemption(patch: Patch) -> None:
     """A request that resumes is sent to the worker with the blocks it had before."""
     tables: dict[int, BlockIds] = {}
@@ -330,7 +337,7 @@ def one_request_too_many(patch: Patch) -> None:
 @mutant
 def preempted_to_the_tail(patch: Patch) -> None:
     """A preempted request goes to the end of the queue."""
-    patch.setattr(WaitingRequests, "prepend", WaitingRequests.add)
+    patch.setattr(WaitingRequests, "add_preempted", WaitingRequests.add)
 
 
 @mutant
@@ -396,6 +403,16 @@ def failed_steps_stay_cached(patch: Patch) -> None:
 
 
 @mutant
+def cached_tokens_not_reported(patch: Patch) -> None:
+    """The client is told that all of its prompt was computed."""
+
+    def make_prefill_stats(request: Request) -> PrefillStats:
+        return PrefillStats(request.num_prompt_tokens, request.num_prompt_tokens)
+
+    patch.setattr(outputs, "make_prefill_stats", make_prefill_stats)
+
+
+@mutant
 def watermark_ignored(patch: Patch) -> None:
     """Requests are admitted until no block is free."""
 
@@ -403,5 +420,3 @@ def watermark_ignored(patch: Patch) -> None:
         return original(self, *args, **kwargs)
 
     wrap(patch, KVCacheManager, "allocate_slots", allocate)
-
-

@@ -45,7 +45,7 @@ def run_parallel(num_operations: int, num_processes: int = 2, first_seed: int = 
 
 
 def shrink(seed: int, num_operations: int, failure: SimulationError) -> list[int]:
-    """Indices of fewer operations of the episode that fail in the same way: drop halves, quarters, ... while it does."""
+    """Indices of fewer operations that fail in the same way: drop halves, quarters, ... as long as they do."""
 
     def fails(kept: list[int]) -> bool:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,6 @@ def test_tokens_keep_coming_while_long_prompts_are_computed(threshold: int, capl
         server.step()
     for i in range(8):
         times = server.tokens[f"short-{i}"]
-        gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+        gaps = [later - sooner for sooner, later in pairwise(times)]
         assert max(gaps) <= LONGEST_STEP_S + 1e-9
     server.core.shutdown()

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from quire.engine.request import Request
 
-
 OrderKey = tuple[float | str, ...]
 """Smaller is served first; never equal for two requests."""
 
