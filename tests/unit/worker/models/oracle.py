@@ -83,14 +83,8 @@ def quire_logits(model: nn.Module, token_ids: list[int]) -> Tensor:
     return logits
 
 
-@torch.inference_mode()
-def transformers_logits(path: Path, token_ids: list[int]) -> Tensor:
-    """The same from transformers."""
-    return transformers_model(path)(torch.tensor([token_ids])).logits[0]
-
-
-def transformers_model(path: Path) -> Any:
-    """transformers' model of a checkpoint, in float32, with plain attention."""
+def transformers_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of a checkpoint, with plain attention."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
