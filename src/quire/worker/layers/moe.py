@@ -55,17 +55,17 @@ class Experts(nn.Module):
         runs once on its own tokens and idle experts cost nothing. A token's answers are added in the order of its own
         choices, whatever else is in the batch.
         """
-        num_tokens, k = expert_ids.shape
+        (num_tokens, k), hidden = expert_ids.shape, x.shape[1]
         order = expert_ids.flatten().argsort(stable=True)  # [num_tokens * k] choices, by expert
         counts = torch.bincount(expert_ids.flatten(), minlength=self.spec.num_experts).tolist()
-        answers = x.new_empty(num_tokens * k, x.shape[1])  # [num_tokens * k, hidden], a row per choice
+        answers = x.new_empty(num_tokens * k, hidden)  # [num_tokens * k, hidden], a row per choice
         for expert, choices in enumerate(torch.split(order, counts)):
             if len(choices):
                 gate_up = functional.linear(
                     x[choices // k], self.gate_up_proj[expert]
                 )  # [len(choices), 2 * expert_size]
                 answers[choices] = functional.linear(gated(self.activation, gate_up), self.down_proj[expert])
-        weighted = answers.view(num_tokens, k, -1) * expert_weights.unsqueeze(-1)  # [num_tokens, k, hidden]
+        weighted = answers.view(num_tokens, k, hidden) * expert_weights.unsqueeze(-1)  # [num_tokens, k, hidden]
         return weighted.sum(dim=1).to(x.dtype)
 
 

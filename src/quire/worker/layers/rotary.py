@@ -91,6 +91,8 @@ def _longrope(rope: RopeConfig, dim: int, trained_len: int, context_len: int) ->
     params = rope.params
     factor, original_len = float(params["factor"]), float(params["original_max_position_embeddings"])
     divisors = params["long_factor"] if context_len > original_len else params["short_factor"]
+    if not isinstance(divisors, list) or len(divisors) != dim // 2:
+        raise UnsupportedModelError(f"rotary embedding of type 'longrope' needs {dim // 2} factors, not {divisors!r}")
     magnitude = params.get("attention_factor")
     if magnitude is None:
         magnitude = math.sqrt(1.0 + math.log(factor) / math.log(original_len)) if factor > 1.0 else 1.0
@@ -147,11 +149,6 @@ class RotaryEmbedding(nn.Module):
         self.context_len = context_len
         with torch.device("cpu"):  # a model is built on the meta device; these few numbers are real
             self.inv_freq, self.factor = inverse_frequencies(rope, rotary_dim, trained_len, context_len)
-        if self.inv_freq.shape != (rotary_dim // 2,):
-            raise UnsupportedModelError(
-                f"rotary embedding of type {rope.rope_type!r} has {self.inv_freq.numel()} factors for "
-                f"{rotary_dim // 2} pairs of rotated elements"
-            )
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compute the tables, each [context_len, rotary_dim / 2], in float32 and round them to `dtype`."""
