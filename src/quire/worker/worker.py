@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from quire import envs
 from quire.config.engine import EngineConfig
 from quire.logger import init_logger
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
-from quire.worker import platform
+from quire.worker import host, platform
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.loader import load_model, resolve_dtype
 from quire.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)
-
-GIB = 1 << 30
-DEFAULT_CPU_KV_CACHE_BYTES = 4 * GIB
-CPU_KV_CACHE_SHARE = 0.4
-"""Most of the memory left after loading that the cache takes unasked: the machine has other users."""
 
 
 class Worker:
@@ -85,16 +79,10 @@ class Worker:
         return self._available_cuda_memory(cache.gpu_memory_utilization)
 
     def _available_cpu_memory(self) -> int:
-        asked = envs.CPU_KVCACHE_SPACE.number()
-        if asked > 0:
-            return int(asked * GIB)
-        free = platform.available_cpu_memory()
-        return min(DEFAULT_CPU_KV_CACHE_BYTES, int(CPU_KV_CACHE_SHARE * free), self._useful_kv_cache_bytes())
-
-    def _useful_kv_cache_bytes(self) -> int:
-        """What max_num_seqs requests of the full context length would fill, plus the null block."""
-        blocks = -(-self.max_model_len // self.config.cache_config.block_size) * self.runner.max_num_reqs + 1
-        return blocks * sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+        block_size = self.config.cache_config.block_size
+        block_bytes = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+        useful = host.useful_kv_cache_bytes(self.max_model_len, self.runner.max_num_reqs, block_size, block_bytes)
+        return host.cpu_kv_cache_bytes(host.available_cpu_memory(), useful)
 
     def _available_cuda_memory(self, utilization: float) -> int:
         torch.cuda.empty_cache()
