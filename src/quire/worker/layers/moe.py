@@ -23,6 +23,8 @@ class MoESpec:
     expert_size: int
     normalize: bool
     """Scale the chosen experts' weights to a sum of 1."""
+    weights_in_float32: bool = True
+    """False rounds the experts' weights to the model's type."""
     gate_name: str = "gate_proj"
     up_name: str = "up_proj"
     down_name: str = "down_proj"
@@ -84,5 +86,7 @@ class MoE(nn.Module):
         weights, expert_ids = probabilities.topk(self.spec.num_experts_per_token, dim=-1)  # [num_tokens, k] each
         if self.spec.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        experts: Tensor = self.experts(x, expert_ids, weights)
-        return experts
+        if not self.spec.weights_in_float32:
+            weights = weights.to(x.dtype)
+        answer: Tensor = self.experts(x, expert_ids, weights)
+        return answer

@@ -49,6 +49,7 @@ class DecoderSpec:
 
     layers: tuple[LayerSpec, ...]
     ropes: Mapping[str, RopeConfig] = field(default_factory=dict)
+    rope_in_float32: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -155,7 +156,9 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(hf.vocab_size, hf.hidden_size)
         self.ropes = nn.ModuleDict(
             {
-                name: RotaryEmbedding(rope, hf.head_dim, hf.max_position_embeddings, hf.context_len)
+                name: RotaryEmbedding(
+                    rope, hf.head_dim, hf.max_position_embeddings, hf.context_len, in_float32=spec.rope_in_float32
+                )
                 for name, rope in spec.ropes.items()
             }
         )

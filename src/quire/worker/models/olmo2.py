@@ -44,4 +44,4 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         spec = common_spec(hf, uniform_layers(hf, sliding_window=None))
-        super().__init__(hf, dataclasses.replace(spec, qk_norm="full", norm_in_float32=True))
+        super().__init__(hf, dataclasses.replace(spec, qk_norm="full", norm_in_float32=True, rope_in_float32=True))

@@ -47,6 +47,7 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
             num_experts_per_token=hf.size("num_experts_per_tok"),
             expert_size=hf.size("moe_intermediate_size"),
             normalize=bool(hf.get("norm_topk_prob", False)),
+            weights_in_float32=False,
         )
         step, plain = hf.size("decoder_sparse_step"), hf.get("mlp_only_layers", [])
         layers = tuple(

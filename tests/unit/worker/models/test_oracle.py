@@ -183,21 +183,32 @@ def test_old_spelling_of_rotary_parameters(
     assert_same_logits(tmp_path, 200, oracle_path=path)
 
 
+@pytest.fixture(scope="module")
+def _matmul_rows_are_independent() -> None:
+    """Quire multiplies with q, k and v side by side, transformers one by one: the same bits only if the CPU's matmul
+    does not care."""
+    generator = torch.Generator().manual_seed(0)
+    x, a, b = (torch.randn(n, 48, generator=generator).bfloat16() for n in (100, 48, 24))
+    if not torch.equal(x @ torch.cat((a, b)).T, torch.cat((x @ a.T, x @ b.T), dim=1)):
+        pytest.skip("bfloat16 products depend on the shape of the matrix on this CPU")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_as_accurate_as_transformers(family: str, tiny_checkpoint: Make) -> None:
-    """Rounding happens in the same places: the distance to float32 is about that of transformers."""
+@pytest.mark.usefixtures("_matmul_rows_are_independent")
+def test_bfloat16_rounds_where_transformers_does(family: str, tiny_checkpoint: Make) -> None:
+    """The two differ by far less than either differs from float32 (only Gemma's soft cap differs: ours is float32)."""
     path, token_ids = tiny_checkpoint(family), random_tokens(100)
     exact = quire_logits(load(path), token_ids)
     ours = quire_logits(load(path, dtype=torch.bfloat16), token_ids)
     with torch.inference_mode():
         theirs = transformers_model(path, torch.bfloat16)(torch.tensor([token_ids])).logits[0].float()
     assert ours.dtype == torch.float32
-    assert (ours - exact).abs().mean() < 1.3 * (theirs - exact).abs().mean()
+    assert (ours - theirs).abs().mean() < 0.05 * (theirs - exact).abs().mean()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_keys_mean_the_family_default(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
-    """transformers omits what equals its class default; it and Quire read such a file alike."""
+    """transformers omits what equals its class default; Quire reads such a file as transformers reads the full one."""
     from transformers import AutoConfig
 
     path = tiny_checkpoint(family)
@@ -208,3 +219,18 @@ def test_absent_keys_mean_the_family_default(family: str, tiny_checkpoint: Make,
     (tmp_path / "config.json").write_text(json.dumps(kept))
     (tmp_path / "model.safetensors").hardlink_to(path / "model.safetensors")
     assert_same_logits(tmp_path, 40, oracle_path=path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "smollm3", "gemma2", "gemma3_text"])
+def test_layer_types_follow_from_older_keys(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
+    """Configs of transformers 4 do not list the layers' kinds."""
+    overrides: dict[str, Any] = {"num_hidden_layers": 6, "sliding_window": 16, "use_sliding_window": True}
+    path = tiny_checkpoint(family, layer_types=None, **overrides)
+    config = json.loads((path / "config.json").read_text())
+    kinds = config.pop("layer_types")
+    config.pop("no_rope_layers", None)
+    assert "sliding_attention" in kinds
+    assert "full_attention" in kinds
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").hardlink_to(path / "model.safetensors")
+    assert_same_logits(tmp_path, 100, oracle_path=path)
