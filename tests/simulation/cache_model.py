@@ -6,12 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from quire.config.engine import EngineConfig
-from quire.engine.core import EngineCore
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request
 from quire.wire.execution import SchedulerOutput
-from quire.wire.kv_cache import FullAttentionSpec
 
 Prefix = tuple[object, ...]
 """All that decides what a block holds: salt, adapter, and every token up to its end."""
@@ -29,13 +26,6 @@ class CacheModel:
         self._prefix_of: dict[int, Prefix] = {}
         self._holders: defaultdict[Prefix, set[int]] = defaultdict(set)
         self._tables: dict[str, list[int]] = {}
-
-    @classmethod
-    def for_engine(cls, core: EngineCore, config: EngineConfig) -> CacheModel | None:
-        """None where this model does not apply."""
-        specs = (core.executor.get_kv_cache_specs()[0]).values()
-        applies = config.cache_config.enable_prefix_caching and all(isinstance(s, FullAttentionSpec) for s in specs)
-        return cls(core.ready_response.block_size) if applies else None
 
     def check_step(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         """Follow one step in the order it was scheduled: running requests, then admissions."""

@@ -12,9 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 
 from quire.engine.core import EngineCore
 from quire.engine.sched.interface import PauseState
+from quire.errors import ValidationError
+from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import ExpectedOutput, expected_output
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tests.simulation.invariants import Invariants
@@ -121,6 +124,15 @@ class Simulation:
         self.live[request.request_id] = client
         self.invariants.added(request.request_id)
         self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def _refused(self, number: int) -> None:
+        """A request that cannot be accepted leaves no trace: its id is in use, or the context has no room for it."""
+        used = [request_id for request_id, client in self.live.items() if not client.is_over]
+        request_id = used[number % len(used)] if used and number % 2 else "too-long"
+        prompt = [1] * (1 if request_id != "too-long" else self.core.ready_response.max_model_len)
+        request = EngineCoreRequest(request_id, prompt, SamplingParams(), None, 0.0)
+        with pytest.raises(ValidationError):
+            self.core.add_request(*self.core.preprocess_add_request(request))
 
     def _choose(self, number: int) -> list[str]:
         """One live request, or sometimes several, or one that does not exist."""

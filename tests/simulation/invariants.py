@@ -12,6 +12,7 @@ from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import PauseState
 from quire.wire.engine_core import EngineCoreOutput
 from quire.wire.execution import SchedulerOutput
+from quire.wire.kv_cache import SlidingWindowSpec
 from quire.wire.stats import SchedulerStats
 from tests.simulation.cache_model import (
     CacheModel,
@@ -47,7 +48,11 @@ class Invariants:
         self.pool = self.manager.block_pool
         self.num_blocks = self.pool.num_gpu_blocks - 1
         self.limits = simulation.world.config.scheduler_config
-        self.cache_model = CacheModel.for_engine(simulation.core, simulation.world.config)
+        specs = simulation.executor.get_kv_cache_specs()[0].values()
+        self.has_windows = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
+        self.cache_model: CacheModel | None = None
+        if self.manager.enable_caching and not self.has_windows:
+            self.cache_model = CacheModel(self.manager.block_size)
         self._arrivals: dict[str, int] = {}
         self._num_admissions = 0
         self._num_queries = 0
@@ -169,6 +174,10 @@ class Invariants:
         if len(self.scheduler.running) > 1:
             watermark = int(self.limits.watermark * self.pool.num_gpu_blocks)
             assert self.pool.get_num_free_blocks() >= watermark, f"{admitted} were admitted below the watermark"
+        if self.limits.scheduler_reserve_full_isl and not self.has_windows:
+            last = self.scheduler.requests[admitted[-1]]
+            missing = ceil(last.num_tokens / self.manager.block_size) - len(new[-1].block_ids[0])
+            assert self.pool.get_num_free_blocks() >= missing, f"{last} was admitted, its prompt does not fit"
         for data in new:
             client = self.sim.live.get(data.req_id)
             if not self.scheduler.requests[data.req_id].num_preemptions:

@@ -20,7 +20,7 @@ NUM_SLOW_OPERATIONS = int(os.environ.get("QUIRE_SIMULATION_OPERATIONS", "50_000_
 FIRST_SLOW_SEED = 1_000_000
 
 SITUATIONS = (
-    *("step", "add", "abort", "abort_in_flight", "reset_prefix_cache", "pause", "resume", "crash", "drain"),
+    *("step", "add", "abort", "abort_in_flight", "reset_prefix_cache", "pause", "resume", "crash", "drain", "refused"),
     *("failed steps", "preemptions", "admissions with cached tokens", "admissions with outputs", "window hits"),
     *("admissions in chunks", "preempted in flight", "aborted in flight"),
     *("finished: stop", "finished: length", "finished: repetition"),
@@ -28,6 +28,7 @@ SITUATIONS = (
 """What a million operations must have met a thousand times each, or they prove little."""
 
 
+@pytest.mark.timeout(1200)  # a bit over a minute on two idle cores
 def test_a_million_operations(capsys: pytest.CaptureFixture[str]) -> None:
     seen, seconds = run_parallel(NUM_OPERATIONS)
     with capsys.disabled():
@@ -86,10 +87,10 @@ def test_a_failure_is_replayed_and_made_small(
     assert (first.value.operation, str(first.value)) == (second.value.operation, str(second.value))
 
     kept = shrink(0, EPISODE_OPERATIONS, first.value)
-    assert len(kept) == 3  # a request is added, runs, and is aborted
+    assert len(kept) <= 3  # a request is added, runs, and is aborted
     assert not replay(0, EPISODE_OPERATIONS)
     story = capsys.readouterr().out
-    assert "3 of " in story
+    assert f"{len(kept)} of {first.value.operation + 1} operations are enough" in story
     assert "abort" in story
 
 

@@ -35,7 +35,7 @@ class SimulatedExecutor(FakeExecutor):
 
     vocab_size = VOCAB_SIZE
     fault: str | None = None
-    """Where the next step fails: "forward" or "sample". The worker has heard of the step by then."""
+    """Where the next step fails: "forward" (nothing of it is computed) or "sample" (all of it is)."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -43,9 +43,11 @@ class SimulatedExecutor(FakeExecutor):
 
     def _execute(self, step: SchedulerOutput) -> InFlight:
         self.on_step(step)
-        result = super()._execute(step)
+        return super()._execute(step)
+
+    def _forward(self, step: SchedulerOutput) -> dict[str, int]:
         self._fail_if_told("forward")
-        return result
+        return super()._forward(step)
 
     def _sample(self, grammar_output: GrammarOutput | None) -> InFlight:
         self._fail_if_told("sample")
@@ -53,8 +55,7 @@ class SimulatedExecutor(FakeExecutor):
 
     def _fail_if_told(self, place: str) -> None:
         if self.fault == place:
-            self.fault = None
-            self._unsampled = None
+            self.fault = self._unsampled = None
             raise WorkerFault(place)
 
     def recover(self) -> None:
@@ -175,6 +176,7 @@ def draw_operations(rng: random.Random, world: World, count: int) -> list[tuple[
     weights = {
         "step": 60,
         "add": world.add_weight,
+        "refused": 1,
         "abort": 6,
         "abort_in_flight": 3,
         "reset_prefix_cache": 0.3,
