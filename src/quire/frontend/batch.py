@@ -13,10 +13,10 @@ from typing import Any, TypeVar, cast
 from tqdm import tqdm
 
 from quire.errors import ClientError, GenerationError, ValidationError
-from quire.frontend.interrupt import InterruptGuard
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.progress import GenerationProgress
 from quire.frontend.prompts import PromptType, as_prompt_list
+from quire.interrupts import InterruptShield
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -132,7 +132,7 @@ class BatchRunner:
 
     def _drop(self, ids: Sequence[str]) -> None:
         """Abort what runs and forget what is finished."""
-        with InterruptGuard():
+        with InterruptShield():
             self._engine.abort_request(ids)
             for request_id in ids:
                 self._outputs.pop(request_id, None)
