@@ -208,6 +208,7 @@ def test_parameters_are_checked_against_the_model(tokenizer: Tokenizer) -> None:
         (SamplingParams(prompt_logprobs=-1), "the limit is 20"),
         (SamplingParams(allowed_token_ids=[500]), "outside the vocabulary"),
         (SamplingParams(stop_token_ids=[-1]), "outside the vocabulary"),
+        (SamplingParams(flat_logprobs=True), "one dict per position"),
     ):
         with pytest.raises(ValidationError, match=message):
             process(p, "a", params)

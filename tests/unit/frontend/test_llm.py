@@ -333,6 +333,11 @@ def test_pass_through_calls(llm: LLM, client: FakeClient) -> None:
     assert client.profiling == (False, None)
 
 
+def test_metrics_are_not_made_up(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="no metrics registry"):
+        llm.get_metrics()
+
+
 # -- progress ---------------------------------------------------------------------------------------------------------
 
 
