@@ -16,6 +16,64 @@ from quire.errors import ModelLoadError
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
+FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000.0,
+        "rope_theta": 1e6,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "opt": {"activation_function": "relu", "do_layer_norm_before": True, "tie_word_embeddings": True},
+    "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "qwen2": {"max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096},
+    "qwen3": {"head_dim": 128, "max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096},
+    "qwen3_moe": {
+        "decoder_sparse_step": 1,
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+    },
+    "smollm3": {
+        "max_position_embeddings": 32768,
+        "no_rope_layer_interval": 4,
+        "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+    },
+}
+"""What a key means when the file leaves it out, by `model_type`: transformers writes only what differs from its own
+class defaults, so absence has a meaning per family (values of transformers 5.19). An explicit null is not absence."""
+
+_SCALED_FROM_ORIGINAL = ("llama3", "longrope", "yarn")
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -29,10 +87,15 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class HFConfig:
-    """The architecture of a checkpoint. `raw` is the JSON object (after `hf_overrides`); `path` is for messages."""
+    """The architecture of a checkpoint. `raw` is the JSON object (after `hf_overrides`); `path` is for messages.
+
+    `max_model_len` is the longest sequence the engine will run, 0 for the model's own limit: rotary tables are that
+    long, and the scalings that depend on a length (dynamic, longrope) are fixed to it.
+    """
 
     raw: Mapping[str, Any]
     path: Path
+    max_model_len: int = 0
 
     @staticmethod
     def from_dir(model_dir: Path, overrides: Mapping[str, Any] | None = None) -> HFConfig:
@@ -42,23 +105,30 @@ class HFConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelLoadError(f"{path} does not exist; is {model_dir} a Hugging Face checkpoint?") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        except (ValueError, RecursionError) as e:
             raise ModelLoadError(f"{path} is not valid JSON: {e}") from None
         if not isinstance(raw, dict):
             raise ModelLoadError(f"{path} holds a {type(raw).__name__}, not an object")
         return HFConfig({**raw, **(overrides or {})}, path)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A key of the JSON object; a JSON null counts as absent."""
-        value = self.raw.get(key)
+        """A key of the JSON object, else the family's default, else `default`; a JSON null counts as `default`."""
+        value = self.raw.get(key) if key in self.raw else FAMILY_DEFAULTS.get(self.model_type, {}).get(key)
         return default if value is None else value
 
     def require(self, key: str) -> Any:
         """A key that must be there. Raises ModelLoadError naming file and key."""
-        value = self.raw.get(key)
+        value = self.get(key)
         if value is None:
-            raise ModelLoadError(f"{self.path} has no {key!r}, which {self.architecture} needs")
+            raise ModelLoadError(f"{self.path} has no {key!r}, which {self.architecture or 'every model'} needs")
         return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A key that must hold a positive integer. Raises ModelLoadError naming file, key and value."""
+        value = self.require(key) if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+            raise ModelLoadError(f"{self.path} has {key!r} = {value!r}, which must be a positive integer")
+        return int(value)
 
     @property
     def architecture(self) -> str:
@@ -69,35 +139,53 @@ class HFConfig:
     @property
     def model_type(self) -> str:
         """transformers' short name of the family."""
-        return str(self.get("model_type", ""))
+        return str(self.raw.get("model_type") or "")
 
     @property
     def vocab_size(self) -> int:
-        return int(self.require("vocab_size"))
+        return self.size("vocab_size")
 
     @property
     def hidden_size(self) -> int:
-        return int(self.require("hidden_size"))
+        return self.size("hidden_size")
 
     @property
     def num_hidden_layers(self) -> int:
-        return int(self.require("num_hidden_layers"))
+        return self.size("num_hidden_layers")
 
     @property
     def num_attention_heads(self) -> int:
-        return int(self.require("num_attention_heads"))
+        return self.size("num_attention_heads")
 
     @property
     def num_key_value_heads(self) -> int:
-        return int(self.get("num_key_value_heads", self.num_attention_heads))
+        return self.size("num_key_value_heads", self.num_attention_heads)
 
     @property
     def head_dim(self) -> int:
-        return int(self.get("head_dim", self.hidden_size // self.num_attention_heads))
+        return self.size("head_dim", self.hidden_size // self.num_attention_heads)
 
     @property
     def max_position_embeddings(self) -> int:
-        return int(self.get("max_position_embeddings", 2048))
+        return self.size("max_position_embeddings", 2048)
+
+    @property
+    def context_len(self) -> int:
+        """The longest sequence: what the engine asked for, or the model's own limit.
+
+        That is `max_position_embeddings`, stretched by the two rotary scalings whose configs give the length before
+        scaling: linear (except Gemma 3's) and yarn.
+        """
+        if self.max_model_len:
+            return self.max_model_len
+        limit = self.max_position_embeddings
+        rope = self.rope()
+        factor = float(rope.params.get("factor") or 1.0)
+        if rope.rope_type == "linear" and self.model_type != "gemma3_text":
+            return int(limit * factor)
+        if rope.rope_type == "yarn":
+            return max(limit, int(rope.params["original_max_position_embeddings"] * factor))
+        return limit
 
     @property
     def tie_word_embeddings(self) -> bool:
@@ -119,3 +207,43 @@ class HFConfig:
     def bos_token_id(self) -> int | None:
         value = self.get("bos_token_id")
         return None if value is None else int(value)
+
+    def rope(self, layer_type: str = FULL_ATTENTION) -> RopeConfig:
+        """The rotary embedding of one kind of layer.
+
+        Reads `rope_parameters` (flat, or nested by layer type) and the older `rope_theta`, `rope_scaling`,
+        `partial_rotary_factor`, `original_max_position_embeddings` and (Gemma 3's sliding layers)
+        `rope_local_base_freq`. `rope_scaling` wins over `rope_parameters`, as in transformers.
+        """
+        params = self._rope_params(layer_type)
+        is_local = layer_type == SLIDING_ATTENTION and self.get("rope_local_base_freq") is not None
+        theta = self.get("rope_local_base_freq" if is_local else "rope_theta", 10000.0)
+        rope_type = str(params.pop("rope_type", None) or params.pop("type", None) or "default")
+        params.pop("type", None)
+        if self.model_type == "phi3" and rope_type in ("su", "yarn"):  # what longrope was called at first
+            rope_type = "longrope"
+        if rope_type in _SCALED_FROM_ORIGINAL:
+            original = self.get("original_max_position_embeddings", params.get("original_max_position_embeddings"))
+            params["original_max_position_embeddings"] = original or self.max_position_embeddings
+        if rope_type in ("longrope", "yarn") and not params.get("factor"):
+            params["factor"] = self.max_position_embeddings / params["original_max_position_embeddings"]
+        return RopeConfig(
+            rope_type=rope_type,
+            rope_theta=float(params.pop("rope_theta", None) or theta),
+            partial_rotary_factor=float(
+                params.pop("partial_rotary_factor", None) or self.get("partial_rotary_factor", 1.0)
+            ),
+            params=params,
+        )
+
+    def _rope_params(self, layer_type: str) -> dict[str, Any]:
+        """The JSON object that speaks of `layer_type`, as a copy. Raises ModelLoadError if it is not an object."""
+        params = self.get("rope_parameters", {})
+        if isinstance(params, dict) and (SLIDING_ATTENTION in params or FULL_ATTENTION in params):
+            params = params.get(layer_type) or {}
+        has_local_rope = self.get("rope_local_base_freq") is not None
+        if self.get("rope_scaling") and not (has_local_rope and layer_type == SLIDING_ATTENTION):
+            params = self.get("rope_scaling")
+        if not isinstance(params, dict):
+            raise ModelLoadError(f"{self.path} has rotary parameters {params!r}, which must be an object")
+        return dict(params)

@@ -1,0 +1,210 @@
+"""What a checkpoint's safetensors files hold, from their headers alone: no tensor is read, no torch imported.
+
+A safetensors file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range), and the
+bytes of all tensors without gaps (https://github.com/huggingface/safetensors, "Format"). Everything a header says is
+checked against the file before anyone trusts it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelLoadError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+ITEM_BYTES: Mapping[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies and what it is. `dtype` is the format's name (F32, BF16, ...); `offset` counts from the
+    end of the header."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """All tensors of a checkpoint by name. `source` is the file that lists them: for messages."""
+
+    tensors: Mapping[str, TensorInfo]
+    source: Path
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype that holds most of the bytes: what the checkpoint is when config.json does not say."""
+        nbytes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
+        return max(nbytes, key=lambda dtype: nbytes[dtype], default="F32")
+
+    @staticmethod
+    def from_dir(model_dir: Path) -> CheckpointIndex:
+        """Read the headers of `model_dir`'s weights. Raises ModelLoadError naming file and tensor."""
+        single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
+        if single.exists() or single.is_symlink():
+            return CheckpointIndex(read_header(_checked_path(model_dir, SINGLE_FILE, single)), single)
+        if index.exists():
+            return CheckpointIndex(_read_shards(model_dir, index), index)
+        raise _no_safetensors(model_dir)
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, checked. Raises ModelLoadError naming the file and the tensor."""
+    try:
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or header_bytes > file_bytes - 8:
+                raise ModelLoadError(
+                    f"{path} is truncated or not a safetensors file: its header needs {header_bytes} bytes and the "
+                    f"file has {file_bytes}; download it again"
+                )
+            if header_bytes > MAX_HEADER_BYTES:
+                raise ModelLoadError(f"{path} has a header of {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+            header = _parse_object(path, file.read(header_bytes))
+    except OSError as e:
+        raise ModelLoadError(f"{path} cannot be read: {e.strerror}") from None
+    header.pop("__metadata__", None)
+    tensors = {name: _parse_entry(path, name, entry) for name, entry in header.items()}
+    _check_layout(path, tensors, file_bytes - 8 - header_bytes)
+    return tensors
+
+
+def _parse_object(path: Path, text: bytes) -> dict[str, Any]:
+    """JSON text to an object without duplicate keys."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ModelLoadError(f"{path} lists {twice!r} twice")
+        return result
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:
+        if isinstance(e, ModelLoadError):
+            raise
+        raise ModelLoadError(f"{path} does not hold valid JSON where its list of tensors should be: {e}") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} holds a {type(value).__name__} where its list of tensors should be")
+    return value
+
+
+def _parse_entry(path: Path, name: str, entry: Any) -> TensorInfo:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise ModelLoadError(f"{path}: tensor {name} has no dtype, shape and data_offsets") from None
+    if dtype not in ITEM_BYTES:
+        raise ModelLoadError(f"{path}: tensor {name} has dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in [*shape, begin, end]):
+        raise ModelLoadError(f"{path}: tensor {name} has shape {shape!r} at {begin!r}..{end!r}; they must be sizes")
+    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if end - begin != nbytes:
+        raise ModelLoadError(
+            f"{path}: tensor {name} is {dtype}{shape} and needs {nbytes} bytes, but its byte range "
+            f"{begin}..{end} holds {end - begin}"
+        )
+    return TensorInfo(name, path, dtype, tuple(shape), begin, nbytes)
+
+
+def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_bytes: int) -> None:
+    """The tensors must tile the data exactly: no overlap, no gap, nothing missing at the end."""
+    position = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != position:
+            what = "overlaps the one before it" if tensor.offset < position else "leaves a gap before it"
+            raise ModelLoadError(f"{path}: tensor {name} at byte {tensor.offset} {what} (which ends at {position})")
+        position += tensor.nbytes
+        if position > data_bytes:
+            raise ModelLoadError(
+                f"{path} is truncated: tensor {name} ends at byte {position} of the data and the file has only "
+                f"{data_bytes}; download it again"
+            )
+    if position != data_bytes:
+        raise ModelLoadError(f"{path} holds {data_bytes - position} bytes after its last tensor; download it again")
+
+
+def _read_shards(model_dir: Path, index: Path) -> dict[str, TensorInfo]:
+    """All shards that the index names; every tensor must be where the index says, and nowhere else."""
+    if index.stat().st_size > MAX_HEADER_BYTES:
+        raise ModelLoadError(f"{index} has {index.stat().st_size} bytes; the limit is {MAX_HEADER_BYTES}")
+    weight_map = _parse_object(index, index.read_bytes()).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ModelLoadError(f"{index} has no weight_map from tensor names to file names")
+    tensors: dict[str, TensorInfo] = {}
+    for file_name in sorted(set(weight_map.values())):
+        for name, tensor in read_header(_checked_path(model_dir, file_name, index)).items():
+            if name in tensors:
+                raise ModelLoadError(f"{tensor.file}: tensor {name} is also in {tensors[name].file.name}")
+            tensors[name] = tensor
+    for name, file_name in weight_map.items():
+        if name not in tensors or tensors[name].file.name != Path(file_name).name:
+            raise ModelLoadError(f"{model_dir / file_name} does not hold tensor {name}, which {index.name} puts there")
+    return tensors
+
+
+def _checked_path(model_dir: Path, file_name: str, source: Path) -> Path:
+    """`model_dir/file_name` if it is a regular file inside the folder, or inside the hub cache the folder is part of
+    (whose snapshots are symlinks to blobs)."""
+    path = model_dir / file_name
+    if "\\" in file_name or Path(file_name).is_absolute() or ".." in Path(file_name).parts:
+        raise ModelLoadError(f"{source} names the file {file_name!r}, which is outside the checkpoint's folder")
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise ModelLoadError(f"{path} is missing; {source.name} needs it: download the checkpoint again") from None
+    if not any(target.is_relative_to(root) for root in _allowed_roots(model_dir)):
+        raise ModelLoadError(
+            f"{path} is a link to {target}, outside the checkpoint's folder; put the file itself there"
+        )
+    if not stat.S_ISREG(target.stat().st_mode):
+        raise ModelLoadError(f"{path} is not a regular file")
+    return path
+
+
+def _allowed_roots(model_dir: Path) -> list[Path]:
+    """The folder, and for a hub snapshot (`models--owner--name/snapshots/revision`) the repository's cache."""
+    folder = model_dir.resolve()
+    is_snapshot = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
+    return [folder, folder.parent.parent] if is_snapshot else [folder]
+
+
+def _no_safetensors(model_dir: Path) -> ModelLoadError:
+    pickles = sorted(p.name for p in model_dir.glob("*.bin"))
+    found = f"only {pickles[0]}, a pickle, which Quire never opens" if pickles else "no weights"
+    return ModelLoadError(
+        f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE} ({found}); convert a pickled checkpoint with: "
+        "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('SOURCE')"
+        ".save_pretrained('TARGET')\""
+    )

@@ -1,0 +1,254 @@
+"""All blocks of the cache: which are free, in what order they are given out, and which can be hit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quire.engine.kv_cache.block import (
+    BlockContent,
+    BlockHash,
+    CacheableRequest,
+    ExtraKeys,
+    IntegrityError,
+    KVCacheBlock,
+)
+from quire.engine.kv_cache.free_queue import FreeKVCacheBlockQueue
+from quire.engine.kv_cache.hashing import block_extra_keys
+from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
+from quire.engine.kv_cache.prefix_query import PrefixQuery
+
+
+class CachedBlockMap:
+    """Hash and group -> the blocks cached under them (checklist S1-KV-016).
+
+    Usually one; several after two requests computed the same prefix side by side (S1-KV-025), or on a collision. The
+    single block is stored bare: a list for each of 100,000 blocks is memory and garbage-collector time.
+    """
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self._blocks: dict[BlockHash, KVCacheBlock | list[KVCacheBlock]] = {}
+
+    def get(self, key: BlockHash) -> Sequence[KVCacheBlock]:
+        """The blocks under `key`, oldest first."""
+        found = self._blocks.get(key)
+        if found is None:
+            return ()
+        return found if isinstance(found, list) else (found,)
+
+    def add(self, key: BlockHash, block: KVCacheBlock) -> None:
+        """Put `block` under `key`."""
+        found = self._blocks.get(key)
+        if found is None:
+            self._blocks[key] = block
+        elif isinstance(found, list):
+            found.append(block)
+        else:
+            self._blocks[key] = [found, block]
+        self.num_blocks += 1
+
+    def remove(self, key: BlockHash, block: KVCacheBlock) -> None:
+        """Take `block` from under `key`. IntegrityError if it is not there."""
+        found = self._blocks.get(key)
+        if found is block:
+            del self._blocks[key]
+        elif isinstance(found, list) and block in found:
+            found.remove(block)
+            if len(found) == 1:
+                self._blocks[key] = found[0]
+        else:
+            raise IntegrityError(f"{block} is not in the prefix cache under its hash")
+        self.num_blocks -= 1
+
+
+class BlockPool:
+    """Owns every block. Knows requests only while it reads the tokens of blocks that became full.
+
+    Block 0 is the null block: it stands for tokens no layer reads any more, is never given out, never cached and never
+    free. `num_groups` groups draw from one pool and are cached apart.
+    """
+
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        enable_caching: bool,
+        num_groups: int = 1,
+        metrics: KVCacheMetricsCollector | None = None,
+    ) -> None:
+        if num_gpu_blocks < 1:
+            raise ValueError(f"a pool of {num_gpu_blocks} blocks has no room for the null block; it needs at least 1")
+        self.num_gpu_blocks = num_gpu_blocks
+        self.enable_caching = enable_caching
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
+        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
+        self.cached_blocks = CachedBlockMap()
+        self.null_block = self.free_block_queue.popleft()
+        self.null_block.is_null = True
+        self.null_block.ref_cnt = 1  # so that "free" and "no references" are one thing for every block
+        self._group_suffixes = [group_id.to_bytes(4, "little") for group_id in range(num_groups)]
+        self._metrics = metrics
+
+    def get_cached_block(self, query: PrefixQuery, index: int, group_id: int) -> KVCacheBlock | None:
+        """The block that holds block `index` of the query's request for group `group_id`, None if none does.
+
+        A hash only proposes blocks; the query compares what they hold.
+        """
+        for block in self.cached_blocks.get(query.block_hashes[index] + self._group_suffixes[group_id]):
+            if block.content is not None and query.is_prefix(block.content, index):
+                return block
+        return None
+
+    def cache_full_blocks(
+        self,
+        request: CacheableRequest,
+        tables: Sequence[Sequence[KVCacheBlock]],
+        block_range: range,
+        block_size: int,
+        parent: BlockContent | None,
+    ) -> BlockContent | None:
+        """Make the request's blocks `block_range` available to others (S1-KV-022), in every group's table.
+
+        `parent` is the content before the range; the content of its last block is returned, to be the next parent.
+        """
+        for index in block_range:
+            token_ids = tuple(request.all_token_ids[index * block_size : (index + 1) * block_size])
+            block_hash = request.block_hashes[index]
+            parent = self._find_or_make_content(block_hash, parent, token_ids, block_extra_keys(request, index))
+            for table, suffix in zip(tables, self._group_suffixes, strict=True):
+                block = table[index]
+                if block.is_null:
+                    continue
+                if block.block_hash is not None:
+                    raise IntegrityError(f"{block} became full twice")
+                block.block_hash = block_hash + suffix
+                block.content = parent
+                self.cached_blocks.add(block.block_hash, block)
+        return parent
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take blocks from the head of the free queue; what they had cached is evicted now (S1-KV-013, S1-KV-026).
+
+        IntegrityError if fewer are free: `get_num_free_blocks` tells before.
+        """
+        blocks = self.free_block_queue.popleft_n(num_blocks)
+        for block in blocks:
+            if block.block_hash is not None:
+                if self._metrics is not None:
+                    self._metrics.on_block_evicted(block.block_id)
+                self._forget(block)
+            block.ref_cnt = 1
+            if self._metrics is not None:
+                self._metrics.on_block_allocated(block.block_id)
+        return blocks
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Add a reference to hit blocks; those that were free leave the queue (S1-KV-027)."""
+        for block in blocks:
+            if block.is_null:
+                continue
+            if block.ref_cnt == 0:
+                self.free_block_queue.remove(block)
+            block.ref_cnt += 1
+            if self._metrics is not None:
+                self._metrics.on_block_accessed(block.block_id)
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """Drop a reference from each block, first to be evicted first: the caller gives a table's end before its start.
+
+        A block without references becomes free: at the tail of the queue if it can be hit, at the head if not, so
+        that nothing cached is evicted while a worthless block is free (S1-KV-014, S1-KV-015, S1-KV-028).
+        """
+        cached: list[KVCacheBlock] = []
+        worthless: list[KVCacheBlock] = []
+        for block in ordered_blocks:
+            if block.is_null:
+                continue
+            if block.ref_cnt == 0:
+                raise IntegrityError(f"{block} was freed twice")
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                (worthless if block.block_hash is None else cached).append(block)
+        self.free_block_queue.prepend_n(worthless)
+        self.free_block_queue.append_n(cached)
+
+    def evict_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Make blocks impossible to hit, because what they hold is not (or no longer) right. References stay."""
+        for block in blocks:
+            if block.block_hash is not None:
+                self._forget(block)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything cached. False, and nothing is done, while any block is in use."""
+        if self.get_num_free_blocks() != self.num_gpu_blocks - 1:
+            return False
+        self.evict_blocks(self.blocks)
+        if self._metrics is not None:
+            self._metrics.reset()
+        return True
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that can be given out, cached ones included."""
+        return self.free_block_queue.num_free_blocks
+
+    def get_usage(self) -> float:
+        """Share of blocks in use, 0...1; the null block does not count."""
+        usable = self.num_gpu_blocks - 1
+        return 1.0 - self.get_num_free_blocks() / usable if usable else 0.0
+
+    def check_integrity(self, num_references: list[int] | None = None) -> None:
+        """Raise IntegrityError if queue, references and cache contradict one another. O(blocks).
+
+        `num_references`, a list by block id, is how often the caller's tables hold each block (the null block: 1).
+        """
+        self.free_block_queue.check_integrity()
+        ref_counts = [block.ref_cnt for block in self.blocks]
+        # The queue's walk saw no block twice and only blocks without references: equal counts mean equal sets.
+        if ref_counts.count(0) != self.free_block_queue.num_free_blocks:
+            lost = [block for block in self.blocks if block.ref_cnt == 0 and block.next_free_block is None]
+            raise IntegrityError(f"blocks without references are not in the free queue: {lost}")
+        if num_references is not None and ref_counts != num_references:
+            pairs = zip(self.blocks, num_references, strict=True)
+            wrong = [f"{block} is in {count} tables" for block, count in pairs if block.ref_cnt != count]
+            raise IntegrityError("; ".join(wrong))
+        null = self.null_block
+        if null.ref_cnt != 1 or null.block_hash is not None or null.next_free_block is not None:
+            raise IntegrityError(f"the null block {null} was allocated, freed or cached")
+        self._check_cached_blocks()
+
+    def _check_cached_blocks(self) -> None:
+        num_cached = 0
+        get = self.cached_blocks.get
+        for block in self.blocks:
+            key = block.block_hash
+            if key is None:
+                continue
+            num_cached += 1
+            if block.content is None or block not in get(key):
+                raise IntegrityError(f"{block} has a hash, but cannot be found under it")
+        if num_cached != self.cached_blocks.num_blocks:
+            raise IntegrityError(f"{self.cached_blocks.num_blocks} cache entries, {num_cached} blocks with a hash")
+
+    def _find_or_make_content(
+        self,
+        block_hash: BlockHash,
+        parent: BlockContent | None,
+        token_ids: tuple[int, ...],
+        extra_keys: ExtraKeys | None,
+    ) -> BlockContent:
+        """Reuse an equal content that a block of the first group holds: chains that share objects compare faster."""
+        for block in self.cached_blocks.get(block_hash + self._group_suffixes[0]):
+            content = block.content
+            if (
+                content is not None
+                and content.parent is parent
+                and content.token_ids == token_ids
+                and content.extra_keys == extra_keys
+            ):
+                return content
+        return BlockContent(parent, token_ids, extra_keys)
+
+    def _forget(self, block: KVCacheBlock) -> None:
+        assert block.block_hash is not None
+        self.cached_blocks.remove(block.block_hash, block)
+        block.block_hash = None
+        block.content = None

@@ -1,0 +1,110 @@
+"""What differs between kinds of attention: which blocks of a request may be dropped, and what counts as a hit.
+
+A group is a set of layers with one block table per request. All groups of a model have one block size and draw from one
+pool, so tables of a request have equal lengths; they differ in which entries are the null block.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from quire.engine.kv_cache.block import KVCacheBlock
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.prefix_query import PrefixQuery
+from quire.engine.kv_cache.sizing import blocks_needed
+from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
+
+
+class GroupManager(ABC):
+    """The rules of one group. Holds no state of requests: tables live in `KVCacheManager`."""
+
+    def __init__(self, spec: AnyKVCacheSpec, group_id: int, pool: BlockPool, max_step_tokens: int | None) -> None:
+        self.spec = spec
+        self.group_id = group_id
+        self.pool = pool
+        self.max_step_tokens = max_step_tokens
+
+    @abstractmethod
+    def find_longest_hit(self, query: PrefixQuery, max_blocks: int) -> list[KVCacheBlock]:
+        """The table of the longest cached prefix of at most `max_blocks` blocks. Nothing is touched."""
+
+    @abstractmethod
+    def first_block_read(self, position: int) -> int:
+        """Index of the first block a token at `position`, or any after it, attends to."""
+
+    def max_blocks_held(self, num_tokens: int) -> int:
+        """Most blocks a request of `num_tokens` tokens holds at once."""
+        return blocks_needed(self.spec, num_tokens, self.max_step_tokens)
+
+
+class FullAttentionManager(GroupManager):
+    """Every token attends to all before it: nothing is dropped, and a hit is an unbroken run from the start."""
+
+    def find_longest_hit(self, query: PrefixQuery, max_blocks: int) -> list[KVCacheBlock]:
+        hit: list[KVCacheBlock] = []
+        for index in range(max_blocks):
+            block = self.pool.get_cached_block(query, index, self.group_id)
+            if block is None:
+                break
+            hit.append(block)
+        return hit
+
+    def first_block_read(self, position: int) -> int:
+        return 0
+
+
+class SlidingWindowManager(GroupManager):
+    """A token attends to itself and the `sliding_window - 1` tokens before it. What is further back becomes null."""
+
+    def __init__(self, spec: SlidingWindowSpec, group_id: int, pool: BlockPool, max_step_tokens: int | None) -> None:
+        super().__init__(spec, group_id, pool, max_step_tokens)
+        self._window = spec.sliding_window
+        # At least one, so that a hit is always proven by a block.
+        self._blocks_per_hit = max(1, -(-(spec.sliding_window - 1) // spec.block_size))
+
+    def find_longest_hit(self, query: PrefixQuery, max_blocks: int) -> list[KVCacheBlock]:
+        """The rightmost run that fills a window, or a shorter one that begins with the prompt; null before it."""
+        run: list[KVCacheBlock] = []  # right to left
+        for index in range(max_blocks - 1, -1, -1):
+            block = self.pool.get_cached_block(query, index, self.group_id)
+            if block is None:
+                run.clear()
+                continue
+            run.append(block)
+            if len(run) == self._blocks_per_hit:
+                return [self.pool.null_block] * index + run[::-1]
+        return run[::-1]
+
+    def first_block_read(self, position: int) -> int:
+        return max(0, position - self._window + 1) // self.spec.block_size
+
+
+def make_group_manager(
+    spec: AnyKVCacheSpec, group_id: int, pool: BlockPool, max_step_tokens: int | None
+) -> GroupManager:
+    """The manager for a group of this kind."""
+    match spec:
+        case SlidingWindowSpec():
+            return SlidingWindowManager(spec, group_id, pool, max_step_tokens)
+        case FullAttentionSpec():
+            return FullAttentionManager(spec, group_id, pool, max_step_tokens)
+
+
+def find_longest_common_hit(
+    groups: Sequence[GroupManager], query: PrefixQuery, max_blocks: int
+) -> list[list[KVCacheBlock]]:
+    """The longest prefix that is a hit in every group: tables of one length, one per group.
+
+    Each group in turn shortens the length to its own best hit, until a round changes nothing. The length only falls,
+    and a common hit is never jumped over: a group's best hit within a bound is at least any common hit within it.
+    """
+    hits: list[list[KVCacheBlock]] = []
+    length, before = max_blocks, -1
+    while length != before:
+        before = length
+        hits = []
+        for group in groups:
+            hits.append(group.find_longest_hit(query, length))
+            length = len(hits[-1])
+    return hits

@@ -1,0 +1,92 @@
+"""The hash chain that names cached prefixes: equal in every process, on every host, in every run.
+
+hash(block i) = SHA-256(encode(hash(block i - 1), token ids, extra keys)), where `encode` is injective: two different
+inputs never become the same bytes (checklist S1-KV-004...008). Only full blocks have a hash.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any
+
+from quire.engine.kv_cache.block import BlockHash, CacheableRequest, ExtraKeys
+
+NONE_HASH: BlockHash = sha256(b"quire: the parent of a first block").digest()
+"""The parent of a first block: a constant, so that hashes agree between processes without any seed."""
+
+HashFunction = Callable[[BlockHash | None, Sequence[int], ExtraKeys | None], BlockHash]
+BlockHasher = Callable[[CacheableRequest], list[BlockHash]]
+
+_BLOCK_TAG = b"quire kv block 1\n"
+"""First bytes of what is hashed: to be changed with the encoding."""
+
+
+def hash_block(parent: BlockHash | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> BlockHash:
+    """Digest (32 bytes) of a full block after the block with digest `parent`; None: it is the first.
+
+    Token ids are encoded as 64-bit integers. TypeError for an extra key that is no str, int, bytes, None or tuple.
+    """
+    digest = sha256(_BLOCK_TAG)
+    digest.update(NONE_HASH if parent is None else parent)
+    digest.update(_token_struct(len(token_ids)).pack(len(token_ids), *token_ids))
+    if extra_keys:
+        digest.update(_encode(extra_keys))
+    return digest.digest()
+
+
+def block_extra_keys(request: CacheableRequest, block_index: int) -> ExtraKeys | None:
+    """What besides its tokens and its parent tells block `block_index` of `request` from others; None: nothing.
+
+    The salt enters the first block only: through the chain it reaches all. This is the door for whatever else comes
+    to decide keys and values: an image adds ("mm", its hash, its offset in the block) to each block it covers.
+    """
+    keys: list[tuple[str | int | bytes, ...]] = []
+    if request.lora_request is not None:
+        keys.append(("lora", request.lora_request.lora_name, request.lora_request.lora_path))
+    if request.cache_salt is not None and block_index == 0:
+        keys.append(("cache_salt", request.cache_salt))
+    return tuple(keys) or None
+
+
+def make_block_hasher(block_size: int, hash_function: HashFunction = hash_block) -> BlockHasher:
+    """A function that returns the hashes a request still lacks: one per full block beyond its `block_hashes`."""
+
+    def hash_new_blocks(request: CacheableRequest) -> list[BlockHash]:
+        known = request.block_hashes
+        first, stop = len(known), request.num_tokens // block_size
+        new: list[BlockHash] = []
+        parent = known[-1] if known else None
+        for index in range(first, stop):
+            token_ids = request.all_token_ids[index * block_size : (index + 1) * block_size]
+            parent = hash_function(parent, token_ids, block_extra_keys(request, index))
+            new.append(parent)
+        return new
+
+    return hash_new_blocks
+
+
+@lru_cache(maxsize=8)
+def _token_struct(num_tokens: int) -> struct.Struct:
+    return struct.Struct(f"<Q{num_tokens}q")
+
+
+def _encode(value: Any) -> bytes:
+    """A prefix-free encoding: a type letter, a length, the bytes."""
+    match value:
+        case None:
+            return b"n"
+        case tuple():
+            return b"t%d:" % len(value) + b"".join(map(_encode, value))
+        case str():
+            # Lone surrogates can be sent in JSON and must neither fail nor coincide.
+            body = value.encode("utf-8", "surrogatepass")
+            return b"s%d:" % len(body) + body
+        case bytes():
+            return b"b%d:" % len(value) + value
+        case int() if not isinstance(value, bool):
+            return b"i%d:" % value
+        case _:
+            raise TypeError(f"{value!r} in the extra keys of a block is no str, int, bytes, None or tuple")

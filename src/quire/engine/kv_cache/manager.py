@@ -1,0 +1,307 @@
+"""`KVCacheManager`: gives blocks to requests and takes them back. The scheduler's only view of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.engine.kv_cache.block import (
+    BlockContent,
+    CacheableRequest,
+    IntegrityError,
+    KVCacheBlock,
+    KVCacheBlocks,
+)
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.group_manager import GroupManager, find_longest_common_hit, make_group_manager
+from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
+from quire.engine.kv_cache.prefix_query import PrefixQuery
+from quire.wire.execution import BlockIds
+from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig
+from quire.wire.stats import KVCacheEvictionEvent, PrefixCacheStats
+
+
+@dataclass(slots=True, eq=False)
+class RequestBlocks:
+    """What an admitted request holds. Tables only grow (S1-KV-024); an entry may turn into the null block."""
+
+    tables: tuple[list[KVCacheBlock], ...]
+    """Per group; equal lengths."""
+    num_blocks: int = 0
+    """That length."""
+    num_hit_blocks: int = 0
+    """Leading blocks that came from the prefix cache."""
+    num_cached_blocks: int = 0
+    """Leading blocks that others may hit, or could have before a window dropped them."""
+    last_content: BlockContent | None = None
+    """Content of block `num_cached_blocks - 1`: the parent of the next."""
+
+
+class KVCacheManager:
+    """Owns the block tables of admitted requests and the pool they draw from.
+
+    Contract with the scheduler:
+
+    * `get_computed_blocks` and the `allocate_slots` that uses its answer follow each other directly.
+    * Full blocks can be hit as soon as they are allocated, so a request may share blocks that the same step computes:
+      a worker writes all keys and values of a layer before any token of the step attends.
+    * `free` comes before `num_computed_tokens` is reset. It tells which blocks were registered for a step that will not
+      happen (a request scheduled and preempted in one `schedule()`): those cannot be hit any more. To share one of
+      them with another request before preempting its owner is an error: running requests are scheduled first.
+
+    One prefix query is counted per admission (promise P12 (i)): when the first `allocate_slots` of a request succeeds,
+    and not at the look-up, which the head of the waiting queue repeats every step.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        *,
+        enable_caching: bool,
+        log_stats: bool = False,
+        metrics: KVCacheMetricsCollector | None = None,
+        max_step_tokens: int | None = None,
+    ) -> None:
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching and bool(specs)
+        self.block_size = specs[0].block_size if specs else 1
+        self.block_pool = BlockPool(kv_cache_config.num_blocks, self.enable_caching, len(specs), metrics)
+        self.groups: list[GroupManager] = [
+            make_group_manager(spec, group_id, self.block_pool, max_step_tokens) for group_id, spec in enumerate(specs)
+        ]
+        self.empty_kv_cache_blocks = KVCacheBlocks(tuple([] for _ in specs))
+        self._windowed_groups = [g for g in self.groups if not isinstance(g.spec, FullAttentionSpec)]
+        self._requests: dict[str, RequestBlocks] = {}
+        self._metrics = metrics
+        self._prefix_cache_stats = PrefixCacheStats() if log_stats else None
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks in use, 0...1."""
+        return self.block_pool.get_usage()
+
+    def get_computed_blocks(self, request: CacheableRequest) -> tuple[KVCacheBlocks, int]:
+        """The longest cached prefix of a request about to be admitted: its blocks and its length in tokens.
+
+        Always shorter than the request: its last token is computed to get logits (S1-KV-023). Changes nothing.
+        """
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return self.empty_kv_cache_blocks, 0
+        max_blocks = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
+        hits = find_longest_common_hit(self.groups, PrefixQuery(request, self.block_size), max_blocks)
+        return KVCacheBlocks(tuple(hits)), len(hits[0]) * self.block_size
+
+    def allocate_slots(
+        self,
+        request: CacheableRequest,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        *,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+    ) -> KVCacheBlocks | None:
+        """Make room for the next step of a request; the new blocks, or None if too few are free (S1-KV-020, S1-KV-021).
+
+        The request's tokens are: computed | newly computed (hits, at admission only) | new | lookahead. Blocks that
+        fell out of a window are freed and count as free; hits that nobody uses leave the free queue and count as
+        needed. Blocks that become full are registered for reuse up to the last certain token: never a draft.
+
+        full_sequence_must_fit: admit only if every block the request will need for its present tokens is free.
+        reserved_blocks: blocks that must stay free (the watermark), if any are taken at all.
+
+        On None nothing has changed. ValueError for no new tokens, or hits of another length or for an admitted request.
+        """
+        held = self._requests.get(request.request_id)
+        hits = (new_computed_blocks or self.empty_kv_cache_blocks).blocks
+        num_hit_blocks = len(hits[0]) if hits else 0
+        if num_new_tokens < 1:
+            raise ValueError(
+                f"{num_new_tokens} new tokens for request {request.request_id}; a step computes at least 1"
+            )
+        if num_new_computed_tokens != num_hit_blocks * self.block_size or (num_hit_blocks and held is not None):
+            raise ValueError(
+                f"{num_hit_blocks} hit blocks as {num_new_computed_tokens} computed tokens for request "
+                f"{request.request_id}; hits are whole blocks of {self.block_size} tokens and come at admission only"
+            )
+        admitted = held is not None
+        if held is None:
+            held = RequestBlocks(tuple([] for _ in self.groups))
+
+        num_computed = request.num_computed_tokens + num_new_computed_tokens
+        num_after = num_computed + num_new_tokens
+        num_slots = max(num_after, min(num_after + num_lookahead_tokens, self.max_model_len))
+        num_new_blocks = max(0, -(-num_slots // self.block_size) - held.num_blocks - num_hit_blocks)
+        # Rejected drafts move a request back, but never to before its last certain token.
+        dropped = self._find_dropped_blocks(held, min(num_computed, request.num_tokens - 1))
+        if num_new_blocks:
+            needed = num_new_blocks * len(self.groups)
+            if full_sequence_must_fit:
+                needed = max(needed, self._count_blocks_to_come(request, held.tables, hits))
+            needed += sum(block.ref_cnt == 0 for group in hits for block in group)
+            regained = sum(table[index].ref_cnt == 1 for table, index in dropped)
+            if needed + reserved_blocks > self.block_pool.get_num_free_blocks() + regained:
+                return None
+
+        if not admitted:
+            self._admit(request, held, hits, num_hit_blocks)
+        if dropped:
+            self._drop_blocks(dropped)
+        new_blocks = self._append_new_blocks(held, num_new_blocks) if num_new_blocks else self.empty_kv_cache_blocks
+        if self.enable_caching:
+            self._cache_full_blocks(request, held, min(num_after, request.num_tokens))
+        return new_blocks
+
+    def free(self, request: CacheableRequest) -> None:
+        """Take all blocks of a finished, aborted or preempted request back (S1-KV-033); nothing if it holds none.
+
+        The end of the prefix is freed first, in all groups alike, so that the longest useful prefix survives longest
+        (S1-KV-015).
+        """
+        held = self._requests.pop(request.request_id, None)
+        if held is None:
+            return
+        num_computed_blocks = max(held.num_hit_blocks, request.num_computed_tokens // self.block_size)
+        if num_computed_blocks < held.num_cached_blocks:
+            self._evict_uncomputed_blocks(request, held, num_computed_blocks)
+        columns = list(zip(*held.tables, strict=True))
+        self.block_pool.free_blocks(block for column in reversed(columns) for block in column)
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """All blocks of a request; none if it was not admitted."""
+        held = self._requests.get(request_id)
+        return KVCacheBlocks(tuple(map(list, held.tables))) if held is not None else self.empty_kv_cache_blocks
+
+    def get_block_ids(self, request_id: str) -> BlockIds:
+        """Their ids, per group."""
+        return self.get_blocks(request_id).get_block_ids()
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Per group: how many leading blocks of this request all admitted requests share; 0 for windowed groups."""
+        num_requests = len(self._requests)
+        counts = [0] * len(self.groups)
+        for group in self.groups:
+            if group in self._windowed_groups:
+                continue
+            for block in self.get_blocks(running_request_id).blocks[group.group_id]:
+                if block.ref_cnt != num_requests:
+                    break
+                counts[group.group_id] += 1
+        return counts
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing is done, while any request holds blocks."""
+        if not self.block_pool.reset_prefix_cache():
+            return False
+        if self._prefix_cache_stats is not None:
+            self._prefix_cache_stats.reset = True
+        return True
+
+    def take_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Queries and hits since the last call; None if stats are off."""
+        stats = self._prefix_cache_stats
+        if stats is not None:
+            self._prefix_cache_stats = PrefixCacheStats()
+        return stats
+
+    def take_events(self) -> list[KVCacheEvictionEvent]:
+        """Sampled evictions since the last call."""
+        return self._metrics.take_events() if self._metrics is not None else []
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if tables and pool contradict each other. O(blocks + table entries), nothing changes."""
+        references = [0] * self.block_pool.num_gpu_blocks
+        null = self.block_pool.null_block
+        for request_id, held in self._requests.items():
+            for group, table in zip(self.groups, held.tables, strict=True):
+                if len(table) != held.num_blocks or not held.num_hit_blocks <= held.num_cached_blocks <= len(table):
+                    raise IntegrityError(f"the tables of request {request_id} and their lengths differ: {held}")
+                for block in table:
+                    references[block.block_id] += 1
+                if null in table and group not in self._windowed_groups:
+                    raise IntegrityError(f"request {request_id} lost a block of full attention: {table}")
+                if any(block.block_hash is not None for block in table[held.num_cached_blocks :]):
+                    raise IntegrityError(f"request {request_id} shares blocks that are not full: {table}")
+        references[null.block_id] = 1
+        self.block_pool.check_integrity(references)
+
+    def _find_dropped_blocks(self, held: RequestBlocks, position: int) -> list[tuple[list[KVCacheBlock], int]]:
+        """Entries (table, index) that tokens from `position` on no longer read, each table's end first."""
+        dropped: list[tuple[list[KVCacheBlock], int]] = []
+        for group in self._windowed_groups:
+            table = held.tables[group.group_id]
+            index = min(group.first_block_read(position), held.num_blocks) - 1
+            while index >= 0 and not table[index].is_null:
+                dropped.append((table, index))
+                index -= 1
+        return dropped
+
+    def _drop_blocks(self, dropped: Sequence[tuple[list[KVCacheBlock], int]]) -> None:
+        self.block_pool.free_blocks([table[index] for table, index in dropped])
+        for table, index in dropped:
+            table[index] = self.block_pool.null_block
+
+    def _count_blocks_to_come(
+        self,
+        request: CacheableRequest,
+        tables: Sequence[Sequence[KVCacheBlock]],
+        hits: Sequence[Sequence[KVCacheBlock]],
+    ) -> int:
+        """New blocks that the request's present tokens need in all, beyond what it holds and hits."""
+        count = 0
+        for group, table, hit in zip(self.groups, tables, hits, strict=True):
+            num_owned = sum(not block.is_null for part in (table, hit) for block in part)
+            count += max(0, group.max_blocks_held(request.num_tokens) - num_owned)
+        return count
+
+    def _admit(
+        self,
+        request: CacheableRequest,
+        held: RequestBlocks,
+        hits: Sequence[Sequence[KVCacheBlock]],
+        num_hit_blocks: int,
+    ) -> None:
+        self._requests[request.request_id] = held
+        if num_hit_blocks:
+            for table, hit in zip(held.tables, hits, strict=True):
+                self.block_pool.touch(hit)
+                table.extend(hit)
+            held.num_blocks = held.num_hit_blocks = held.num_cached_blocks = num_hit_blocks
+            held.last_content = hits[0][-1].content
+        if self._prefix_cache_stats is not None and self.enable_caching and not request.skip_reading_prefix_cache:
+            num_hits = num_hit_blocks * self.block_size
+            self._prefix_cache_stats.record(request.num_tokens, num_hits, preempted=request.num_preemptions > 0)
+
+    def _append_new_blocks(self, held: RequestBlocks, num_new_blocks: int) -> KVCacheBlocks:
+        blocks = self.block_pool.get_new_blocks(num_new_blocks * len(self.groups))
+        parts = tuple(blocks[i : i + num_new_blocks] for i in range(0, len(blocks), num_new_blocks))
+        for table, part in zip(held.tables, parts, strict=True):
+            table.extend(part)
+        held.num_blocks += num_new_blocks
+        return KVCacheBlocks(parts)
+
+    def _cache_full_blocks(self, request: CacheableRequest, held: RequestBlocks, num_tokens: int) -> None:
+        """Register what is full within the first `num_tokens` tokens."""
+        num_full = min(num_tokens // self.block_size, len(request.block_hashes))
+        if num_full > held.num_cached_blocks:
+            held.last_content = self.block_pool.cache_full_blocks(
+                request, held.tables, range(held.num_cached_blocks, num_full), self.block_size, held.last_content
+            )
+            held.num_cached_blocks = num_full
+
+    def _evict_uncomputed_blocks(
+        self, request: CacheableRequest, held: RequestBlocks, num_computed_blocks: int
+    ) -> None:
+        """Unregister blocks that were allocated for a step which will not compute them."""
+        for table in held.tables:
+            blocks = table[num_computed_blocks : held.num_cached_blocks]
+            if any(block.ref_cnt > 1 and not block.is_null for block in blocks):
+                raise IntegrityError(
+                    f"request {request.request_id} is freed with {request.num_computed_tokens} computed tokens, while "
+                    f"another request shares blocks beyond them ({blocks}): nobody would compute these. Free a request "
+                    f"before resetting its num_computed_tokens, and preempt before admitting"
+                )
+            self.block_pool.evict_blocks(blocks)

@@ -1,0 +1,39 @@
+"""Comparing a request with what cached blocks really hold."""
+
+from __future__ import annotations
+
+from quire.engine.kv_cache.block import BlockContent, CacheableRequest
+from quire.engine.kv_cache.hashing import block_extra_keys
+
+
+class PrefixQuery:
+    """One look-up of one request. It remembers which contents proved equal, so that a chain is walked only once."""
+
+    def __init__(self, request: CacheableRequest, block_size: int) -> None:
+        self.block_hashes = request.block_hashes
+        self._request = request
+        self._block_size = block_size
+        self._proven: dict[int, BlockContent] = {}
+
+    def is_prefix(self, content: BlockContent, index: int) -> bool:
+        """Whether `content` and its parents are, token for token, blocks 0...index of the request."""
+        walked: list[BlockContent] = []
+        node: BlockContent | None = content
+        position = index
+        while node is not None and position >= 0 and self._proven.get(position) is not node:
+            if not self._equals_block(node, position):
+                return False
+            walked.append(node)
+            node = node.parent
+            position -= 1
+        if (node is None) != (position < 0):  # one chain is longer than the other
+            return False
+        while walked:
+            position += 1
+            self._proven[position] = walked.pop()
+        return True
+
+    def _equals_block(self, content: BlockContent, index: int) -> bool:
+        start = index * self._block_size
+        token_ids = tuple(self._request.all_token_ids[start : start + self._block_size])
+        return content.token_ids == token_ids and content.extra_keys == block_extra_keys(self._request, index)

@@ -1,0 +1,198 @@
+"""From what the layers need and the memory there is to one `KVCacheConfig` per worker.
+
+Pure functions: nothing is allocated here. Sizes are bytes; a length is a request's prompt and output in tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise, zip_longest
+
+from quire.config.cache import CacheConfig
+from quire.errors import ConfigError
+from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
+
+NEARLY_EQUAL = 1.25
+"""Kinds whose layer counts differ by no more than this factor get one group each; the smaller is padded."""
+
+
+def blocks_needed(spec: AnyKVCacheSpec, num_tokens: int, max_step_tokens: int | None = None) -> int:
+    """Most blocks of a group that one request of `num_tokens` tokens holds at once.
+
+    Full attention holds every token. A sliding window holds, while a step computes at most `max_step_tokens`
+    tokens, those and the `window - 1` tokens before them: a span that touches at most ceil(span / block size) + 1
+    blocks, as it may start anywhere in one. Without a limit per step (None) the whole request may be one step.
+    """
+    num_blocks = math.ceil(num_tokens / spec.block_size)
+    if isinstance(spec, SlidingWindowSpec) and max_step_tokens is not None:
+        span = spec.sliding_window - 1 + max_step_tokens
+        return min(num_blocks, math.ceil(span / spec.block_size) + 1)
+    return num_blocks
+
+
+def request_blocks_needed(
+    groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_step_tokens: int | None = None
+) -> int:
+    """Most blocks of all groups together that one request of `num_tokens` tokens holds at once."""
+    return sum(blocks_needed(group.kv_cache_spec, num_tokens, max_step_tokens) for group in groups)
+
+
+def max_concurrency(config: KVCacheConfig, max_model_len: int, max_step_tokens: int | None = None) -> float:
+    """How many requests of `max_model_len` tokens fit at once; infinite for a model without a KV cache."""
+    needed = request_blocks_needed(config.kv_cache_groups, max_model_len, max_step_tokens)
+    return (config.num_blocks - 1) / needed if needed else math.inf
+
+
+def max_fitting_len(
+    groups: Sequence[KVCacheGroupSpec], num_blocks: int, model_len: int, max_step_tokens: int | None = None
+) -> int:
+    """The longest request, up to `model_len` tokens, that fits into `num_blocks` blocks (null block included)."""
+    low, high = 0, model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if request_blocks_needed(groups, middle, max_step_tokens) <= num_blocks - 1:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def make_kv_cache_groups(specs: dict[str, AnyKVCacheSpec]) -> list[KVCacheGroupSpec]:
+    """Sort layers into groups of layers of one kind (class and window), all with (nearly) the same number of layers.
+
+    One kind makes one group. With several, a group has as many layers as the rarest kind (Gemma 3: five sliding groups
+    for each full one), or as the commonest where the numbers are nearly equal. A kind whose layers do not divide
+    evenly leaves places empty in its groups; `padding_waste` tells how much memory that costs.
+
+    ConfigError if block sizes differ: then tables of one request would differ in length.
+    """
+    kinds: dict[tuple[object, ...], list[str]] = {}
+    for name, spec in specs.items():
+        window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+        kinds.setdefault((type(spec), window), []).append(name)
+    block_sizes = sorted({spec.block_size for spec in specs.values()})
+    if len(block_sizes) > 1:
+        raise ConfigError(f"attention layers have block sizes {block_sizes}; all layers must have the same")
+    if not kinds:
+        return []
+    counts = [len(names) for names in kinds.values()]
+    group_size = max(counts) if max(counts) <= NEARLY_EQUAL * min(counts) else min(counts)
+    groups: list[KVCacheGroupSpec] = []
+    for names in kinds.values():
+        groups += [KVCacheGroupSpec(part, specs[part[0]]) for part in _split_evenly(names, group_size)]
+    return groups
+
+
+def padding_waste(groups: Sequence[KVCacheGroupSpec]) -> float:
+    """Share of the cache's memory, 0...1, that no layer uses because its group has fewer layers than another."""
+    sizes = [len(group.layer_names) for group in groups]
+    return 1.0 - sum(sizes) / (len(sizes) * max(sizes)) if sizes else 0.0
+
+
+def make_kv_cache_configs(
+    cache_config: CacheConfig,
+    specs_per_worker: Sequence[dict[str, AnyKVCacheSpec]],
+    available_bytes_per_worker: Sequence[int],
+    model_len: int,
+    auto_fit: bool,
+    max_step_tokens: int | None = None,
+) -> tuple[list[KVCacheConfig], int]:
+    """The cache of each worker, and the longest request it serves: `model_len`, or less with `auto_fit`.
+
+    Workers may hold different layers (pipeline) or the same ones (tensor parallel); groups are made over all layers, so
+    that one block table serves every worker, and the worker with the least room decides the number of blocks.
+    `num_gpu_blocks_override` replaces what memory would give. `max_step_tokens` is the token budget of a step: the
+    `KVCacheManager` must be told the same.
+
+    ConfigError if not even one request of the length fits (with `auto_fit`: none of any length).
+    """
+    groups = make_kv_cache_groups(_merge(specs_per_worker))
+    worker_rows = [_tensor_rows(specs, groups) for specs in specs_per_worker]
+    num_blocks = cache_config.num_gpu_blocks_override or _count_blocks(worker_rows, available_bytes_per_worker)
+    fitted_len = max_fitting_len(groups, num_blocks, model_len, max_step_tokens)
+    if fitted_len < model_len and not (auto_fit and fitted_len > 0):
+        needed_blocks = request_blocks_needed(groups, model_len, max_step_tokens) + 1
+        if cache_config.num_gpu_blocks_override is not None:
+            raise ConfigError(_too_few_blocks_message(num_blocks, needed_blocks, model_len, fitted_len))
+        block_bytes = max(map(_block_bytes, worker_rows))
+        raise ConfigError(
+            _too_little_memory_message(
+                min(available_bytes_per_worker), needed_blocks * block_bytes, model_len, fitted_len
+            )
+        )
+    configs = [
+        KVCacheConfig(
+            num_blocks,
+            [KVCacheTensor(num_blocks * page_bytes, names) for page_bytes, names in rows],
+            [KVCacheGroupSpec([n for n in g.layer_names if n in specs], g.kv_cache_spec) for g in groups],
+        )
+        for specs, rows in zip(specs_per_worker, worker_rows, strict=True)
+    ]
+    return configs, fitted_len
+
+
+_TensorRow = tuple[int, list[str]]
+"""One tensor of a worker: bytes per block, and the layers that share it."""
+
+
+def _tensor_rows(specs: dict[str, AnyKVCacheSpec], groups: Sequence[KVCacheGroupSpec]) -> list[_TensorRow]:
+    """Tensor j holds the j-th of this worker's layers of each group. Its pages are as large as its largest layer's."""
+    columns = [[name for name in group.layer_names if name in specs] for group in groups]
+    rows: list[_TensorRow] = []
+    for column in zip_longest(*columns):
+        names = [name for name in column if name is not None]
+        rows.append((max(specs[name].page_size_bytes for name in names), names))
+    return rows
+
+
+def _block_bytes(rows: Sequence[_TensorRow]) -> int:
+    return sum(page_bytes for page_bytes, _ in rows)
+
+
+def _count_blocks(worker_rows: Sequence[Sequence[_TensorRow]], available_bytes: Sequence[int]) -> int:
+    """Blocks for which the worker with the least room has memory; 1 (the null block) if no layer has a cache."""
+    counts = [
+        max(available, 0) // _block_bytes(rows)
+        for rows, available in zip(worker_rows, available_bytes, strict=True)
+        if rows
+    ]
+    return min(counts, default=1)
+
+
+def _merge(specs_per_worker: Sequence[dict[str, AnyKVCacheSpec]]) -> dict[str, AnyKVCacheSpec]:
+    merged: dict[str, AnyKVCacheSpec] = {}
+    for specs in specs_per_worker:
+        for name, spec in specs.items():
+            if merged.setdefault(name, spec) != spec:
+                raise ConfigError(f"workers disagree on the KV cache of layer {name}: {merged[name]} and {spec}")
+    return merged
+
+
+def _split_evenly(names: list[str], group_size: int) -> list[list[str]]:
+    """Consecutive parts of at most `group_size` names whose lengths differ by at most one."""
+    num_parts = math.ceil(len(names) / group_size)
+    bounds = [len(names) * part // num_parts for part in range(num_parts + 1)]
+    return [names[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _too_little_memory_message(available: int, needed: int, model_len: int, fitted_len: int) -> str:
+    remedy = "lower --max-model-len to it or set it to auto, or " if fitted_len else ""
+    return (
+        f"One request of {model_len} tokens (--max-model-len) needs {_gib(needed)} of KV cache and {_gib(available)} "
+        f"are available; the longest that fits is {fitted_len} tokens: {remedy}raise --kv-cache-memory-bytes, or "
+        f"--gpu-memory-utilization on an accelerator"
+    )
+
+
+def _too_few_blocks_message(num_blocks: int, needed: int, model_len: int, fitted_len: int) -> str:
+    remedy = "lower --max-model-len to it or set it to auto, or " if fitted_len else ""
+    return (
+        f"One request of {model_len} tokens (--max-model-len) needs {needed} KV cache blocks, null block included, and "
+        f"--num-gpu-blocks-override gives {num_blocks}; the longest that fits is {fitted_len} tokens: {remedy}raise "
+        f"--num-gpu-blocks-override to {needed}"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.2f} MiB"

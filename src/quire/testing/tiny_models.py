@@ -1,0 +1,165 @@
+"""Tiny random checkpoints of every family, written by transformers itself: what oracle tests compare Quire with.
+
+They have everything a real checkpoint has: config.json, safetensors, a byte-level BPE tokenizer.json, a chat template,
+generation_config.json. Weights are random but scaled so that greedy output varies from token to token and the best
+token leads clearly. Needs transformers (the `hf` extra); nothing else in the package does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 384
+MAX_MODEL_LEN = 1024
+SLIDING_WINDOW = 32
+BOS, EOS, PAD = 0, 1, 2
+SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>")
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_BASE: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+    "tie_word_embeddings": False,
+}
+_MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+_FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": SLIDING_WINDOW},
+    "qwen2": {
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": SLIDING_WINDOW,
+        "max_window_layers": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"head_dim": 16},
+    "phi3": {},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
+    "olmo2": {},
+    "granite": {
+        "embedding_multiplier": 1.5,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.8,
+        "logits_scaling": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "gemma2": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 6,
+        "sliding_window": SLIDING_WINDOW,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 2,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": _MIXED_LAYERS,
+        "tie_word_embeddings": True,
+    },
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32, "tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    },
+}
+
+FAMILIES: tuple[str, ...] = tuple(_FAMILY_CONFIGS)
+"""Names for `make_tiny_checkpoint`: transformers' `model_type`."""
+
+
+def make_tiny_checkpoint(
+    path: Path, family: str, *, seed: int = 0, dtype: str = "float32", **config_overrides: Any
+) -> Path:
+    """Write a random checkpoint of `family` to the directory `path` and return it. Same arguments, same bytes.
+
+    `config_overrides` are laid over the family's tiny config (transformers' keyword names).
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**_BASE, **_FAMILY_CONFIGS[family], **config_overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        _randomize(model)
+    model.generation_config.update(do_sample=False, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+    _write_tokenizer(path)
+    return path
+
+
+def _randomize(model: Any) -> None:
+    """Matrices that keep the size of their input, norms and biases that are not neutral."""
+
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            is_one_based = "norm" in name and name.endswith("weight") and "gemma" not in model.config.model_type
+            parameter.data.uniform_(-0.2, 0.2).add_(1.0 if is_one_based else 0.0)
+        else:
+            is_tied_head = model.config.tie_word_embeddings and "embed_tokens" in name
+            parameter.data.normal_(std=(0.4 if is_tied_head else 1.5) * parameter.shape[-1] ** -0.5)
+
+
+def _write_tokenizer(path: Path) -> None:
+    """A byte-level BPE tokenizer of VOCAB_SIZE tokens, trained on a few sentences."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TEXT], trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": SPECIAL_TOKENS[BOS],
+                "eos_token": SPECIAL_TOKENS[EOS],
+                "pad_token": SPECIAL_TOKENS[PAD],
+                "chat_template": CHAT_TEMPLATE,
+                "model_max_length": MAX_MODEL_LEN,
+            },
+            indent=2,
+        ),
+        encoding="utf-8",
+    )
+
+
+_TEXT = """A quire is a gathering of pages, folded and sewn; a choir is a gathering of voices. The engine keeps the
+keys and the values of every token it has read in blocks of memory, and gives each request the blocks it needs. When a
+block is no longer needed it goes back to the end of the queue, where the next request that begins with the same words
+can find it again. Nothing is lost when the memory is full: the request that came last waits, and what it had computed
+is computed again. The same words in the same order always give the same answer, whoever else is being served."""

@@ -1,0 +1,249 @@
+"""Paged attention in plain torch, on any device: the reference other backends are compared with.
+
+Keys and values are written to the cache through the slot mapping and read back through the block table, always, even
+where the step's own tensors hold the same numbers. Two shapes of work:
+
+* requests with one new token (decoding) are gathered into one padded batch per bucket of similar lengths;
+* requests with several (a prompt chunk) are computed one by one, in tiles of queries.
+
+Grouped-query attention needs no copies of the keys: the query heads that share a key head become query positions when
+decoding, and a batch dimension over which the keys are broadcast in a chunk.
+
+Scores and sums are float32 (torch's fused kernels do so internally for every dtype). Slots no request wrote are never
+read: padding repeats a request's own last slot and is masked, so even NaNs there do no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from quire.wire.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
+from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+
+SCORES_PER_TILE = 1 << 24
+"""Query tiles are cut so that the scores of all heads stay below this: 64 MiB in float32."""
+MIN_BUCKET_LEN = 256
+"""Decoding requests shorter than this share one padded batch: splitting it further costs more than the padding."""
+
+
+@dataclass(frozen=True)
+class DecodeBucket:
+    """Requests with one query each and similar lengths."""
+
+    rows: Tensor | None
+    """[n] rows of the flat batch; None for all of them, in order."""
+    slots: Tensor
+    """[n * width] cache slots to read, request by request."""
+    mask: Tensor | None
+    """[n, 1, 1, width], False on padding; None where there is none."""
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """One request with several queries: rows `start:end` of the flat batch."""
+
+    start: int
+    end: int
+    first_position: int
+    """Position of the first query."""
+    first_key: int
+    """Position of the first key any of the queries sees."""
+    slots: Tensor
+    """[num_keys] cache slots of positions first_key, first_key + 1, …"""
+
+
+@dataclass(frozen=True)
+class TorchAttentionMetadata:
+    """A step, as the torch backend computes it."""
+
+    slot_mapping: Tensor
+    decodes: list[DecodeBucket]
+    prefills: list[PrefillChunk]
+
+
+class TorchAttentionBackend(AttentionBackend[TorchAttentionMetadata]):
+    """The reference. A layer's cache is two tensors [num_blocks, block_size, num_kv_heads, head_size]."""
+
+    name = "torch"
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+        """Everything torch computes with."""
+        return dtype.is_floating_point and cache_dtype.is_floating_point
+
+    def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int) -> KVCache:
+        """The first half of the storage holds keys, the second values."""
+        shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+        key, value = storage.view(getattr(torch, spec.dtype)).view(shape)
+        return KVCache(key, value)
+
+    def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> TorchAttentionMetadata:
+        """Split the batch in decodes and chunks and look up the slots each will read."""
+        window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+        ends = np.cumsum(batch.query_lens, dtype=np.int64)
+        decoding = batch.query_lens == 1
+        prefills = [
+            _make_chunk(batch, int(i), int(ends[i]), spec.block_size, window) for i in np.flatnonzero(~decoding)
+        ]
+        visible = batch.seq_lens if window is None else np.minimum(batch.seq_lens, window)
+        decodes = [
+            _make_bucket(batch, indices, ends[indices] - 1, visible[indices], spec.block_size)
+            for indices in bucket_by_length(np.flatnonzero(decoding), visible)
+        ]
+        return TorchAttentionMetadata(batch.slot_mapping, decodes, prefills)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: KVCache,
+        metadata: TorchAttentionMetadata,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See AttentionBackend.forward."""
+        num_tokens = query.shape[0]
+        key_slots = kv_cache.key.view(-1, spec.num_kv_heads * spec.head_size)
+        value_slots = kv_cache.value.view(-1, spec.num_kv_heads * spec.head_size)
+        key_slots.index_copy_(0, metadata.slot_mapping, key.reshape(num_tokens, -1).to(key_slots.dtype))
+        value_slots.index_copy_(0, metadata.slot_mapping, value.reshape(num_tokens, -1).to(value_slots.dtype))
+
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for bucket in metadata.decodes:
+            keys = key_slots.index_select(0, bucket.slots).to(query.dtype)
+            values = value_slots.index_select(0, bucket.slots).to(query.dtype)
+            if bucket.rows is None:
+                output = _attend_decodes(query, keys, values, bucket.mask, spec, sinks)
+            else:
+                rows = query.index_select(0, bucket.rows)
+                output.index_copy_(0, bucket.rows, _attend_decodes(rows, keys, values, bucket.mask, spec, sinks))
+        for chunk in metadata.prefills:
+            keys = key_slots.index_select(0, chunk.slots).to(query.dtype)
+            values = value_slots.index_select(0, chunk.slots).to(query.dtype)
+            _attend_chunk(query, keys, values, chunk, spec, sinks, out=output)
+        return output
+
+
+# -- planning -------------------------------------------------------------------------------------------------------
+
+
+def bucket_by_length(indices: npt.NDArray[np.int64], lens: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Cut `indices` into sets in which no length is below half the longest, so that padding at most doubles the work.
+
+    Everything up to MIN_BUCKET_LEN is one set. Within a set the order of `indices` is kept.
+    """
+    if not len(indices):
+        return []
+    longest = np.maximum(lens[indices], MIN_BUCKET_LEN)
+    exponents = np.ceil(np.log2(longest / MIN_BUCKET_LEN)).astype(np.int64)
+    return [indices[exponents == e] for e in np.unique(exponents)]
+
+
+def _make_bucket(
+    batch: AttentionBatch,
+    indices: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    visible: npt.NDArray[np.int64],
+    block_size: int,
+) -> DecodeBucket:
+    """`visible`: how many keys each of the requests `indices` sees, the last ones of its sequence."""
+    device = batch.block_table.device
+    width = int(visible.max())
+    counts = torch.from_numpy(visible).to(device)[:, None]  # [n, 1]
+    last = torch.from_numpy(batch.seq_lens[indices]).to(device)[:, None] - 1
+    offsets = torch.arange(width, device=device)
+    positions = torch.minimum(last - counts + 1 + offsets, last)  # [n, width]
+    all_rows = len(indices) == len(batch.query_lens)
+    table = batch.block_table if all_rows else batch.block_table[torch.from_numpy(indices).to(device)]
+    slots = table.gather(1, positions // block_size) * block_size + positions % block_size
+    mask = None if visible.min() == width else (offsets < counts)[:, None, None, :]
+    return DecodeBucket(None if all_rows else torch.from_numpy(rows).to(device), slots.flatten(), mask)
+
+
+def _make_chunk(batch: AttentionBatch, index: int, end: int, block_size: int, window: int | None) -> PrefillChunk:
+    query_len, seq_len = int(batch.query_lens[index]), int(batch.seq_lens[index])
+    first_position = seq_len - query_len
+    first_key = 0 if window is None else max(0, first_position - window + 1)
+    positions = torch.arange(first_key, seq_len, device=batch.block_table.device)
+    slots = batch.block_table[index][positions // block_size] * block_size + positions % block_size
+    return PrefillChunk(end - query_len, end, first_position, first_key, slots)
+
+
+# -- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def _attend_decodes(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
+    """query: [n, num_heads, head_size]; keys, values: [n * width, num_kv_heads * head_size]. Returns as query."""
+    n = query.shape[0]
+    kv_shape = (n, -1, spec.num_kv_heads, spec.head_size)
+    q = query.view(n, spec.num_kv_heads, spec.group_size, spec.head_size)
+    k = keys.view(kv_shape).transpose(1, 2)  # [n, num_kv_heads, width, head_size]
+    v = values.view(kv_shape).transpose(1, 2)
+    head_sinks = None if sinks is None else sinks.view(1, spec.num_kv_heads, spec.group_size, 1)
+    return _attend(q, k, v, mask, spec, head_sinks).reshape(query.shape)
+
+
+def _attend_chunk(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    chunk: PrefillChunk,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write rows chunk.start:chunk.end of `out`. keys, values: [num_keys, num_kv_heads * head_size]."""
+    kv_shape = (keys.shape[0], spec.num_kv_heads, spec.head_size)
+    # [group_size, num_kv_heads, num_keys, head_size], the first dimension without memory of its own
+    k = keys.view(kv_shape).transpose(0, 1).expand(spec.group_size, -1, -1, -1)
+    v = values.view(kv_shape).transpose(0, 1).expand(spec.group_size, -1, -1, -1)
+    head_sinks = None if sinks is None else sinks.view(spec.num_kv_heads, spec.group_size).T[:, :, None, None]
+    for rows, visible in _tiles(chunk, spec):
+        q = query[rows].view(-1, spec.num_kv_heads, spec.group_size, spec.head_size).permute(2, 1, 0, 3)
+        mask = _causal_mask(chunk, rows, visible, spec.sliding_window, query.device)
+        tile = _attend(q, k[:, :, visible], v[:, :, visible], mask, spec, head_sinks)
+        out[rows] = tile.permute(2, 1, 0, 3).reshape(-1, spec.num_heads, spec.head_size)
+
+
+def _tiles(chunk: PrefillChunk, spec: AttentionSpec) -> Iterator[tuple[slice, slice]]:
+    """Cut a chunk in tiles of queries: (rows of the flat batch, keys they can see at all)."""
+    step = max(16, SCORES_PER_TILE // (chunk.slots.shape[0] * spec.num_heads))
+    for start in range(chunk.start, chunk.end, step):
+        end = min(start + step, chunk.end)
+        first, last = (chunk.first_position + row - chunk.start for row in (start, end - 1))
+        first_key = chunk.first_key if spec.sliding_window is None else max(0, first - spec.sliding_window + 1)
+        yield slice(start, end), slice(first_key - chunk.first_key, last + 1 - chunk.first_key)
+
+
+def _causal_mask(chunk: PrefillChunk, rows: slice, keys: slice, window: int | None, device: torch.device) -> Tensor:
+    """[num_rows, num_keys], True where a query sees a key."""
+    first_query = chunk.first_position - chunk.start
+    queries = torch.arange(rows.start + first_query, rows.stop + first_query, device=device)[:, None]
+    key_positions = torch.arange(keys.start + chunk.first_key, keys.stop + chunk.first_key, device=device)
+    mask = key_positions <= queries
+    return mask if window is None else mask & (key_positions > queries - window)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    """Softmax attention. q: [a, b, queries, d]; k, v: [a, b, keys, d]; mask, sinks broadcast to the scores."""
+    if spec.logits_soft_cap is None and sinks is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
+    scores = (q.float() @ k.float().transpose(2, 3)) * spec.scale  # [a, b, queries, keys]
+    if spec.logits_soft_cap is not None:
+        scores = (scores / spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[2]]
+    return (weights @ v.float()).to(q.dtype)

@@ -1,0 +1,88 @@
+"""Mixture of experts: a router sends each token to its k best MLPs and adds their answers (Shazeer et al. 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quire.worker.layers.activation import Activation, gated
+from quire.worker.layers.linear import Linear
+from quire.worker.layers.weights import weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """The experts of one layer, and how the checkpoint names their three matrices."""
+
+    num_experts: int
+    num_experts_per_token: int
+    expert_size: int
+    normalize: bool
+    """Scale the chosen experts' weights to a sum of 1."""
+    gate_name: str = "gate_proj"
+    up_name: str = "up_proj"
+    down_name: str = "down_proj"
+
+
+class Experts(nn.Module):
+    """All experts' matrices: gate_up_proj [num_experts, 2 * expert_size, hidden], down_proj [num_experts, hidden,
+    expert_size]."""
+
+    def __init__(self, spec: MoESpec, hidden_size: int, activation: Activation) -> None:
+        super().__init__()
+        self.spec = spec
+        self.activation = activation
+        self.gate_up_proj = weight(spec.num_experts, 2 * spec.expert_size, hidden_size)
+        self.down_proj = weight(spec.num_experts, hidden_size, spec.expert_size)
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See PackedWeights."""
+        spec, size = self.spec, self.spec.expert_size
+        for expert in range(spec.num_experts):
+            gate_up = self.gate_up_proj.data[expert]
+            yield f"experts.{expert}.{spec.gate_name}.weight", gate_up[:size]
+            yield f"experts.{expert}.{spec.up_name}.weight", gate_up[size:]
+            yield f"experts.{expert}.{spec.down_name}.weight", self.down_proj.data[expert]
+
+    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """Weighted sum of each token's experts.
+
+        x: [num_tokens, hidden]; expert_ids, expert_weights: [num_tokens, k]. Tokens are sorted by expert, so an expert
+        runs once on its own tokens and idle experts cost nothing. A token's answers are added in the order of its own
+        choices, whatever else is in the batch.
+        """
+        num_tokens, k = expert_ids.shape
+        order = expert_ids.flatten().argsort(stable=True)  # [num_tokens * k] choices, by expert
+        counts = torch.bincount(expert_ids.flatten(), minlength=self.spec.num_experts).tolist()
+        answers = x.new_empty(num_tokens * k, x.shape[1])  # [num_tokens * k, hidden], a row per choice
+        for expert, choices in enumerate(torch.split(order, counts)):
+            if len(choices):
+                gate_up = functional.linear(
+                    x[choices // k], self.gate_up_proj[expert]
+                )  # [len(choices), 2 * expert_size]
+                answers[choices] = functional.linear(gated(self.activation, gate_up), self.down_proj[expert])
+        weighted = answers.view(num_tokens, k, -1) * expert_weights.unsqueeze(-1)  # [num_tokens, k, hidden]
+        return weighted.sum(dim=1).to(x.dtype)
+
+
+class MoE(nn.Module):
+    """Router and experts. The router's matrix is called `gate` in checkpoints."""
+
+    def __init__(self, spec: MoESpec, hidden_size: int, activation: Activation) -> None:
+        super().__init__()
+        self.spec = spec
+        self.gate = Linear(hidden_size, spec.num_experts)
+        self.experts = Experts(spec, hidden_size, activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]."""
+        probabilities = self.gate(x).float().softmax(dim=-1)  # [num_tokens, num_experts]
+        weights, expert_ids = probabilities.topk(self.spec.num_experts_per_token, dim=-1)  # [num_tokens, k] each
+        if self.spec.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        experts: Tensor = self.experts(x, expert_ids, weights)
+        return experts

@@ -1,0 +1,175 @@
+"""Rotary position embedding (Su et al. 2021) and its scalings for longer contexts.
+
+A pair of elements (i, i + d/2) of a query or key turns by the angle position * inv_freq[i]. The scalings change
+inv_freq, and some also the length of the rotated vector. All of it is computed in float32, in transformers' order of
+operations: an ulp of inv_freq is a visible angle at position 100,000.
+
+Two scalings (dynamic, longrope) depend on the sequence's length in their papers. Here the length is the engine's
+context length, so that a token's rotation depends on its position and nothing else (promise 1: the same request gives
+the same tokens, however it was batched or chunked).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.hf_config import RopeConfig
+from quire.errors import UnsupportedModelError
+
+Scaling = Callable[[RopeConfig, int, int, int], tuple[Tensor, float]]
+"""(rope, rotary_dim, trained_len, context_len) to (inv_freq [rotary_dim / 2], factor of sine and cosine)."""
+
+
+def _default(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> tuple[Tensor, float]:
+    return 1.0 / _wavelengths(rope.rope_theta, dim), 1.0
+
+
+def _linear(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> tuple[Tensor, float]:
+    """Positions divided by a factor (position interpolation, Chen et al. 2023)."""
+    return 1.0 / _wavelengths(rope.rope_theta, dim) / float(rope.params["factor"]), 1.0
+
+
+def _dynamic(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> tuple[Tensor, float]:
+    """A larger base beyond the trained length ("dynamic NTK"), for sequences of the context length."""
+    factor, length = float(rope.params["factor"]), max(context_len, trained_len)
+    stretch = factor * length / trained_len - (factor - 1.0)
+    return 1.0 / _wavelengths(rope.rope_theta * stretch ** (dim / (dim - 2)), dim), 1.0
+
+
+def _llama3(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> tuple[Tensor, float]:
+    """Long waves divided by a factor, short ones kept, a ramp between (Llama 3.1)."""
+    params = rope.params
+    factor, original_len = float(params["factor"]), float(params["original_max_position_embeddings"])
+    low, high = float(params["low_freq_factor"]), float(params["high_freq_factor"])
+    inv_freq = 1.0 / _wavelengths(rope.rope_theta, dim)
+    turns = original_len / (2 * math.pi / inv_freq)  # [dim / 2] turns within the original context
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - keep) * inv_freq / factor + keep * inv_freq, 1.0
+
+
+def _yarn(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> tuple[Tensor, float]:
+    """Short waves kept, long ones interpolated, a ramp over the dimensions between (Peng et al. 2023)."""
+    params = rope.params
+    factor, original_len = float(params["factor"]), float(params["original_max_position_embeddings"])
+
+    def dimension_of(turns: float) -> float:
+        """Which dimension makes that many turns within the original context."""
+        return dim * math.log(original_len / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+    low = dimension_of(float(params.get("beta_fast") or 32))
+    high = dimension_of(float(params.get("beta_slow") or 1))
+    if params.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001
+    keep = 1.0 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)  # [dim / 2]
+    wavelengths = _wavelengths(rope.rope_theta, dim)
+    inv_freq = (1.0 / (factor * wavelengths)) * (1.0 - keep) + (1.0 / wavelengths) * keep
+    return inv_freq, _yarn_magnitude(rope, factor)
+
+
+def _yarn_magnitude(rope: RopeConfig, factor: float) -> float:
+    """Factor of sine and cosine: attention over more keys needs larger scores."""
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    if rope.params.get("attention_factor") is not None:
+        return float(rope.params["attention_factor"])
+    mscale, mscale_all_dim = rope.params.get("mscale"), rope.params.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return magnitude(float(mscale)) / magnitude(float(mscale_all_dim))
+    return magnitude(1.0)
+
+
+def _longrope(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> tuple[Tensor, float]:
+    """A divisor per dimension, one list up to the original length and one beyond (Ding et al. 2024)."""
+    params = rope.params
+    factor, original_len = float(params["factor"]), float(params["original_max_position_embeddings"])
+    divisors = params["long_factor"] if context_len > original_len else params["short_factor"]
+    magnitude = params.get("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1.0 + math.log(factor) / math.log(original_len)) if factor > 1.0 else 1.0
+    wavelengths = _wavelengths(rope.rope_theta, dim)
+    return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * wavelengths), float(magnitude)
+
+
+ROPE_TYPES: dict[str, Scaling] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def _wavelengths(theta: float, dim: int) -> Tensor:
+    """theta^(2i / dim) for i in 0 .. dim/2 - 1: positions per radian."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return torch.as_tensor(theta**exponents)
+
+
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int, trained_len: int, context_len: int) -> tuple[Tensor, float]:
+    """inv_freq [rotary_dim / 2] float32, and the factor of sine and cosine.
+
+    `trained_len` is config.json's max_position_embeddings, `context_len` the longest sequence the engine runs.
+    Raises UnsupportedModelError for an unknown type or a missing parameter.
+    """
+    scaling = ROPE_TYPES.get(rope.rope_type)
+    if scaling is None:
+        raise UnsupportedModelError(
+            f"rotary embedding of type {rope.rope_type!r} is not implemented; known are {', '.join(ROPE_TYPES)}"
+        )
+    try:
+        return scaling(rope, rotary_dim, trained_len, context_len)
+    except KeyError as e:
+        raise UnsupportedModelError(f"rotary embedding of type {rope.rope_type!r} needs {e.args[0]!r}") from None
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables of sine and cosine for every position, shared by all layers that rotate the same way.
+
+    A table, and not a computation per step, so that a row's bits never depend on what else is in the batch. Memory:
+    context_len * rotary_dim elements of the model's type. `allocate` makes them once the device is known.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int, trained_len: int, context_len: int) -> None:
+        super().__init__()
+        rotary_dim = int(head_dim * rope.partial_rotary_factor)
+        self.context_len = context_len
+        with torch.device("cpu"):  # a model is built on the meta device; these few numbers are real
+            self.inv_freq, self.factor = inverse_frequencies(rope, rotary_dim, trained_len, context_len)
+        if self.inv_freq.shape != (rotary_dim // 2,):
+            raise UnsupportedModelError(
+                f"rotary embedding of type {rope.rope_type!r} has {self.inv_freq.numel()} factors for "
+                f"{rotary_dim // 2} pairs of rotated elements"
+            )
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Compute the tables, each [context_len, rotary_dim / 2], in float32 and round them to `dtype`."""
+        positions = torch.arange(self.context_len, dtype=torch.float32)
+        angles = positions[:, None] * self.inv_freq  # [context_len, rotary_dim / 2]
+        self.cos = (angles.cos() * self.factor).to(device, dtype)
+        self.sin = (angles.sin() * self.factor).to(device, dtype)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of [num_tokens] positions, each [num_tokens, 1, rotary_dim / 2]: same for every head."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first rotary_dim elements of each head, keep the rest.
+
+    x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, rotary_dim / 2].
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

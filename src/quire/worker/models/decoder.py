@@ -1,0 +1,250 @@
+"""The decoder that most open models share, with a switch for everything in which they differ.
+
+A family's file (llama.py, gemma.py, ...) reads its config.json into a `DecoderSpec` and, where its layers are wired
+differently, gives its own layer class. The tree of modules has the checkpoint's names: no renaming at load.
+
+All tokens of a step are one flat batch: there is no batch dimension and no padding. Which tokens may see which is the
+attention layer's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig, RopeConfig
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.worker.attention.layer import Attention
+from quire.worker.layers.activation import gated, get_activation, soft_cap
+from quire.worker.layers.embedding import Embedding
+from quire.worker.layers.linear import Linear, PackedLinear
+from quire.worker.layers.moe import MoE, MoESpec
+from quire.worker.layers.norm import RMSNorm
+from quire.worker.layers.rotary import RotaryEmbedding, rotate
+
+Rotations = Mapping[str, tuple[Tensor, Tensor]]
+"""Cosines and sines of the step's positions, for each rotary embedding the model has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """What distinguishes one layer from its neighbours."""
+
+    sliding_window: int | None = None
+    """Tokens a query sees, its own included; None for all before it."""
+    rope: str | None = "rope"
+    """Which of the model's rotary embeddings; None for no rotation at all."""
+    moe: MoESpec | None = None
+    """Experts in the place of the MLP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """One model. The defaults are Llama's."""
+
+    layers: tuple[LayerSpec, ...]
+    ropes: Mapping[str, RopeConfig] = field(default_factory=dict)
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    fused_checkpoint: bool = False
+    """The checkpoint already holds qkv_proj and gate_up_proj as single matrices."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """Norm of queries and keys: over each head, or over all heads together."""
+    norm_offset: float = 0.0
+    norm_in_float32: bool = False
+    activation: str = "silu"
+    attention_scale: float | None = None
+    """Factor of the query-key products; None for 1 / sqrt(head_dim)."""
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embedding_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with optional biases, norms of queries and keys, rotation and window."""
+
+    def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
+        super().__init__()
+        hidden_size, self.head_dim = hf.hidden_size, hf.head_dim
+        self.q_size = hf.num_attention_heads * self.head_dim
+        self.kv_size = hf.num_key_value_heads * self.head_dim
+        self.rope = layer.rope
+        self.qk_norm = spec.qk_norm
+        parts = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        self.qkv_proj = _side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_checkpoint)
+        self.o_proj = Linear(self.q_size, hidden_size, spec.output_bias)
+        if spec.qk_norm != "none":
+            is_per_head = spec.qk_norm == "head"
+            self.q_norm = make_norm(hf, spec, self.head_dim if is_per_head else self.q_size)
+            self.k_norm = make_norm(hf, spec, self.head_dim if is_per_head else self.kv_size)
+        self.attn = Attention(
+            hf.num_attention_heads,
+            self.head_dim,
+            self.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            hf.num_key_value_heads,
+            layer_name=name,
+            sliding_window=layer.sliding_window,
+            logits_soft_cap=spec.attention_soft_cap,
+        )
+
+    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]."""
+        num_tokens = x.shape[0]
+        q, k, v = self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.view(num_tokens, -1, self.head_dim)  # [num_tokens, num_heads, head_dim]
+        k = k.view(num_tokens, -1, self.head_dim)  # [num_tokens, num_kv_heads, head_dim]
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            cos, sin = rotations[self.rope]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = self.attn(q.reshape(num_tokens, -1), k.reshape(num_tokens, -1), v)  # [num_tokens, q_size]
+        output: Tensor = self.o_proj(attended)
+        return output
+
+
+class MLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, hf: HFConfig, spec: DecoderSpec) -> None:
+        super().__init__()
+        size = hf.size("intermediate_size")
+        parts = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = _side_by_side(hf.hidden_size, parts, spec.mlp_bias, spec.fused_checkpoint)
+        self.down_proj = Linear(size, hf.hidden_size, spec.mlp_bias)
+        self.activation = get_activation(spec.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]."""
+        output: Tensor = self.down_proj(gated(self.activation, self.gate_up_proj(x)))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """Norm, attention, add; norm, MLP, add."""
+
+    def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(hf, spec, layer, f"{name}.self_attn")
+        self.mlp = make_mlp(hf, spec, layer)
+        self.input_layernorm = make_norm(hf, spec, hf.hidden_size)
+        self.post_attention_layernorm = make_norm(hf, spec, hf.hidden_size)
+
+    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), rotations)
+        y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return y
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, last norm: what checkpoints call `model`."""
+
+    def __init__(self, hf: HFConfig, spec: DecoderSpec, layer_class: type[nn.Module]) -> None:
+        super().__init__()
+        self.embedding_multiplier = spec.embedding_multiplier
+        self.embed_tokens = Embedding(hf.vocab_size, hf.hidden_size)
+        self.ropes = nn.ModuleDict(
+            {
+                name: RotaryEmbedding(rope, hf.head_dim, hf.max_position_embeddings, hf.context_len)
+                for name, rope in spec.ropes.items()
+            }
+        )
+        self.layers = nn.ModuleList(
+            layer_class(hf, spec, layer, f"model.layers.{i}") for i, layer in enumerate(spec.layers)
+        )
+        self.norm = make_norm(hf, spec, hf.hidden_size)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
+        x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
+        if self.embedding_multiplier != 1.0:  # Gemma was trained with the factor rounded to the model's type
+            x = x * torch.tensor(self.embedding_multiplier, dtype=x.dtype, device=x.device)
+        rotations = {name: rope(positions) for name, rope in self.ropes.items()}
+        for layer in self.layers:
+            x = layer(x, rotations)
+        normed: Tensor = self.norm(x)
+        return normed
+
+
+class DecoderForCausalLM(nn.Module):
+    """A decoder and its logits head. Families derive from it and describe themselves in their constructor."""
+
+    layer_class: ClassVar[type[nn.Module]] = DecoderLayer
+
+    def __init__(self, hf: HFConfig, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.logits_soft_cap = spec.logits_soft_cap
+        self.logits_divisor = spec.logits_divisor
+        self.model = Decoder(hf, spec, self.layer_class)
+        self.lm_head = None if hf.tie_word_embeddings else Linear(hf.hidden_size, hf.vocab_size)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
+        hidden: Tensor = self.model(input_ids, positions)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token. hidden: [n, hidden], any rows of `forward`'s result; returns float32 [n, vocab]."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        logits = functional.linear(hidden, head.weight).float() / self.logits_divisor
+        return soft_cap(logits, self.logits_soft_cap)
+
+
+def make_norm(hf: HFConfig, spec: DecoderSpec, dim: int) -> RMSNorm:
+    """A norm over `dim` elements, of the model's kind."""
+    eps = float(hf.get("rms_norm_eps", 1e-6))
+    return RMSNorm(dim, eps, weight_offset=spec.norm_offset, scale_in_float32=spec.norm_in_float32)
+
+
+def make_mlp(hf: HFConfig, spec: DecoderSpec, layer: LayerSpec) -> MLP | MoE:
+    """The layer's MLP, or its experts."""
+    if layer.moe is not None:
+        return MoE(layer.moe, hf.hidden_size, get_activation(spec.activation))
+    return MLP(hf, spec)
+
+
+def uniform_layers(hf: HFConfig, **fields: Any) -> tuple[LayerSpec, ...]:
+    """Layers that are all alike: with the config's sliding window, if it has one, unless `fields` say otherwise."""
+    return (LayerSpec(**{"sliding_window": sliding_window_of(hf), **fields}),) * hf.num_hidden_layers
+
+
+def sliding_window_of(hf: HFConfig) -> int | None:
+    """`sliding_window`; None if the config has none, or switches it off."""
+    is_off = hf.get("sliding_window") is None or not hf.get("use_sliding_window", True)
+    return None if is_off else hf.size("sliding_window")
+
+
+def layer_types_of(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[str]:
+    """The kind of each layer: `layer_types` where config.json has it, else by `is_sliding(layer)`.
+
+    Raises UnsupportedModelError for a kind that is not attention, ModelLoadError for a list of the wrong length.
+    """
+    count = hf.num_hidden_layers
+    types = hf.get("layer_types", [SLIDING_ATTENTION if is_sliding(i) else FULL_ATTENTION for i in range(count)])
+    if not isinstance(types, list) or len(types) < count:
+        raise ModelLoadError(f"{hf.path} has {len(types)} layer_types for {count} layers")
+    for layer_type in types[:count]:
+        if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise UnsupportedModelError(f"{hf.path} has a layer of type {layer_type!r}, which is not implemented")
+    return types[:count]
+
+
+def check_is_causal(hf: HFConfig) -> None:
+    """Raise UnsupportedModelError for an encoder in a decoder's clothes."""
+    if hf.get("use_bidirectional_attention", False):
+        raise UnsupportedModelError(f"{hf.path} asks for bidirectional attention, which is not implemented")
+
+
+def _side_by_side(in_features: int, parts: dict[str, int], bias: bool, is_fused: bool) -> Linear:
+    """Several projections as one matrix, whichever way the checkpoint keeps them."""
+    return Linear(in_features, sum(parts.values()), bias) if is_fused else PackedLinear(in_features, parts, bias)

@@ -1,0 +1,180 @@
+"""Paged attention against a dense oracle written in numpy float64, one query at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError
+from quire.wire.kv_cache import FullAttentionSpec, SlidingWindowSpec
+from quire.worker.attention import torch_backend
+from quire.worker.attention.backend import AttentionBatch, AttentionSpec, KVCache
+from quire.worker.attention.registry import make_attention_backend
+from quire.worker.attention.torch_backend import TorchAttentionBackend, bucket_by_length
+
+
+def dense_attention(q, k, v, first_position, spec: AttentionSpec, sinks) -> np.ndarray:
+    """q: [queries, num_heads, d]; k, v: [keys, num_kv_heads, d], all positions from 0. Float64, no tricks."""
+    out = np.zeros(q.shape)
+    for i in range(q.shape[0]):
+        position = first_position + i
+        start = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)
+        for h in range(spec.num_heads):
+            kv_head = h // spec.group_size
+            scores = k[start : position + 1, kv_head] @ q[i, h] * spec.scale
+            if spec.logits_soft_cap is not None:
+                scores = spec.logits_soft_cap * np.tanh(scores / spec.logits_soft_cap)
+            sink = [] if sinks is None else [sinks[h]]
+            weights = np.exp(np.concatenate([scores, sink]) - max([*scores, *sink]))
+            out[i, h] = (weights / weights.sum())[: len(scores)] @ v[start : position + 1, kv_head]
+    return out
+
+
+@dataclass
+class Case:
+    """Requests as (tokens already cached, tokens in this step)."""
+
+    spec: AttentionSpec
+    requests: list[tuple[int, int]]
+    block_size: int
+    sinks: np.ndarray | None
+    seed: int
+
+    @property
+    def kv_spec(self) -> FullAttentionSpec | SlidingWindowSpec:
+        s = self.spec
+        if s.sliding_window is None:
+            return FullAttentionSpec(self.block_size, s.num_kv_heads, s.head_size, "float32")
+        return SlidingWindowSpec(self.block_size, s.num_kv_heads, s.head_size, "float32", s.sliding_window)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kv_heads, group, d = (
+        draw(st.sampled_from([1, 2, 3])),
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([4, 8])),
+    )
+    spec = AttentionSpec(
+        kv_heads * group,
+        kv_heads,
+        d,
+        scale=draw(st.sampled_from([d**-0.5, 0.3])),
+        sliding_window=draw(st.none() | st.integers(1, 40)),
+        logits_soft_cap=draw(st.none() | st.sampled_from([1.0, 20.0])),
+    )
+    one = st.tuples(st.integers(0, 70), st.just(1) | st.integers(1, 30))
+    return Case(
+        spec,
+        requests=draw(st.lists(one, min_size=1, max_size=6)),
+        block_size=draw(st.sampled_from([1, 4, 16])),
+        sinks=np.linspace(-1, 2, spec.num_heads) if draw(st.booleans()) else None,
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+def run_paged(case: Case, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, np.ndarray]:
+    """The backend's output and the oracle's, over a cache that held NaN wherever no request wrote."""
+    rng, spec, bs = np.random.default_rng(case.seed), case.spec, case.block_size
+    seq_lens = [cached + new for cached, new in case.requests]
+    blocks_per_req = [-(-n // bs) for n in seq_lens]
+    num_blocks = sum(blocks_per_req) + 3
+    ids = rng.permutation(np.arange(1, num_blocks))
+    table = np.full((len(seq_lens), max(blocks_per_req) + 2), num_blocks - 1, np.int32)  # what is past the end: junk
+    shape = (num_blocks, bs, spec.num_kv_heads, spec.head_size)
+    cache = KVCache(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
+    queries, keys, values, slots, expected = [], [], [], [], []
+    for i, (cached, new) in enumerate(case.requests):
+        table[i, : blocks_per_req[i]], ids = ids[: blocks_per_req[i]], ids[blocks_per_req[i] :]
+        q = rng.standard_normal((new, spec.num_heads, spec.head_size))
+        k, v = rng.standard_normal((2, cached + new, spec.num_kv_heads, spec.head_size))
+        q, k, v = (torch.tensor(x).to(dtype).double().numpy() for x in (q, k, v))
+        positions = np.arange(cached + new)
+        slot = table[i, positions // bs] * bs + positions % bs
+        for store, x in ((cache.key, k), (cache.value, v)):
+            store.view(-1, *shape[2:])[slot[:cached]] = torch.tensor(x[:cached]).to(dtype)
+        slots.append(slot[cached:])
+        queries.append(q)
+        keys.append(k[cached:])
+        values.append(v[cached:])
+        expected.append(dense_attention(q, k, v, cached, spec, case.sinks))
+    backend = TorchAttentionBackend()
+    batch = AttentionBatch(
+        np.array([new for _, new in case.requests], np.int64),
+        np.array(seq_lens, np.int64),
+        torch.from_numpy(table),
+        torch.from_numpy(np.concatenate(slots).astype(np.int64)),
+    )
+    q, k, v = (torch.tensor(np.concatenate(x)).to(dtype) for x in (queries, keys, values))
+    sinks = None if case.sinks is None else torch.tensor(case.sinks).to(dtype)
+    out = backend.forward(q, k, v, cache, backend.make_metadata(batch, case.kv_spec), spec, sinks)
+    return out, np.concatenate(expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_equals_dense_attention(case: Case) -> None:
+    out, expected = run_paged(case)
+    np.testing.assert_allclose(out.double().numpy(), expected, rtol=2e-5, atol=2e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases())
+def test_bfloat16_accumulates_in_float32(case: Case) -> None:
+    """Inputs are rounded to bfloat16 for both sides, so what is left is the rounding of weights and output."""
+    out, expected = run_paged(case, torch.bfloat16)
+    np.testing.assert_allclose(out.double().numpy(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_query_tiles_change_nothing(
+    window: int | None, soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = AttentionSpec(4, 2, 8, 0.35, window, soft_cap)
+    case = Case(spec, [(37, 100), (0, 64), (5, 1)], 16, None, seed=1)
+    monkeypatch.setattr(torch_backend, "SCORES_PER_TILE", 1)  # the smallest tile: 16 queries
+    out, expected = run_paged(case)
+    np.testing.assert_allclose(out.double().numpy(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_long_and_short_decodes_are_split_in_buckets() -> None:
+    case = Case(AttentionSpec(4, 2, 8, 0.35), [(1500, 1), (3, 1), (600, 1), (0, 7), (700, 1)], 16, None, seed=2)
+    out, expected = run_paged(case)
+    np.testing.assert_allclose(out.double().numpy(), expected, rtol=2e-5, atol=2e-5)
+
+
+@given(st.lists(st.integers(1, 5000), max_size=40))
+def test_buckets_hold_each_request_once_and_bound_the_padding(lens: list[int]) -> None:
+    array = np.array(lens, np.int64)
+    buckets = bucket_by_length(np.arange(len(lens)), array)
+    assert sorted(i for b in buckets for i in b.tolist()) == list(range(len(lens)))
+    for bucket in buckets:
+        longest = array[bucket].max()
+        assert longest <= torch_backend.MIN_BUCKET_LEN or (2 * array[bucket] > longest).all()
+
+
+def test_storage_is_shared_by_layers_of_any_kind() -> None:
+    """Two groups may see one storage: block b must own the same bytes in both."""
+    backend = TorchAttentionBackend()
+    full = FullAttentionSpec(4, 2, 8, "float32")
+    sliding = SlidingWindowSpec(8, 1, 8, "float32", 5)
+    storage = torch.zeros(6 * full.page_size_bytes, dtype=torch.uint8)
+    a, b = (backend.view_kv_cache(storage, spec, 6) for spec in (full, sliding))
+    a.key[3], a.value[5] = 1.0, 2.0
+    assert (b.key[3] == 1).all()
+    assert (b.value[5] == 2).all()
+    assert b.key.sum() == b.key[3].numel()
+    assert b.value.sum() == 2 * b.value[5].numel()
+
+
+def test_registry_finds_a_backend_or_says_what_to_change() -> None:
+    cpu = torch.device("cpu")
+    assert make_attention_backend(cpu, torch.float32, torch.bfloat16).name == "torch"
+    with pytest.raises(ConfigError, match=r"no attention backend.*tried torch.*--kv-cache-dtype"):
+        make_attention_backend(cpu, torch.float32, torch.int8)

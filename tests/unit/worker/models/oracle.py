@@ -1,0 +1,96 @@
+"""Quire's logits and transformers' logits of one sequence.
+
+The attention here is the textbook one on a whole sequence, without a cache: models are tested apart from the paged
+backends, whose own tests compare them with the same formula.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.hf_config import HFConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from quire.worker.attention.layer import Attention
+from quire.worker.forward_context import ForwardContext, set_forward_context
+from quire.worker.loader import load_model
+
+CPU = torch.device("cpu")
+
+
+class DenseAttention(AttentionBackend[None]):
+    """softmax(mask(cap(q k^T * scale))) v over one whole sequence."""
+
+    name: ClassVar[str] = "dense"
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+        return True
+
+    def view_kv_cache(self, storage: Tensor, spec: Any, num_blocks: int) -> KVCache:
+        return KVCache(storage, storage)
+
+    def make_metadata(self, batch: AttentionBatch, spec: Any) -> None:
+        return None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: KVCache,
+        metadata: None,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert sinks is None
+        key, value = key.repeat_interleave(spec.group_size, 1), value.repeat_interleave(spec.group_size, 1)
+        scores = torch.einsum("qhd,khd->hqk", query, key) * spec.scale
+        if spec.logits_soft_cap is not None:
+            scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
+        distance = torch.arange(len(query))[:, None] - torch.arange(len(key))[None, :]
+        is_visible = distance >= 0
+        if spec.sliding_window is not None:
+            is_visible &= distance < spec.sliding_window
+        scores = scores.masked_fill(~is_visible, -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+
+def model_config_of(path: Path, **fields: Any) -> ModelConfig:
+    """What EngineArgs would make of a local checkpoint."""
+    return ModelConfig(model=str(path), model_dir=path, hf_config=HFConfig.from_dir(path), **fields)
+
+
+def load(path: Path, *, dtype: torch.dtype = torch.float32, load_format: str = "auto", **fields: Any) -> nn.Module:
+    """The checkpoint at `path` as Quire loads it."""
+    return load_model(model_config_of(path, **fields), LoadConfig(load_format=load_format), CPU, dtype)
+
+
+@torch.inference_mode()
+def quire_logits(model: nn.Module, token_ids: list[int]) -> Tensor:
+    """[num_tokens, vocab] logits of one sequence."""
+    names = [m.layer_name for m in model.modules() if isinstance(m, Attention)]
+    empty = KVCache(torch.empty(0), torch.empty(0))
+    context = ForwardContext(DenseAttention(), [None], dict.fromkeys(names, 0), dict.fromkeys(names, empty))
+    with set_forward_context(context):
+        hidden = model(torch.tensor(token_ids), torch.arange(len(token_ids)))
+    logits: Tensor = model.compute_logits(hidden)
+    return logits
+
+
+@torch.inference_mode()
+def transformers_logits(path: Path, token_ids: list[int]) -> Tensor:
+    """The same from transformers."""
+    return transformers_model(path)(torch.tensor([token_ids])).logits[0]
+
+
+def transformers_model(path: Path) -> Any:
+    """transformers' model of a checkpoint, in float32, with plain attention."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
