@@ -58,6 +58,18 @@ def _resolve(reference: str) -> Path | None:
     return None
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_named_code_exists(page: Path) -> None:
+    """`path/file.py:Symbol` in a page names a file and something it defines."""
+    missing = []
+    for file, symbol in REFERENCE.findall(page.read_text(encoding="utf-8")):
+        if "/" in file and symbol:
+            path = _resolve(file)
+            if path is None or symbol not in _symbols(path):
+                missing.append(f"{file}:{symbol}")
+    assert not missing
+
+
 def _coverage_rows() -> list[tuple[str, str, str]]:
     lines = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8").splitlines()
     return [match.groups() for line in lines if (match := ROW.match(line))]  # type: ignore[misc]
