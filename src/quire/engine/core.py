@@ -22,7 +22,7 @@ from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache_init import initialize_kv_caches
 from quire.engine.request import BlockHasher, Request, RequestStatus
 from quire.engine.sched.interface import PauseState, SchedulerInterface
-from quire.engine.step_report import describe_iteration, log_failed_step
+from quire.engine.step_report import describe_iteration, log_error_detail
 from quire.errors import ServerError, ValidationError
 from quire.logger import init_logger
 from quire.resolve import resolve
@@ -240,7 +240,7 @@ class EngineCore:
         except BaseException as e:
             shield.may_break = False
             if isinstance(e, Exception):
-                log_failed_step(logger, scheduler_output, self.scheduler.make_stats())
+                log_error_detail(logger, scheduler_output, self.scheduler.get_request_counts())
             self.batch_queue.clear()
             self.scheduler.abandon_steps()
             raise

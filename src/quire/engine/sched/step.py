@@ -60,6 +60,19 @@ class StepBuilder:
         self.token_budget -= num_tokens
         request.num_computed_tokens += num_tokens
 
+    def take_back(self, request: Request) -> None:
+        """A request that was, perhaps, added as a running one is to be preempted: the worker must not see it."""
+        num_tokens = self.num_scheduled_tokens.pop(request.request_id, 0)
+        if num_tokens == 0:
+            return
+        self.requests.remove(request)
+        self.token_budget += num_tokens
+        request.num_computed_tokens -= num_tokens
+        cached = self.cached_reqs
+        row = cached.req_ids.index(request.request_id)
+        del cached.req_ids[row], cached.new_block_ids[row], cached.num_computed_tokens[row]
+        self.spec_token_ids.pop(request.request_id, None)
+
     def make_output(
         self, finished_req_ids: set[str], preempted_req_ids: set[str], num_common_prefix_blocks: list[int]
     ) -> SchedulerOutput:
