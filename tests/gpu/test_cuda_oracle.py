@@ -1,4 +1,4 @@
-"""On a CUDA device, greedy output equals transformers' on the same device, for every family. Run by scripts/gpu_check."""
+"""On a CUDA device, greedy output equals transformers' on that device, for every family. Run by scripts/gpu_check."""
 
 from __future__ import annotations
 
