@@ -31,7 +31,7 @@ def run_benchmark(args: Arguments, name: str, make_requests: MakeRequests) -> in
     for option in ("num_iters", "num_iters_warmup"):
         if args[option] < (1 if option == "num_iters" else 0):
             raise ConfigError(f"--{option.replace('_', '-')} {args[option]} is too small")
-    flags = engine_args(args, skip_tokenizer_init=True)
+    flags = engine_args(args, skip_tokenizer_init=True, disable_log_stats=True)
     config = flags.create_engine_config()
     ids = IdRange.of_vocabulary(config.model_config.hf_config.vocab_size)
     engine = make_engine(flags)
