@@ -149,5 +149,5 @@ class Worker:
     def shutdown(self) -> None:
         """Let go of model and cache."""
         self._runner = None
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -54,7 +54,7 @@ class PenalizedRows:
 
 @dataclass(frozen=True)
 class LogprobRow:
-    """A row whose log-probabilities are wanted: the top `num_top`, or those of `token_ids` where given."""
+    """A row whose log-probabilities are wanted: the top `num_top` (-1: all), then those of `token_ids`."""
 
     row: int
     num_top: int

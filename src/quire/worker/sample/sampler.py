@@ -119,7 +119,7 @@ def _raw_logits(logits: Tensor, wanted: list[LogprobRow]) -> Tensor | None:
 def _logprobs(raw: Tensor, wanted: list[LogprobRow], token_ids: npt.NDArray[np.int64]) -> dict[int, LogprobsLists]:
     """raw: [len(wanted), vocab]. Column 0 is the sampled token; see LogprobRow for the others."""
     selected = torch.from_numpy(token_ids[[w.row for w in wanted]]).to(raw.device)
-    counts = [0 if w.token_ids else w.num_top for w in wanted]
+    counts = [w.num_top for w in wanted]
     ids, values, ranks = compute_logprobs(raw, selected, -1 if -1 in counts else max(counts))
     id_lists, value_lists, rank_list = ids.tolist(), values.tolist(), ranks.tolist()
     result: dict[int, LogprobsLists] = {}

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.frontend.tokenizer import Tokenizer
+
+from .toy_tokenizers import KINDS, write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint's tokenizer directory of each kind."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {kind: write_tokenizer(kind, root / kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
+def tokenizers_by_kind(tokenizer_dirs: dict[str, Path]) -> dict[str, Tokenizer]:
+    return {kind: Tokenizer.from_dir(path) for kind, path in tokenizer_dirs.items()}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizers_by_kind: dict[str, Tokenizer]) -> Tokenizer:
+    """The byte-level one: what most tests need."""
+    return tokenizers_by_kind["byte_level"]
