@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,8 +30,18 @@ class Engine(Protocol):
 
 
 def make_engine(args: EngineArgs) -> Any:
-    """The `LLMEngine` of `args`. Named by a string so that --help loads neither tokenizers nor torch."""
-    return resolve("quire.frontend.llm_engine:LLMEngine").from_engine_args(args)
+    """The `LLMEngine` of `args`. Named by a string so that --help loads neither tokenizers nor torch.
+
+    On a terminal it says that it is loading for as long as it does.
+    """
+    is_watched = sys.stderr.isatty()
+    if is_watched:
+        print(f"loading {args.model} ...", end="", file=sys.stderr, flush=True)
+    try:
+        return resolve("quire.frontend.llm_engine:LLMEngine").from_engine_args(args)
+    finally:
+        if is_watched:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 @dataclass
