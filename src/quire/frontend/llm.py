@@ -207,11 +207,13 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, best first (see `frontend/beam_search.py`).
 
-        Runs `concurrency_limit` prompts at a time, all of them by default. Needs 2 * beam_width log-probabilities per
-        token: beams wider than half of --max-logprobs raise ValidationError. `params.temperature` changes nothing:
-        beams are ranked by the model's own probabilities, and nothing is drawn.
+        Runs `concurrency_limit` prompts at a time, all of them by default. Needs a log-probability per token for each
+        beam and each token that ends a text: wider beams than --max-logprobs allows raise ValidationError.
+        `params.temperature` changes nothing: beams are ranked by the model's own probabilities, and nothing is drawn.
         """
-        count = 2 * params.beam_width
+        processor = self.llm_engine.input_processor
+        eos_ids = frozenset[int]() if params.ignore_eos else processor.eos_token_ids
+        count = params.beam_width + len(eos_ids)
         step_params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=count, ignore_eos=True)
 
         def next_tokens(sequences: list[list[int]]) -> list[dict[int, Logprob]]:
@@ -219,10 +221,8 @@ class LLM:
             outputs = self._batch.run(self._batch.add(requests))
             return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
 
-        processor = self.llm_engine.input_processor
         prepared = self._batch.prepare(prompts, step_params, lora_request=lora_request)
         all_ids = [request.prompt_token_ids or [] for request, _ in prepared]
-        eos_ids = frozenset[int]() if params.ignore_eos else processor.eos_token_ids
         size = max(1, concurrency_limit or len(all_ids))
         results = []
         with tqdm(total=len(all_ids), desc="Processed prompts", dynamic_ncols=True, disable=not use_tqdm) as bar:

@@ -49,6 +49,7 @@ class DecoderSpec:
 
     layers: tuple[LayerSpec, ...]
     ropes: Mapping[str, RopeConfig] = field(default_factory=dict)
+    rope_in_float32: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -155,7 +156,9 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(hf.vocab_size, hf.hidden_size)
         self.ropes = nn.ModuleDict(
             {
-                name: RotaryEmbedding(rope, hf.head_dim, hf.max_position_embeddings, hf.context_len)
+                name: RotaryEmbedding(
+                    rope, hf.head_dim, hf.max_position_embeddings, hf.context_len, in_float32=spec.rope_in_float32
+                )
                 for name, rope in spec.ropes.items()
             }
         )
@@ -168,7 +171,7 @@ class Decoder(nn.Module):
         """input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
         if self.embedding_multiplier != 1.0:  # Gemma was trained with the factor rounded to the model's type
-            x = x * torch.tensor(self.embedding_multiplier, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(self.embedding_multiplier, dtype=x.dtype).item()
         rotations = {name: rope(positions) for name, rope in self.ropes.items()}
         for layer in self.layers:
             x = layer(x, rotations)
@@ -213,6 +216,19 @@ def make_mlp(hf: HFConfig, spec: DecoderSpec, layer: LayerSpec) -> MLP | MoE:
     return MLP(hf, spec)
 
 
+def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
+    """What the keys that most families share say; a family replaces what it does differently."""
+    attention_bias = bool(hf.get("attention_bias", False))
+    return DecoderSpec(
+        layers=layers,
+        ropes={"rope": hf.rope()},
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+        activation=hf.get("hidden_act", "silu"),
+    )
+
+
 def uniform_layers(hf: HFConfig, **fields: Any) -> tuple[LayerSpec, ...]:
     """Layers that are all alike: with the config's sliding window, if it has one, unless `fields` say otherwise."""
     return (LayerSpec(**{"sliding_window": sliding_window_of(hf), **fields}),) * hf.num_hidden_layers
@@ -237,12 +253,6 @@ def layer_types_of(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[str]
         if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise UnsupportedModelError(f"{hf.path} has a layer of type {layer_type!r}, which is not implemented")
     return types[:count]
-
-
-def check_is_causal(hf: HFConfig) -> None:
-    """Raise UnsupportedModelError for an encoder in a decoder's clothes."""
-    if hf.get("use_bidirectional_attention", False):
-        raise UnsupportedModelError(f"{hf.path} asks for bidirectional attention, which is not implemented")
 
 
 def _side_by_side(in_features: int, parts: dict[str, int], bias: bool, is_fused: bool) -> Linear:
