@@ -84,7 +84,6 @@ class LLM:
             logger.info("non-default arguments: %s", given)
         self.llm_engine = LLMEngine.from_engine_args(engine_args)
         self._batch = BatchRunner(self.llm_engine)
-        self._enqueued: list[str] = []
 
     def __repr__(self) -> str:
         return f"LLM(model={self.llm_engine.model_config.model!r})"
@@ -125,7 +124,7 @@ class LLM:
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return self._batch.run(self._batch.add(requests), use_tqdm)
+        return self._batch.add_and_run(requests, use_tqdm)
 
     def chat(
         self,
@@ -188,14 +187,11 @@ class LLM:
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
         )
-        ids = self._batch.add(requests)
-        self._enqueued += ids
-        return ids
+        return self._batch.add(requests)
 
     def wait_for_completion(self, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
         """Run everything that was enqueued; the outputs in the order of enqueueing."""
-        ids, self._enqueued = self._enqueued, []
-        return self._batch.run(ids, use_tqdm)
+        return self._batch.run_added(use_tqdm)
 
     def beam_search(
         self,
@@ -218,7 +214,7 @@ class LLM:
 
         def next_tokens(sequences: list[list[int]]) -> list[dict[int, Logprob]]:
             requests = self._batch.prepare(sequences, step_params, lora_request=lora_request)
-            outputs = self._batch.run(self._batch.add(requests))
+            outputs = self._batch.add_and_run(requests)
             return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
 
         prepared = self._batch.prepare(prompts, step_params, lora_request=lora_request)
