@@ -7,6 +7,7 @@ all derived from the declaration (DESIGN.md §2, "seven doors").
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,8 @@ class FlagSpec:
             raise ConfigError(f"{self.option} {value!r} is not one of {', '.join(self.choices)}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             return
+        if not math.isfinite(value):
+            raise ConfigError(f"{self.option} {value} is not a finite number")
         if self.minimum is not None and value < self.minimum:
             raise ConfigError(f"{self.option} {value} is below the minimum of {self.minimum:g}")
         if self.maximum is not None and value > self.maximum:

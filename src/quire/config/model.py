@@ -15,6 +15,15 @@ from quire.errors import ConfigError
 DEMO_MODEL = "demo"
 """The name of the checkpoint that ships inside the package."""
 DRAFT_MODEL = "demo-draft"
+_SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_tokens": "max_new_tokens",
+}
+"""SamplingParams' field -> generation_config.json's key."""
 ASSETS_DIR = Path(__file__).resolve().parent.parent / "assets"
 
 
@@ -79,6 +88,12 @@ class ModelConfig:
         if self.max_model_len is None or self.max_model_len == -1:
             return self.hf_config.context_len
         return self.max_model_len
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The SamplingParams fields that the model's generation_config.json sets (checklist S2-LLM-006)."""
+        values = {ours: self.generation_defaults.get(theirs) for ours, theirs in _SAMPLING_NAMES.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def name(self) -> str:

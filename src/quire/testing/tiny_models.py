@@ -53,16 +53,16 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
     "olmo2": {},
     "granite": {
-        "embedding_multiplier": 6.0,
+        "embedding_multiplier": 1.5,
         "attention_multiplier": 0.2,
-        "residual_multiplier": 0.4,
+        "residual_multiplier": 0.8,
         "logits_scaling": 0.5,
         "tie_word_embeddings": True,
     },
     "gemma2": {
         "num_hidden_layers": 4,
         "head_dim": 16,
-        "query_pre_attn_scalar": 16,
+        "query_pre_attn_scalar": 6,
         "sliding_window": SLIDING_WINDOW,
         "attn_logit_softcapping": 20.0,
         "final_logit_softcapping": 30.0,
@@ -71,7 +71,7 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {
         "num_hidden_layers": 4,
         "head_dim": 16,
-        "query_pre_attn_scalar": 20,
+        "query_pre_attn_scalar": 2,
         "sliding_window": SLIDING_WINDOW,
         "layer_types": _MIXED_LAYERS,
         "tie_word_embeddings": True,
@@ -117,15 +117,14 @@ def make_tiny_checkpoint(
 
 def _randomize(model: Any) -> None:
     """Matrices that keep the size of their input, norms and biases that are not neutral."""
-    import torch
 
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            spread = torch.rand_like(parameter) - 0.5
             is_one_based = "norm" in name and name.endswith("weight") and "gemma" not in model.config.model_type
-            parameter.data.copy_(spread + 1.0 if is_one_based else spread)
+            parameter.data.uniform_(-0.2, 0.2).add_(1.0 if is_one_based else 0.0)
         else:
-            parameter.data.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+            is_tied_head = model.config.tie_word_embeddings and "embed_tokens" in name
+            parameter.data.normal_(std=(0.4 if is_tied_head else 1.5) * parameter.shape[-1] ** -0.5)
 
 
 def _write_tokenizer(path: Path) -> None:

@@ -54,6 +54,16 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = []
 
+    def record(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one draft of which the first `num_accepted_tokens` were accepted."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        per_position = self.num_accepted_tokens_per_pos
+        per_position.extend([0] * (num_draft_tokens - len(per_position)))
+        for position in range(num_accepted_tokens):
+            per_position[position] += 1
+
 
 class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Where the prompt tokens of a request came from; sent once, with its first output (checklist S3-DEF-038).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -66,3 +67,10 @@ def test_every_flag_is_documented_and_its_default_allowed(name: str) -> None:
     assert spec.help.endswith("."), spec.help
     assert len(spec.help) < 160
     spec.validate(spec.default)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_must_be_finite(value: float) -> None:
+    """NaN passes every comparison, so it is refused by name."""
+    with pytest.raises(ConfigError, match=r"--watermark (nan|inf|-inf) is not a finite number"):
+        FLAGS["watermark"].validate(value)

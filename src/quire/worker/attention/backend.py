@@ -49,9 +49,9 @@ class KVCache(NamedTuple):
 class AttentionBatch:
     """The requests of a step as one KV cache group sees them. Lengths are numpy: a backend plans on the host."""
 
-    query_lens: npt.NDArray[np.int32]
+    query_lens: npt.NDArray[np.int64]
     """[num_reqs] tokens of each request in this step, in the order of the flat batch."""
-    seq_lens: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int64]
     """[num_reqs] tokens of each request once this step is done: what its last query sees."""
     block_table: Tensor
     """[num_reqs, max_blocks] int32; only the first ceil(seq_len / block_size) of a row are valid."""

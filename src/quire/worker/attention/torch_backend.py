@@ -135,7 +135,7 @@ class TorchAttentionBackend(AttentionBackend[TorchAttentionMetadata]):
 # -- planning -------------------------------------------------------------------------------------------------------
 
 
-def bucket_by_length(indices: npt.NDArray[np.int64], lens: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int64]]:
+def bucket_by_length(indices: npt.NDArray[np.int64], lens: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
     """Cut `indices` into sets in which no length is below half the longest, so that padding at most doubles the work.
 
     Everything up to MIN_BUCKET_LEN is one set. Within a set the order of `indices` is kept.
@@ -151,14 +151,14 @@ def _make_bucket(
     batch: AttentionBatch,
     indices: npt.NDArray[np.int64],
     rows: npt.NDArray[np.int64],
-    visible: npt.NDArray[np.int32],
+    visible: npt.NDArray[np.int64],
     block_size: int,
 ) -> DecodeBucket:
     """`visible`: how many keys each of the requests `indices` sees, the last ones of its sequence."""
     device = batch.block_table.device
     width = int(visible.max())
-    counts = torch.from_numpy(visible).to(device, torch.int64)[:, None]  # [n, 1]
-    last = torch.from_numpy(batch.seq_lens[indices]).to(device, torch.int64)[:, None] - 1
+    counts = torch.from_numpy(visible).to(device)[:, None]  # [n, 1]
+    last = torch.from_numpy(batch.seq_lens[indices]).to(device)[:, None] - 1
     offsets = torch.arange(width, device=device)
     positions = torch.minimum(last - counts + 1 + offsets, last)  # [n, width]
     all_rows = len(indices) == len(batch.query_lens)

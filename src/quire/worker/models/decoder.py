@@ -9,16 +9,16 @@ attention layer's business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.config.hf_config import HFConfig, RopeConfig
-from quire.errors import UnsupportedModelError
+from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig, RopeConfig
+from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.worker.attention.layer import Attention
 from quire.worker.layers.activation import gated, get_activation, soft_cap
 from quire.worker.layers.embedding import Embedding
@@ -49,6 +49,7 @@ class DecoderSpec:
 
     layers: tuple[LayerSpec, ...]
     ropes: Mapping[str, RopeConfig] = field(default_factory=dict)
+    rope_in_float32: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -155,7 +156,9 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(hf.vocab_size, hf.hidden_size)
         self.ropes = nn.ModuleDict(
             {
-                name: RotaryEmbedding(rope, hf.head_dim, hf.max_position_embeddings, hf.context_len)
+                name: RotaryEmbedding(
+                    rope, hf.head_dim, hf.max_position_embeddings, hf.context_len, in_float32=spec.rope_in_float32
+                )
                 for name, rope in spec.ropes.items()
             }
         )
@@ -168,7 +171,7 @@ class Decoder(nn.Module):
         """input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
         if self.embedding_multiplier != 1.0:  # Gemma was trained with the factor rounded to the model's type
-            x = x * torch.tensor(self.embedding_multiplier, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(self.embedding_multiplier, dtype=x.dtype).item()
         rotations = {name: rope(positions) for name, rope in self.ropes.items()}
         for layer in self.layers:
             x = layer(x, rotations)
@@ -213,20 +216,43 @@ def make_mlp(hf: HFConfig, spec: DecoderSpec, layer: LayerSpec) -> MLP | MoE:
     return MLP(hf, spec)
 
 
-def uniform_layers(hf: HFConfig, sliding_window: int | None = None) -> tuple[LayerSpec, ...]:
-    """Layers that are all alike."""
-    return (LayerSpec(sliding_window=sliding_window),) * hf.num_hidden_layers
+def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
+    """What the keys that most families share say; a family replaces what it does differently."""
+    attention_bias = bool(hf.get("attention_bias", False))
+    return DecoderSpec(
+        layers=layers,
+        ropes={"rope": hf.rope()},
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+        activation=hf.get("hidden_act", "silu"),
+    )
+
+
+def uniform_layers(hf: HFConfig, **fields: Any) -> tuple[LayerSpec, ...]:
+    """Layers that are all alike: with the config's sliding window, if it has one, unless `fields` say otherwise."""
+    return (LayerSpec(**{"sliding_window": sliding_window_of(hf), **fields}),) * hf.num_hidden_layers
 
 
 def sliding_window_of(hf: HFConfig) -> int | None:
-    """`sliding_window`, or None if the config has none."""
-    return None if hf.get("sliding_window") is None else hf.size("sliding_window")
+    """`sliding_window`; None if the config has none, or switches it off."""
+    is_off = hf.get("sliding_window") is None or not hf.get("use_sliding_window", True)
+    return None if is_off else hf.size("sliding_window")
 
 
-def check_is_causal(hf: HFConfig) -> None:
-    """Raise UnsupportedModelError for an encoder in a decoder's clothes."""
-    if hf.get("use_bidirectional_attention", False):
-        raise UnsupportedModelError(f"{hf.path} asks for bidirectional attention, which is not implemented")
+def layer_types_of(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[str]:
+    """The kind of each layer: `layer_types` where config.json has it, else by `is_sliding(layer)`.
+
+    Raises UnsupportedModelError for a kind that is not attention, ModelLoadError for a list of the wrong length.
+    """
+    count = hf.num_hidden_layers
+    types = hf.get("layer_types", [SLIDING_ATTENTION if is_sliding(i) else FULL_ATTENTION for i in range(count)])
+    if not isinstance(types, list) or len(types) < count:
+        raise ModelLoadError(f"{hf.path} has {len(types)} layer_types for {count} layers")
+    for layer_type in types[:count]:
+        if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise UnsupportedModelError(f"{hf.path} has a layer of type {layer_type!r}, which is not implemented")
+    return types[:count]
 
 
 def _side_by_side(in_features: int, parts: dict[str, int], bias: bool, is_fused: bool) -> Linear:

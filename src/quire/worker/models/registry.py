@@ -9,7 +9,19 @@ from quire.errors import UnsupportedModelError
 from quire.resolve import resolve
 
 MODELS: dict[str, str] = {
+    "Gemma2ForCausalLM": "quire.worker.models.gemma:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "quire.worker.models.gemma:Gemma3ForCausalLM",
+    "GraniteForCausalLM": "quire.worker.models.granite:GraniteForCausalLM",
     "LlamaForCausalLM": "quire.worker.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "quire.worker.models.mistral:MistralForCausalLM",
+    "MixtralForCausalLM": "quire.worker.models.mistral:MixtralForCausalLM",
+    "OPTForCausalLM": "quire.worker.models.opt:OPTForCausalLM",
+    "Olmo2ForCausalLM": "quire.worker.models.olmo2:Olmo2ForCausalLM",
+    "Phi3ForCausalLM": "quire.worker.models.phi3:Phi3ForCausalLM",
+    "Qwen2ForCausalLM": "quire.worker.models.qwen:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "quire.worker.models.qwen:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "quire.worker.models.qwen:Qwen3MoeForCausalLM",
+    "SmolLM3ForCausalLM": "quire.worker.models.smollm3:SmolLM3ForCausalLM",
 }
 """Imported on demand. To add a row: docs/recipes/add_a_model.md."""
 

@@ -105,8 +105,8 @@ def run_paged(case: Case, dtype: torch.dtype = torch.float32) -> tuple[torch.Ten
         expected.append(dense_attention(q, k, v, cached, spec, case.sinks))
     backend = TorchAttentionBackend()
     batch = AttentionBatch(
-        np.array([new for _, new in case.requests], np.int32),
-        np.array(seq_lens, np.int32),
+        np.array([new for _, new in case.requests], np.int64),
+        np.array(seq_lens, np.int64),
         torch.from_numpy(table),
         torch.from_numpy(np.concatenate(slots).astype(np.int64)),
     )
@@ -151,7 +151,7 @@ def test_long_and_short_decodes_are_split_in_buckets() -> None:
 
 @given(st.lists(st.integers(1, 5000), max_size=40))
 def test_buckets_hold_each_request_once_and_bound_the_padding(lens: list[int]) -> None:
-    array = np.array(lens, np.int32)
+    array = np.array(lens, np.int64)
     buckets = bucket_by_length(np.arange(len(lens)), array)
     assert sorted(i for b in buckets for i in b.tolist()) == list(range(len(lens)))
     for bucket in buckets:

@@ -1,0 +1,170 @@
+"""`quire batch`: a file of OpenAI batch requests in, a file of results out; a rerun goes on where it stopped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from quire.cli.batch_files import InputRow, ResultFile, read_rows, row_id
+from quire.cli.batch_requests import BatchRequest, RequestReader
+from quire.cli.batch_responses import error_row, result_row
+from quire.cli.command_line import CommandLine
+from quire.cli.engine_options import engine_args, engine_options
+from quire.cli.generation import Engine, InterruptFlag, make_engine
+from quire.cli.options import Arguments, Option, Positional
+from quire.config.engine_args import EngineArgs
+from quire.errors import ClientError, ConfigError, GenerationError, QuireError, ValidationError
+from quire.outputs import RequestOutput
+
+_RERUN = "run the same command again to go on"
+
+
+def command_line() -> CommandLine:
+    """The arguments of `quire batch`."""
+    own = [
+        Option(name="input_file", short="-i", help="The requests (instead of INPUT).", metavar="FILE.jsonl"),
+        Option(
+            name="output_file", short="-o", help="The results; what it already holds is kept.", metavar="FILE.jsonl"
+        ),
+    ]
+    return CommandLine(
+        "quire batch",
+        "Run every request of a JSONL file in OpenAI's batch format (/v1/chat/completions and /v1/completions).",
+        [*own, *engine_options()],
+        Positional("input", "The requests, one JSON object per line."),
+        "A request that fails gives an error row and does not stop the others; the exit code is then 1. Results are\n"
+        "written as they finish, so their order is not the input's: match them by custom_id.",
+    )
+
+
+def run(args: Arguments) -> int:
+    """Run the batch. Returns 1 if any row of the output file is an error."""
+    source, target = _paths(args)
+    results = ResultFile(target)
+    try:
+        num_rows = sum(1 for _ in _unfinished(source, results))
+        if num_rows:
+            _run_rows(engine_args(args), source, results, num_rows)
+    except (KeyboardInterrupt, QuireError):
+        print(f"\nstopped with {len(results.done)} results in {target}; {_RERUN}", file=sys.stderr)
+        raise
+    finally:
+        results.close()
+    failed = sum(results.done.values())
+    print(f"{len(results.done)} results in {target}, {failed} failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _paths(args: Arguments) -> tuple[Path, Path]:
+    source, target = args["input_file"] or args["input"], args["output_file"]
+    if source is None or target is None:
+        raise ConfigError("give the requests and the results: quire batch in.jsonl -o out.jsonl")
+    if Path(source).resolve() == Path(target).resolve():
+        raise ConfigError(f"-o {target} is the input file; results go into another file")
+    return Path(source), Path(target)
+
+
+def _unfinished(source: Path, results: ResultFile) -> Iterator[InputRow]:
+    """The rows without a result yet. A custom_id used twice would make results ambiguous: the second is an error."""
+    seen: set[str] = set()
+    for row in read_rows(source):
+        if row.key in seen:
+            error = ValidationError(f"custom_id {row.key!r} is used twice; line {row.line_number} is skipped")
+            row = InputRow(row.line_number, {}, error)
+        seen.add(row.key)
+        if row.key not in results.done:
+            yield row
+
+
+def _run_rows(flags: EngineArgs, source: Path, results: ResultFile, num_rows: int) -> None:
+    config = flags.create_engine_config()
+    engine = make_engine(flags)
+    model = config.model_config
+    reader = RequestReader(
+        list(dict.fromkeys([model.name, model.model])),
+        model.sampling_defaults,
+        model.seed,
+        engine.get_tokenizer().apply_chat_template,
+    )
+    # Enough in flight that the scheduler never runs dry, few enough that a file of any length fits in memory.
+    window = 2 * (config.scheduler_config.max_num_seqs or 1)
+    with tqdm(total=num_rows, desc="batch", unit="req", disable=None) as bar:
+        _BatchRun(engine, reader, results, model.name, bar).run(_unfinished(source, results), window)
+
+
+@dataclass
+class _RowState:
+    """A row in the engine: its prompts run as separate requests and are put together when all are done."""
+
+    row: InputRow
+    request: BatchRequest
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+
+
+class _BatchRun:
+    """Keeps a window of rows in the engine and writes each as it finishes."""
+
+    def __init__(self, engine: Engine, reader: RequestReader, results: ResultFile, model: str, bar: Any) -> None:
+        self._engine = engine
+        self._reader = reader
+        self._results = results
+        self._model = model
+        self._bar = bar
+        self._running: dict[int, _RowState] = {}
+
+    def run(self, waiting: Iterator[InputRow], window: int) -> None:
+        """Until every row has a result. Raises KeyboardInterrupt between two steps."""
+        with InterruptFlag() as interrupt:
+            while True:
+                while len(self._running) < window and (row := next(waiting, None)) is not None:
+                    self._start(row)
+                if not self._running:
+                    return
+                for output in self._engine.step():
+                    self._collect(output)
+                if interrupt.is_set:
+                    raise KeyboardInterrupt
+
+    def _start(self, row: InputRow) -> None:
+        added = []
+        try:
+            state = _RowState(row, self._reader.read(row))
+            for position, prompt in enumerate(state.request.prompts):
+                request_id = f"{row.line_number}/{position}"
+                self._engine.add_request(request_id, prompt, state.request.params)
+                added.append(request_id)
+        except ClientError as e:
+            self._engine.abort_request(added)
+            self._write_error(row, e)
+            return
+        self._running[row.line_number] = state
+
+    def _collect(self, output: RequestOutput) -> None:
+        line, _, position = output.request_id.partition("/")
+        state = self._running.get(int(line))
+        if state is None or not output.finished:
+            return
+        state.outputs[int(position)] = output
+        if len(state.outputs) < len(state.request.prompts):
+            return
+        del self._running[int(line)]
+        outputs = [state.outputs[i] for i in range(len(state.outputs))]
+        if any(o.finish_reason == "error" for output in outputs for o in output.outputs):
+            self._write_error(state.row, GenerationError("the engine failed this request; run it again"))
+            return
+        self._write(state.row.key, result_row(state.row.key, state.request, outputs, self._model))
+
+    def _write_error(self, row: InputRow, error: QuireError) -> None:
+        custom_id = row.content.get("custom_id")
+        is_named = isinstance(custom_id, str)
+        name = None if is_named else row_id(row.line_number)
+        self._write(row.key, error_row(name, custom_id if is_named else None, error))
+
+    def _write(self, key: str, row: dict[str, Any]) -> None:
+        self._results.write(key, row)
+        self._bar.update()

@@ -1,0 +1,126 @@
+"""The two files of `quire batch`: requests read one line at a time, results appended so that a rerun can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from quire.errors import ClientError, ConfigError, QuireError, ValidationError
+
+MAX_LINE_BYTES = 64 << 20
+"""A request line longer than this is refused: no context holds so much text."""
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """One non-empty line. `error` is set instead of `content` where it is not a JSON object."""
+
+    line_number: int
+    content: dict[str, Any]
+    error: ValidationError | None = None
+
+    @property
+    def key(self) -> str:
+        """What a rerun recognises the row by: its custom_id, or its line number where it has none."""
+        custom_id = self.content.get("custom_id")
+        return custom_id if isinstance(custom_id, str) else row_id(self.line_number)
+
+
+def row_id(line_number: int) -> str:
+    """The `id` of a result whose request has no custom_id."""
+    return f"batch_req_line_{line_number}"
+
+
+def read_rows(path: Path) -> Iterator[InputRow]:
+    """The rows of a JSONL file. Raises ConfigError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+                if line.strip():
+                    yield _parse_row(number, line)
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror or e}") from None
+
+
+def _parse_row(number: int, line: bytes) -> InputRow:
+    if len(line) > MAX_LINE_BYTES:
+        return InputRow(number, {}, ValidationError(f"line {number} is longer than {MAX_LINE_BYTES} bytes"))
+    try:
+        content = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as e:
+        return InputRow(number, {}, ValidationError(f"line {number} is not valid JSON: {e}"))
+    if not isinstance(content, dict):
+        return InputRow(number, {}, ValidationError(f"line {number} holds a {type(content).__name__}, not an object"))
+    return InputRow(number, content)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+class ResultFile:
+    """The output file. Opening it reads what an earlier run wrote and cuts off a line that run left half written.
+
+    `done` maps the key of every finished row to whether it failed. Raises ConfigError when the file holds something
+    else than results, so that a wrong -o never damages anything.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: dict[str, bool] = {}
+        try:
+            end = self._read_existing()
+            self._file: BinaryIO = path.open("ab")
+            if self._file.tell() != end:
+                self._file.truncate(end)
+        except OSError as e:
+            raise ConfigError(f"-o {path}: {e.strerror or e}") from None
+
+    def _read_existing(self) -> int:
+        """Fill `done`; the length of the file up to its last whole line."""
+        end = 0
+        if not self.path.exists():
+            return end
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                self._note(number, line)
+                end += len(line)
+        return end
+
+    def _note(self, number: int, line: bytes) -> None:
+        try:
+            row = json.loads(line)
+            key = row["custom_id"] if isinstance(row["custom_id"], str) else row["id"]
+            self.done[str(key)] = row["error"] is not None
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"-o {self.path} exists and its line {number} is not a batch result; give another file"
+            ) from None
+
+    def write(self, key: str, row: dict[str, Any]) -> None:
+        """Append one result and hand it to the system at once."""
+        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self.done[key] = row["error"] is not None
+
+    def close(self) -> None:
+        """Make sure of what was written."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def error_body(error: QuireError) -> dict[str, Any]:
+    """The OpenAI error object of an exception."""
+    param = error.param if isinstance(error, ClientError) else None
+    code = error.status_code
+    kind = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}.get(
+        code, "InternalServerError"
+    )
+    return {"message": str(error), "type": kind, "param": param, "code": code}

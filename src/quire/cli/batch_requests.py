@@ -1,0 +1,205 @@
+"""One line of an OpenAI batch file: from its body to prompts and sampling parameters.
+
+The fields are those of vLLM's /v1/completions and /v1/chat/completions (spec/vllm_http_and_flags.md). A field this
+engine cannot honour is refused by name; a field without an effect on the output is ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.cli.batch_files import InputRow
+from quire.cli.options import nearest
+from quire.cli.sampling_options import make_sampling_params
+from quire.errors import NotFoundError, ValidationError
+from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+
+CHAT_URL = "/v1/chat/completions"
+TEXT_URL = "/v1/completions"
+
+_SAMPLING_FIELDS = (
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logit_bias", "allowed_token_ids",
+    "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "repetition_detection",
+)  # fmt: skip
+_CHAT_FIELDS = (
+    "messages", "logprobs", "top_logprobs", "max_completion_tokens", "add_generation_prompt", "continue_final_message",
+    "chat_template", "chat_template_kwargs", "documents",
+)  # fmt: skip
+_TEXT_FIELDS = ("prompt", "logprobs", "echo")
+_IGNORED_FIELDS = (
+    "model", "priority", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "parallel_tool_calls", "stream_options", "request_id",
+)  # fmt: skip
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "stream": (False, None),
+    "best_of": (1, None),
+    "suffix": ("", None),
+    "tools": ([], None),
+    "tool_choice": ("none", "auto", None),
+    "response_format": ({"type": "text"}, None),
+    "use_beam_search": (False, None),
+}
+"""Fields accepted only with a value that asks for nothing."""
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """A row that can run. One engine request per prompt; `prompts` are texts or {"prompt_token_ids": [...]}."""
+
+    custom_id: str
+    is_chat: bool
+    prompts: list[Any]
+    params: SamplingParams
+    echo: bool = False
+
+
+RenderChat = Callable[..., list[int]]
+"""messages and template options -> prompt token ids; the tokenizer's `apply_chat_template`."""
+
+
+class RequestReader:
+    """Turns rows into `BatchRequest`s for one model."""
+
+    def __init__(
+        self, model_names: Sequence[str], model_defaults: Mapping[str, Any], seed: int, render_chat: RenderChat
+    ) -> None:
+        self._model_names = model_names
+        self._model_defaults = model_defaults
+        self._seed = seed
+        self._render_chat = render_chat
+
+    def read(self, row: InputRow) -> BatchRequest:
+        """Raises ValidationError or NotFoundError; the message names the field."""
+        if row.error is not None:
+            raise row.error
+        custom_id, url, body = self._envelope(row)
+        is_chat = url == CHAT_URL
+        _check_fields(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS)
+        self._check_model(body.get("model"))
+        params = self._params(body, is_chat, row_seed=_row_seed(self._seed, custom_id))
+        prompts = [self._chat_prompt(body)] if is_chat else _text_prompts(body.get("prompt"))
+        echo = not is_chat and _boolean(body, "echo")
+        if echo and params.logprobs is not None:
+            raise ValidationError("echo together with logprobs is not supported in a batch", param="echo")
+        return BatchRequest(custom_id, is_chat, prompts, params, echo)
+
+    def _envelope(self, row: InputRow) -> tuple[str, str, Mapping[str, Any]]:
+        content = row.content
+        custom_id, url, body = content.get("custom_id"), content.get("url"), content.get("body")
+        if not isinstance(custom_id, str) or not custom_id:
+            raise ValidationError(f"line {row.line_number} has no custom_id, or it is not text", param="custom_id")
+        if content.get("method", "POST") != "POST":
+            raise ValidationError(f"method {content['method']!r} is not POST", param="method")
+        if url not in (CHAT_URL, TEXT_URL):
+            raise ValidationError(f"url {url!r} is not one of {CHAT_URL}, {TEXT_URL}", param="url")
+        if not isinstance(body, dict):
+            raise ValidationError(f"body must be an object, got {type(body).__name__}", param="body")
+        return custom_id, str(url), body
+
+    def _check_model(self, model: Any) -> None:
+        if model is not None and model not in self._model_names:
+            raise NotFoundError(
+                f"the model {model!r} is not the one this batch runs ({self._model_names[0]}); pass "
+                "--served-model-name to run it under that name",
+                param="model",
+            )
+
+    def _params(self, body: Mapping[str, Any], is_chat: bool, row_seed: int) -> SamplingParams:
+        given = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
+        if is_chat and body.get("max_completion_tokens") is not None:
+            given["max_tokens"] = body["max_completion_tokens"]
+        detection = given.get("repetition_detection")
+        if detection is not None:
+            given["repetition_detection"] = _repetition_detection(detection)
+        return make_sampling_params(
+            {"seed": row_seed, **given, "logprobs": _chat_logprobs(body) if is_chat else body.get("logprobs")},
+            self._model_defaults if is_chat else {"max_tokens": 16, **self._model_defaults},
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _chat_prompt(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        messages = body.get("messages")
+        if not isinstance(messages, list):
+            raise ValidationError("messages must be a list of objects with role and content", param="messages")
+        template_values = body.get("chat_template_kwargs") or {}
+        if not isinstance(template_values, dict):
+            raise ValidationError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+        token_ids = self._render_chat(
+            messages,
+            add_generation_prompt=_boolean(body, "add_generation_prompt", default=True),
+            continue_final_message=_boolean(body, "continue_final_message"),
+            chat_template=body.get("chat_template"),
+            documents=body.get("documents"),
+            **template_values,
+        )
+        return {"prompt_token_ids": token_ids}
+
+
+def _row_seed(seed: int, custom_id: str) -> int:
+    """The seed of a row that names none: its own, so that a resumed batch draws what an undisturbed one would."""
+    digest = hashlib.sha256(f"{seed}/{custom_id}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8]) >> 1
+
+
+def _check_fields(body: Mapping[str, Any], own: Sequence[str]) -> None:
+    known = {*_SAMPLING_FIELDS, *own, *_IGNORED_FIELDS}
+    for name, value in body.items():
+        if name in known or (name in _NEUTRAL_VALUES and value in _NEUTRAL_VALUES[name]):
+            continue
+        if name in _NEUTRAL_VALUES:
+            raise ValidationError(f"{name} is not supported in a batch", param=name, value=value)
+        raise ValidationError(f"unknown field {name}; {nearest(name, known, 'remove it')}", param=name, value=value)
+
+
+def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
+    top = body.get("top_logprobs") or 0
+    if not _boolean(body, "logprobs"):
+        if top:
+            raise ValidationError("top_logprobs needs logprobs: true", param="top_logprobs", value=top)
+        return None
+    return int(top) if isinstance(top, int) and not isinstance(top, bool) else _refuse_integer("top_logprobs", top)
+
+
+def _refuse_integer(name: str, value: Any) -> int:
+    raise ValidationError(f"{name} must be an integer, got {value!r}", param=name, value=value)
+
+
+def _boolean(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValidationError(f"{name} must be true or false, got {value!r}", param=name, value=value)
+    return value
+
+
+def _repetition_detection(value: Any) -> RepetitionDetectionParams:
+    names = RepetitionDetectionParams.__struct_fields__
+    if not isinstance(value, dict) or not all(k in names and type(v) is int for k, v in value.items()):
+        raise ValidationError(
+            f"repetition_detection must be an object of integers {', '.join(names)}", param="repetition_detection"
+        )
+    return RepetitionDetectionParams(**value)
+
+
+def _text_prompts(prompt: Any) -> list[Any]:
+    """Text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _is_ids(prompt):
+            return [{"prompt_token_ids": prompt}]
+        if all(isinstance(p, str) for p in prompt):
+            return list(prompt)
+        if all(_is_ids(p) for p in prompt):
+            return [{"prompt_token_ids": p} for p in prompt]
+    raise ValidationError("prompt must be text, token ids, or a list of either", param="prompt")
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

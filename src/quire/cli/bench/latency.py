@@ -1,0 +1,27 @@
+"""`quire bench latency`: one batch of equal requests at a time."""
+
+from __future__ import annotations
+
+from quire.cli.bench.command import COMMON_OPTIONS, run_benchmark
+from quire.cli.bench.workloads import uniform_requests
+from quire.cli.command_line import CommandLine
+from quire.cli.engine_options import engine_options
+from quire.cli.options import Arguments, Option
+
+
+def command_line() -> CommandLine:
+    """The arguments of `quire bench latency`."""
+    own = [
+        Option(name="input_len", help="Prompt tokens.", parse=int, default=128),
+        Option(name="output_len", help="Output tokens.", parse=int, default=128),
+        Option(name="batch_size", help="Requests at once.", parse=int, default=1),
+        *COMMON_OPTIONS,
+    ]
+    summary = "Time one request, or one batch of equal requests, from start to end."
+    return CommandLine("quire bench latency", summary, [*own, *engine_options()])
+
+
+def run(args: Arguments) -> int:
+    """Measure and report."""
+    lengths = args["input_len"], args["output_len"]
+    return run_benchmark(args, "latency", lambda rep, ids: uniform_requests(rep, ids, args["batch_size"], *lengths, 1))

@@ -1,0 +1,171 @@
+"""`quire chat`: a conversation in the terminal, or one line per message from a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+from quire import __version__
+from quire.cli.chat_commands import LeaveChatError, run_chat_command
+from quire.cli.chat_session import Answer, ChatSession
+from quire.cli.command_line import CommandLine
+from quire.cli.engine_options import engine_args, engine_options
+from quire.cli.generation import make_engine
+from quire.cli.options import Arguments, Option, Positional
+from quire.cli.sampling_options import SAMPLING_HELP, sampling_options
+from quire.cli.terminal import Style
+from quire.errors import ClientError, ConfigError, GenerationError
+
+_FENCE = '"""'
+
+
+def command_line() -> CommandLine:
+    """The arguments of `quire chat`."""
+    own = [Option(name="system", help="The system prompt.")]
+    sampling = [option for option in sampling_options() if option.name not in ("n", "logprobs")]
+    return CommandLine(
+        "quire chat",
+        "Talk to a model. Type /help inside for its commands. From a pipe, each line is one message.",
+        [*own, *sampling, *engine_options(without=SAMPLING_HELP)],
+        Positional("model_name", "The model, as --model has it.", nargs="?"),
+    )
+
+
+def run(args: Arguments) -> int:
+    """Chat until the input ends."""
+    named = {"model": args["model_name"]} if args["model_name"] is not None else {}
+    flags = engine_args(args, **named)
+    config = flags.create_engine_config()
+    engine = make_engine(flags)
+    tokenizer = engine.get_tokenizer()
+    if not tokenizer.chat_templates:
+        raise ConfigError(
+            f"{config.model_config.name} has no chat template; pass --chat-template FILE, or use quire complete"
+        )
+    session = ChatSession(
+        engine,
+        tokenizer,
+        engine.max_model_len,
+        config.model_config.sampling_defaults,
+        args.given_among(SAMPLING_HELP),
+        args["system"],
+    )
+    if sys.stdin.isatty():
+        print(
+            f"quire {__version__}, {config.model_config.name}, {engine.max_model_len} tokens of context. "
+            "/help lists commands; Ctrl-C stops an answer; Ctrl-D leaves."
+        )
+    ChatLoop(session).run()
+    return 0
+
+
+class ChatLoop:
+    """Reads messages and commands, prints answers to stdout and everything else to stderr."""
+
+    def __init__(self, session: ChatSession) -> None:
+        self._session = session
+        self._out = Style(sys.stdout)
+        self._err = Style(sys.stderr)
+        self._is_interactive = sys.stdin.isatty()
+        self._read_line = make_line_reader(self._is_interactive)
+
+    def run(self) -> None:
+        """Until the end of the input or /exit."""
+        for message in self._messages():
+            try:
+                self._handle(message)
+            except LeaveChatError:
+                return
+            except (ClientError, ConfigError, GenerationError) as e:
+                print(self._err.paint(f"error: {e}", "red"), file=sys.stderr)
+
+    def _messages(self) -> Iterator[str]:
+        while True:
+            try:
+                message = read_message(self._read_line)
+            except KeyboardInterrupt:
+                if not self._is_interactive:
+                    raise
+                print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
+                continue
+            if message is None:
+                if self._is_interactive:
+                    print()
+                return
+            if message.strip():
+                yield message
+
+    def _handle(self, message: str) -> None:
+        if message.startswith("/") and not message.startswith("//"):
+            self._note(run_chat_command(self._session, message))
+            return
+        answer = self._session.answer(message.removeprefix("/") if message.startswith("//") else message, self._write)
+        print(flush=True)
+        self._tell(answer)
+
+    def _write(self, text: str) -> None:
+        print(self._out.printable(text), end="", flush=True)
+
+    def _tell(self, answer: Answer) -> None:
+        if answer.num_dropped:
+            self._note(f"the context was full: the {answer.num_dropped} oldest messages were left out")
+        if answer.was_stopped:
+            self._note("stopped")
+        elif answer.finish_reason == "length":
+            self._note("the answer reached its longest length (max_tokens or the context)")
+
+    def _note(self, text: str) -> None:
+        print(self._err.paint(text, "dim"), file=sys.stderr, flush=True)
+
+
+LineReader = Callable[[str], str]
+"""Shows a prompt and reads a line without its newline. Raises EOFError at the end."""
+
+
+def read_message(read_line: LineReader) -> str | None:
+    """The next message, which may span lines (a trailing backslash, triple quotes); None at the end of the input."""
+    try:
+        line = read_line("> ")
+    except EOFError:
+        return None
+    if line.lstrip().startswith(_FENCE):
+        return _read_fenced(line.lstrip().removeprefix(_FENCE), read_line)
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        try:
+            lines.append(read_line(". "))
+        except EOFError:
+            break
+    return "\n".join(lines)
+
+
+def _read_fenced(first: str, read_line: LineReader) -> str:
+    lines = [first]
+    while not lines[-1].rstrip().endswith(_FENCE):
+        try:
+            lines.append(read_line(". "))
+        except EOFError:
+            return "\n".join(lines).strip("\n")
+    lines[-1] = lines[-1].rstrip().removesuffix(_FENCE)
+    return "\n".join(lines).strip("\n")
+
+
+def make_line_reader(is_interactive: bool) -> LineReader:
+    """`input` with history where there is a terminal; from a pipe, lines without any prompt."""
+    if not is_interactive:
+        return _read_piped_line
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - importing it gives input() line editing and history, for this session only
+    return input
+
+
+def _read_piped_line(prompt: str) -> str:
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"stdin is not UTF-8 text: {e}") from None
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")

@@ -1,0 +1,194 @@
+"""`quire complete`: prompts in, text out as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from quire.cli.command_line import CommandLine
+from quire.cli.engine_options import engine_args, engine_options
+from quire.cli.generation import Engine, InterruptFlag, RequestTiming, make_engine, timing_line
+from quire.cli.options import Arguments, Option, Positional
+from quire.cli.sampling_options import SAMPLING_HELP, make_sampling_params, sampling_options
+from quire.cli.terminal import Style
+from quire.errors import ConfigError
+from quire.outputs import CompletionOutput, RequestOutput
+from quire.sampling_params import RequestOutputKind
+
+DEFAULT_MAX_TOKENS = 256
+"""Of --max-tokens where neither the command line nor the model says: a base model may never end by itself."""
+
+
+def command_line() -> CommandLine:
+    """The arguments of `quire complete`."""
+    own = [
+        Option(name="json", help="Print one JSON object per prompt, when it is done.", is_switch=True, default=False),
+        Option(name="echo", help="Print the prompt before its continuation.", is_switch=True, default=False),
+        Option(name="stats", help="Print counts and times on stderr.", is_switch=True, default=False),
+    ]
+    return CommandLine(
+        "quire complete",
+        "Continue prompts. Text streams to stdout as it comes; several prompts run at once and are printed in order.",
+        [*own, *sampling_options(), *engine_options(without=SAMPLING_HELP)],
+        Positional("prompt", "Text to continue. None, or -, reads one prompt from stdin.", nargs="*"),
+    )
+
+
+def run(args: Arguments) -> int:
+    """Generate and print."""
+    prompts = _read_prompts(args["prompt"])
+    flags = engine_args(args)
+    config = flags.create_engine_config()
+    params = make_sampling_params(
+        args.given_among(SAMPLING_HELP),
+        {"max_tokens": DEFAULT_MAX_TOKENS, **config.model_config.sampling_defaults},
+        output_kind=RequestOutputKind.DELTA,
+    )
+    engine = make_engine(flags)
+    printer = _JsonPrinter() if args["json"] else _TextPrinter(prompts, params.n, args["echo"])
+    timings = _generate(engine, prompts, params, printer)
+    if args["stats"]:
+        print(timing_line(timings), file=sys.stderr)
+    return 0
+
+
+def _read_prompts(words: list[str]) -> list[str]:
+    prompts = words or ["-"]
+    if prompts.count("-") > 1:
+        raise ConfigError("- (stdin) is named twice; it can be read once")
+    if not words and sys.stdin.isatty():
+        print("Reading the prompt from the terminal; end it with Ctrl-D.", file=sys.stderr)
+    return [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"stdin is not UTF-8 text: {e}") from None
+
+
+def _generate(engine: Engine, prompts: list[str], params: Any, printer: _Printer) -> list[RequestTiming]:
+    timings = []
+    for i, prompt in enumerate(prompts):
+        timings.append(RequestTiming(added_s=time.perf_counter()))
+        engine.add_request(str(i), prompt, params)
+    with InterruptFlag() as interrupt:
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                timings[int(output.request_id)].record(output, now)
+                printer.add(output)
+            if interrupt.is_set:
+                engine.abort_request([str(i) for i in range(len(prompts))])
+                printer.interrupt()
+                raise KeyboardInterrupt
+    return timings
+
+
+class _Printer:
+    """Where updates go. Sequences are numbered by (prompt, index) and printed in that order."""
+
+    def add(self, output: RequestOutput) -> None:
+        """Take an update of kind DELTA."""
+        raise NotImplementedError
+
+    def interrupt(self) -> None:
+        """Nothing more will come."""
+
+
+class _TextPrinter(_Printer):
+    """Streams the first unfinished sequence; what comes of later ones is held until it is their turn."""
+
+    def __init__(self, prompts: list[str], n: int, echo: bool) -> None:
+        self._style = Style(sys.stdout)
+        self._n = n
+        self._prompts = prompts
+        self._echo = echo
+        self._held: list[list[str]] = [[] for _ in range(len(prompts) * n)]
+        self._done = [False] * len(self._held)
+        self._turn = 0
+        self._begin()
+
+    def add(self, output: RequestOutput) -> None:
+        for o in output.outputs:
+            slot = int(output.request_id) * self._n + o.index
+            self._held[slot].append(o.text)
+            self._done[slot] = self._done[slot] or o.finished()
+        self._advance()
+
+    def interrupt(self) -> None:
+        print(flush=True)
+
+    def _advance(self) -> None:
+        while self._turn < len(self._held):
+            print(self._style.printable("".join(self._held[self._turn])), end="", flush=True)
+            self._held[self._turn].clear()
+            if not self._done[self._turn]:
+                return
+            print(flush=True)
+            self._turn += 1
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._turn >= len(self._held):
+            return
+        prompt = self._prompts[self._turn // self._n]
+        if len(self._held) > 1:
+            title = " ".join(prompt.split())
+            number = f" [{self._turn % self._n + 1}/{self._n}]" if self._n > 1 else ""
+            blank = "\n" if self._turn else ""
+            print(blank + self._style.paint(f"==> {title[:70]}{'...' if title[70:] else ''}{number} <==", "bold"))
+        if self._echo:
+            print(self._style.paint(prompt, "dim"), end="", flush=True)
+
+
+class _JsonPrinter(_Printer):
+    """One JSON line per finished prompt, in the order they finish."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[str, int], list[CompletionOutput]] = {}
+        self._indices: dict[str, set[int]] = {}
+
+    def add(self, output: RequestOutput) -> None:
+        for o in output.outputs:
+            self._parts.setdefault((output.request_id, o.index), []).append(o)
+            self._indices.setdefault(output.request_id, set()).add(o.index)
+        if output.finished:
+            choices = [self._choice(output.request_id, i) for i in sorted(self._indices.pop(output.request_id))]
+            print(json.dumps(_json_row(output, choices), ensure_ascii=False), flush=True)
+
+    def _choice(self, request_id: str, index: int) -> dict[str, Any]:
+        parts = self._parts.pop((request_id, index))
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": "".join(p.text for p in parts),
+            "token_ids": [t for p in parts for t in p.token_ids],
+            "finish_reason": parts[-1].finish_reason,
+            "stop_reason": parts[-1].stop_reason,
+        }
+        logprobs = [position for p in parts for position in p.logprobs or ()]
+        if logprobs:
+            choice["logprobs"] = [
+                {str(t): {"logprob": x.logprob, "rank": x.rank, "token": x.decoded_token} for t, x in position.items()}
+                for position in logprobs
+            ]
+        return choice
+
+
+def _json_row(output: RequestOutput, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    prompt_tokens = len(output.prompt_token_ids or ())
+    completion_tokens = sum(len(c["token_ids"]) for c in choices)
+    return {
+        "prompt_index": int(output.request_id),
+        "prompt": output.prompt,
+        "outputs": choices,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": output.num_cached_tokens or 0,
+            "completion_tokens": completion_tokens,
+        },
+    }

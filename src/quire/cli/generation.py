@@ -1,0 +1,116 @@
+"""What the generating commands share: an engine, a stopwatch per request, and a Ctrl-C that waits for a step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from quire.config.engine_args import EngineArgs
+from quire.outputs import RequestOutput
+from quire.resolve import resolve
+from quire.sampling_params import SamplingParams
+
+
+class Engine(Protocol):
+    """The part of `LLMEngine` that the command line steps by hand."""
+
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> Any:
+        """Queue a prompt (text, or a dict with prompt_token_ids). Raises ValidationError."""
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; what it gave."""
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        """Forget these requests."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether another step is worth while."""
+
+
+def make_engine(args: EngineArgs) -> Any:
+    """The `LLMEngine` of `args`. Named by a string so that --help loads neither tokenizers nor torch."""
+    return resolve("quire.frontend.llm_engine:LLMEngine").from_engine_args(args)
+
+
+@dataclass
+class RequestTiming:
+    """The stopwatch of one request. Stamps are of time.perf_counter(); `gaps_s` are between successive updates."""
+
+    added_s: float
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+
+    def record(self, output: RequestOutput, now: float) -> None:
+        """Count an update of kind DELTA that arrived at `now`."""
+        self.num_prompt_tokens = len(output.prompt_token_ids or ())
+        self.num_cached_tokens = output.num_cached_tokens or 0
+        new_tokens = sum(len(o.token_ids) for o in output.outputs)
+        if not new_tokens:
+            return
+        if self.last_token_s is None:
+            self.first_token_s = now
+        else:
+            self.gaps_s.append(now - self.last_token_s)
+        self.num_output_tokens += new_tokens
+        self.last_token_s = now
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token; None before it."""
+        return None if self.first_token_s is None else self.first_token_s - self.added_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first; None below two tokens."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+
+def timing_line(timings: Sequence[RequestTiming]) -> str:
+    """The line of --stats and /stats."""
+    started = [t for t in timings if t.first_token_s is not None and t.last_token_s is not None]
+    prompt, cached = sum(t.num_prompt_tokens for t in timings), sum(t.num_cached_tokens for t in timings)
+    output = sum(t.num_output_tokens for t in timings)
+    text = f"{prompt} prompt tokens ({cached} cached), {output} generated"
+    if not started:
+        return text
+    first = min(t.first_token_s - t.added_s for t in started if t.first_token_s is not None)
+    wall = max(t.last_token_s or 0.0 for t in started) - min(t.added_s for t in started)
+    rate = f", {output / wall:.1f} tok/s" if wall > 0 else ""
+    return f"{text}; TTFT {first * 1e3:.1f} ms{rate}, {wall:.2f} s"
+
+
+class InterruptFlag:
+    """Within it the first Ctrl-C sets `is_set`, so that a step is never cut in half; the second one is raised.
+
+    Outside the main thread, where Python delivers no signals, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._previous: Any = None
+
+    def __enter__(self) -> InterruptFlag:
+        self.is_set = False
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True

@@ -1,0 +1,128 @@
+"""The `quire` command: a table of sub-commands, imported when they are used, and one place where errors become text.
+
+Exit codes: 0 done, 1 the engine failed (or a batch row did), 2 the command line, a file or a request is at fault,
+130 stopped with Ctrl-C, 141 the reader of our output went away.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire import __version__, envs
+from quire.cli.command_line import CommandLine
+from quire.cli.help import find_help_topic, format_help
+from quire.cli.options import nearest
+from quire.errors import ClientError, ConfigError, QuireError
+from quire.resolve import resolve
+
+EXIT_SERVER_ERROR = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+@dataclass(frozen=True)
+class Command:
+    """One sub-command. `module` has `command_line() -> CommandLine` and `run(Arguments) -> int` (the exit code)."""
+
+    name: str
+    module: str
+    help: str
+    is_quiet: bool = False
+    """Its output is for reading: below-warning log lines are shown only where QUIRE_LOGGING_LEVEL asks for them."""
+    checks_environment: bool = True
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("complete", "quire.cli.complete", "Continue one or more prompts.", is_quiet=True),
+    Command("chat", "quire.cli.chat", "Talk to a model in the terminal.", is_quiet=True),
+    Command("batch", "quire.cli.batch", "Run a file of OpenAI batch requests; resumable.", is_quiet=True),
+    Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it.", is_quiet=True),
+    Command("bench latency", "quire.cli.bench.latency", "Time one request at a time.", is_quiet=True),
+    Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once.", is_quiet=True),
+    Command(
+        "collect-env", "quire.cli.collect_env", "Versions and hardware, for a bug report.", checks_environment=False
+    ),
+)
+ALIASES: dict[str, str] = {"run-batch": "batch"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `argv` (default: the process's arguments) and return the exit code. Prints errors, never raises them."""
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more on exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except QuireError as e:
+        if envs.LOGGING_LEVEL.get().upper() == "DEBUG":
+            logging.getLogger("quire").exception("quire failed")
+        print(f"quire: error: {' '.join(str(e).split())}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(e, ClientError | ConfigError) else EXIT_SERVER_ERROR
+
+
+def _run(argv: list[str]) -> int:
+    if argv in (["--version"], ["-V"]):
+        print(f"quire {__version__}")
+        return 0
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(_overview())
+        return 0
+    if argv == ["bench"] or (argv[0] == "bench" and find_help_topic(argv[1:2]) is not None):
+        print(_overview("bench "))
+        return 0
+    command, rest = _find_command(argv)
+    line: CommandLine = resolve(f"{command.module}:command_line")()
+    topic = find_help_topic(rest)
+    if topic is not None:
+        print(format_help(line, topic))
+        return 0
+    args = line.parse(rest)
+    _prepare(command)
+    code: int = resolve(f"{command.module}:run")(args)
+    return code
+
+
+def _find_command(argv: list[str]) -> tuple[Command, list[str]]:
+    words = [ALIASES.get(argv[0], argv[0]), *argv[1:]]
+    for command in COMMANDS:
+        parts = command.name.split()
+        if words[: len(parts)] == parts:
+            return command, words[len(parts) :]
+    names = [*(c.name for c in COMMANDS), *ALIASES]
+    asked = " ".join(words[:2]) if words[0] == "bench" else words[0]
+    if asked.startswith("-"):
+        raise ConfigError(f"unknown flag {asked} before a command; see quire --help")
+    raise ConfigError(f"unknown command {asked!r}; {nearest(asked, names, 'see quire --help')}")
+
+
+def _prepare(command: Command) -> None:
+    if command.checks_environment:
+        envs.check_environment()
+    if command.is_quiet and envs.LOGGING_LEVEL.name not in os.environ:
+        logging.getLogger("quire").setLevel(logging.WARNING)
+
+
+def _overview(prefix: str = "") -> str:
+    rows = [f"  {c.name:<18}{c.help}" for c in COMMANDS if c.name.startswith(prefix)]
+    usage = f"usage: quire {prefix}COMMAND [arguments]"
+    return textwrap.dedent("""\
+        {usage}
+
+        Run large language models on this machine. Without --model, the model that ships with Quire is used.
+
+        Commands:
+        {rows}
+
+        quire COMMAND --help     what a command takes
+        quire --version          {version}""").format(usage=usage, rows="\n".join(rows), version=__version__)

@@ -1,0 +1,171 @@
+"""What would be loaded and whether it fits: facts of a checkpoint and of this machine, without torch.
+
+The KV cache is sized by the functions the engine uses; the free memory it starts from is today's less the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from quire.cli.attention_layout import attention_windows, kv_cache_specs
+from quire.config.checkpoint import CheckpointIndex
+from quire.config.dtype import resolve_dtype_name
+from quire.config.engine import EngineConfig
+from quire.config.model import ModelConfig
+from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
+from quire.errors import ConfigError, UnsupportedModelError
+from quire.wire.kv_cache import DTYPE_BYTES
+from quire.worker.host import available_cpu_memory, cpu_kv_cache_bytes, useful_kv_cache_bytes
+from quire.worker.models.registry import MODELS
+
+Facts = dict[str, Any]
+
+
+def make_report(config: EngineConfig) -> Facts:
+    """Sections of facts, fit for JSON. What would stop the model from being served is listed under "problems"."""
+    model = config.model_config
+    problems: list[str] = []
+    report: Facts = {
+        "model": {
+            "name": model.name,
+            "directory": str(model.model_dir),
+            "architecture": model.hf_config.architecture or None,
+            "supported": model.hf_config.architecture in MODELS,
+        }
+    }
+    for name, section in (
+        ("weights", _weights),
+        ("shape", _shape),
+        ("kv_cache", _kv_cache),
+        ("sampling_defaults", _sampling_defaults),
+        ("tokenizer", _tokenizer),
+    ):
+        try:
+            report[name] = section(config, report)
+        except ConfigError as e:
+            problems.append(str(e))
+    report["problems"] = _unsupported(model) + problems
+    return report
+
+
+def _unsupported(model: ModelConfig) -> list[str]:
+    hf = model.hf_config
+    problems = []
+    if hf.architecture not in MODELS:
+        problems.append(f"architecture {hf.architecture!r} is not implemented; known are {', '.join(sorted(MODELS))}")
+    if hf.get("quantization_config"):
+        problems.append(f"{hf.path} has a quantization_config; quantized weights are not implemented")
+    return problems
+
+
+def _weights(config: EngineConfig, report: Facts) -> Facts:
+    model = config.model_config
+    dtype = resolve_dtype_name(model, "cpu")
+    if config.load_config.load_format == "dummy":
+        return {"dtype": dtype, "parameters": None, "memory_bytes": None, "stored_bytes": {}}
+    index = CheckpointIndex.from_dir(model.model_dir)
+    stored: dict[str, int] = {}
+    for tensor in index.tensors.values():
+        stored[tensor.dtype] = stored.get(tensor.dtype, 0) + tensor.nbytes
+    is_tied = model.hf_config.tie_word_embeddings
+    sizes = [math.prod(t.shape) for name, t in index.tensors.items() if not (is_tied and name == "lm_head.weight")]
+    return {
+        "files": len({t.file for t in index.tensors.values()}),
+        "tensors": len(index.tensors),
+        "parameters": sum(sizes),
+        "stored_bytes": stored,
+        "dtype": dtype,
+        "memory_bytes": sum(sizes) * DTYPE_BYTES[dtype],
+    }
+
+
+def _shape(config: EngineConfig, report: Facts) -> Facts:
+    hf = config.model_config.hf_config
+    windows = [window for window in attention_windows(hf) if window is not None]
+    return {
+        "layers": hf.num_hidden_layers,
+        "sliding_window_layers": len(windows),
+        "sliding_window": max(windows, default=None),
+        "hidden_size": hf.hidden_size,
+        "attention_heads": hf.num_attention_heads,
+        "kv_heads": hf.num_key_value_heads,
+        "head_size": hf.head_dim,
+        "vocabulary": hf.vocab_size,
+        "context_length": hf.max_position_embeddings,
+    }
+
+
+def _kv_cache(config: EngineConfig, report: Facts) -> Facts:
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    if config.device_config.device == "cuda":
+        raise UnsupportedModelError("the memory of a GPU is known after loading only; ask with --device cpu")
+    weights = report.get("weights")
+    if weights is None:
+        raise UnsupportedModelError("without readable weights the KV cache cannot be sized")
+    dtype = weights["dtype"] if cache.cache_dtype == "auto" else cache.cache_dtype
+    specs = kv_cache_specs(model.hf_config, cache.block_size, dtype)
+    block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+    free = available_cpu_memory()
+    kv_bytes = cache.kv_cache_memory_bytes
+    if kv_bytes is None or kv_bytes < 0:
+        useful = useful_kv_cache_bytes(model.model_len, scheduler.max_num_seqs or 1, cache.block_size, block_bytes)
+        kv_bytes = cpu_kv_cache_bytes(max(0, free - (weights["memory_bytes"] or 0)), useful)
+    step_tokens = scheduler.max_num_scheduled_tokens
+    (sized, *_), model_len = make_kv_cache_configs(
+        cache, [specs], [kv_bytes], model.model_len, model.max_model_len == -1, step_tokens
+    )
+    concurrency = max_concurrency(sized, model_len, step_tokens)
+    return {
+        "dtype": dtype,
+        "bytes_per_token": block_bytes // cache.block_size,
+        "block_size": cache.block_size,
+        "free_memory_bytes": free,
+        "cache_bytes": sum(tensor.size for tensor in sized.kv_cache_tensors),
+        "blocks": sized.num_blocks,
+        "tokens": int(concurrency * model_len),
+        "max_model_len": model_len,
+        "max_concurrency": round(concurrency, 2),
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+    }
+
+
+def _sampling_defaults(config: EngineConfig, report: Facts) -> Facts:
+    return dict(config.model_config.sampling_defaults)
+
+
+def _tokenizer(config: EngineConfig, report: Facts) -> Facts:
+    model = config.model_config
+    tokenizer, settings = (_read_json(model.tokenizer_dir / f"{n}.json") for n in ("tokenizer", "tokenizer_config"))
+    kind = tokenizer.get("model") or {}
+    return {
+        "file": "tokenizer.json" if tokenizer else None,
+        "kind": kind.get("type"),
+        "vocabulary": len(kind.get("vocab") or ()) or None,
+        "added_tokens": len(tokenizer.get("added_tokens") or ()),
+        **{name: _token_text(settings.get(name)) for name in ("bos_token", "eos_token")},
+        "chat_template": bool(
+            model.chat_template
+            or settings.get("chat_template")
+            or (model.tokenizer_dir / "chat_template.jinja").exists()
+        ),
+    }
+
+
+def _read_json(path: Path) -> Facts:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} cannot be read: {e}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value

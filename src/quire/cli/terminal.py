@@ -1,0 +1,49 @@
+"""How things look in a terminal: colours where there is one, and numbers that people read."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TextIO
+
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class Style:
+    """Colours text for one stream: only on a terminal, and not where NO_COLOR is set."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.is_terminal = stream.isatty()
+        self._has_colour = self.is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+    def paint(self, text: str, colour: str) -> str:
+        """`text` in a colour of `_CODES`, or as it is."""
+        return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self._has_colour and text else text
+
+    def printable(self, text: str) -> str:
+        """`text` without the control characters by which a model's output could steer a terminal."""
+        return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if self.is_terminal else text
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    unit = 0
+    while abs(count) >= 1024 and unit < len(_UNITS) - 1:
+        count /= 1024
+        unit += 1
+    return f"{count:.0f} B" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
+
+
+def human_count(count: float) -> str:
+    """1236000000 -> "1.24 B" (billions); below 10,000 as it is."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= size:
+            return f"{count / size:.2f} {letter}"
+    return f"{count:,.0f}"
+
+
+def human_seconds(seconds: float) -> str:
+    """0.0123 -> "12.3 ms"."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

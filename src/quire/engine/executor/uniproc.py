@@ -1,0 +1,100 @@
+"""The worker in the engine's own process, on the engine's own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from quire.config.engine import EngineConfig
+from quire.engine.executor.abstract import Executor
+from quire.resolve import resolve
+from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+
+T = TypeVar("T")
+
+
+class UniProcExecutor(Executor):
+    """One worker, called directly. A non-blocking call has finished when it returns.
+
+    A KeyboardInterrupt is no error of the worker: it is never put into a Future but raised where it happens.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.worker: Any = resolve(config.parallel_config.worker_cls)(config, rank=0)
+        self.worker.init_device()
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        """Nothing to do: this worker cannot be lost without its engine."""
+
+    def get_kv_cache_specs(self) -> list[dict[str, AnyKVCacheSpec]]:
+        return [self.worker.get_kv_cache_spec()]
+
+    def determine_available_memory(self) -> list[int]:
+        self.worker.load_model()
+        return [self.worker.determine_available_memory()]
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        (kv_cache_config,) = kv_cache_configs
+        self.worker.initialize_from_config(kv_cache_config)
+        self.worker.compile_or_warm_up_model()
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, non_block: bool = False
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput | None] | None:
+        if non_block:
+            return _run(lambda: self.worker.execute_model(scheduler_output))
+        output: ModelRunnerOutput | None = self.worker.execute_model(scheduler_output)
+        return output
+
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None, non_block: bool = False
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
+        if non_block:
+            return _run(lambda: self.worker.sample_tokens(grammar_output))
+        output: ModelRunnerOutput = self.worker.sample_tokens(grammar_output)
+        return output
+
+    def execute_dummy_batch(self) -> None:
+        self.worker.execute_dummy_batch()
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        drafts: DraftTokenIds | None = self.worker.take_draft_token_ids()
+        return drafts
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return tuple(self.worker.get_supported_tasks())
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """`timeout` has no meaning here: the call runs on this thread."""
+        kwargs = kwargs or {}
+        if isinstance(method, str):
+            return [getattr(self.worker, method)(*args, **kwargs)]
+        return [method(self.worker, *args, **kwargs)]
+
+    def check_health(self) -> None:
+        self.worker.check_health()
+
+    def profile(self, is_start: bool, prefix: str | None = None) -> None:
+        self.worker.profile(is_start, prefix)
+
+    def shutdown(self) -> None:
+        self.worker.shutdown()
+
+
+def _run(call: Callable[[], T]) -> Future[T]:
+    """A Future that is done: with the call's result, or with the Exception it raised."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except Exception as e:
+        future.set_exception(e)
+    return future

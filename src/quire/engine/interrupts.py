@@ -1,0 +1,48 @@
+"""Keeping Ctrl-C out of half-done bookkeeping.
+
+When the engine lives in the user's process, Python raises KeyboardInterrupt between any two bytecodes: in the middle of
+a linked-list operation as well as anywhere. So while the engine works, the interrupt only is noted, and raised when the
+state is whole again.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+
+class InterruptShield:
+    """A context in which Ctrl-C is held back until its end.
+
+    While `may_break` is set (the worker computes, which may take seconds or hang) a second Ctrl-C is raised at once;
+    whoever set it must be able to recover. Does nothing outside the main thread, where Python raises no
+    KeyboardInterrupt, where the application handles SIGINT itself, and inside another shield.
+    """
+
+    def __init__(self) -> None:
+        self.may_break = False
+        self._num_held = 0
+        self._is_active = False
+
+    def __enter__(self) -> InterruptShield:
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ):
+            self._is_active = True
+            signal.signal(signal.SIGINT, self._hold)
+        return self
+
+    def _hold(self, signum: int, frame: FrameType | None) -> None:
+        self._num_held += 1
+        if self.may_break and self._num_held > 1:
+            raise KeyboardInterrupt
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._is_active:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._num_held and exc is None:
+            raise KeyboardInterrupt

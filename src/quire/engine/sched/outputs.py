@@ -1,0 +1,167 @@
+"""From the worker's result for a request to the outputs its frontend is sent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.stop import check_stop
+from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs
+from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
+from quire.wire.stats import PrefillStats, SchedulerStats, SpecDecodingStats
+
+
+def apply_result(
+    request: Request, result: ModelRunnerOutput, new_token_ids: list[int], max_model_len: int
+) -> EngineCoreOutput | None:
+    """Give a request what a step computed for it: append its tokens up to a stop, and say what the client hears.
+
+    None while there is nothing to tell (its prompt is not computed yet). Sets the request's status if it ended.
+    """
+    request_id = request.request_id
+    first = request.num_tokens == request.num_prompt_tokens
+    if request.sampling_params is None:
+        return _apply_pooling_result(request, result)
+    if not new_token_ids:
+        return None
+    kept = _append_until_stop(request, new_token_ids, max_model_len)
+    logprobs = result.logprobs.get(request_id)
+    if logprobs is not None and len(kept) < len(new_token_ids):
+        logprobs = logprobs.slice_rows(0, len(kept))
+    return EngineCoreOutput(
+        request_id=request_id,
+        new_token_ids=kept,
+        new_logprobs=logprobs,
+        new_prompt_logprobs_tensors=result.prompt_logprobs.get(request_id) if first else None,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        events=request.take_events(),
+        prefill_stats=make_prefill_stats(request) if first else None,
+        trace_headers=request.trace_headers,
+        num_nans_in_logits=result.num_nans_in_logits.get(request_id, 0),
+    )
+
+
+def _append_until_stop(request: Request, new_token_ids: list[int], max_model_len: int) -> list[int]:
+    """The tokens kept: all, or those up to and with the one that ended the request."""
+    for count, token_id in enumerate(new_token_ids, start=1):
+        request.append_output_token_ids(token_id)
+        stop = check_stop(request, max_model_len)
+        if stop is not None:
+            request.status = stop.status
+            request.stop_reason = stop.reason
+            return new_token_ids[:count]
+    return new_token_ids
+
+
+def _apply_pooling_result(request: Request, result: ModelRunnerOutput) -> EngineCoreOutput | None:
+    pooled = result.pooler_output.get(request.request_id)
+    if pooled is None:
+        return None
+    request.status = RequestStatus.FINISHED_STOPPED
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        pooling_output=pooled,
+        finish_reason=request.finish_reason,
+        events=request.take_events(),
+        prefill_stats=make_prefill_stats(request),
+        trace_headers=request.trace_headers,
+    )
+
+
+def make_prefill_stats(request: Request) -> PrefillStats:
+    """Where the prompt came from, at the request's first admission: recomputation is not counted again."""
+    num_cached = min(max(request.num_cached_tokens, 0), request.num_prompt_tokens)
+    return PrefillStats(
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_prompt_tokens - num_cached,
+        num_local_cached_tokens=num_cached,
+    )
+
+
+class OutputCollector:
+    """Turns results into outputs, gathers those at any time, and hands them over once per step, grouped by client.
+
+    With `include_finished_set` each client is also told the ids of all its requests that ended, aborts included.
+    """
+
+    def __init__(self, max_model_len: int, include_finished_set: bool, num_spec_tokens: int) -> None:
+        self._max_model_len = max_model_len
+        self._num_spec_tokens = num_spec_tokens
+        self._outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+        self._finished: defaultdict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
+        self._spec_stats: SpecDecodingStats | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything waits to be taken."""
+        return bool(self._outputs) or bool(self._finished)
+
+    def add_result(
+        self, requests: list[Request], scheduler_output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> list[Request]:
+        """Give each of a step's requests what was computed for it; returns those that have ended by it.
+
+        A request that ended while the step was in flight is passed over. One that was preempted meanwhile keeps its
+        token, which is the one its recomputation would yield.
+        """
+        token_ids = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        ended: list[Request] = []
+        for request in requests:
+            if request.is_finished:
+                continue
+            request_id = request.request_id
+            new_token_ids = token_ids.get(request_id, [])
+            if request_id in drafts:
+                self._take_back_rejected(request, len(drafts[request_id]), max(len(new_token_ids) - 1, 0))
+            output = apply_result(request, result, new_token_ids, self._max_model_len)
+            if output is not None:
+                self._outputs[request.client_index].append(output)
+                if output.finish_reason is not None:
+                    ended.append(request)
+        return ended
+
+    def _take_back_rejected(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens -= num_drafts - num_accepted  # their slots will be overwritten
+        if self._spec_stats is None:
+            self._spec_stats = SpecDecodingStats(self._num_spec_tokens)
+        self._spec_stats.record(num_drafts, num_accepted)
+
+    def add_end(self, request: Request) -> None:
+        """Tell the client of an end that no result of the worker brought about."""
+        self._outputs[request.client_index].append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.finish_reason,
+                stop_reason=request.stop_reason,
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+        )
+
+    def note_finished(self, request: Request) -> None:
+        """A request of this client has ended."""
+        if self._finished is not None:
+            self._finished[request.client_index].add(request.request_id)
+
+    def take(self, timestamp: float, stats: SchedulerStats | None) -> dict[int, EngineCoreOutputs]:
+        """Everything gathered, under one `timestamp`. `stats` go to one client: they must be counted once."""
+        batches = {
+            client: EngineCoreOutputs(outputs=outputs, timestamp=timestamp) for client, outputs in self._outputs.items()
+        }
+        self._outputs.clear()
+        if self._finished:
+            for client, request_ids in self._finished.items():
+                batch = batches.setdefault(client, EngineCoreOutputs(timestamp=timestamp))
+                batch.finished_requests = request_ids
+            self._finished.clear()
+        if stats is not None:
+            stats.spec_decoding_stats, self._spec_stats = self._spec_stats, None
+            first = next(iter(batches.values()), None)
+            if first is None:
+                first = batches[0] = EngineCoreOutputs(timestamp=timestamp)
+            first.scheduler_stats = stats
+        return batches

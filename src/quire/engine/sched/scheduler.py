@@ -1,0 +1,304 @@
+"""The scheduler: which request computes how many tokens in the next step.
+
+One rule covers chunked prefill, prefix caching, decoding, speculation and resumption: every request has
+`num_computed_tokens` and wants to reach `num_tokens` (plus its drafts), and each step spends one token budget on that,
+running requests first, then waiting ones. When a running request gets no KV blocks, the policy's victims are preempted
+until it does: they give up their blocks and wait at the head of the queue to be computed again.
+
+Steps may overlap. `num_computed_tokens` counts a step's tokens as soon as it is scheduled, so a request that waits for
+the token of a step in flight has nothing left to compute and is passed over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from quire.config.scheduler import SchedulerConfig
+from quire.engine.kv_cache.manager import KVCacheManager
+from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
+from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.interface import PauseState, SchedulerInterface, StructuredOutputManager
+from quire.engine.sched.limits import SchedulerLimits
+from quire.engine.sched.outputs import OutputCollector
+from quire.engine.sched.policy import POLICIES
+from quire.engine.sched.step import StepBuilder, StepsInFlight
+from quire.engine.sched.stop import check_stop
+from quire.engine.sched.waiting import WaitingRequests
+from quire.errors import ValidationError
+from quire.logger import init_logger
+from quire.wire.engine_core import EngineCoreEventType, EngineCoreOutputs
+from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.stats import SchedulerStats
+
+logger = init_logger(__name__)
+
+
+class Scheduler(SchedulerInterface):
+    """Owns every unfinished request and, through the KVCacheManager, every block; knows nothing of tensors.
+
+    A request is either in `running`, in the order of admission, or in `waiting`.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        scheduler_config: SchedulerConfig,
+        *,
+        max_model_len: int,
+        enable_caching: bool,
+        log_stats: bool,
+        include_finished_set: bool = False,
+        kv_cache_metrics_sample: float | None = None,
+        structured_output_manager: StructuredOutputManager | None = None,
+        num_spec_tokens: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        metrics = None if kv_cache_metrics_sample is None else KVCacheMetricsCollector(kv_cache_metrics_sample)
+        self.limits = SchedulerLimits.from_config(scheduler_config, max_model_len, kv_cache_config.num_blocks)
+        self.kv_cache_manager = KVCacheManager(
+            kv_cache_config,
+            max_model_len,
+            enable_caching=enable_caching,
+            log_stats=log_stats,
+            metrics=metrics,
+            max_step_tokens=self.limits.max_num_scheduled_tokens,
+        )
+        self.policy = POLICIES[scheduler_config.scheduling_policy]
+        self.structured_output_manager = structured_output_manager
+        self.log_stats = log_stats
+        self.num_spec_tokens = num_spec_tokens
+        """Most drafts per request and step; blocks for that many more tokens are allocated ahead."""
+        self.clock = clock
+
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting = WaitingRequests(self.policy, structured_output_manager)
+        self._steps = StepsInFlight()
+        self._outputs = OutputCollector(max_model_len, include_finished_set, num_spec_tokens)
+
+    # -- coming ------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id in self.requests:
+            raise ValidationError(
+                f"request id {request.request_id!r} is in use by an unfinished request; ids must be unique",
+                param="request_id",
+                value=request.request_id,
+            )
+        stop = check_stop(request, self.limits.max_model_len) if request.num_output_tokens else None
+        if stop is None:
+            self.limits.validate_length(request)
+        self.requests[request.request_id] = request
+        self._record(request, EngineCoreEventType.QUEUED, self.clock())
+        self.waiting.add(request)
+        if stop is not None:  # resumed with its last token: only its client does not know yet
+            request.stop_reason = stop.reason
+            self.finish_requests(request.request_id, stop.status, report=True)
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        step = StepBuilder(self.limits.max_num_scheduled_tokens, self.clock())
+        if self.pause_state is not PauseState.PAUSED_ALL and self._schedule_running(step):
+            self._schedule_waiting(step)
+        num_common = self.kv_cache_manager.get_num_common_prefix_blocks
+        return self._steps.send(step, num_common(self.running[0].request_id) if self.running else [])
+
+    def _schedule_running(self, step: StepBuilder) -> bool:
+        """Let running requests go on. False if any was preempted: then nobody may take the blocks it gave up."""
+        running = self.running
+        cap_chunk, allocate_slots = self.limits.cap_chunk, self.kv_cache_manager.allocate_slots
+        no_blocks = self.kv_cache_manager.empty_kv_cache_blocks
+        any_preempted = False
+        index = 0
+        while index < len(running) and step.token_budget > 0:
+            request = running[index]
+            index += 1
+            num_new = request.num_tokens + len(request.spec_token_ids) - request.num_computed_tokens
+            if num_new <= 0:
+                continue  # all it has is in flight, perhaps with drafts
+            num_new = cap_chunk(num_new, step.token_budget)
+            new_blocks = allocate_slots(request, num_new, num_lookahead_tokens=self.num_spec_tokens)
+            while new_blocks is None:
+                any_preempted = True
+                victim_index = self.policy.choose_victim(running)
+                victim = running.pop(victim_index)
+                index -= victim_index < index
+                step.take_back(victim)
+                self._preempt(victim, step.timestamp)
+                if victim is request:
+                    break
+                new_blocks = allocate_slots(request, num_new, num_lookahead_tokens=self.num_spec_tokens)
+            else:
+                step.add_running(request, num_new, None if new_blocks is no_blocks else new_blocks.get_block_ids())
+        return not any_preempted
+
+    def _schedule_waiting(self, step: StepBuilder) -> None:
+        """Admit from the head of the queue, until one does not fit."""
+        self.waiting.unblock(self._steps.get_preempted(), self.pause_state)
+        while step.token_budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            request = self.waiting.peek()
+            if request is None or not self._admit(request, step):
+                break
+
+    def _admit(self, request: Request, step: StepBuilder) -> bool:
+        """Make the head of the queue run. False if it must wait for blocks or budget."""
+        limits, manager = self.limits, self.kv_cache_manager
+        computed_blocks, num_cached = manager.get_computed_blocks(request)
+        num_missing = request.num_tokens - num_cached
+        num_new = limits.cap_chunk(num_missing, step.token_budget)
+        if num_new < num_missing and not limits.enable_chunked_prefill:
+            return False
+        # With nothing running every block is free, so whoever does not fit now never will. Then, and whatever the
+        # settings, ask for all of the request's blocks: one that can only start would preempt itself for ever.
+        alone = not self.running
+        new_blocks = manager.allocate_slots(
+            request,
+            num_new,
+            num_cached,
+            computed_blocks,
+            num_lookahead_tokens=self.num_spec_tokens,
+            full_sequence_must_fit=limits.reserve_full_isl or alone,
+            reserved_blocks=0 if alone else limits.watermark_blocks,
+        )
+        if new_blocks is None:
+            return alone and self._fail(request, f"its {request.num_tokens} tokens do not fit into the KV cache")
+        self.waiting.pop()
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_cached
+        request.num_computed_tokens = num_cached
+        request.status = RequestStatus.RUNNING
+        self._record(request, EngineCoreEventType.SCHEDULED, step.timestamp)
+        self.running.append(request)
+        step.add_new(request, num_new, manager.get_block_ids(request.request_id))
+        return True
+
+    def _preempt(self, request: Request, timestamp: float) -> None:
+        """Back to the head of the queue, to be recomputed. The caller has taken it out of `running`."""
+        self.kv_cache_manager.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.spec_token_ids = []
+        self._record(request, EngineCoreEventType.PREEMPTED, timestamp)
+        self.waiting.prepend(request)
+        self._steps.preempted_req_ids.add(request.request_id)
+
+    def _preempt_all(self) -> None:
+        timestamp = self.clock()
+        while self.running:
+            self._preempt(self.running.pop(), timestamp)
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        if self.structured_output_manager is None:
+            return None
+        return self.structured_output_manager.grammar_bitmask(scheduler_output)
+
+    # -- its result --------------------------------------------------------------------------------------------
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        requests = self._steps.receive(scheduler_output)
+        ended = self._outputs.add_result(requests, scheduler_output, model_output)
+        if ended:
+            self._release(ended)
+        stats = self.make_stats()
+        if stats is not None:
+            stats.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        return self._outputs.take(self.clock(), stats)
+
+    def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        for request_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+            if request_id in self.requests:
+                self.requests[request_id].set_drafts(token_ids, self.limits.max_model_len)
+
+    def abandon_steps(self) -> None:
+        # Blocks are registered for reuse when they are scheduled, so the prefix cache may promise now what was never
+        # computed: it goes, too.
+        self._steps.abandon()
+        self.reset_prefix_cache(reset_running_requests=True)
+
+    # -- going -------------------------------------------------------------------------------------------------
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, status: RequestStatus, *, report: bool = False
+    ) -> list[tuple[str, int]]:
+        if request_ids is None:
+            request_ids = list(self.requests)
+        elif isinstance(request_ids, str):
+            request_ids = [request_ids]
+        ended = [self.requests[i] for i in dict.fromkeys(request_ids) if i in self.requests]
+        for request in ended:
+            request.status = status
+            if report:
+                self._outputs.add_end(request)
+        if ended:
+            self._release(ended)
+        return [(request.request_id, request.client_index) for request in ended]
+
+    def _release(self, ended: list[Request]) -> None:
+        """Forget requests whose status is final, and give back what they hold."""
+        self.running = [request for request in self.running if not request.is_finished]
+        if len(self.running) + len(self.waiting) > len(self.requests) - len(ended):  # some of them were waiting
+            self.waiting.remove(ended)
+        for request in ended:
+            self.kv_cache_manager.free(request)
+            self._steps.finished_req_ids.add(request.request_id)
+            self._outputs.note_finished(request)
+            del self.requests[request.request_id]
+
+    def _fail(self, request: Request, why: str) -> bool:
+        """End a request that can never run, so that it does not wait for ever. True: the queue has moved."""
+        logger.error("request %s ends with an error: %s", request.request_id, why)
+        self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR, report=True)
+        return True
+
+    # -- control and statistics --------------------------------------------------------------------------------
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.requests)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
+
+    def has_requests(self) -> bool:
+        if self._steps.finished_req_ids or self._outputs:
+            return True
+        match self.pause_state:
+            case PauseState.UNPAUSED:
+                return bool(self.requests)
+            case PauseState.PAUSED_NEW:
+                return bool(self.running) or self.waiting.any_preempted()
+            case PauseState.PAUSED_ALL:
+                return False
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        if reset_running_requests:
+            self._preempt_all()
+        return self.kv_cache_manager.reset_prefix_cache()
+
+    def make_stats(self) -> SchedulerStats | None:
+        if not self.log_stats:
+            return None
+        manager = self.kv_cache_manager
+        stats = SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.waiting.ready),
+            num_skipped_waiting_reqs=len(self.waiting.blocked),
+            kv_cache_usage=manager.usage,
+            kv_cache_eviction_events=manager.take_events(),
+        )
+        prefix_cache_stats = manager.take_prefix_cache_stats()
+        if prefix_cache_stats is not None:
+            stats.prefix_cache_stats = prefix_cache_stats
+        return stats
+
+    def _record(self, request: Request, event_type: EngineCoreEventType, timestamp: float) -> None:
+        if self.log_stats:
+            request.record_event(event_type, timestamp)
+
+    def shutdown(self) -> None:
+        """Nothing outlives the scheduler."""

@@ -1,0 +1,136 @@
+"""Many prompts as one piece of work: prepare all, add all, step until all are finished.
+
+`BatchRunner` sits between `LLM` and `LLMEngine`. It names requests, keeps finished outputs until they are asked for,
+and leaves nothing behind when something goes wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from tqdm import tqdm
+
+from quire.errors import ClientError, GenerationError, ValidationError
+from quire.frontend.llm_engine import LLMEngine
+from quire.frontend.progress import GenerationProgress
+from quire.frontend.prompts import PromptType, as_prompt_list
+from quire.lora_request import LoRARequest
+from quire.outputs import RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.wire.engine_core import EngineCoreRequest
+
+T = TypeVar("T")
+UseTqdm = bool | Callable[..., Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+LoRAs = LoRARequest | Sequence[LoRARequest | None] | None
+PreparedRequest = tuple[EngineCoreRequest, str | None]
+"""A validated request and the text of its prompt, if it was text."""
+
+
+class BatchRunner:
+    """Runs prompts on an engine and gives their outputs in the order they were added."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._request_counter = itertools.count()
+        self._outputs: dict[str, RequestOutput | None] = {}
+        """Of every request that was added and not yet given back; None until it is finished."""
+
+    def prepare(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = False,
+        lora_request: LoRAs = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PreparedRequest]:
+        """Every prompt as a validated request, none of them added yet."""
+        if "generate" not in self._engine.get_supported_tasks():
+            raise ValidationError("this model does not generate text; it was started for pooling", param="runner")
+        prompt_list = as_prompt_list(prompts)
+        if sampling_params is None:
+            sampling_params = self._engine.input_processor.get_default_sampling_params()
+        params = _one_per_prompt("sampling_params", sampling_params, prompt_list)
+        loras = _one_per_prompt("lora_request", lora_request, prompt_list)
+        priorities = _one_per_prompt("priority", 0 if priority is None else priority, prompt_list)
+        rows: Any = enumerate(zip(prompt_list, params, loras, priorities, strict=True))
+        if use_tqdm and len(prompt_list) > 1:
+            rows = tqdm(rows, total=len(prompt_list), desc="Rendering prompts", dynamic_ncols=True)
+        requests = []
+        for index, (prompt, prompt_params, lora, prompt_priority) in rows:
+            try:
+                requests.append(
+                    self._engine.input_processor.process_inputs(
+                        str(next(self._request_counter)),
+                        prompt,
+                        prompt_params,
+                        lora_request=lora,
+                        priority=prompt_priority,
+                        tokenization_kwargs=tokenization_kwargs,
+                    )
+                )
+            except ClientError as e:
+                if len(prompt_list) > 1:
+                    e.args = (f"prompt {index}: {e}",)
+                raise
+        return requests
+
+    def add(self, requests: Sequence[PreparedRequest]) -> list[str]:
+        """Queue prepared requests, all or none; the users' ids."""
+        ids = [request.request_id for request, _ in requests]
+        try:
+            for request, text in requests:
+                assert request.sampling_params is not None
+                request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
+                self._outputs[request.request_id] = None
+                self._engine.add_request(request.request_id, request, prompt_text=text)
+        except BaseException:
+            self._drop(ids)
+            raise
+        return ids
+
+    def run(self, ids: Sequence[str], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
+        """Step until the requests `ids`, added before, are finished; their outputs in this order.
+
+        On any error, Ctrl-C among them, none of `ids` stays behind.
+        """
+        progress = GenerationProgress(len(ids), use_tqdm)
+        try:
+            pending = {request_id for request_id in ids if self._outputs[request_id] is None}
+            while pending and self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    if output.finished and isinstance(output, RequestOutput) and output.request_id in self._outputs:
+                        self._outputs[output.request_id] = output
+                        if output.request_id in pending:
+                            pending.remove(output.request_id)
+                            progress.update(output)
+            outputs = [done for request_id in ids if (done := self._outputs[request_id]) is not None]
+            if len(outputs) < len(ids):
+                raise GenerationError(f"the engine has lost {len(ids) - len(outputs)} requests; this is a bug")
+        except BaseException:
+            self._drop(ids)
+            raise
+        finally:
+            progress.close()
+        for request_id in ids:
+            del self._outputs[request_id]
+        return outputs
+
+    def _drop(self, ids: Sequence[str]) -> None:
+        """Abort what runs and forget what is finished."""
+        self._engine.abort_request(ids)
+        for request_id in ids:
+            self._outputs.pop(request_id, None)
+
+
+def _one_per_prompt(name: str, value: T | Sequence[T], prompts: Sequence[Any]) -> Sequence[T]:
+    """One value for all prompts, or a sequence of as many values as there are prompts."""
+    if not isinstance(value, list | tuple):
+        return [cast("T", value)] * len(prompts)
+    if len(value) != len(prompts):
+        raise ValidationError(f"{name} has {len(value)} entries for {len(prompts)} prompts", param=name)
+    return value

@@ -1,0 +1,236 @@
+"""From a prompt and its parameters to an `EngineCoreRequest`: the one validation door of generation.
+
+Everything a request may hold is checked here, before the engine core hears of it. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire import envs
+from quire.config.model import ModelConfig
+from quire.errors import PromptTooLongError, ValidationError
+from quire.frontend.prompts import ParsedPrompt, PromptType, parse_prompt
+from quire.frontend.tokenizer import Tokenizer
+from quire.lora_request import LoRARequest
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import INT64_MAX, FieldBound, SamplingParams
+from quire.wire.engine_core import EngineCoreRequest
+
+PRIORITY = FieldBound("priority", "int", -INT64_MAX - 1, INT64_MAX)
+TOKENIZATION_KWARGS = (
+    FieldBound("add_special_tokens", "bool"),
+    FieldBound("truncate_prompt_tokens", "int", 1, INT64_MAX, special=(-1,), optional=True),
+    FieldBound("truncation_side", "str"),
+)
+_SEED_BITS = 62
+"""Seeds given here leave room below 2**63 for `seed + index` of the n outputs of a prompt."""
+
+
+class InputProcessor:
+    """Knows the model's limits, its tokenizer and its defaults. `max_model_len` is the fitted one."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        supported_tasks: Sequence[str] = ("generate",),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self._supported_tasks = tuple(supported_tasks)
+        self._vocab_size = model_config.hf_config.vocab_size
+        self._max_logprobs = model_config.max_logprobs
+        self._generation_defaults = model_config.generation_defaults
+        self._eos_token_id, self._more_eos_ids = _eos_ids(model_config, tokenizer)
+        self._seeds = random.Random(model_config.seed)
+
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        *,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        resumable: bool = False,
+    ) -> tuple[EngineCoreRequest, str | None]:
+        """(the request, the prompt's text if it has one). Raises ValidationError, PromptTooLongError or TypeError."""
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
+        PRIORITY.validate(priority)
+        if lora_request is not None:
+            raise ValidationError(
+                f"LoRA adapter {lora_request.lora_name!r} was asked for, and this engine has no LoRA support",
+                param="lora_request",
+            )
+        parsed = parse_prompt(prompt)
+        token_ids = self._token_ids(parsed, tokenization_kwargs or {})
+        self._validate_prompt(token_ids)
+        sampling_params, pooling_params = self._params(params, len(token_ids))
+        if arrival_time is None:
+            arrival_time = time.time() if parsed.arrival_time is None else parsed.arrival_time
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=sampling_params,
+            pooling_params=pooling_params,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
+            cache_salt=parsed.cache_salt,
+            data_parallel_rank=data_parallel_rank,
+            priority=priority,
+            trace_headers=trace_headers,
+            resumable=resumable,
+        )
+        return request, parsed.text
+
+    @staticmethod
+    def assign_request_id(request: EngineCoreRequest) -> None:
+        """Keep the user's id as the external one and make a unique internal id of it (checklist S2-IN-014)."""
+        if request.external_req_id is not None:
+            raise ValueError(f"request {request.request_id} already has an internal id; it was added before")
+        request.external_req_id = request.request_id
+        if not envs.DISABLE_REQUEST_ID_RANDOMIZATION.flag():
+            request.request_id = f"{request.external_req_id}-{uuid.uuid4().hex[:8]}"
+
+    # -- the prompt ---------------------------------------------------------------------------------------------------
+
+    def _token_ids(self, prompt: ParsedPrompt, kwargs: Mapping[str, Any]) -> list[int]:
+        _validate_tokenization_kwargs(kwargs)
+        ids = prompt.token_ids
+        if ids is None:
+            assert prompt.text is not None
+            ids = self._require_tokenizer("a text prompt").encode(prompt.text, kwargs.get("add_special_tokens", True))
+        keep = kwargs.get("truncate_prompt_tokens")
+        if keep is None:
+            return ids
+        keep = self.max_model_len - 1 if keep == -1 else keep
+        return ids[:keep] if kwargs.get("truncation_side", "left") == "right" else ids[-keep:]
+
+    def _require_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValidationError(
+                f"{what} needs the tokenizer, and the engine was started with skip_tokenizer_init; use token ids",
+                param="prompt",
+            )
+        return self.tokenizer
+
+    def _validate_prompt(self, ids: list[int]) -> None:
+        if not ids:
+            raise ValidationError("the prompt is empty: it has no tokens", param="prompt")
+        # min and max are one pass each at C speed; a loop over a 100k-token prompt would show.
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self._vocab_size)
+            raise ValidationError(
+                f"the prompt holds token id {bad}, outside the vocabulary [0, {self._vocab_size})",
+                param="prompt",
+                value=bad,
+            )
+        if len(ids) >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens and the context {self.max_model_len} (max_model_len): there is no "
+                "room for a single output token; shorten the prompt or raise --max-model-len",
+                param="prompt",
+                value=len(ids),
+            )
+
+    # -- the parameters -----------------------------------------------------------------------------------------------
+
+    def _params(
+        self, params: SamplingParams | PoolingParams, prompt_len: int
+    ) -> tuple[SamplingParams | None, PoolingParams | None]:
+        if isinstance(params, SamplingParams):
+            self._require_task("generate", "SamplingParams")
+            return self._sampling_params(params, prompt_len), None
+        if isinstance(params, PoolingParams):
+            self._require_task(params.task or "embed", "PoolingParams")
+            return None, params.clone()
+        raise ValidationError(
+            f"params must be SamplingParams or PoolingParams, got {type(params).__name__}", param="sampling_params"
+        )
+
+    def _require_task(self, task: str, what: str) -> None:
+        if task not in self._supported_tasks:
+            raise ValidationError(
+                f"{what} ask for the task {task!r}, and this model supports {', '.join(self._supported_tasks)} only",
+                param="sampling_params",
+            )
+
+    def _sampling_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        """A copy of `params` with everything the model decides filled in (checklist S2-IN-008…011)."""
+        params = params.clone()
+        params.validate_fields()  # the object may have been changed since it was made
+        params.validate_for_model(self._vocab_size, self._max_logprobs)
+        if params.stop or params.bad_words:
+            self._require_tokenizer("a stop string or a bad word")
+        if params.max_tokens is None:
+            params.max_tokens = self.max_model_len - prompt_len
+        seed = self._seeds.getrandbits(_SEED_BITS)  # drawn for every request, so that one with a seed moves no other
+        if params.seed is None:
+            params.seed = seed
+        params.eos_token_id = self._eos_token_id
+        if self._more_eos_ids and not params.ignore_eos:
+            params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self._more_eos_ids]))
+        if params.bad_words:
+            params.bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
+        return params
+
+    def _bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as it is spelt at the start of a text and, where that differs, after a space."""
+        tokenizer = self._require_tokenizer("a bad word")
+        spellings: list[list[int]] = []
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in spellings:
+                    spellings.append(ids)
+        return spellings
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every token that ends a text of this model."""
+        return frozenset(i for i in (self._eos_token_id, *self._more_eos_ids) if i is not None)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own defaults from generation_config.json, over SamplingParams' (checklist S2-LLM-006)."""
+        names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+        given = {k: self._generation_defaults[k] for k in names if self._generation_defaults.get(k) is not None}
+        if self._generation_defaults.get("max_new_tokens") is not None:
+            given["max_tokens"] = self._generation_defaults["max_new_tokens"]
+        return SamplingParams(**given)
+
+
+def _eos_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int | None, list[int]]:
+    """(the end-of-sequence token, further ones that end a text of this model).
+
+    The first is the tokenizer's, where there is one; the further ones are those generation_config.json lists.
+    """
+    value = model_config.generation_defaults.get("eos_token_id")
+    listed = [] if value is None else [int(v) for v in (value if isinstance(value, list) else [value])]
+    primary = tokenizer.eos_token_id if tokenizer is not None else None
+    if primary is None:
+        candidates = listed or model_config.hf_config.eos_token_ids
+        primary = candidates[0] if candidates else None
+    return primary, [i for i in listed if i != primary]
+
+
+def _validate_tokenization_kwargs(kwargs: Mapping[str, Any]) -> None:
+    bounds = {bound.name: bound for bound in TOKENIZATION_KWARGS}
+    for name, value in kwargs.items():
+        if name not in bounds:
+            raise ValidationError(
+                f"tokenization_kwargs cannot hold {name!r}; known: {', '.join(bounds)}", param="tokenization_kwargs"
+            )
+        bounds[name].validate(value)
+    if kwargs.get("truncation_side", "left") not in ("left", "right"):
+        raise ValidationError("truncation_side must be 'left' or 'right'", param="truncation_side")

@@ -1,0 +1,270 @@
+"""`LLM`: a model in a few lines of Python.
+
+::
+
+    from quire import LLM, SamplingParams
+    outputs = LLM("path/to/checkpoint").generate(["Hello"], SamplingParams(max_tokens=8))
+
+A facade over `LLMEngine`: it names requests, runs the step loop and sorts the answers. It never talks to the engine
+core itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from quire.config.engine_args import EngineArgs
+from quire.frontend import beam_search
+from quire.frontend.batch import BatchRunner, LoRAs, Params, UseTqdm
+from quire.frontend.chat_template import ContentFormat, Message
+from quire.frontend.llm_engine import LLMEngine
+from quire.frontend.llm_keywords import check_keywords
+from quire.frontend.prompts import PromptType
+from quire.frontend.tokenizer import Tokenizer
+from quire.logger import init_logger
+from quire.lora_request import LoRARequest
+from quire.outputs import BeamSearchOutput, Logprob, RequestOutput
+from quire.sampling_params import BeamSearchParams, SamplingParams
+
+logger = init_logger(__name__)
+
+
+class LLM:
+    """A model and the engine that runs it, for offline use. Names and defaults: spec/vllm.md §1.
+
+    `model` is a checkpoint directory, a hub id, or nothing: the demo model inside the package. Every engine flag is a
+    keyword argument. Statistics are off unless `disable_log_stats=False`. Raises ConfigError or ModelLoadError.
+
+    Use it as a context manager, or call `shutdown()`, to release its memory early.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        runner: str = "auto",
+        tokenizer: str | None = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        chat_template: str | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.92,
+        kv_cache_memory_bytes: int | None = None,
+        hf_overrides: dict[str, Any] | None = None,
+        disable_log_stats: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        keywords = {
+            "runner": runner,
+            "tokenizer": tokenizer,
+            "tokenizer_mode": tokenizer_mode,
+            "skip_tokenizer_init": skip_tokenizer_init,
+            "trust_remote_code": trust_remote_code,
+            "dtype": dtype,
+            "revision": revision,
+            "tokenizer_revision": tokenizer_revision,
+            "chat_template": chat_template,
+            "seed": seed,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "hf_overrides": hf_overrides,
+            **kwargs,
+        }
+        engine_args = EngineArgs(model, disable_log_stats=disable_log_stats, **check_keywords(keywords))
+        given = {k: v for k, v in engine_args.non_default.items() if k != "disable_log_stats"}
+        if given:
+            logger.info("non-default arguments: %s", given)
+        self.llm_engine = LLMEngine.from_engine_args(engine_args)
+        self._batch = BatchRunner(self.llm_engine)
+        self._enqueued: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"LLM(model={self.llm_engine.model_config.model!r})"
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Release the engine. Idempotent."""
+        self.llm_engine.shutdown()
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRAs = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many; the outputs in the order of the prompts.
+
+        Parameters, adapters and priorities are one for all prompts or one per prompt; no parameters are the model's
+        defaults. Everything is validated before anything runs: an error in one prompt leaves nothing behind. Ctrl-C
+        aborts these requests and leaves the engine usable.
+        """
+        requests = self._batch.prepare(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return self._batch.run(self._batch.add(requests), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRAs = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many. A conversation is a list of {"role": ..., "content": ...}."""
+        tokenizer = self.get_tokenizer()
+        single = not messages or isinstance(messages[0], Mapping)
+        prompts = [
+            tokenizer.apply_chat_template(
+                conversation,
+                tools=tools,
+                chat_template=chat_template,
+                content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in cast("Sequence[Sequence[Message]]", [messages] if single else messages)
+        ]
+        return self.generate(
+            cast("list[PromptType]", prompts),
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
+            # The template writes its own special tokens.
+            tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
+        )
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRAs = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """As `generate`, but only queue the requests; their ids. `wait_for_completion` runs them."""
+        requests = self._batch.prepare(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        ids = self._batch.add(requests)
+        self._enqueued += ids
+        return ids
+
+    def wait_for_completion(self, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
+        """Run everything that was enqueued; the outputs in the order of enqueueing."""
+        ids, self._enqueued = self._enqueued, []
+        return self._batch.run(ids, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt, best first (see `frontend/beam_search.py`).
+
+        Runs `concurrency_limit` prompts at a time, all of them by default. Needs a log-probability per token for each
+        beam and each token that ends a text: wider beams than --max-logprobs allows raise ValidationError.
+        `params.temperature` changes nothing: beams are ranked by the model's own probabilities, and nothing is drawn.
+        """
+        processor = self.llm_engine.input_processor
+        eos_ids = frozenset[int]() if params.ignore_eos else processor.eos_token_ids
+        count = params.beam_width + len(eos_ids)
+        step_params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=count, ignore_eos=True)
+
+        def next_tokens(sequences: list[list[int]]) -> list[dict[int, Logprob]]:
+            requests = self._batch.prepare(sequences, step_params, lora_request=lora_request)
+            outputs = self._batch.run(self._batch.add(requests))
+            return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
+
+        prepared = self._batch.prepare(prompts, step_params, lora_request=lora_request)
+        all_ids = [request.prompt_token_ids or [] for request, _ in prepared]
+        size = max(1, concurrency_limit or len(all_ids))
+        results = []
+        with tqdm(total=len(all_ids), desc="Processed prompts", dynamic_ncols=True, disable=not use_tqdm) as bar:
+            for start in range(0, len(all_ids), size):
+                chunk = all_ids[start : start + size]
+                results += beam_search.search(next_tokens, chunk, params, eos_ids, processor.max_model_len)
+                bar.update(len(chunk))
+        tokenizer = self.llm_engine.tokenizer
+        if tokenizer is not None:
+            for ids, sequences in zip(all_ids, results, strict=True):
+                for sequence in sequences:
+                    sequence.text = tokenizer.decode(sequence.tokens[len(ids) :], skip_special_tokens=True)
+        return [BeamSearchOutput(sequences) for sequences in results]
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses without parameters: the model's generation_config.json over the usual defaults."""
+        return self.llm_engine.input_processor.get_default_sampling_params()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; False if running requests held blocks and nothing was done."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker class on every worker; one result per worker."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Start the workers' profiler."""
+        self.llm_engine.engine_core.profile(True, profile_prefix)
+
+    def stop_profile(self) -> None:
+        """Stop the workers' profiler."""
+        self.llm_engine.engine_core.profile(False)

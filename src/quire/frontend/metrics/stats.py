@@ -1,0 +1,172 @@
+"""Statistics made of engine outputs (checklist S0-ST-001…017, S4-OB-011…017). Plain numbers; no exporter is known here.
+
+Two clocks, never mixed: `arrival_time` and `iteration_timestamp` are this process's wall clock; the `*_ts` fields and
+the engine's `timestamp` are the core's monotonic clock. An interval is a difference of two stamps of one clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from quire.outputs import RequestStateStats
+from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
+from quire.wire.stats import BaseCacheStats, PrefillStats
+
+
+@dataclass(slots=True, kw_only=True)
+class FinishedRequestStats:
+    """One finished request (checklist S0-ST-010); seconds. A stage it never reached has no duration: None."""
+
+    request_id: str
+    finish_reason: FinishReason
+    e2e_latency: float
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    max_tokens_param: int | None
+    queued_time: float | None
+    prefill_time: float | None
+    decode_time: float | None
+    inference_time: float | None
+    mean_time_per_output_token: float
+    num_cached_tokens: int
+    num_preemptions: int
+    is_corrupted: bool
+
+
+@dataclass(slots=True)
+class IterationStats:
+    """What one engine step delivered (checklist S0-ST-002)."""
+
+    iteration_timestamp: float = field(default_factory=time.time)
+    """Wall clock, one for the whole iteration (checklist S0-ST-017)."""
+    num_generation_tokens: int = 0
+    prompt_tokens: PrefillStats = field(default_factory=PrefillStats)
+    """Of the prefills completed in this iteration, by source."""
+    num_preempted_reqs: int = 0
+    num_corrupted_reqs: int = 0
+    time_to_first_tokens: list[float] = field(default_factory=list)
+    inter_token_latencies: list[float] = field(default_factory=list)
+    finished_requests: list[FinishedRequestStats] = field(default_factory=list)
+    max_num_generation_tokens: list[int] = field(default_factory=list)
+    """Per finished user request: its longest output."""
+    n_params: list[int] = field(default_factory=list)
+    """Per finished user request: the `n` it asked for."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of the prefills completed in this iteration, cached ones among them."""
+        return self.prompt_tokens.num_prompt_tokens
+
+    def _time_since(self, start: float) -> float:
+        """Wall seconds from `start` to this iteration; 0 should the wall clock have been set back."""
+        return max(0.0, self.iteration_timestamp - start)
+
+    def update_from_events(self, events: list[EngineCoreEvent], stats: RequestStateStats) -> None:
+        """Turns in the life of a request; a preemption keeps the first `scheduled_ts` (checklist S0-ST-003/004)."""
+        for event in events:
+            if event.type is EngineCoreEventType.QUEUED:
+                stats.queued_ts = event.timestamp
+            elif event.type is EngineCoreEventType.SCHEDULED:
+                stats.scheduled_ts = stats.scheduled_ts or event.timestamp
+            elif event.type is EngineCoreEventType.PREEMPTED:
+                self.num_preempted_reqs += 1
+                stats.num_preemptions += 1
+
+    def update_from_output(
+        self, output: EngineCoreOutput, engine_timestamp: float, is_prefilling: bool, stats: RequestStateStats
+    ) -> None:
+        """One output of one request, `is_prefilling` if it is the first with tokens (checklist S0-ST-005…008)."""
+        if output.events:
+            self.update_from_events(output.events, stats)
+        if output.num_nans_in_logits and not stats.is_corrupted:
+            stats.is_corrupted = True
+            self.num_corrupted_reqs += 1
+        if not output.new_token_ids:
+            return
+        self.num_generation_tokens += len(output.new_token_ids)
+        stats.num_generation_tokens += len(output.new_token_ids)
+        if is_prefilling:
+            self._add_prompt_tokens(output.prefill_stats)
+            stats.first_token_latency = self._time_since(stats.arrival_time)
+            self.time_to_first_tokens.append(stats.first_token_latency)
+            stats.first_token_ts = engine_timestamp
+        else:
+            self.inter_token_latencies.append(engine_timestamp - stats.last_token_ts)
+        stats.last_token_ts = engine_timestamp
+
+    def _add_prompt_tokens(self, new: PrefillStats | None) -> None:
+        if new is not None:
+            self.prompt_tokens.num_prompt_tokens += new.num_prompt_tokens
+            self.prompt_tokens.num_computed_tokens += new.num_computed_tokens
+            self.prompt_tokens.num_local_cached_tokens += new.num_local_cached_tokens
+            self.prompt_tokens.num_external_cached_tokens += new.num_external_cached_tokens
+
+    def update_from_finished_request(
+        self,
+        request_id: str,
+        finish_reason: FinishReason,
+        stats: RequestStateStats,
+        *,
+        num_prompt_tokens: int,
+        max_tokens_param: int | None,
+        num_cached_tokens: int,
+    ) -> None:
+        """Close the books of a request; its formulas are checklist S0-ST-009."""
+        decode_time = _interval(stats.first_token_ts, stats.last_token_ts)
+        num_tokens = stats.num_generation_tokens
+        self.finished_requests.append(
+            FinishedRequestStats(
+                request_id=request_id,
+                finish_reason=finish_reason,
+                e2e_latency=self._time_since(stats.arrival_time),
+                num_prompt_tokens=num_prompt_tokens,
+                num_generation_tokens=num_tokens,
+                max_tokens_param=max_tokens_param,
+                queued_time=_interval(stats.queued_ts, stats.scheduled_ts),
+                prefill_time=_interval(stats.scheduled_ts, stats.first_token_ts),
+                decode_time=decode_time,
+                inference_time=_interval(stats.scheduled_ts, stats.last_token_ts),
+                mean_time_per_output_token=decode_time / (num_tokens - 1) if decode_time and num_tokens > 1 else 0.0,
+                num_cached_tokens=num_cached_tokens,
+                num_preemptions=stats.num_preemptions,
+                is_corrupted=stats.is_corrupted,
+            )
+        )
+
+
+def _interval(start: float, end: float) -> float | None:
+    """Seconds between two engine stamps; None if one of them was never made."""
+    return end - start if start and end else None
+
+
+class CachingMetrics:
+    """The hit rate of a cache over the last `max_recent_requests` look-ups."""
+
+    def __init__(self, max_recent_requests: int = 1000) -> None:
+        self._max_recent = max_recent_requests
+        self._window: deque[tuple[int, int, int]] = deque()
+        self._requests = self._queries = self._hits = 0
+
+    def observe(self, stats: BaseCacheStats) -> None:
+        """Take in what a report counted; a report of an emptied cache starts the window anew."""
+        if stats.reset:
+            self._window.clear()
+            self._requests = self._queries = self._hits = 0
+        if stats.requests == 0:
+            return
+        self._window.append((stats.requests, stats.queries, stats.hits))
+        self._add((stats.requests, stats.queries, stats.hits), 1)
+        while len(self._window) > 1 and self._requests > self._max_recent:
+            self._add(self._window.popleft(), -1)
+
+    def _add(self, entry: tuple[int, int, int], sign: int) -> None:
+        self._requests += sign * entry[0]
+        self._queries += sign * entry[1]
+        self._hits += sign * entry[2]
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per query, 0..1; 0 before the first query."""
+        return self._hits / self._queries if self._queries else 0.0

@@ -1,0 +1,177 @@
+"""The files of a tokenizer: `tokenizer.json` and what stands beside it.
+
+`read_tokenizer_dir` gives the `tokenizers` backend, the special tokens and the chat templates of a directory. The rules
+(which file wins, which tokens are added to the backend, in which order) are those of transformers 5, so that ids come
+out the same: `tests/unit/frontend/test_tokenizer.py` compares the two. In particular the post-processor of
+`tokenizer.json` decides whether a BOS or EOS is added; `add_bos_token` in `tokenizer_config.json` is of the time before
+that file existed and is not read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from quire.errors import ModelLoadError
+from quire.frontend.hf_tokenizer import load_with_transformers
+
+NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a tokenizer directory holds."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]
+    """Named special tokens: bos_token, eos_token, ... and the model's own (image_token, ...)."""
+    extra_special_tokens: list[str] = field(default_factory=list)
+    chat_templates: dict[str, str] = field(default_factory=dict)
+    """By name; a repository with one template has `default`."""
+
+
+def read_tokenizer_dir(directory: Path, mode: str = "auto") -> TokenizerFiles:
+    """Read a tokenizer. `mode` "auto" reads tokenizer.json; "hf" (or a directory without one) asks transformers.
+
+    Truncation and padding that a tokenizer.json may carry are for training, and switched off. Raises ModelLoadError
+    naming the file, or ConfigError when transformers is needed and absent.
+    """
+    config = _read_json(directory / "tokenizer_config.json")
+    path = directory / "tokenizer.json"
+    if mode == "hf" or not path.exists():
+        backend, names, others = load_with_transformers(directory)
+    else:
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as e:  # the Rust side raises plain Exception
+            raise ModelLoadError(f"{path} cannot be read as a tokenizer: {e}") from None
+        named, extra, decoder = _special_tokens(directory, config)
+        _add_missing_tokens(backend, named, extra, decoder)
+        names, others = {name: _content(token) for name, token in named.items()}, [_content(token) for token in extra]
+    backend.no_truncation()
+    backend.no_padding()
+    return TokenizerFiles(backend, names, others, _chat_templates(directory, config))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; {} if there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ModelLoadError(f"{path} is not valid JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _token(value: Any) -> str | AddedToken:
+    """A token as configuration files write it: a string, or an object with `content` and its flags."""
+    if not isinstance(value, dict):
+        return str(value)
+    flags = {k: bool(v) for k, v in value.items() if k in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+    return AddedToken(value["content"], **flags)
+
+
+def _special_tokens(
+    directory: Path, config: dict[str, Any]
+) -> tuple[dict[str, str | AddedToken], list[str | AddedToken], dict[int, AddedToken]]:
+    """(named special tokens, further special tokens, tokens to add by id).
+
+    `added_tokens_decoder` in tokenizer_config.json supersedes the older special_tokens_map.json, added_tokens.json and
+    the list inside tokenizer.json.
+    """
+    decoder: dict[int, AddedToken] = {}
+    known: dict[str, AddedToken] = {}
+
+    def know(token_id: int, token: AddedToken) -> None:
+        decoder[token_id] = known[token.content] = token
+
+    settings = dict(config)
+    if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
+        settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
+    if "added_tokens_decoder" in config:
+        for token_id, value in config["added_tokens_decoder"].items():
+            know(int(token_id), _as_added(value))
+    else:
+        legacy = _read_json(directory / "special_tokens_map.json")
+        if "additional_special_tokens" in legacy:
+            legacy.setdefault("extra_special_tokens", legacy.pop("additional_special_tokens"))
+        for name, value in legacy.items():
+            settings[name] = {**value, "special": True} if isinstance(value, dict) and "content" in value else value
+        special = {_content(v) for k, v in settings.items() if k in NAMED_SPECIAL_TOKENS and v}
+        special |= {_content(v) for v in settings.get("extra_special_tokens") or ()}
+        for content, token_id in _read_json(directory / "added_tokens.json").items():
+            is_special = content in special
+            know(int(token_id), AddedToken(content, normalized=not is_special, special=is_special))
+        for value in _read_json(directory / "tokenizer.json").get("added_tokens", ()):
+            know(int(value["id"]), _as_added(value))
+    named = {name: _token(settings[name]) for name in NAMED_SPECIAL_TOKENS if settings.get(name) is not None}
+    named = {name: known.get(_content(token), token) for name, token in named.items()}
+    extra = settings.get("extra_special_tokens") or []
+    own = {k: v for k, v in settings.items() if k.endswith("_token") and k not in named and isinstance(v, str)}
+    if isinstance(extra, dict):
+        own, extra = {**own, **extra}, []
+    named.update({name: _token(value) for name, value in own.items() if name not in NAMED_SPECIAL_TOKENS})
+    return named, [_token(value) for value in extra], decoder
+
+
+def _as_added(value: dict[str, Any]) -> AddedToken:
+    token = _token(value)
+    assert isinstance(token, AddedToken)
+    return token
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(value["content"])
+    return value.content if isinstance(value, AddedToken) else str(value)
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer,
+    named: dict[str, str | AddedToken],
+    extra: list[str | AddedToken],
+    decoder: dict[int, AddedToken],
+) -> None:
+    """Add what the configuration names and tokenizer.json does not: first by id, then by name, then the rest."""
+    present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    contents = {token.content for token in backend.get_added_tokens_decoder().values()}
+    wanted: list[str | AddedToken] = [decoder[i] for i in sorted(decoder) if repr(decoder[i]) not in present]
+    contents |= {_content(token) for token in wanted}
+    for token in (*named.values(), *extra):
+        if _content(token) not in contents:
+            contents.add(_content(token))
+            wanted.append(token)
+    names = {_content(token) for token in named.values()}
+    for position, token in enumerate(wanted):
+        if isinstance(token, str):
+            wanted[position] = AddedToken(token, special=True)
+        elif token.content in names:
+            token.special = True
+    backend.add_tokens(wanted)
+
+
+def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name. Template files win over tokenizer_config.json, where one template is text and several are a list."""
+    templates = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in sorted(directory.glob("additional_chat_templates/*.jinja"))
+    }
+    default = directory / "chat_template.jinja"
+    if default.exists():
+        templates["default"] = default.read_text(encoding="utf-8")
+    if templates:
+        return templates
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, dict):
+        return {str(k): str(v) for k, v in value.items()}
+    return {str(item["name"]): str(item["template"]) for item in value or ()}

@@ -1,0 +1,241 @@
+"""Runs the model, one step at a time: batch in, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire import envs
+from quire.sampling_params import SamplingParams
+from quire.wire.execution import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    GrammarOutput,
+    LogprobsTensors,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.worker.attention.backend import AttentionBackend, AttentionBatch
+from quire.worker.attention.layer import Attention
+from quire.worker.forward_context import ForwardContext, set_forward_context
+from quire.worker.input_batch import InputBatch, Rows
+from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache, make_null_config
+from quire.worker.prompt_logprobs import PromptLogprobs
+from quire.worker.sample.edits import apply_grammar_bitmask
+from quire.worker.sample.metadata import SamplingMetadata, SamplingTable
+from quire.worker.sample.sampler import sample
+from quire.worker.step_inputs import StepInputs, make_step_inputs
+
+
+class Model(Protocol):
+    """What a model class of `worker/models` offers (an nn.Module)."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """[num_tokens] each; returns hidden states [num_tokens, hidden_size]."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] to float32 [n, vocab_size]."""
+        ...
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step between its forward pass and its sampling."""
+
+    inputs: StepInputs
+    req_ids: list[str]
+    logits: Tensor | None
+    """[len(inputs.sampling), vocab_size] float32; None if no request samples."""
+    prompt_logprobs: dict[str, LogprobsTensors]
+
+
+class ModelRunner:
+    """Owns the batch, the KV cache memory and the step in flight; knows nothing of scheduling.
+
+    A step is `execute_model` (bring the batch up to date, forward pass) and `sample_tokens` (sample, append).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: AttentionBackend[Any],
+        device: torch.device,
+        *,
+        vocab_size: int,
+        max_num_reqs: int,
+        max_num_tokens: int,
+    ) -> None:
+        self.model = cast(Model, model)
+        self.backend = backend
+        self.device = device
+        self.vocab_size = vocab_size
+        self.max_num_reqs = max_num_reqs
+        self.max_num_tokens = max_num_tokens
+        self.attention_layers = {m.layer_name: m for m in model.modules() if isinstance(m, Attention)}
+        self.prompt_logprobs = PromptLogprobs(vocab_size)
+        self.counts_nans = envs.COMPUTE_NANS_IN_LOGITS.flag()
+        self._pending: PendingStep | None = None
+        self._sampling_key: tuple[int, bytes] | None = None
+        self._sampling_metadata: SamplingMetadata | None = None
+
+    def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
+        """Take memory for the cache and the batch. Must come before the first step."""
+        self.kv_cache = allocate_kv_cache(config, self.backend, self.device)
+        self.batch = InputBatch(self.max_num_reqs, max_model_len, config.block_sizes)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """The forward pass. None: call `sample_tokens`. An output: there was nothing to compute."""
+        assert self._pending is None, "the last step has not been sampled"
+        self._update_batch(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        inputs = make_step_inputs(self.batch, scheduler_output.num_scheduled_tokens, self.device)
+        hidden = self._forward(inputs.input_ids, inputs.positions, inputs.attention, self.kv_cache)
+        req_ids = [self.batch.req_ids[row] for row in inputs.rows.tolist()]
+        self._pending = PendingStep(
+            inputs,
+            req_ids,
+            self._compute_logits(inputs, hidden),
+            self._collect_prompt_logprobs(inputs, req_ids, hidden),
+        )
+        return None
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Sample the tokens of the step `execute_model` ran, and append them to the batch."""
+        assert self._pending is not None, "there is no step to sample"
+        step, self._pending = self._pending, None
+        output = ModelRunnerOutput(step.req_ids, [[] for _ in step.req_ids], prompt_logprobs=step.prompt_logprobs)
+        if step.logits is None:
+            return output
+        sampling = step.inputs.sampling.tolist()
+        rows = step.inputs.rows[step.inputs.sampling]
+        if self.counts_nans:
+            nans = step.logits.isnan().sum(dim=-1).tolist()
+            output.num_nans_in_logits = {step.req_ids[i]: count for i, count in zip(sampling, nans, strict=True)}
+        if grammar_output is not None:
+            _apply_grammar(step.logits, grammar_output, [step.req_ids[i] for i in sampling])
+        sampled = sample(step.logits, self._metadata(rows), self.batch.output_lens(rows))
+        self.batch.append_tokens(rows, sampled.token_ids)
+        for i, token_id in zip(sampling, sampled.token_ids.tolist(), strict=True):
+            output.sampled_token_ids[i] = [token_id]
+        output.logprobs = {step.req_ids[sampling[i]]: lists for i, lists in sampled.logprobs.items()}
+        return output
+
+    def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
+        """Apply the diff: who left, who is new, who got blocks."""
+        batch = self.batch
+        for req_id in scheduler_output.finished_req_ids:
+            batch.remove_request(req_id)
+            self.prompt_logprobs.remove_request(req_id)
+        for req_id in scheduler_output.preempted_req_ids:
+            batch.remove_request(req_id)
+        for request in scheduler_output.scheduled_new_reqs:
+            batch.add_request(request)
+            self.prompt_logprobs.add_request(request)
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id, block_ids, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            row = batch.rows[req_id]
+            batch.num_computed_tokens[row] = num_computed
+            if block_ids is not None:
+                batch.append_blocks(row, block_ids)
+
+    def _forward(
+        self, input_ids: Tensor, positions: Tensor, attention: Sequence[AttentionBatch], kv_cache: KVCacheMemory
+    ) -> Tensor:
+        metadata = [
+            self.backend.make_metadata(batch, spec) for batch, spec in zip(attention, kv_cache.specs, strict=True)
+        ]
+        with set_forward_context(ForwardContext(self.backend, metadata, kv_cache.layer_groups, kv_cache.caches)):
+            return self.model(input_ids, positions)
+
+    def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:
+        indices = inputs.logits_indices
+        if not len(indices):
+            return None
+        if len(indices) < hidden.shape[0]:
+            hidden = hidden[torch.from_numpy(indices).to(self.device)]
+        return self.model.compute_logits(hidden)
+
+    def _collect_prompt_logprobs(
+        self, inputs: StepInputs, req_ids: list[str], hidden: Tensor
+    ) -> dict[str, LogprobsTensors]:
+        """Score the step's prompt chunks; those of the prompts it completes."""
+        complete = {}
+        for i, req_id in enumerate(req_ids):
+            if self.prompt_logprobs.wanted_by(req_id):
+                start, n = int(inputs.starts[i]), int(inputs.query_lens[i])
+                result = self.prompt_logprobs.collect(
+                    req_id, int(inputs.seq_lens[i]) - n, hidden[start : start + n], self.model.compute_logits
+                )
+                if result is not None:
+                    complete[req_id] = result
+        return complete
+
+    def _metadata(self, rows: Rows) -> SamplingMetadata:
+        """The sampling metadata of these rows; the last one as long as the same requests sample."""
+        key = (self.batch.version, rows.tobytes())
+        if self._sampling_metadata is None or key != self._sampling_key:
+            self._sampling_key = key
+            self._sampling_metadata = self.batch.sampling.select(rows, self.device)
+        return self._sampling_metadata
+
+    # -- runs without requests ----------------------------------------------------------------------------------------
+
+    def get_kv_cache_specs(self, block_size: int, dtype: torch.dtype) -> dict[str, AnyKVCacheSpec]:
+        """What each attention layer keeps, by layer name."""
+        return {name: layer.kv_cache_spec(block_size, dtype) for name, layer in self.attention_layers.items()}
+
+    def profile_run(self, specs: Mapping[str, AnyKVCacheSpec]) -> None:
+        """The largest step there can be, over a cache of one block, so that its peak memory can be measured."""
+        self._dummy_step(self.max_num_tokens, allocate_kv_cache(make_null_config(specs), self.backend, self.device))
+
+    def execute_dummy_batch(self) -> None:
+        """One token of nobody."""
+        self._dummy_step(1, self.kv_cache)
+
+    @torch.inference_mode()
+    def _dummy_step(self, num_tokens: int, kv_cache: KVCacheMemory) -> None:
+        """Forward, logits and sampling of `num_tokens` tokens spread over as many requests as can be, in block 0."""
+        num_reqs = min(num_tokens, self.max_num_reqs)
+        query_lens = np.full(num_reqs, num_tokens // num_reqs, dtype=np.int64)
+        query_lens[: num_tokens % num_reqs] += 1
+        positions = np.concatenate([np.arange(n) for n in query_lens.tolist()])
+        attention = [
+            AttentionBatch(
+                query_lens,
+                query_lens,
+                torch.zeros((num_reqs, int(query_lens.max()) // size + 1), dtype=torch.int32, device=self.device),
+                torch.from_numpy(positions % size).to(self.device),
+            )
+            for size in kv_cache.block_sizes
+        ]
+        input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        hidden = self._forward(input_ids, torch.from_numpy(positions).to(self.device), attention, kv_cache)
+        logits = self.model.compute_logits(hidden[:num_reqs])
+        table = SamplingTable(num_reqs)
+        for row in range(num_reqs):
+            table.set_row(row, "", SamplingParams(top_p=0.9, seed=0), [], [])
+        sample(logits, table.select(np.arange(num_reqs), self.device), np.zeros(num_reqs, dtype=np.int64))
+
+
+def _apply_grammar(logits: Tensor, grammar_output: GrammarOutput, req_ids: list[str]) -> None:
+    """Mask the rows of `logits` (those of `req_ids`) that have a grammar."""
+    row_of = {req_id: row for row, req_id in enumerate(req_ids)}
+    masked = [
+        (i, row_of[req_id]) for i, req_id in enumerate(grammar_output.structured_output_request_ids) if req_id in row_of
+    ]
+    if masked:
+        bitmask = np.asarray(grammar_output.grammar_bitmask)[[i for i, _ in masked]]
+        apply_grammar_bitmask(logits, [row for _, row in masked], bitmask)

@@ -1,0 +1,15 @@
+"""Phi-3 and Phi-4."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from quire.config.hf_config import HFConfig
+from quire.worker.models.decoder import DecoderForCausalLM, common_spec, uniform_layers
+
+
+class Phi3ForCausalLM(DecoderForCausalLM):
+    """Llama with a window, and matrices that are already fused in the checkpoint."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, dataclasses.replace(common_spec(hf, uniform_layers(hf)), fused_checkpoint=True))

@@ -1,0 +1,28 @@
+"""The device that computes, and torch's threads. What the host grants is in host.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from quire.errors import ConfigError
+from quire.worker.host import cpu_quota
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of --device: auto takes CUDA when there is one. Raises ConfigError if it is not there."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError(
+            "--device cuda: torch finds no CUDA device; use --device cpu, or install a CUDA build of torch"
+        )
+    return torch.device("cuda", 0) if has_cuda and name != "cpu" else torch.device("cpu")
+
+
+def set_num_threads(root: Path = Path("/")) -> None:
+    """Keep torch's threads within the CPU quota of the container. OMP_NUM_THREADS, where set, is left alone."""
+    quota = cpu_quota(root)
+    if "OMP_NUM_THREADS" not in os.environ and quota is not None and quota < torch.get_num_threads():
+        torch.set_num_threads(quota)

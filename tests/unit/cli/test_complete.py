@@ -1,0 +1,142 @@
+"""`quire complete` on a scripted engine."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.complete import DEFAULT_MAX_TOKENS
+from quire.cli.main import main
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+from .scripted_engine import ScriptedEngine
+
+Capture = pytest.CaptureFixture[str]
+UseEngine = Callable[[ScriptedEngine], ScriptedEngine]
+
+
+@pytest.fixture
+def complete(model_dir: Path) -> Callable[..., int]:
+    return lambda *argv: main(["complete", "--model", str(model_dir), *argv])
+
+
+def by_prompt(prompt: Any, params: SamplingParams) -> list[str]:
+    """As many pieces as the prompt has letters."""
+    return [f"{prompt}{i} " for i in range(len(prompt))]
+
+
+def test_prints_the_text_and_nothing_else(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
+    engine = use_engine(ScriptedEngine())
+    assert complete("one prompt") == 0
+    assert capsys.readouterr() == ("Hello there\n", "")
+    assert engine.prompts_seen == ["one prompt"]
+
+
+def test_streams_as_tokens_come(
+    complete: Callable[..., int], use_engine: UseEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = use_engine(ScriptedEngine(lambda p, _: ["a", "b", "c"]))
+    writes: list[tuple[int, str]] = []
+
+    class Recorder(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append((engine.num_steps, text))
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Recorder())
+    assert complete("x") == 0
+    assert [w for w in writes if w[1] not in ("", "\n")] == [(1, "a"), (2, "b"), (3, "c")]
+
+
+def test_several_prompts_run_at_once_and_print_in_order(
+    complete: Callable[..., int], use_engine: UseEngine, capsys: Capture
+) -> None:
+    engine = use_engine(ScriptedEngine(by_prompt))
+    assert complete("xyz", "a") == 0
+    assert capsys.readouterr().out == "==> xyz <==\nxyz0 xyz1 xyz2 \n\n==> a <==\na0 \n"
+    assert engine.max_running == 2
+    assert engine.num_steps == 3
+
+
+def test_n_outputs(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
+    use_engine(ScriptedEngine())
+    assert complete("p", "--n", "2", "--echo") == 0
+    assert capsys.readouterr().out == "==> p [1/2] <==\npHello there\n\n==> p [2/2] <==\npHello there\n"
+
+
+def test_reads_stdin(
+    complete: Callable[..., int], use_engine: UseEngine, stdin: Callable[[str], None], capsys: Capture
+) -> None:
+    engine = use_engine(ScriptedEngine())
+    stdin("from a\npipe\n")
+    assert complete() == 0
+    stdin("again")
+    assert complete("first", "-") == 0
+    assert engine.prompts_seen == ["from a\npipe", "first", "again"]
+    assert complete("-", "-") == 2
+    assert "named twice" in capsys.readouterr().err
+
+
+def test_parameters_command_line_over_model_over_own(complete: Callable[..., int], use_engine: UseEngine) -> None:
+    engine = use_engine(ScriptedEngine())
+    assert complete("x", "--temperature", "0.9", "--stop", "END", "--stop=2", "--seed", "5", "--top-k", "3") == 0
+    (params,) = engine.params_seen
+    assert (params.temperature, params.top_p, params.top_k) == (0.9, 0.9, 3)  # top_p from generation_config.json
+    assert (params.stop, params.seed, params.max_tokens) == (["END", "2"], 5, DEFAULT_MAX_TOKENS)
+    assert params.output_kind is RequestOutputKind.DELTA
+
+
+def test_config_file_holds_sampling_and_engine_flags(
+    complete: Callable[..., int], use_engine: UseEngine, tmp_path: Path
+) -> None:
+    engine = use_engine(ScriptedEngine())
+    config = tmp_path / "c.yaml"
+    config.write_text("temperature: 0\nmax-tokens: 3\nmax-num-seqs: 4\n")
+    assert complete("x", "--config", str(config), "--max-tokens", "5") == 0
+    assert (engine.params_seen[0].temperature, engine.params_seen[0].max_tokens) == (0.0, 5)
+
+
+def test_json(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
+    use_engine(ScriptedEngine(by_prompt))
+    assert complete("xyz", "a", "--json", "--n", "2", "--logprobs", "1") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["a", "xyz"]  # as they finish
+    assert rows[1]["usage"] == {"prompt_tokens": 1, "cached_tokens": 1, "completion_tokens": 6}
+    first = rows[1]["outputs"][0]
+    assert (first["text"], first["token_ids"], first["finish_reason"]) == ("xyz0 xyz1 xyz2 ", [0, 1, 2], "stop")
+    assert [o["index"] for o in rows[1]["outputs"]] == [0, 1]
+    assert first["logprobs"][0]["0"] == {"logprob": -1.5, "rank": 2, "token": "xyz0 "}
+
+
+def test_stats_go_to_stderr(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
+    use_engine(ScriptedEngine())
+    assert complete("a b c", "--stats") == 0
+    out, err = capsys.readouterr()
+    assert out == "Hello there\n"
+    assert err.startswith("3 prompt tokens (1 cached), 2 generated; TTFT ")
+    assert "tok/s" in err
+
+
+def test_interrupt_stops_between_steps(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
+    engine = use_engine(ScriptedEngine(lambda p, _: ["a"] * 9, interrupt_at_step=2))
+    assert complete("x", "y") == 130
+    assert capsys.readouterr() == ("==> x <==\naaa\n", "")
+    assert engine.num_steps == 3
+    assert engine.aborted == ["0", "1"]
+
+
+def test_bad_prompt_and_bad_parameters(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
+    use_engine(ScriptedEngine(max_model_len=3))
+    assert complete("a b c d") == 2
+    assert complete("x", "--min-tokens", "9", "--max-tokens", "3") == 2
+    assert complete("x", "--n", "2", "--temperature", "0") == 2
+    out, err = capsys.readouterr()
+    assert "do not fit 3" in err
+    assert "min_tokens=9 is more than max_tokens=3" in err
+    assert out == ""

@@ -1,0 +1,160 @@
+"""The whole sampler against one request at a time in plain numpy, and requests in a batch against requests alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.sampling_params import SamplingParams
+from quire.worker.sample import sampler
+from quire.worker.sample.metadata import SamplingTable
+from quire.worker.sample.philox import uniforms
+
+VOCAB = 24
+CPU = torch.device("cpu")
+TOKEN = st.integers(0, VOCAB - 1)
+
+
+def oracle(x: np.ndarray, p: SamplingParams, prompt: list[int], output: list[int]) -> int:
+    """Sample one token, in the documented order, by the book. x: [VOCAB] float64, changed."""
+    if p.allowed_token_ids:
+        x[[t for t in range(VOCAB) if t not in p.allowed_token_ids]] = -np.inf
+    for word in p.bad_words_token_ids or []:
+        if len(word) == 1 or output[-len(word) + 1 :] == word[:-1]:
+            x[word[-1]] = -np.inf
+    if len(output) < p.min_tokens:
+        x[list(p.all_stop_token_ids)] = -np.inf
+    for token, bias in (p.logit_bias or {}).items():
+        x[token] += bias
+    for token in range(VOCAB):
+        if token in prompt or token in output:
+            x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+        x[token] -= p.frequency_penalty * output.count(token) + p.presence_penalty * (token in output)
+    if p.is_greedy:
+        return int(x.argmax())
+    x /= p.temperature
+    x[np.exp(x - x.max()) < p.min_p] = -np.inf
+    if p.top_k:
+        x[x < sorted(x)[-min(p.top_k, VOCAB)]] = -np.inf
+    probs = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+    if p.top_p < 1:
+        ranked = sorted(probs, reverse=True)
+        last = int((np.cumsum(ranked) < p.top_p).sum())
+        x[probs < ranked[min(last, VOCAB - 1)]] = -np.inf
+        probs = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+    (u,) = uniforms(np.array([p.seed % 2**64], np.uint64), np.array([len(output)]))
+    cdf = np.cumsum(probs)
+    return int(np.searchsorted(cdf, u * cdf[-1], side="right"))
+
+
+@st.composite
+def params(draw: st.DrawFn) -> SamplingParams:
+    p = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 1.7])),
+        top_k=draw(st.sampled_from([0, 1, 5, 100])),
+        top_p=draw(st.sampled_from([1.0, 0.313, 0.871])),
+        min_p=draw(st.sampled_from([0.0, 0.0517])),
+        seed=draw(st.integers(-(2**63), 2**63 - 2)),
+        presence_penalty=draw(st.sampled_from([0.0, 0.7, -1.3])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.31])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
+        logit_bias=draw(st.none() | st.dictionaries(TOKEN, st.sampled_from([-100.0, 1.5, 4.0]), min_size=1)),
+        allowed_token_ids=draw(st.none() | st.lists(TOKEN, min_size=4, unique=True)),
+        stop_token_ids=draw(st.lists(TOKEN, max_size=3)),
+        min_tokens=draw(st.sampled_from([0, 3])),
+        max_tokens=100,
+        logprobs=draw(st.sampled_from([None, 0, 4, -1])),
+        logprob_token_ids=draw(st.none() | st.lists(TOKEN, min_size=1, max_size=4)),
+    )
+    p.bad_words_token_ids = draw(st.none() | st.lists(st.lists(TOKEN, min_size=1, max_size=3), min_size=1, max_size=3))
+    return p
+
+
+requests_strategy = st.lists(
+    st.tuples(params(), st.lists(TOKEN, max_size=12), st.lists(TOKEN, max_size=12)), min_size=1, max_size=5
+)
+
+
+def run(logits: torch.Tensor, requests: list[tuple[SamplingParams, list[int], list[int]]]) -> sampler.SamplerOutput:
+    table = SamplingTable(len(requests))
+    for row, (p, prompt, output) in enumerate(requests):
+        table.set_row(row, f"request {row}", p, prompt, output)
+    lens = np.array([len(output) for _, _, output in requests])
+    return sampler.sample(logits.clone(), table.select(np.arange(len(requests)), CPU), lens)
+
+
+@settings(deadline=None)
+@given(requests_strategy, st.integers(0, 2**32 - 1))
+def test_equals_the_book_and_does_not_depend_on_neighbours(
+    requests: list[tuple[SamplingParams, list[int], list[int]]], seed: int
+) -> None:
+    logits = torch.randn(len(requests), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    output = run(logits, requests)
+    for row, (p, prompt, generated) in enumerate(requests):
+        x = logits[row].double().numpy()
+        raw = x - np.log(np.exp(x).sum())
+        with np.errstate(invalid="ignore"):
+            expected = oracle(x, p, prompt, generated)
+        if np.isfinite(x).any():  # a request may forbid every token it allows
+            assert output.token_ids[row] == expected
+        alone = run(logits[row : row + 1], [requests[row]])
+        assert alone.token_ids[0] == output.token_ids[row]
+        assert (row in output.logprobs) == (p.logprobs is not None or p.logprob_token_ids is not None)
+        if row in output.logprobs:
+            check_logprobs(output.logprobs[row], raw, int(output.token_ids[row]), p)
+
+
+def check_logprobs(lists: sampler.LogprobsLists, raw: np.ndarray, token: int, p: SamplingParams) -> None:
+    """The sampled token, the top ones, the ones asked for by id: from the raw distribution."""
+    count = VOCAB if p.logprobs == -1 else p.logprobs or 0
+    others = np.argsort(-raw, kind="stable")[:count].tolist() + (p.logprob_token_ids or [])
+    assert lists.logprob_token_ids == [[token, *others]]
+    np.testing.assert_allclose(lists.logprobs[0], raw[[token, *others]], atol=1e-5)
+    assert lists.sampled_token_ranks == [1 + int((raw > raw[token]).sum())]
+
+
+def test_greedy_batch_does_nothing_but_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_draw", "edit_logits", "_logprobs"):
+        monkeypatch.delattr(sampler, name)
+    logits = torch.randn(3, VOCAB)
+    output = run(logits, [(SamplingParams(temperature=0), [1], [2])] * 3)
+    assert output.token_ids.tolist() == logits.argmax(-1).tolist()
+    assert output.logprobs == {}
+
+
+def test_filters_run_on_the_rows_that_ask_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for name in ("keep_top_k", "keep_top_p", "keep_min_p"):
+        monkeypatch.setattr(
+            sampler.filters, name, lambda logits, values, name=name: seen.append((name, len(logits), values.tolist()))
+        )
+    asked = [{"temperature": 0}, {"top_k": 7}, {}, {"top_k": 9, "top_p": 0.5}]
+    run(torch.randn(4, VOCAB), [(SamplingParams(seed=1, **kwargs), [], []) for kwargs in asked])
+    assert seen == [("keep_top_k", 2, [7, 9]), ("keep_top_p", 1, [0.5])]
+
+
+def test_min_tokens_ends_with_the_output_length() -> None:
+    """The same metadata serves all steps: what changes is the length."""
+    p = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[3], max_tokens=9)
+    p.eos_token_id = 4
+    table = SamplingTable(1)
+    table.set_row(0, "a", p, [], [])
+    metadata = table.select(np.array([0]), CPU)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [3, 4, 5]] = torch.tensor([3.0, 2.0, 1.0])
+    drawn = [sampler.sample(logits.clone(), metadata, np.array([n])).token_ids[0] for n in (0, 1, 2, 3)]
+    assert drawn == [5, 5, 3, 3]
+
+
+def test_a_request_without_a_seed_draws_by_its_id() -> None:
+    def draws(req_id: str) -> list[int]:
+        table = SamplingTable(1)
+        table.set_row(0, req_id, SamplingParams(), [], [])
+        metadata = table.select(np.array([0]), CPU)
+        return [int(sampler.sample(torch.zeros(1, 1000), metadata, np.array([n])).token_ids[0]) for n in range(8)]
+
+    assert draws("a") == draws("a")
+    assert draws("a") != draws("b")

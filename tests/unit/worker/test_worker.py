@@ -1,0 +1,174 @@
+"""The worker's start-up, sizing rules and steps, on a model of random weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config.engine_args import EngineArgs
+from quire.errors import ConfigError
+from quire.sampling_params import SamplingParams
+from quire.wire.execution import NewRequestData, SchedulerOutput
+from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
+from quire.worker import host
+from quire.worker.attention.torch_backend import TorchAttentionBackend
+from quire.worker.kv_cache import allocate_kv_cache, make_null_config
+from quire.worker.worker import Worker
+
+MIB, GIB = 1 << 20, 1 << 30
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "dtype": "float32",
+}
+PAGE_BYTES = 2 * 16 * 2 * 8 * 4
+"""Keys and values of 16 tokens, 2 heads of 8 elements, float32."""
+
+
+@pytest.fixture
+def make_worker(tmp_path: Path) -> Any:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+
+    def make(**flags: Any) -> Worker:
+        args = EngineArgs(str(tmp_path), load_format="dummy", device="cpu", **{"max_num_seqs": 4, **flags})
+        worker = Worker(args.create_engine_config())
+        worker.init_device()
+        return worker
+
+    return make
+
+
+def cache_config(worker: Worker, num_blocks: int) -> KVCacheConfig:
+    specs = worker.get_kv_cache_spec()
+    tensors = [KVCacheTensor(num_blocks * spec.page_size_bytes, [name]) for name, spec in specs.items()]
+    return KVCacheConfig(num_blocks, tensors, [KVCacheGroupSpec(list(specs), next(iter(specs.values())))])
+
+
+def test_from_start_to_shutdown(make_worker: Any) -> None:
+    worker = make_worker()
+    worker.load_model()
+    model = worker.runner.model
+    assert list(worker.get_kv_cache_spec().values()) == [FullAttentionSpec(16, 2, 8, "float32")] * 2
+    assert worker.runner.model is model, "loaded once"
+    worker.update_max_model_len(40)
+    worker.initialize_from_config(cache_config(worker, 10))
+    assert worker.runner.batch.token_ids.shape == (4, 40)
+    worker.compile_or_warm_up_model()
+    request = NewRequestData("a", [1, 2, 3], ([1],), 0, SamplingParams(temperature=0))
+    assert (
+        worker.execute_model(SchedulerOutput([request], num_scheduled_tokens={"a": 3}, total_num_scheduled_tokens=3))
+        is None
+    )
+    output = worker.sample_tokens(None)
+    assert output.req_ids == ["a"]
+    assert 0 <= output.sampled_token_ids[0][0] < 64
+    worker.execute_dummy_batch()
+    assert worker.take_draft_token_ids() is None
+    assert worker.get_supported_tasks() == ("generate",)
+    worker.check_health()
+    worker.shutdown()
+    with pytest.raises(AssertionError, match="load_model comes first"):
+        _ = worker.runner
+
+
+def test_cache_dtype_follows_the_model_or_the_flag(make_worker: Any) -> None:
+    assert {s.dtype for s in make_worker(dtype="bfloat16").get_kv_cache_spec().values()} == {"bfloat16"}
+    assert {s.dtype for s in make_worker(kv_cache_dtype="bfloat16").get_kv_cache_spec().values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "free", "expected"),
+    [
+        ({"kv_cache_memory_bytes": 5 * MIB}, "2", GIB, 5 * MIB),  # the flag wins
+        ({}, "2", GIB, 2 * GIB),  # then the environment, as it is
+        ({}, "0.5", GIB, GIB // 2),
+        ({"max_num_seqs": 4}, None, 100 * GIB, (4 * 16 + 1) * 2 * PAGE_BYTES),  # what 4 requests of 256 tokens fill
+        ({"max_num_seqs": 4, "max_model_len": 100}, None, 100 * GIB, (4 * 7 + 1) * 2 * PAGE_BYTES),
+        ({"max_num_seqs": 100_000, "max_num_batched_tokens": 100_000}, None, 100 * GIB, 4 * GIB),  # the default
+        ({"max_num_seqs": 100_000, "max_num_batched_tokens": 100_000}, None, GIB, int(0.4 * GIB)),  # 40 % of the rest
+    ],
+)
+def test_size_of_the_cache_on_cpu(
+    make_worker: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: dict[str, int],
+    environment: str | None,
+    free: int,
+    expected: int,
+) -> None:
+    monkeypatch.setattr(host, "available_cpu_memory", lambda: free)
+    if environment is not None:
+        monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", environment)
+    worker = make_worker(**flags)
+    worker.load_model()
+    assert worker.determine_available_memory() == expected
+
+
+def test_a_cache_size_that_is_no_number(make_worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "much")
+    worker = make_worker()
+    worker.load_model()
+    with pytest.raises(ConfigError, match="QUIRE_CPU_KVCACHE_SPACE='much'"):
+        worker.determine_available_memory()
+
+
+def test_a_trace_is_written(make_worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    worker = make_worker()
+    worker.profile(False)  # never started: nothing to stop
+    worker.profile(True)
+    torch.ones(2).sum()
+    worker.profile(False, "run")
+    assert json.loads((tmp_path / "run-rank0.trace.json").read_text())["traceEvents"]
+
+
+def test_tensors_are_shared_by_a_layer_of_each_group() -> None:
+    full, sliding = FullAttentionSpec(16, 2, 8, "float32"), SlidingWindowSpec(16, 2, 8, "float32", 4)
+    config = KVCacheConfig(
+        6,
+        [KVCacheTensor(6 * full.page_size_bytes, ["f0", "s0"]), KVCacheTensor(6 * full.page_size_bytes, ["f1"])],
+        [KVCacheGroupSpec(["f0", "f1"], full), KVCacheGroupSpec(["s0"], sliding)],
+    )
+    memory = allocate_kv_cache(config, TorchAttentionBackend(), torch.device("cpu"))
+    assert memory.layer_groups == {"f0": 0, "f1": 0, "s0": 1}
+    assert memory.block_sizes == [16, 16]
+    assert {name: cache.key.data_ptr() for name, cache in memory.caches.items()}.keys() == {"f0", "f1", "s0"}
+    assert memory.caches["f0"].key.data_ptr() == memory.caches["s0"].key.data_ptr()
+    assert memory.caches["f0"].key.data_ptr() != memory.caches["f1"].key.data_ptr()
+    assert memory.caches["f1"].value.shape == (6, 16, 2, 8)
+
+
+def test_null_config_has_a_group_per_kind() -> None:
+    full, sliding = FullAttentionSpec(16, 2, 8), SlidingWindowSpec(16, 2, 8, sliding_window=4)
+    config = make_null_config({"a": full, "b": sliding, "c": full})
+    assert [g.layer_names for g in config.kv_cache_groups] == [["a", "c"], ["b"]]
+    assert [t.size for t in config.kv_cache_tensors] == [full.page_size_bytes] * 3
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads resident memory from /proc")
+def test_cache_memory_is_reserved_not_taken() -> None:
+    """8 GiB take milliseconds and no memory until blocks are written."""
+    spec = FullAttentionSpec(16, 8, 128, "bfloat16")
+    num_blocks = 8 * GIB // spec.page_size_bytes
+    config = KVCacheConfig(num_blocks, [KVCacheTensor(8 * GIB, ["a"])], [KVCacheGroupSpec(["a"], spec)])
+    resident, start = _resident_bytes(), time.monotonic()
+    memory = allocate_kv_cache(config, TorchAttentionBackend(), torch.device("cpu"))
+    memory.caches["a"].key[5] = 1
+    assert time.monotonic() - start < 1
+    assert _resident_bytes() - resident < 64 * MIB
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
