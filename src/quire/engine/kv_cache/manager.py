@@ -153,7 +153,7 @@ class KVCacheManager:
             self._drop_blocks(dropped)
         new_blocks = self._append_new_blocks(held, num_new_blocks) if num_new_blocks else self.empty_kv_cache_blocks
         if self.enable_caching:
-            self._cache_full_blocks(request, held, min(num_after, request.num_tokens))
+            self._cache_full_blocks(request, held, num_after)
         return new_blocks
 
     def free(self, request: CacheableRequest) -> None:
@@ -286,7 +286,7 @@ class KVCacheManager:
         return KVCacheBlocks(parts)
 
     def _cache_full_blocks(self, request: CacheableRequest, held: RequestBlocks, num_tokens: int) -> None:
-        """Register what is full within the first `num_tokens` tokens."""
+        """Register what is full within the first `num_tokens` tokens. Drafts among them have no hashes yet."""
         num_full = min(num_tokens // self.block_size, len(request.block_hashes))
         if num_full > held.num_cached_blocks:
             held.last_content = self.block_pool.cache_full_blocks(
