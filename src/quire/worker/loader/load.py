@@ -111,9 +111,14 @@ def _build(hf: HFConfig) -> nn.Module:
 
 
 def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Take the memory: unfilled weights, and the rotary tables."""
-    model.to(dtype).to_empty(device=device)
+    """Take the memory: unfilled weights, and the rotary tables.
+
+    Not with nn.Module.to_empty: on meta tensors it makes torch import sympy, which takes a second.
+    """
     for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(empty, requires_grad=False))
         if isinstance(module, RotaryEmbedding):
             module.allocate(device, dtype)
 

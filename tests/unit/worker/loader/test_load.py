@@ -183,7 +183,7 @@ def test_unknown_architecture(
         ("llama", {"hidden_act": "swish9"}, "activation 'swish9'"),
         ("llama", {"rope_parameters": {"rope_type": "mrope"}}, "type 'mrope'"),
         ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer of type 'linear_attention'"),
-        ("qwen2", {"layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "which must be a list of 4"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
     ],
 )
