@@ -46,7 +46,7 @@ class InputProcessor:
         self._supported_tasks = tuple(supported_tasks)
         self._vocab_size = model_config.hf_config.vocab_size
         self._max_logprobs = model_config.max_logprobs
-        self._generation_defaults = model_config.generation_defaults
+        self._sampling_defaults = model_config.sampling_defaults
         self._eos_token_id, self._more_eos_ids = _eos_ids(model_config, tokenizer)
         self._seeds = random.Random(model_config.seed)
 
@@ -209,11 +209,7 @@ class InputProcessor:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults from generation_config.json, over SamplingParams' (checklist S2-LLM-006)."""
-        names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-        given = {k: self._generation_defaults[k] for k in names if self._generation_defaults.get(k) is not None}
-        if self._generation_defaults.get("max_new_tokens") is not None:
-            given["max_tokens"] = self._generation_defaults["max_new_tokens"]
-        return SamplingParams(**given)
+        return SamplingParams(**self._sampling_defaults)
 
 
 def _eos_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int | None, list[int]]:
