@@ -158,9 +158,8 @@ def _check_fields(body: Mapping[str, Any], own: Sequence[str]) -> None:
             continue
         if name in _NEUTRAL_VALUES:
             raise ValidationError(f"{name} is not supported in a batch", param=name, value=value)
-        raise ValidationError(
-            f"{name} is not a field of batch requests; {nearest(name, known, 'remove it')}", param=name, value=value
-        )
+        hint = nearest(name, known, "remove it")
+        raise ValidationError(f"{name} is not a field of batch requests; {hint}", param=name, value=value)
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
