@@ -171,6 +171,12 @@ class InputProcessor:
         params = params.clone()
         params.validate_fields()  # the object may have been changed since it was made
         params.validate_for_model(self._vocab_size, self._max_logprobs)
+        if params.flat_logprobs:
+            raise ValidationError(
+                "flat_logprobs=True is not supported; log-probabilities come as one dict per position",
+                param="flat_logprobs",
+                value=True,
+            )
         if params.stop or params.bad_words:
             self._require_tokenizer("a stop string or a bad word")
         if params.max_tokens is None:

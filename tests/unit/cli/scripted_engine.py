@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from quire.errors import PromptTooLongError, ValidationError
@@ -45,7 +45,7 @@ class ScriptedEngine:
     answer: Callable[[Any, SamplingParams], list[str]] = lambda prompt, params: ["Hello", " there"]
     max_model_len: int = 64
     interrupt_at_step: int | None = None
-    """Ctrl-C is pressed during this step (the first is 0)."""
+    """Ctrl-C is pressed before this step (the first is 0)."""
     num_steps: int = 0
     params_seen: list[SamplingParams] = field(default_factory=list)
     prompts_seen: list[Any] = field(default_factory=list)
@@ -53,6 +53,7 @@ class ScriptedEngine:
     max_running: int = 0
 
     def __post_init__(self) -> None:
+        self.input_processor = SimpleNamespace(max_model_len=self.max_model_len)
         self._running: list[_Running] = []
         self._tokenizer = WordTokenizer()
 
@@ -80,7 +81,8 @@ class ScriptedEngine:
 
     def step(self) -> list[RequestOutput]:
         if self.num_steps == self.interrupt_at_step:
-            signal.raise_signal(signal.SIGINT)
+            self.interrupt_at_step = None
+            raise KeyboardInterrupt
         self.num_steps += 1
         outputs = [output for r in self._running if (output := self._advance(r)) is not None]
         done = {output.request_id for output in outputs if output.finished}

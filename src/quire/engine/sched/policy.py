@@ -1,23 +1,21 @@
-"""Scheduling policies: who is served first, and who gives way when KV blocks run out.
+"""Scheduling policies: who is admitted first, and who gives way when KV blocks run out.
 
 A policy is a row of `POLICIES`. It says two things:
 
-* the order of the waiting queue (a `RequestQueue`), from whose head requests are admitted;
-* the place of an admitted request among the running ones (`insert_running`). Running requests are served from the head
-  of that list, and the one at its *tail* is preempted first.
+* the order of the waiting queue (`make_queue`), from whose head requests are admitted;
+* which running request is preempted (`choose_victim`).
 
-Because the order of service and the order of preemption are one list, a request that was already given tokens in a
-step is never the victim of the same step: no scheduled token has to be taken back. docs/recipes has a page on adding a
-policy.
+Between that, running requests are served in the order they were admitted, whatever the policy: each needs one token
+per step to go on, and a policy that starved them of it would only hold their blocks for longer. docs/recipes has a page
+on adding a policy.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from bisect import insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.engine.request import Request
@@ -124,18 +122,24 @@ class PriorityRequestQueue(RequestQueue):
 
 @dataclass(frozen=True)
 class SchedulingPolicy:
-    """One row of `POLICIES`; see the module's docstring."""
+    """One row of `POLICIES`. `choose_victim` returns an index into the running requests, of which there is one."""
 
     make_queue: Callable[[], RequestQueue]
-    insert_running: Callable[[list[Request], Request], None]
+    choose_victim: Callable[[Sequence[Request]], int]
 
 
-def _insert_by_priority(running: list[Request], request: Request) -> None:
-    insort(running, request, key=priority_key)
+def last_admitted(running: Sequence[Request]) -> int:
+    """The one that has waited least."""
+    return len(running) - 1
+
+
+def least_urgent(running: Sequence[Request]) -> int:
+    """The one with the largest `priority_key`."""
+    return max(range(len(running)), key=lambda index: priority_key(running[index]))
 
 
 POLICIES: dict[str, SchedulingPolicy] = {
-    "fcfs": SchedulingPolicy(FCFSRequestQueue, list.append),
-    "priority": SchedulingPolicy(PriorityRequestQueue, _insert_by_priority),
+    "fcfs": SchedulingPolicy(FCFSRequestQueue, last_admitted),
+    "priority": SchedulingPolicy(PriorityRequestQueue, least_urgent),
 }
 """By the value of `--scheduling-policy`, whose choices (config/scheduler.py) must name the same rows."""

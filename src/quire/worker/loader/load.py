@@ -101,8 +101,9 @@ def _check_tensor(name: str, wanted: Tensor, stored: TensorInfo) -> None:
 def _build(hf: HFConfig) -> nn.Module:
     """The model on the meta device: shapes only."""
     if hf.get("quantization_config"):
-        method = hf.get("quantization_config").get("quant_method", "unknown")
-        raise UnsupportedModelError(f"{hf.path} says the weights are quantized ({method}), which is not implemented")
+        raise UnsupportedModelError(f"{hf.path} has a quantization_config; quantized weights are not implemented")
+    if not hf.architecture:
+        raise ModelLoadError(f"{hf.path} does not name an architecture in 'architectures'")
     model_class = get_model_class(hf.architecture)
     with torch.device("meta"):
         model: nn.Module = model_class(hf)
@@ -110,9 +111,14 @@ def _build(hf: HFConfig) -> nn.Module:
 
 
 def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Take the memory: unfilled weights, and the rotary tables."""
-    model.to(dtype).to_empty(device=device)
+    """Take the memory: unfilled weights, and the rotary tables.
+
+    Not with nn.Module.to_empty: on meta tensors it makes torch import sympy, which takes a second.
+    """
     for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(empty, requires_grad=False))
         if isinstance(module, RotaryEmbedding):
             module.allocate(device, dtype)
 

@@ -12,6 +12,7 @@ from quire.worker.models.decoder import (
     LayerSpec,
     Rotations,
     SelfAttention,
+    common_spec,
     make_mlp,
     make_norm,
     uniform_layers,
@@ -22,10 +23,7 @@ class MistralForCausalLM(DecoderForCausalLM):
     """All layers have the window, if there is one."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(
-            hf,
-            DecoderSpec(layers=uniform_layers(hf), ropes={"rope": hf.rope()}, activation=hf.get("hidden_act", "silu")),
-        )
+        super().__init__(hf, common_spec(hf, uniform_layers(hf)))
 
 
 class MixtralLayer(nn.Module):
@@ -60,11 +58,4 @@ class MixtralForCausalLM(DecoderForCausalLM):
             up_name="w3",
             down_name="w2",
         )
-        super().__init__(
-            hf,
-            DecoderSpec(
-                layers=uniform_layers(hf, moe=moe),
-                ropes={"rope": hf.rope()},
-                activation=hf.get("hidden_act", "silu"),
-            ),
-        )
+        super().__init__(hf, common_spec(hf, uniform_layers(hf, moe=moe)))

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from quire.config.hf_config import HFConfig
-from quire.worker.models.decoder import DecoderForCausalLM, DecoderSpec, uniform_layers
+from quire.worker.models.decoder import DecoderForCausalLM, common_spec, uniform_layers
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
-    """Llama with matrices that are fused in the checkpoint, and rotary embeddings of the longrope kind."""
+    """Llama with a window, and matrices that are already fused in the checkpoint."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(
-            hf,
-            DecoderSpec(
-                layers=uniform_layers(hf),
-                ropes={"rope": hf.rope()},
-                fused_checkpoint=True,
-                activation=hf.get("hidden_act", "silu"),
-            ),
-        )
+        super().__init__(hf, dataclasses.replace(common_spec(hf, uniform_layers(hf)), fused_checkpoint=True))
