@@ -192,13 +192,16 @@ class InputProcessor:
         return params
 
     def _bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as it is spelt at the start of a text and, where that differs, after a space."""
+        """Each word as it is spelt at the start of a text and, where that differs, after a space.
+
+        A spelling the model has no token for is left out: it cannot be written.
+        """
         tokenizer = self._require_tokenizer("a bad word")
         spellings: list[list[int]] = []
         for word in words:
             for text in (word, " " + word.lstrip()):
                 ids = tokenizer.encode(text, add_special_tokens=False)
-                if ids and ids not in spellings:
+                if ids and max(ids) < self._vocab_size and ids not in spellings:
                     spellings.append(ids)
         return spellings
 
@@ -215,15 +218,18 @@ class InputProcessor:
 def _eos_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int | None, list[int]]:
     """(the end-of-sequence token, further ones that end a text of this model).
 
-    The first is the tokenizer's, where there is one; the further ones are those generation_config.json lists.
+    The first is the tokenizer's, where there is one; the further ones are those generation_config.json lists. Ids the
+    model has no row for are left out: it cannot say them.
     """
+    vocab_size = model_config.hf_config.vocab_size
     value = model_config.generation_defaults.get("eos_token_id")
     listed = [] if value is None else [int(v) for v in (value if isinstance(value, list) else [value])]
     primary = tokenizer.eos_token_id if tokenizer is not None else None
     if primary is None:
         candidates = listed or model_config.hf_config.eos_token_ids
         primary = candidates[0] if candidates else None
-    return primary, [i for i in listed if i != primary]
+    more = [i for i in listed if i != primary and i < vocab_size]
+    return primary if primary is not None and primary < vocab_size else None, more
 
 
 def _validate_tokenization_kwargs(kwargs: Mapping[str, Any]) -> None:
