@@ -29,6 +29,7 @@ class Worker:
         self.max_model_len = config.model_config.model_len
         self._runner: ModelRunner | None = None
         self._profiler: torch.profiler.profile | None = None
+        self._trace_prefix = "quire"
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
@@ -137,13 +138,14 @@ class Worker:
 
     def profile(self, is_start: bool, prefix: str | None = None) -> None:
         """Record what torch does between a start and a stop; the trace (for chrome://tracing) goes to the working
-        directory as PREFIX-rankN.trace.json."""
+        directory as PREFIX-rankN.trace.json, with the prefix given at the start."""
         if is_start:
+            self._trace_prefix = prefix or "quire"
             self._profiler = torch.profiler.profile()
             self._profiler.start()
         elif self._profiler is not None:
             self._profiler.stop()
-            self._profiler.export_chrome_trace(f"{prefix or 'quire'}-rank{self.rank}.trace.json")
+            self._profiler.export_chrome_trace(f"{self._trace_prefix}-rank{self.rank}.trace.json")
             self._profiler = None
 
     def shutdown(self) -> None:
