@@ -42,6 +42,7 @@ class Worker:
         self.backend = make_attention_backend(self.device, self.dtype, self.cache_dtype)
         if self.device.type == "cpu":
             platform.set_num_threads()
+        logger.info("worker: device %s, %s, attention backend %s", self.device, self.dtype, self.backend.name)
 
     @property
     def runner(self) -> ModelRunner:
