@@ -133,7 +133,7 @@ class _BatchRun:
             state = _RowState(row, self._reader.read(row))
             for position, prompt in enumerate(state.request.prompts):
                 request_id = f"{row.line_number}/{position}"
-                self._engine.add_request(request_id, prompt, state.request.params)
+                self._engine.add_request(request_id, prompt, state.request.params, priority=state.request.priority)
                 added.append(request_id)
         except ClientError as e:
             self._engine.abort_request(added)

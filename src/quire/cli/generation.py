@@ -16,8 +16,8 @@ from quire.sampling_params import SamplingParams
 class Engine(Protocol):
     """The part of `LLMEngine` that the command line steps by hand."""
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> Any:
-        """Queue a prompt (text, or a dict with prompt_token_ids). Raises ValidationError."""
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0) -> Any:
+        """Queue a prompt (text, or a dict with prompt or prompt_token_ids). Raises ValidationError."""
 
     def step(self) -> list[RequestOutput]:
         """Run one step; what it gave. Ctrl-C leaves the engine usable."""

@@ -7,7 +7,8 @@ and leaves nothing behind when something goes wrong.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
@@ -83,36 +84,35 @@ class BatchRunner:
     def add(self, requests: Sequence[PreparedRequest]) -> list[str]:
         """Queue prepared requests, all or none; the users' ids."""
         ids = [request.request_id for request, _ in requests]
-        try:
+        with self._all_or_none(ids):
             for request, text in requests:
                 assert request.sampling_params is not None
                 request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
                 self._outputs[request.request_id] = None
                 self._engine.add_request(request.request_id, request, prompt_text=text)
-        except BaseException:
-            self._drop(ids)
-            raise
         return ids
 
     def add_and_run(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
-        """Queue prepared requests and step until they are finished; their outputs in the same order.
-
-        On any error, Ctrl-C among them, none of the requests stays behind.
-        """
-        ids = [request.request_id for request, _ in requests]
-        try:
+        """Queue prepared requests and step until they are finished; their outputs in the same order."""
+        with self._all_or_none([request.request_id for request, _ in requests]):
             return self._run(self.add(requests), use_tqdm)
-        except BaseException:
-            self._drop(ids)
-            raise
 
     def run_added(self, use_tqdm: UseTqdm = False) -> list[RequestOutput]:
         """Step until everything that was added is finished; the outputs in the order of adding."""
         ids = list(self._outputs)
-        try:
+        with self._all_or_none(ids):
             return self._run(ids, use_tqdm)
+
+    @contextmanager
+    def _all_or_none(self, ids: Sequence[str]) -> Iterator[None]:
+        """On any error, Ctrl-C among them, abort and forget the requests `ids`."""
+        try:
+            yield
         except BaseException:
-            self._drop(ids)
+            with InterruptShield():
+                self._engine.abort_request(ids)
+                for request_id in ids:
+                    self._outputs.pop(request_id, None)
             raise
 
     def _run(self, ids: Sequence[str], use_tqdm: UseTqdm) -> list[RequestOutput]:
@@ -129,13 +129,6 @@ class BatchRunner:
         if len(outputs) < len(ids):
             raise GenerationError(f"the engine has lost {len(ids) - len(outputs)} requests; this is a bug")
         return outputs
-
-    def _drop(self, ids: Sequence[str]) -> None:
-        """Abort what runs and forget what is finished."""
-        with InterruptShield():
-            self._engine.abort_request(ids)
-            for request_id in ids:
-                self._outputs.pop(request_id, None)
 
 
 def _one_per_prompt(name: str, value: T | Sequence[T], prompts: Sequence[Any]) -> Sequence[T]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from tqdm import tqdm
 
 from quire.config.engine_args import EngineArgs
+from quire.errors import ConfigError
 from quire.frontend import beam_search
 from quire.frontend.batch import BatchRunner, LoRAs, Params, UseTqdm
 from quire.frontend.chat_template import ContentFormat, Message
@@ -256,6 +257,13 @@ class LLM:
     ) -> list[Any]:
         """Call a method of the worker class on every worker; one result per worker."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def get_metrics(self) -> NoReturn:
+        """Raises ConfigError: this version exports no metrics yet."""
+        raise ConfigError(
+            "this version has no metrics registry to take a snapshot of; with disable_log_stats=False each "
+            "RequestOutput.metrics holds the times of its request, and LLMEngine takes stat_loggers"
+        )
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start the workers' profiler."""

@@ -60,9 +60,11 @@ class ScriptedEngine:
     def get_tokenizer(self) -> WordTokenizer:
         return self._tokenizer
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> str:
-        text = prompt if isinstance(prompt, str) else None
-        ids = [len(w) for w in prompt.split()] if isinstance(prompt, str) else list(prompt["prompt_token_ids"])
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0) -> str:
+        if isinstance(priority, str):
+            raise ValidationError("priority must be an integer", param="priority")
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        ids = [len(w) for w in text.split()] if text is not None else list(prompt["prompt_token_ids"])
         if len(ids) >= self.max_model_len:
             raise PromptTooLongError(f"{len(ids)} tokens do not fit {self.max_model_len}", param="prompt")
         self.params_seen.append(params)

@@ -94,7 +94,7 @@ def test_parameters(batch: Batch) -> None:
     engine = ScriptedEngine()
     batch.write(
         chat_row("a", temperature=0.1, top_p=None, max_completion_tokens=7, stop="x", logprobs=True, top_logprobs=1),
-        text_row("b", seed=4, max_tokens=9, user="someone", stream=False, tools=[]),
+        text_row("b", seed=4, max_tokens=9, cache_salt="s", user="someone", stream=False, tools=[]),
         text_row("c", repetition_detection={"max_pattern_size": 3, "min_count": 2}),
         chat_row("d"),
     )
@@ -105,6 +105,7 @@ def test_parameters(batch: Batch) -> None:
     assert (c.max_tokens, d.max_tokens) == (16, None)
     assert c.repetition_detection is not None
     assert c.repetition_detection.max_pattern_size == 3
+    assert engine.prompts_seen[1] == {"prompt": "Hi you", "cache_salt": "s"}
     assert all(p.output_kind is RequestOutputKind.FINAL_ONLY for p in engine.params_seen)
 
 
@@ -135,7 +136,8 @@ BAD_ROWS: list[tuple[Row | str, int, str | None, str]] = [
     (text_row("x", temperature="hot"), 400, "temperature", "must be a finite number"),
     (text_row("x", temprature=1), 400, "temprature", "did you mean temperature?"),
     (text_row("x", stream=True), 400, "stream", "not supported"),
-    (text_row("x", prompt_logprobs=1, prompt=None), 400, "prompt_logprobs", "unknown field"),
+    (text_row("x", prompt_logprobs=1), 400, "prompt_logprobs", "is not a field of batch requests"),
+    (text_row("x", priority="high"), 400, "priority", "integer"),
     (text_row("x", prompt=None), 400, "prompt", "must be text"),
     (text_row("x", prompt=[]), 400, "prompt", "must be text"),
     (text_row("x", prompt=[1, "a"]), 400, "prompt", "must be text"),
@@ -179,7 +181,7 @@ def test_a_bad_row_is_an_error_row_and_stops_no_other(
 
 def test_engine_failure_of_one_row(batch: Batch) -> None:
     batch.write(text_row("bad", "fail"), text_row("good", "x"))
-    assert batch.run(ScriptedEngine(lambda p, _: ["ERROR"] if p == "fail" else ["ok"])) == 1
+    assert batch.run(ScriptedEngine(lambda p, _: ["ERROR"] if p["prompt"] == "fail" else ["ok"])) == 1
     results = batch.results()
     assert results["bad"]["error"]["code"] == 500
     assert results["good"]["error"] is None
@@ -199,7 +201,7 @@ def test_a_custom_id_used_twice(batch: Batch) -> None:
 def test_resume_after_interrupt(batch: Batch, capsys: Capture) -> None:
     rows = [text_row(f"r{i}", "w " * (i + 1)) for i in range(6)]
     batch.write(*rows)
-    answer = lambda prompt, _: ["x"] * len(prompt.split())  # noqa: E731
+    answer = lambda prompt, _: ["x"] * len(prompt["prompt"].split())  # noqa: E731
     assert batch.run(ScriptedEngine(answer, interrupt_at_step=3)) == 130
     assert set(batch.results()) == {"r0", "r1", "r2"}
     assert "stopped with 3 results" in capsys.readouterr().err
@@ -217,7 +219,7 @@ def test_resume_after_the_engine_died(batch: Batch, capsys: Capture) -> None:
             return super().step()
 
     batch.write(*(text_row(f"r{i}", "w " * (i + 1)) for i in range(4)))
-    answer = lambda prompt, _: ["x"] * len(prompt.split())  # noqa: E731
+    answer = lambda prompt, _: ["x"] * len(prompt["prompt"].split())  # noqa: E731
     assert batch.run(Dying(answer)) == 1
     assert "run the same command again to go on" in capsys.readouterr().err
     assert batch.run(ScriptedEngine(answer)) == 0

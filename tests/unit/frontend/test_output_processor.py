@@ -249,6 +249,16 @@ def test_pooling_output() -> None:
     assert iteration.finished_requests[0].max_tokens_param is None
 
 
+def test_an_aborted_pooling_request_ends_without_text() -> None:
+    p, queue = processor(), Queue()
+    request = EngineCoreRequest("e-1", [1, 2], None, PoolingParams(task="embed"), 0.0, external_req_id="e")
+    p.add_request(request, None, queue=queue)
+    assert p.abort_requests(["e"]) == ["e-1"]
+    (last,) = queue.outputs
+    assert isinstance(last, RequestOutput)
+    assert (last.finished, last.outputs[0].finish_reason, last.prompt_logprobs) == (True, "abort", None)
+
+
 # -- queues -----------------------------------------------------------------------------------------------------------
 
 
