@@ -3,7 +3,7 @@ engine: nothing lost, budgets kept, blocks conserved, order kept, numbers that a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil
 from typing import TYPE_CHECKING
@@ -23,6 +23,13 @@ from tests.simulation.cache_model import (
 
 if TYPE_CHECKING:
     from tests.simulation.harness import Client, Simulation
+
+
+ADMISSION_ORDERS: dict[str, Callable[[Request], tuple[float, ...]]] = {
+    "fcfs": lambda request: (),
+    "priority": lambda request: (request.priority, request.arrival_time),
+}
+"""By policy: what decides who is admitted first, before the order of arrival."""
 
 
 def describe(step: SchedulerOutput) -> str:
@@ -168,9 +175,11 @@ class Invariants:
             return
         admitted = [data.req_id for data in new]
         left = [r.request_id for r in self.scheduler.waiting.ready if r.request_id not in step.preempted_req_ids]
-        if left:
-            last, first = max(map(self._rank, admitted)), min(map(self._rank, left))
-            assert last < first, f"{admitted} were admitted before {left}"
+        order = ADMISSION_ORDERS.get(self.limits.scheduling_policy)
+        if left and order is not None:
+            ranks = {i: (*order(self.scheduler.requests[i]), self._arrivals[i]) for i in admitted + left}
+            overtaken = [i for i in left if ranks[i] < max(ranks[j] for j in admitted)]
+            assert not overtaken, f"{admitted} were admitted before {overtaken}"
         if len(self.scheduler.running) > 1:
             watermark = int(self.limits.watermark * self.pool.num_gpu_blocks)
             assert self.pool.get_num_free_blocks() >= watermark, f"{admitted} were admitted below the watermark"
@@ -186,13 +195,6 @@ class Invariants:
                 assert not (skips and data.num_computed_tokens), f"{data.req_id} was not to read the prefix cache"
             if client is not None and client.admitted_with is None:
                 client.admitted_with = data.num_computed_tokens
-
-    def _rank(self, request_id: str) -> tuple[float, ...]:
-        """Smaller is served first."""
-        arrival, origin = self._arrivals[request_id], self.scheduler.requests[request_id]
-        if self.limits.scheduling_policy == "fcfs":
-            return (arrival,)
-        return (origin.priority, origin.arrival_time, arrival)
 
     # -- what clients hear --------------------------------------------------------------------------------------
 

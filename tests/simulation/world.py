@@ -12,6 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.engine.sched.policy import POLICIES
 from quire.lora_request import LoRARequest
 from quire.sampling_params import RepetitionDetectionParams, SamplingParams
 from quire.testing.fake_device import InFlight
@@ -95,7 +96,7 @@ class World:
                 max_num_batched_tokens=budget if chunked else max(budget, model_len),
                 max_num_seqs=max_num_seqs,
                 max_num_scheduled_tokens=None if rng.random() < 0.8 or not chunked else rng.randint(1, budget),
-                scheduling_policy=rng.choice(["fcfs", "priority"]),
+                scheduling_policy=rng.choice(sorted(POLICIES)),
                 enable_chunked_prefill=chunked,
                 long_prefill_token_threshold=rng.choice([0, 0, rng.randint(1, 8)]) if chunked else 0,
                 scheduler_reserve_full_isl=rng.random() < 0.5,

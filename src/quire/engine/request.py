@@ -198,6 +198,12 @@ class Request:
         if self._block_hasher is not None:
             self.block_hashes += self._block_hasher(self)
 
+    def set_drafts(self, token_ids: list[int], max_model_len: int) -> None:
+        """Propose tokens to be verified by the next step; ignored if that will not compute the last token anyway."""
+        if self.status is RequestStatus.RUNNING and self.num_computed_tokens >= self.num_tokens - 1:
+            room = max_model_len - self.num_tokens - 1  # one token comes without a draft
+            self.spec_token_ids = token_ids[: max(room, 0)]
+
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
     @property

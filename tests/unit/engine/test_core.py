@@ -123,8 +123,6 @@ def test_ids_are_strings() -> None:
     origin = make_core_request("a")
     origin.request_id = 7  # type: ignore[assignment]
     with pytest.raises(TypeError, match="request_id must be a str, got int"):
-        engine.core.preprocess_add_request(origin)
-    with pytest.raises(TypeError, match="request_id must be a str, got int"):
         engine.core.add_request(Request(origin))
     assert not engine.core.scheduler.has_requests()
 

@@ -42,6 +42,8 @@ class SchedulerInterface(ABC):
     through `update_from_output` in the order the steps were scheduled, or never (`abandon_steps`).
     """
 
+    pause_state: PauseState = PauseState.UNPAUSED
+
     @abstractmethod
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValidationError, with nothing changed, if it cannot be accepted."""
@@ -102,14 +104,9 @@ class SchedulerInterface(ABC):
     def make_stats(self) -> SchedulerStats | None:
         """A snapshot, with what the caches counted since the last one; None if statistics are off."""
 
-    @property
-    @abstractmethod
-    def pause_state(self) -> PauseState:
-        """Set by `set_pause_state`."""
-
-    @abstractmethod
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Stop or go on, from the next `schedule` on."""
+        self.pause_state = pause_state
 
     @abstractmethod
     def shutdown(self) -> None:

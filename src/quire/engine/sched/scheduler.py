@@ -75,11 +75,8 @@ class Scheduler(SchedulerInterface):
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting = WaitingRequests(self.policy, structured_output_manager)
-        self._in_flight = StepsInFlight()
+        self._steps = StepsInFlight()
         self._outputs = OutputCollector(max_model_len, include_finished_set, num_spec_tokens)
-        # What the worker has yet to be told:
-        self._finished_req_ids: set[str] = set()
-        self._preempted_req_ids: set[str] = set()
 
     # -- coming ------------------------------------------------------------------------------------------------
 
@@ -106,15 +103,8 @@ class Scheduler(SchedulerInterface):
         step = StepBuilder(self.limits.max_num_scheduled_tokens, self.clock())
         if self.pause_state is not PauseState.PAUSED_ALL and self._schedule_running(step):
             self._schedule_waiting(step)
-        output = step.make_output(
-            finished_req_ids=self._finished_req_ids,
-            preempted_req_ids=self._preempted_req_ids,
-            num_common_prefix_blocks=self._get_num_common_prefix_blocks(),
-        )
-        self._finished_req_ids = set()
-        self._preempted_req_ids = set()
-        self._in_flight.push(output, step.requests)
-        return output
+        num_common = self.kv_cache_manager.get_num_common_prefix_blocks
+        return self._steps.send(step, num_common(self.running[0].request_id) if self.running else [])
 
     def _schedule_running(self, step: StepBuilder) -> bool:
         """Let running requests go on. False if any was preempted: then nobody may take the blocks it gave up."""
@@ -147,7 +137,7 @@ class Scheduler(SchedulerInterface):
 
     def _schedule_waiting(self, step: StepBuilder) -> None:
         """Admit from the head of the queue, until one does not fit."""
-        self.waiting.unblock(self._in_flight.get_preempted())
+        self.waiting.unblock(self._steps.get_preempted(), self.pause_state)
         while step.token_budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting.peek()
             if request is None or not self._admit(request, step):
@@ -158,11 +148,9 @@ class Scheduler(SchedulerInterface):
         limits, manager = self.limits, self.kv_cache_manager
         computed_blocks, num_cached = manager.get_computed_blocks(request)
         num_missing = request.num_tokens - num_cached
-        if not limits.enable_chunked_prefill and num_missing > step.token_budget:
-            if num_missing <= limits.max_num_scheduled_tokens:
-                return False
-            return self._fail(request, f"its {num_missing} tokens exceed the step's {limits.max_num_scheduled_tokens}")
         num_new = limits.cap_chunk(num_missing, step.token_budget)
+        if num_new < num_missing and not limits.enable_chunked_prefill:
+            return False
         # With nothing running every block is free, so whoever does not fit now never will. Then, and whatever the
         # settings, ask for all of the request's blocks: one that can only start would preempt itself for ever.
         alone = not self.running
@@ -196,17 +184,12 @@ class Scheduler(SchedulerInterface):
         request.spec_token_ids = []
         self._record(request, EngineCoreEventType.PREEMPTED, timestamp)
         self.waiting.add_preempted(request)
-        self._preempted_req_ids.add(request.request_id)
+        self._steps.preempted_req_ids.add(request.request_id)
 
     def _preempt_all(self) -> None:
         timestamp = self.clock()
         while self.running:
             self._preempt(self.running.pop(), timestamp)
-
-    def _get_num_common_prefix_blocks(self) -> list[int]:
-        if not self.running:
-            return []
-        return self.kv_cache_manager.get_num_common_prefix_blocks(self.running[0].request_id)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         if self.structured_output_manager is None:
@@ -218,7 +201,7 @@ class Scheduler(SchedulerInterface):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        requests = self._in_flight.pop(scheduler_output)
+        requests = self._steps.receive(scheduler_output)
         ended = self._outputs.add_result(requests, scheduler_output, model_output)
         if ended:
             self._release(ended)
@@ -229,22 +212,13 @@ class Scheduler(SchedulerInterface):
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
         for request_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
-            request = self.requests.get(request_id)
-            if (
-                request is None
-                or request.status is not RequestStatus.RUNNING
-                or request.num_computed_tokens < request.num_tokens - 1
-            ):
-                continue
-            room = self.limits.max_model_len - request.num_tokens - 1  # one token comes without a draft
-            request.spec_token_ids = token_ids[: max(room, 0)]
+            if request_id in self.requests:
+                self.requests[request_id].set_drafts(token_ids, self.limits.max_model_len)
 
     def abandon_steps(self) -> None:
         # Blocks are registered for reuse when they are scheduled, so the prefix cache may promise now what was never
         # computed: it goes, too.
-        for output in self._in_flight.clear():
-            self._finished_req_ids |= output.finished_req_ids
-            self._preempted_req_ids |= output.preempted_req_ids
+        self._steps.abandon()
         self.reset_prefix_cache(reset_running_requests=True)
 
     # -- going -------------------------------------------------------------------------------------------------
@@ -272,7 +246,7 @@ class Scheduler(SchedulerInterface):
             self.waiting.remove(ended)
         for request in ended:
             self.kv_cache_manager.free(request)
-            self._finished_req_ids.add(request.request_id)
+            self._steps.finished_req_ids.add(request.request_id)
             self._outputs.note_finished(request)
             del self.requests[request.request_id]
 
@@ -291,7 +265,7 @@ class Scheduler(SchedulerInterface):
         return len(self.running), len(self.waiting)
 
     def has_requests(self) -> bool:
-        if self._finished_req_ids or self._outputs:
+        if self._steps.finished_req_ids or self._outputs:
             return True
         match self.pause_state:
             case PauseState.UNPAUSED:
@@ -305,13 +279,6 @@ class Scheduler(SchedulerInterface):
         if reset_running_requests:
             self._preempt_all()
         return self.kv_cache_manager.reset_prefix_cache()
-
-    @property
-    def pause_state(self) -> PauseState:
-        return self.waiting.pause_state
-
-    def set_pause_state(self, pause_state: PauseState) -> None:
-        self.waiting.pause_state = pause_state
 
     def make_stats(self) -> SchedulerStats | None:
         if not self.log_stats:

@@ -20,8 +20,8 @@ class WaitingRequests:
     def __init__(self, policy: SchedulingPolicy, structured_output_manager: StructuredOutputManager | None) -> None:
         self.ready = RequestQueue(policy.key)
         self.blocked = RequestQueue(policy.key)
-        self.pause_state = PauseState.UNPAUSED
         self._structured_output_manager = structured_output_manager
+        self._pause_state = PauseState.UNPAUSED
         self._in_flight: Collection[Request] = ()
         self._arrivals = count()
 
@@ -39,12 +39,12 @@ class WaitingRequests:
         self.ready.remove(requests)
         self.blocked.remove(requests)
 
-    def unblock(self, in_flight: Collection[Request]) -> None:
+    def unblock(self, in_flight: Collection[Request], pause_state: PauseState) -> None:
         """Start a round of admissions: what is no longer blocked goes back to its place.
 
         `in_flight` are requests that the result of a step is still to come for.
         """
-        self._in_flight = in_flight
+        self._in_flight, self._pause_state = in_flight, pause_state
         free = [request for request in self.blocked if self._may_start(request)]
         if free:
             self.blocked.remove(free)
@@ -67,7 +67,7 @@ class WaitingRequests:
     def _may_start(self, request: Request) -> bool:
         if request.status is RequestStatus.PREEMPTED:
             return request not in self._in_flight
-        if self.pause_state is not PauseState.UNPAUSED:
+        if self._pause_state is not PauseState.UNPAUSED:
             return False
         return self._structured_output_manager is None or self._structured_output_manager.is_ready(request)
 

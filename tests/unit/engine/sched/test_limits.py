@@ -33,6 +33,13 @@ def test_open_budgets_are_refused(missing: str) -> None:
         make_limits(10, **{missing: None})
 
 
+@pytest.mark.parametrize("budget", ["max_num_batched_tokens", "max_num_scheduled_tokens"])
+def test_a_prompt_that_may_not_be_split_must_fit_into_a_step(budget: str) -> None:
+    make_limits(10, enable_chunked_prefill=False, **{budget: 10})
+    with pytest.raises(ConfigError, match="a step of 9 tokens cannot take a prompt of up to 10"):
+        make_limits(10, enable_chunked_prefill=False, **{budget: 9})
+
+
 def test_the_watermark_is_a_share_of_the_blocks_rounded_down() -> None:
     assert make_limits(watermark=0.1).watermark_blocks == 4
     assert make_limits().watermark_blocks == 0
@@ -48,6 +55,7 @@ def test_the_watermark_is_a_share_of_the_blocks_rounded_down() -> None:
         (8, 64, 8, True, 8),
         (7, 64, 8, True, 7),
         (30, 64, 8, False, 30),
+        (30, 29, 8, False, 29),
     ],
 )
 def test_chunks(missing: int, budget: int, threshold: int, chunked: bool, expected: int) -> None:

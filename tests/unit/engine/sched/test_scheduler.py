@@ -82,20 +82,10 @@ def test_a_threshold_keeps_long_prompts_from_filling_the_step() -> None:
 
 
 def test_without_chunked_prefill_a_prompt_waits_for_a_step_it_fits_into() -> None:
-    engine = Engine(make_scheduler(max_num_batched_tokens=16, enable_chunked_prefill=False))
+    engine = Engine(make_scheduler(max_num_batched_tokens=16, max_model_len=16, enable_chunked_prefill=False))
     engine.add(make_request("a", 10), make_request("b", 10), make_request("c", 2))
     assert engine.step().num_scheduled_tokens == {"a": 10}, "c does not overtake b"
     assert engine.step().num_scheduled_tokens == {"a": 1, "b": 10, "c": 2}
-
-
-def test_without_chunked_prefill_a_prompt_over_the_budget_ends_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(make_scheduler(max_num_batched_tokens=16, enable_chunked_prefill=False))
-    engine.add(make_request("a", 17), make_request("b", 5))
-    with caplog.at_level(logging.ERROR, logger="quire"):
-        engine.step()
-    assert engine.last("a").finish_reason is FinishReason.ERROR
-    assert "request a ends with an error: its 17 tokens exceed the step's 16" in caplog.text
-    assert engine.tokens("b") == [5]
 
 
 def test_no_more_run_at_once_than_max_num_seqs() -> None:

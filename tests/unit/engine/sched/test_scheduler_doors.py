@@ -137,6 +137,18 @@ def test_drafts_that_do_not_fit_the_budget_are_cut() -> None:
     assert output.num_scheduled_tokens == {"a": 4}
 
 
+def test_drafts_are_cut_even_where_prompts_may_not_be() -> None:
+    engine = Engine(
+        make_scheduler(num_spec_tokens=3, max_num_scheduled_tokens=6, max_model_len=6, enable_chunked_prefill=False),
+        lambda request_id, tokens: 0,
+    )
+    engine.add(make_request("a", 2, max_tokens=3), make_request("b", 2, max_tokens=3))
+    engine.step()
+    draft(engine, "a", [0, 0, 0])
+    draft(engine, "b", [0, 0, 0])
+    assert engine.step().num_scheduled_tokens == {"a": 3, "b": 3}
+
+
 def test_drafts_do_not_reach_beyond_the_context() -> None:
     engine = Engine(make_scheduler(num_spec_tokens=4, max_model_len=8), digest)
     engine.add(make_request("a", 4))
