@@ -227,7 +227,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
     stop: list[str] | str | None = None
     """Strings that end the output; they are not part of the text unless include_stop_str_in_output."""
     stop_token_ids: list[int] | None = None
-    """Token ids that end the output; kept in token_ids, left out of the text when they are special tokens."""
+    """Token ids that end the output; kept in token_ids, left out of the text unless include_stop_str_in_output."""
     ignore_eos: bool = False
     max_tokens: int | None = 16
     """None: as many as the context holds."""

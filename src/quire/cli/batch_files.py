@@ -105,7 +105,11 @@ class ResultFile:
 
     def write(self, key: str, row: dict[str, Any]) -> None:
         """Append one result and hand it to the system at once."""
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        try:
+            line = json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # a custom_id may hold half a surrogate pair, which only an escape can write
+            line = json.dumps(row).encode()
+        self._file.write(line + b"\n")
         self._file.flush()
         self.done[key] = row["error"] is not None
 

@@ -26,13 +26,14 @@ _SAMPLING_FIELDS = (
     "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
     "repetition_detection",
 )  # fmt: skip
+_REQUEST_FIELDS = ("model", "priority", "cache_salt")
 _CHAT_FIELDS = (
     "messages", "logprobs", "top_logprobs", "max_completion_tokens", "add_generation_prompt", "continue_final_message",
     "chat_template", "chat_template_kwargs", "documents",
 )  # fmt: skip
 _TEXT_FIELDS = ("prompt", "logprobs", "echo")
 _IGNORED_FIELDS = (
-    "model", "priority", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "parallel_tool_calls", "stream_options", "request_id",
 )  # fmt: skip
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -49,12 +50,13 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A row that can run. One engine request per prompt; `prompts` are texts or {"prompt_token_ids": [...]}."""
+    """A row that can run. One engine request per prompt; `prompts` are the engine's dicts."""
 
     custom_id: str
     is_chat: bool
-    prompts: list[Any]
+    prompts: list[dict[str, Any]]
     params: SamplingParams
+    priority: int
     echo: bool = False
 
 
@@ -86,7 +88,10 @@ class RequestReader:
         echo = not is_chat and _boolean(body, "echo")
         if echo and params.logprobs is not None:
             raise ValidationError("echo together with logprobs is not supported in a batch", param="echo")
-        return BatchRequest(custom_id, is_chat, prompts, params, echo)
+        priority, salt = body.get("priority") or 0, body.get("cache_salt")
+        if salt is not None:
+            prompts = [{**prompt, "cache_salt": salt} for prompt in prompts]
+        return BatchRequest(custom_id, is_chat, prompts, params, priority, echo)
 
     def _envelope(self, row: InputRow) -> tuple[str, str, Mapping[str, Any]]:
         content = row.content
@@ -147,13 +152,14 @@ def _row_seed(seed: int, custom_id: str) -> int:
 
 
 def _check_fields(body: Mapping[str, Any], own: Sequence[str]) -> None:
-    known = {*_SAMPLING_FIELDS, *own, *_IGNORED_FIELDS}
+    known = {*_SAMPLING_FIELDS, *_REQUEST_FIELDS, *own, *_IGNORED_FIELDS}
     for name, value in body.items():
         if name in known or (name in _NEUTRAL_VALUES and value in _NEUTRAL_VALUES[name]):
             continue
         if name in _NEUTRAL_VALUES:
             raise ValidationError(f"{name} is not supported in a batch", param=name, value=value)
-        raise ValidationError(f"unknown field {name}; {nearest(name, known, 'remove it')}", param=name, value=value)
+        hint = nearest(name, known, "remove it")
+        raise ValidationError(f"{name} is not a field of batch requests; {hint}", param=name, value=value)
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
@@ -187,15 +193,15 @@ def _repetition_detection(value: Any) -> RepetitionDetectionParams:
     return RepetitionDetectionParams(**value)
 
 
-def _text_prompts(prompt: Any) -> list[Any]:
+def _text_prompts(prompt: Any) -> list[dict[str, Any]]:
     """Text, token ids, or a list of either."""
     if isinstance(prompt, str):
-        return [prompt]
+        return [{"prompt": prompt}]
     if isinstance(prompt, list) and prompt:
         if _is_ids(prompt):
             return [{"prompt_token_ids": prompt}]
         if all(isinstance(p, str) for p in prompt):
-            return list(prompt)
+            return [{"prompt": p} for p in prompt]
         if all(_is_ids(p) for p in prompt):
             return [{"prompt_token_ids": p} for p in prompt]
     raise ValidationError("prompt must be text, token ids, or a list of either", param="prompt")

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.cli.command_line import CommandLine
 from quire.cli.engine_options import engine_args, engine_options
-from quire.cli.generation import Engine, InterruptFlag, RequestTiming, make_engine, timing_line
+from quire.cli.generation import Engine, RequestTiming, make_engine, timing_line
 from quire.cli.options import Arguments, Option, Positional
 from quire.cli.sampling_options import SAMPLING_HELP, make_sampling_params, sampling_options
 from quire.cli.terminal import Style
@@ -39,7 +39,7 @@ def command_line() -> CommandLine:
 def run(args: Arguments) -> int:
     """Generate and print."""
     prompts = _read_prompts(args["prompt"])
-    flags = engine_args(args)
+    flags = engine_args(args, disable_log_stats=True)
     config = flags.create_engine_config()
     params = make_sampling_params(
         args.given_among(SAMPLING_HELP),
@@ -48,7 +48,11 @@ def run(args: Arguments) -> int:
     )
     engine = make_engine(flags)
     printer = _JsonPrinter() if args["json"] else _TextPrinter(prompts, params.n, args["echo"])
-    timings = _generate(engine, prompts, params, printer)
+    try:
+        timings = _generate(engine, prompts, params, printer)
+    except KeyboardInterrupt:
+        printer.interrupt()
+        raise
     if args["stats"]:
         print(timing_line(timings), file=sys.stderr)
     return 0
@@ -75,17 +79,12 @@ def _generate(engine: Engine, prompts: list[str], params: Any, printer: _Printer
     for i, prompt in enumerate(prompts):
         timings.append(RequestTiming(added_s=time.perf_counter()))
         engine.add_request(str(i), prompt, params)
-    with InterruptFlag() as interrupt:
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            now = time.perf_counter()
-            for output in outputs:
-                timings[int(output.request_id)].record(output, now)
-                printer.add(output)
-            if interrupt.is_set:
-                engine.abort_request([str(i) for i in range(len(prompts))])
-                printer.interrupt()
-                raise KeyboardInterrupt
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            timings[int(output.request_id)].record(output, now)
+            printer.add(output)
     return timings
 
 

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, cast
 
 from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
-from quire.engine.interrupts import InterruptShield
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache_init import initialize_kv_caches
 from quire.engine.request import BlockHasher, Request, RequestStatus
 from quire.engine.sched.interface import PauseState, SchedulerInterface
 from quire.engine.step_report import describe_iteration, log_error_detail
 from quire.errors import ServerError, ValidationError
+from quire.interrupts import InterruptShield
 from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, PauseMode

@@ -72,6 +72,13 @@ class InputBatch:
         self.req_ids.pop()
         self.version += 1
 
+    def clear(self) -> None:
+        """Forget all requests, whatever state an interrupt has left their rows in."""
+        self.req_ids.clear()
+        self.rows.clear()
+        self.sampling.histories.clear()
+        self.version += 1
+
     def _move_row(self, source: int, target: int) -> None:
         req_id, n = self.req_ids[source], self.num_tokens[source]
         self.req_ids[target] = req_id

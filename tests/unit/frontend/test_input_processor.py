@@ -195,6 +195,17 @@ def test_bad_words_are_spelt_with_and_without_a_space(tokenizer: Tokenizer) -> N
     assert spellings[0] != spellings[1]
 
 
+def test_what_the_model_has_no_token_for_is_left_out(tokenizer: Tokenizer) -> None:
+    """A tokenizer may know more tokens than the model has rows."""
+    dog = max(tokenizer.encode(" dog", add_special_tokens=False))
+    small = processor(tokenizer, {"eos_token_id": [1, dog]}, vocab_size=dog)
+    params = sampling(process(small, [5], SamplingParams(bad_words=["dog", "a"])))
+    assert params.bad_words_token_ids
+    assert max(map(max, params.bad_words_token_ids)) < dog
+    assert small.eos_token_ids == {1}
+    assert processor(tokenizer, vocab_size=1).eos_token_ids == frozenset()
+
+
 def test_a_bad_word_spelt_one_way_counts_once(tokenizers_by_kind: dict[str, Tokenizer]) -> None:
     wordpiece = tokenizers_by_kind["wordpiece"]
     params = sampling(process(processor(wordpiece), "a", SamplingParams(bad_words=["dog"])))
@@ -208,6 +219,7 @@ def test_parameters_are_checked_against_the_model(tokenizer: Tokenizer) -> None:
         (SamplingParams(prompt_logprobs=-1), "the limit is 20"),
         (SamplingParams(allowed_token_ids=[500]), "outside the vocabulary"),
         (SamplingParams(stop_token_ids=[-1]), "outside the vocabulary"),
+        (SamplingParams(flat_logprobs=True), "one dict per position"),
     ):
         with pytest.raises(ValidationError, match=message):
             process(p, "a", params)

@@ -206,6 +206,19 @@ def test_enqueue_then_wait(llm: LLM, client: FakeClient) -> None:
     assert llm.wait_for_completion(use_tqdm=False) == []
 
 
+def test_an_error_while_waiting_forgets_what_was_enqueued(llm: LLM, client: FakeClient) -> None:
+    def fail() -> None:
+        raise GenerationError("broken")
+
+    llm.enqueue([[50], [51]], GREEDY, use_tqdm=False)
+    client.before_step = fail
+    with pytest.raises(GenerationError):
+        llm.wait_for_completion(use_tqdm=False)
+    client.before_step = lambda: None
+    assert not client.live
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
 # -- chat -------------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +344,11 @@ def test_pass_through_calls(llm: LLM, client: FakeClient) -> None:
     assert client.profiling == (True, "run")
     llm.stop_profile()
     assert client.profiling == (False, None)
+
+
+def test_metrics_are_not_made_up(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="no metrics registry"):
+        llm.get_metrics()
 
 
 # -- progress ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import GenerationError
 from quire.frontend.detokenizer import IncrementalDetokenizer, TextDetokenizer
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.output_processor import OutputProcessor
@@ -249,6 +248,16 @@ def test_pooling_output() -> None:
     assert iteration.finished_requests[0].max_tokens_param is None
 
 
+def test_an_aborted_pooling_request_ends_without_text() -> None:
+    p, queue = processor(), Queue()
+    request = EngineCoreRequest("e-1", [1, 2], None, PoolingParams(task="embed"), 0.0, external_req_id="e")
+    p.add_request(request, None, queue=queue)
+    assert p.abort_requests(["e"]) == ["e-1"]
+    (last,) = queue.outputs
+    assert isinstance(last, RequestOutput)
+    assert (last.finished, last.outputs[0].finish_reason, last.prompt_logprobs) == (True, "abort", None)
+
+
 # -- queues -----------------------------------------------------------------------------------------------------------
 
 
@@ -259,17 +268,6 @@ def test_outputs_of_an_awaited_request_go_to_its_queue() -> None:
     result = p.process_outputs([make_output("a-1", [7]), make_output("b-1", [8])])
     assert [o.request_id for o in result.request_outputs] == ["b"]
     assert [o.request_id for o in queue.outputs if isinstance(o, RequestOutput)] == ["a"]
-
-
-def test_an_error_reaches_everybody_who_waits() -> None:
-    p, queue = processor(), Queue()
-    p.add_request(make_request(), None, queue=queue)
-    p.add_request(make_request("b-1", "b"), None)
-    error = GenerationError("broken")
-    p.propagate_error(error)
-    assert queue.outputs == [error]
-    assert not p.has_unfinished_requests()
-    assert p.external_req_ids == {}
 
 
 # -- aborts -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,9 @@ class DecoderSpec:
 
     layers: tuple[LayerSpec, ...]
     ropes: Mapping[str, RopeConfig] = field(default_factory=dict)
+    """The rotary embeddings, by the names layers use."""
     rope_in_float32: bool = False
+    """Rotate in float32 whatever the model's type."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -59,6 +61,7 @@ class DecoderSpec:
     """Norm of queries and keys: over each head, or over all heads together."""
     norm_offset: float = 0.0
     norm_in_float32: bool = False
+    """See RMSNorm, for both."""
     activation: str = "silu"
     attention_scale: float | None = None
     """Factor of the query-key products; None for 1 / sqrt(head_dim)."""
@@ -199,7 +202,9 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token. hidden: [n, hidden], any rows of `forward`'s result; returns float32 [n, vocab]."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        logits = functional.linear(hidden, head.weight).float() / self.logits_divisor
+        logits = functional.linear(hidden, head.weight).float()
+        if self.logits_divisor != 1.0:
+            logits = logits / self.logits_divisor
         return soft_cap(logits, self.logits_soft_cap)
 
 
@@ -229,11 +234,6 @@ def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
     )
 
 
-def uniform_layers(hf: HFConfig, **fields: Any) -> tuple[LayerSpec, ...]:
-    """Layers that are all alike: with the config's sliding window, if it has one, unless `fields` say otherwise."""
-    return (LayerSpec(**{"sliding_window": sliding_window_of(hf), **fields}),) * hf.num_hidden_layers
-
-
 def sliding_window_of(hf: HFConfig) -> int | None:
     """`sliding_window`; None if the config has none, or switches it off."""
     is_off = hf.get("sliding_window") is None or not hf.get("use_sliding_window", True)
@@ -248,7 +248,7 @@ def layer_types_of(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[str]
     count = hf.num_hidden_layers
     types = hf.get("layer_types", [SLIDING_ATTENTION if is_sliding(i) else FULL_ATTENTION for i in range(count)])
     if not isinstance(types, list) or len(types) < count:
-        raise ModelLoadError(f"{hf.path} has {len(types)} layer_types for {count} layers")
+        raise ModelLoadError(f"{hf.path} has layer_types {types!r}, which must be a list of {count}")
     for layer_type in types[:count]:
         if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise UnsupportedModelError(f"{hf.path} has a layer of type {layer_type!r}, which is not implemented")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from quire.engine.interrupts import InterruptShield
+from quire.interrupts import InterruptShield
 
 
 @pytest.fixture(autouse=True)
