@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,14 @@ def test_beam_search_finds_at_least_the_greedy_answer(llm: LLM) -> None:
     best = beams.sequences[0]
     length = len(best.tokens) - 5 + (best.finish_reason == "stop")
     assert best.cum_logprob / length >= greedy.cumulative_logprob / len(greedy.token_ids) - 1e-4
+
+
+def test_a_profile_is_written_under_the_name_given(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    llm.start_profile("mine")
+    llm.generate(QUESTION, SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+    llm.stop_profile()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine-rank0.trace.json"]
 
 
 def test_a_bad_prompt_in_a_list_runs_nothing(llm: LLM) -> None:

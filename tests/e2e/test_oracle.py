@@ -76,6 +76,16 @@ def assert_same_logprobs(output: RequestOutput, generation: Generation) -> None:
             assert entry.rank == 1 + int((reference > reference[token_id]).sum())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_cuda(family: str, checkpoint: Checkpoint, oracle: Oracle) -> None:
+    """The same code on a GPU, in whole prompts and in chunks."""
+    expected = oracle(family)
+    for budget in (4096, 48):
+        with engine(checkpoint(family), device="cuda", max_num_seqs=32, max_num_batched_tokens=budget) as llm:
+            assert_same_tokens(generate(llm, expected), expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_small_chunks_with_too_few_blocks(family: str, checkpoint: Checkpoint, oracle: Oracle) -> None:
     """48 tokens per step and a cache far too small: prompts in chunks, requests preempted and computed again."""

@@ -99,15 +99,6 @@ class OutputProcessor:
         parent = self.parent_requests.get(request_id)
         return sorted(parent.child_requests) if parent is not None else [request_id]
 
-    def propagate_error(self, error: Exception) -> None:
-        """The engine is gone: everybody who awaits a request gets `error`, and nothing is left."""
-        for state in self.request_states.values():
-            if state.queue is not None:
-                state.queue.put(error)
-        self.request_states.clear()
-        self.parent_requests.clear()
-        self.external_req_ids.clear()
-
     def process_outputs(
         self,
         outputs: Iterable[EngineCoreOutput],

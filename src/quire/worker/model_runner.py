@@ -74,7 +74,6 @@ class ModelRunner:
         self.model = cast(Model, model)
         self.backend = backend
         self.device = device
-        self.vocab_size = vocab_size
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self.attention_layers = {m.layer_name: m for m in model.modules() if isinstance(m, Attention)}

@@ -65,6 +65,11 @@ def test_a_size_must_be_a_positive_integer(value: Any) -> None:
         _ = config(hidden_size=value).hidden_size
 
 
+def test_heads_must_share_kv_heads_evenly() -> None:
+    with pytest.raises(ModelLoadError, match="8 attention heads, no multiple of its 3 kv heads"):
+        _ = config(num_attention_heads=8, num_key_value_heads=3).num_key_value_heads
+
+
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json has no 'vocab_size', which XForCausalLM needs"):
         _ = config(architectures=["XForCausalLM"]).vocab_size
@@ -140,7 +145,15 @@ def test_gemma3_defaults_per_layer_type() -> None:
     assert (hf.rope(FULL_ATTENTION).rope_theta, hf.rope(SLIDING_ATTENTION).rope_theta) == (1e6, 1e4)
 
 
-@pytest.mark.parametrize("bad", [{"rope_scaling": [1]}, {"rope_scaling": {"type": "linear", "factor": "2"}}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"rope_scaling": [1]},
+        {"rope_scaling": {"type": "linear", "factor": "2"}},
+        {"rope_theta": -1},
+        {"partial_rotary_factor": "all"},
+    ],
+)
 def test_malformed_rope_is_named(bad: dict[str, Any]) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json has rotary parameter"):
         config(**bad).rope()

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import GenerationError
 from quire.frontend.detokenizer import IncrementalDetokenizer, TextDetokenizer
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.output_processor import OutputProcessor
@@ -269,17 +268,6 @@ def test_outputs_of_an_awaited_request_go_to_its_queue() -> None:
     result = p.process_outputs([make_output("a-1", [7]), make_output("b-1", [8])])
     assert [o.request_id for o in result.request_outputs] == ["b"]
     assert [o.request_id for o in queue.outputs if isinstance(o, RequestOutput)] == ["a"]
-
-
-def test_an_error_reaches_everybody_who_waits() -> None:
-    p, queue = processor(), Queue()
-    p.add_request(make_request(), None, queue=queue)
-    p.add_request(make_request("b-1", "b"), None)
-    error = GenerationError("broken")
-    p.propagate_error(error)
-    assert queue.outputs == [error]
-    assert not p.has_unfinished_requests()
-    assert p.external_req_ids == {}
 
 
 # -- aborts -----------------------------------------------------------------------------------------------------------

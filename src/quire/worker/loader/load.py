@@ -21,7 +21,7 @@ from quire.config.checkpoint import CheckpointIndex, TensorInfo
 from quire.config.hf_config import HFConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
 from quire.logger import init_logger
 from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.layers.weights import checkpoint_tensors
@@ -105,8 +105,14 @@ def _build(hf: HFConfig) -> nn.Module:
     if not hf.architecture:
         raise ModelLoadError(f"{hf.path} does not name an architecture in 'architectures'")
     model_class = get_model_class(hf.architecture)
-    with torch.device("meta"):
-        model: nn.Module = model_class(hf)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = model_class(hf)
+    except QuireError:
+        raise
+    except Exception as e:  # whatever else a config.json may hold: a word for a number, a list too short
+        cause = str(e).partition("\n")[0]
+        raise ModelLoadError(f"{hf.path} does not describe a {hf.architecture}: {type(e).__name__}: {cause}") from e
     return model.eval()
 
 

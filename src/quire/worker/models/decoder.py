@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -232,11 +232,6 @@ def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
         mlp_bias=bool(hf.get("mlp_bias", False)),
         activation=hf.get("hidden_act", "silu"),
     )
-
-
-def uniform_layers(hf: HFConfig, **fields: Any) -> tuple[LayerSpec, ...]:
-    """Layers that are all alike: with the config's sliding window, if it has one, unless `fields` say otherwise."""
-    return (LayerSpec(**{"sliding_window": sliding_window_of(hf), **fields}),) * hf.num_hidden_layers
 
 
 def sliding_window_of(hf: HFConfig) -> int | None:

@@ -15,7 +15,7 @@ from quire.worker.models.decoder import (
     common_spec,
     make_mlp,
     make_norm,
-    uniform_layers,
+    sliding_window_of,
 )
 
 
@@ -23,7 +23,8 @@ class MistralForCausalLM(DecoderForCausalLM):
     """All layers have the window, if there is one."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, common_spec(hf, uniform_layers(hf)))
+        layer = LayerSpec(sliding_window=sliding_window_of(hf))
+        super().__init__(hf, common_spec(hf, (layer,) * hf.num_hidden_layers))
 
 
 class MixtralLayer(nn.Module):
@@ -58,4 +59,5 @@ class MixtralForCausalLM(DecoderForCausalLM):
             up_name="w3",
             down_name="w2",
         )
-        super().__init__(hf, common_spec(hf, uniform_layers(hf, moe=moe)))
+        layer = LayerSpec(sliding_window=sliding_window_of(hf), moe=moe)
+        super().__init__(hf, common_spec(hf, (layer,) * hf.num_hidden_layers))

@@ -16,7 +16,6 @@ from quire.worker.models.decoder import (
     common_spec,
     make_mlp,
     make_norm,
-    uniform_layers,
 )
 
 
@@ -43,5 +42,5 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
     layer_class = Olmo2Layer
 
     def __init__(self, hf: HFConfig) -> None:
-        spec = common_spec(hf, uniform_layers(hf, sliding_window=None))
+        spec = common_spec(hf, (LayerSpec(),) * hf.num_hidden_layers)
         super().__init__(hf, dataclasses.replace(spec, qk_norm="full", norm_in_float32=True, rope_in_float32=True))

@@ -12,7 +12,6 @@ from quire.worker.models.decoder import (
     common_spec,
     layer_types_of,
     sliding_window_of,
-    uniform_layers,
 )
 
 
@@ -49,9 +48,9 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
             normalize=bool(hf.get("norm_topk_prob", False)),
             weights_in_float32=False,
         )
-        step, plain = hf.size("decoder_sparse_step"), hf.get("mlp_only_layers", [])
+        step, plain, window = hf.size("decoder_sparse_step"), hf.get("mlp_only_layers", []), sliding_window_of(hf)
         layers = tuple(
-            dataclasses.replace(layer, moe=moe if i not in plain and (i + 1) % step == 0 else None)
-            for i, layer in enumerate(uniform_layers(hf))
+            LayerSpec(sliding_window=window, moe=moe if i not in plain and (i + 1) % step == 0 else None)
+            for i in range(hf.num_hidden_layers)
         )
         super().__init__(hf, dataclasses.replace(common_spec(hf, layers), qk_norm="head"))

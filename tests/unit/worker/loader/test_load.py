@@ -185,9 +185,11 @@ def test_unknown_architecture(
         ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer of type 'linear_attention'"),
         ("qwen2", {"layer_types": ["full_attention"]}, "which must be a list of 4"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
+        ("smollm3", {"no_rope_layers": [1]}, "config.json does not describe a SmolLM3ForCausalLM: IndexError"),
+        ("granite", {"logits_scaling": "much"}, "config.json does not describe a GraniteForCausalLM: ValueError"),
     ],
 )
-def test_features_that_are_not_implemented(
+def test_configs_that_cannot_be_served(
     family: str,
     changes: dict[str, Any],
     message: str,
