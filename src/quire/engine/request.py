@@ -32,11 +32,6 @@ class RequestStatus(IntEnum):
     FINISHED_REPETITION = 8
 
     @property
-    def is_finished(self) -> bool:
-        """True for every status a request never leaves."""
-        return self > RequestStatus.PREEMPTED
-
-    @property
     def finish_reason(self) -> FinishReason | None:
         """What the client is told; None while the request lives."""
         return _FINISH_REASONS.get(self)
@@ -181,11 +176,6 @@ class Request:
     def num_output_tokens(self) -> int:
         """Generated so far, before an engine restart included."""
         return self.num_tokens - self.num_prompt_tokens
-
-    @property
-    def num_tokens_with_spec(self) -> int:
-        """All tokens and the drafts: what `num_computed_tokens` strives for."""
-        return self.num_tokens + len(self.spec_token_ids)
 
     def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
         """Add one or several generated tokens and hash the blocks they fill."""

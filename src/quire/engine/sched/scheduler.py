@@ -265,7 +265,7 @@ class Scheduler(SchedulerInterface):
         return len(self.running), len(self.waiting)
 
     def has_requests(self) -> bool:
-        if self._steps.finished_req_ids or self._outputs:
+        if self._steps.finished_req_ids:  # whose clients may have to be told, too
             return True
         match self.pause_state:
             case PauseState.UNPAUSED:
