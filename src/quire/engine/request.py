@@ -103,6 +103,7 @@ class Request:
         "_block_hasher",
         "_tokens",
         "all_token_ids",
+        "arrival_index",
         "block_hashes",
         "events",
         "num_cached_tokens",
@@ -145,6 +146,8 @@ class Request:
         """Draft tokens to be verified by the next step."""
 
         self.status = RequestStatus.WAITING
+        self.arrival_index = 0
+        """How many requests the scheduler was given before this one."""
         self.stop_reason: int | str | None = None
         self.num_computed_tokens = 0
         """Tokens whose KV is in the cache, those of steps in flight included."""
