@@ -81,7 +81,7 @@ class FieldBound:
 
     `kind` is the accepted type: "int", "float" (finite unless said), "bool", "str", "list[int]", "list[str]",
     "dict[int,float]" or "object". `minimum`/`maximum` are inclusive unless `exclusive_minimum`. `max_len` bounds
-    sequences and strings. `special` lists values accepted outside the range.
+    sequences, `max_item_len` each string in one. `special` lists values accepted outside the range.
     """
 
     name: str
@@ -90,6 +90,7 @@ class FieldBound:
     maximum: float | None = None
     exclusive_minimum: bool = False
     max_len: int | None = None
+    max_item_len: int | None = None
     optional: bool = False
     special: tuple[int, ...] = ()
 
@@ -108,6 +109,13 @@ class FieldBound:
             raise ValidationError(
                 f"{self.name} has {len(value)} items; at most {self.max_len} are allowed", param=self.name
             )
+        elif self.max_item_len is not None:
+            longest = max(map(len, value), default=0)
+            if longest > self.max_item_len:
+                raise ValidationError(
+                    f"{self.name} holds a string of {longest} characters; at most {self.max_item_len} are allowed",
+                    param=self.name,
+                )
 
     def _validate_range(self, value: float) -> None:
         too_low = self.minimum is not None and (
@@ -177,7 +185,7 @@ SAMPLING_FIELDS: tuple[FieldBound, ...] = (
     FieldBound("top_k", "int", -1, INT64_MAX),
     FieldBound("min_p", "float", 0, 1),
     FieldBound("seed", "int", -INT64_MAX - 1, INT64_MAX, optional=True),
-    FieldBound("stop", "list[str]", max_len=1024),
+    FieldBound("stop", "list[str]", max_len=1024, max_item_len=4096),
     FieldBound("stop_token_ids", "list[int]", max_len=4096),
     FieldBound("ignore_eos", "bool"),
     FieldBound("max_tokens", "int", 1, INT64_MAX, optional=True),
@@ -192,7 +200,7 @@ SAMPLING_FIELDS: tuple[FieldBound, ...] = (
     FieldBound("stream_interval", "int", 1, INT64_MAX, optional=True),
     FieldBound("logit_bias", "dict[int,float]", max_len=65536, optional=True),
     FieldBound("allowed_token_ids", "list[int]", max_len=1_048_576, optional=True),
-    FieldBound("bad_words", "list[str]", max_len=MAX_BAD_WORDS),
+    FieldBound("bad_words", "list[str]", max_len=MAX_BAD_WORDS, max_item_len=1024),
     FieldBound("skip_reading_prefix_cache", "bool", optional=True),
 )
 

@@ -103,6 +103,8 @@ def test_defaults(name: str, value: Any) -> None:
         ("prompt_logprobs", -2),
         ("stop", [""]),
         ("stop", [1]),
+        ("stop", ["x" * 4097]),
+        ("bad_words", ["x" * 1025]),
         ("stop_token_ids", ["a"]),
         ("bad_words", ["  "]),
         ("bad_words", ["w"] * 129),
