@@ -331,11 +331,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
         bias = fields.pop("logit_bias", None)
         if bias is not None:
             try:
-                bias = {int(k): min(100.0, max(-100.0, float(v))) for k, v in bias.items()}
-            except (TypeError, ValueError):
-                raise ValidationError(
-                    "logit_bias must be a map from token id to a finite number", param="logit_bias"
-                ) from None
+                bias = {int(k): float(v) for k, v in bias.items()}
+            except (AttributeError, TypeError, ValueError, OverflowError):
+                bias = {0: math.nan}
+            if any(math.isnan(v) for v in bias.values()):
+                raise ValidationError("logit_bias must be a map from token id to a finite number", param="logit_bias")
+            bias = {k: min(100.0, max(-100.0, v)) for k, v in bias.items()}
         nullable = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
         given = {k: v for k, v in fields.items() if v is not None or k in nullable}
         return SamplingParams(**given, logit_bias=bias)

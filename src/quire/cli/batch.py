@@ -18,7 +18,7 @@ from quire.cli.engine_options import engine_args, engine_options
 from quire.cli.generation import Engine, make_engine
 from quire.cli.options import Arguments, Option, Positional
 from quire.config.engine_args import EngineArgs
-from quire.errors import ClientError, ConfigError, GenerationError, QuireError, ValidationError
+from quire.errors import ClientError, ConfigError, GenerationError, QuireError, ServerError, ValidationError
 from quire.outputs import RequestOutput
 
 _RERUN = "run the same command again to go on"
@@ -50,7 +50,7 @@ def run(args: Arguments) -> int:
         num_rows = sum(1 for _ in _unfinished(source, results))
         if num_rows:
             _run_rows(engine_args(args, disable_log_stats=True), source, results, num_rows)
-    except (KeyboardInterrupt, QuireError):
+    except (KeyboardInterrupt, ServerError):
         print(f"\nstopped with {len(results.done)} results in {target}; {_RERUN}", file=sys.stderr)
         raise
     finally:

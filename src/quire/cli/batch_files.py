@@ -109,8 +109,11 @@ class ResultFile:
             line = json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # a custom_id may hold half a surrogate pair, which only an escape can write
             line = json.dumps(row).encode()
-        self._file.write(line + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(line + b"\n")
+            self._file.flush()
+        except OSError as e:
+            raise ConfigError(f"-o {self.path} cannot be written: {e.strerror or e}") from None
         self.done[key] = row["error"] is not None
 
     def close(self) -> None:

@@ -60,6 +60,11 @@ class BatchRequest:
     echo: bool = False
 
 
+_RESERVED_VARIABLES = {
+    "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "content_format",
+    "tokenize", "documents",
+}  # fmt: skip
+"""What a row sets by fields of its own, or not at all."""
 RenderChat = Callable[..., list[int]]
 """messages and template options -> prompt token ids; the tokenizer's `apply_chat_template`."""
 
@@ -131,18 +136,22 @@ class RequestReader:
         messages = body.get("messages")
         if not isinstance(messages, list):
             raise ValidationError("messages must be a list of objects with role and content", param="messages")
-        template_values = body.get("chat_template_kwargs") or {}
-        if not isinstance(template_values, dict):
-            raise ValidationError("chat_template_kwargs must be an object", param="chat_template_kwargs")
-        token_ids = self._render_chat(
-            messages,
-            add_generation_prompt=_boolean(body, "add_generation_prompt", default=True),
-            continue_final_message=_boolean(body, "continue_final_message"),
-            chat_template=body.get("chat_template"),
-            documents=body.get("documents"),
-            **template_values,
-        )
-        return {"prompt_token_ids": token_ids}
+        template = body.get("chat_template")
+        if template is not None and not isinstance(template, str):
+            raise ValidationError("chat_template must be text", param="chat_template")
+        options = {
+            "add_generation_prompt": _boolean(body, "add_generation_prompt", default=True),
+            "continue_final_message": _boolean(body, "continue_final_message"),
+            "chat_template": template,
+            "documents": body.get("documents"),
+        }
+        variables = body.get("chat_template_kwargs") or {}
+        if not isinstance(variables, dict) or not _RESERVED_VARIABLES.isdisjoint(variables):
+            raise ValidationError(
+                f"chat_template_kwargs must be an object without {', '.join(sorted(_RESERVED_VARIABLES))}",
+                param="chat_template_kwargs",
+            )
+        return {"prompt_token_ids": self._render_chat(messages, **options, **variables)}
 
 
 def _row_seed(seed: int, custom_id: str) -> int:
@@ -168,11 +177,9 @@ def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
         if top:
             raise ValidationError("top_logprobs needs logprobs: true", param="top_logprobs", value=top)
         return None
-    return int(top) if isinstance(top, int) and not isinstance(top, bool) else _refuse_integer("top_logprobs", top)
-
-
-def _refuse_integer(name: str, value: Any) -> int:
-    raise ValidationError(f"{name} must be an integer, got {value!r}", param=name, value=value)
+    if type(top) is not int:
+        raise ValidationError(f"top_logprobs must be an integer, got {top!r}", param="top_logprobs", value=top)
+    return top
 
 
 def _boolean(body: Mapping[str, Any], name: str, default: bool = False) -> bool:

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the engine failed (or a batch row did), 2 the command line
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -54,6 +55,9 @@ ALIASES: dict[str, str] = {"run-batch": "batch"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `argv` (default: the process's arguments) and return the exit code. Prints errors, never raises them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows another one
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -11,8 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.cli import batch_requests
+from quire.cli.batch_files import InputRow
+from quire.cli.batch_requests import CHAT_URL, TEXT_URL, RequestReader
 from quire.cli.main import main
-from quire.errors import EngineDeadError
+from quire.config.engine_args import EngineArgs
+from quire.errors import ClientError, EngineDeadError
+from quire.frontend.llm_engine import LLMEngine
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind
 
@@ -293,3 +298,43 @@ def test_blank_lines_and_odd_ids(batch: Batch) -> None:
     assert batch.run() == 0
     assert batch.run() == 0
     assert set(batch.results()) == {"a", "half a pair: \ud800"}
+
+
+# -- anything may stand in a file -------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = sorted(
+    {*batch_requests._SAMPLING_FIELDS, *batch_requests._REQUEST_FIELDS, *batch_requests._CHAT_FIELDS}
+    | {*batch_requests._TEXT_FIELDS, *batch_requests._IGNORED_FIELDS, *batch_requests._NEUTRAL_VALUES, "xyzzy"}
+)
+
+
+@pytest.fixture(scope="module")
+def real_engine() -> LLMEngine:
+    return LLMEngine.from_engine_args(EngineArgs(max_model_len=64, num_gpu_blocks_override=64, disable_log_stats=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    url=st.sampled_from([CHAT_URL, TEXT_URL]),
+    body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3),
+    variables=st.dictionaries(st.sampled_from(["tokenize", "conversation", "messages", "tools", "x"]), JSON),
+)
+def test_no_row_can_do_more_than_be_refused(
+    url: str, body: dict[str, Any], variables: dict[str, Any], real_engine: LLMEngine
+) -> None:
+    """With the demo model's tokenizer and template and the real validation door: a ClientError, or a request."""
+    reader = RequestReader(["demo"], {}, 0, real_engine.get_tokenizer().apply_chat_template)
+    whole = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": variables} | body
+    row = InputRow(1, {"custom_id": "x", "url": url, "body": whole if url == CHAT_URL else {"prompt": "Hi", **body}})
+    try:
+        request = reader.read(row)
+        for prompt in request.prompts:
+            real_engine.input_processor.process_inputs("x", prompt, request.params, priority=request.priority)
+    except ClientError:
+        return
+    assert request.custom_id == "x"

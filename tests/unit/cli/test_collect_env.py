@@ -57,9 +57,6 @@ def test_cpu_of_both_kinds(tmp_path: Path) -> None:
     assert cpu_facts(tmp_path / "none")["instruction_sets"] == []
 
 
-def test_memory(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  2048 kB\nMemAvailable:  1024 kB\n")
-    facts = memory_facts(meminfo)
-    assert (facts["memory_bytes"], facts["available_bytes"]) == (2**21, 2**20)
-    assert memory_facts(tmp_path / "none")["memory_bytes"] is None
+def test_memory() -> None:
+    facts = memory_facts()
+    assert 0 < facts["free_bytes"] <= facts["memory_bytes"]

@@ -67,9 +67,9 @@ def test_facts(checkpoint: Path, capsys: Capture) -> None:
         "dtype": "bfloat16",
         "memory_bytes": (512 * 64 + 64) * 2,
     }
-    kv = report["kv_cache"]
+    kv = {**report["kv_cache"], **report["capacity"]}
     assert kv["bytes_per_token"] == 2 * 2 * 2 * 16 * 2  # layers, keys and values, heads, head size, bytes
-    assert kv["blocks"] == 10**6 // (kv["bytes_per_token"] * 16) or kv["blocks"] == 2**20 // (128 * 2 * 16)
+    assert kv["blocks"] == 2**20 // (kv["bytes_per_token"] * 16)
     assert kv["max_model_len"] == 256
     assert kv["max_concurrency"] == pytest.approx((kv["blocks"] - 1) / 16, abs=0.01)
     assert report["sampling_defaults"] == {"temperature": 0.6, "top_p": 0.9}
@@ -89,18 +89,18 @@ def test_memory_rule_is_the_workers(checkpoint: Path, capsys: Capture, monkeypat
     monkeypatch.setattr("quire.cli.model_report.available_cpu_memory", lambda: 10_000_000)
     weights = (512 * 64 + 64) * 2
     report = info(capsys, str(checkpoint))
-    assert report["kv_cache"]["blocks"] == int(0.4 * (10_000_000 - weights)) // (256 * 16)
+    assert report["capacity"]["blocks"] == int(0.4 * (10_000_000 - weights)) // (256 * 16)
     monkeypatch.setattr("quire.cli.model_report.available_cpu_memory", lambda: 10**12)
     report = info(capsys, str(checkpoint), "--max-num-seqs", "2")
-    assert report["kv_cache"]["blocks"] == 2 * 256 // 16 + 1
+    assert report["capacity"]["blocks"] == 2 * 256 // 16 + 1
 
 
 def test_context_fits_or_is_a_problem(checkpoint: Path, capsys: Capture) -> None:
     few = ("--num-gpu-blocks-override", "5")
-    assert info(capsys, str(checkpoint), *few, "--max-model-len", "auto")["kv_cache"]["max_model_len"] == 64
+    assert info(capsys, str(checkpoint), *few, "--max-model-len", "auto")["capacity"]["max_model_len"] == 64
     report = info(capsys, str(checkpoint), *few, code=2)
     assert "longest that fits is 64 tokens" in report["problems"][0]
-    assert "kv_cache" not in report
+    assert "capacity" not in report
 
 
 def test_what_stands_in_the_way_is_listed(model_dir: Path, capsys: Capture) -> None:
@@ -118,7 +118,7 @@ def test_what_stands_in_the_way_is_listed(model_dir: Path, capsys: Capture) -> N
 def test_dummy_weights_need_no_file(model_dir: Path, capsys: Capture) -> None:
     report = info(capsys, str(model_dir), "--load-format", "dummy")
     assert report["weights"]["parameters"] is None
-    assert report["kv_cache"]["blocks"] > 1
+    assert report["capacity"]["blocks"] > 1
 
 
 def test_text_form(checkpoint: Path, capsys: Capture) -> None:
@@ -215,3 +215,9 @@ def test_engine_args_and_info_agree_on_the_name(checkpoint: Path) -> None:
         "temperature": 0.6,
         "top_p": 0.9,
     }
+
+
+def test_a_gpu_is_not_guessed_at(checkpoint: Path, capsys: Capture) -> None:
+    report = info(capsys, str(checkpoint), "--device", "cuda")
+    assert report["capacity"] == {}
+    assert report["kv_cache"]["bytes_per_token"] > 0

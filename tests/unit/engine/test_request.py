@@ -70,12 +70,6 @@ def test_block_hashes_are_those_of_a_request_that_had_all_tokens_at_once(
     assert request.num_tokens == len(request.all_token_ids) == len(prompt) + len(outputs)
 
 
-def test_drafts_are_wanted_but_not_had() -> None:
-    request = make_request("a", 5)
-    request.spec_token_ids = [1, 2]
-    assert (request.num_tokens, request.num_tokens_with_spec) == (5, 7)
-
-
 @pytest.mark.parametrize("tokens", [None, []])
 def test_a_request_without_prompt_tokens_is_refused(tokens: list[int] | None) -> None:
     origin = EngineCoreRequest("a", tokens, SamplingParams(), None, 0.0)
@@ -119,7 +113,11 @@ def test_every_end_has_a_reason_and_nothing_else_has() -> None:
         RequestStatus.RUNNING,
         RequestStatus.PREEMPTED,
     }
-    assert all(status.is_finished == (reason is not None) for status, reason in reasons.items())
+    request = make_request()
+    for status, reason in reasons.items():
+        request.status = status
+        assert request.is_finished == (reason is not None)
+        assert request.finish_reason == reason
     assert [r for r in reasons.values() if r is not None] == [
         FinishReason.STOP,
         FinishReason.LENGTH,

@@ -93,10 +93,6 @@ class OutputCollector:
         self._finished: defaultdict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._spec_stats: SpecDecodingStats | None = None
 
-    def __bool__(self) -> bool:
-        """Whether anything waits to be taken."""
-        return bool(self._outputs) or bool(self._finished)
-
     def add_result(
         self, requests: list[Request], scheduler_output: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[Request]:

@@ -176,14 +176,14 @@ class Scheduler(SchedulerInterface):
         return True
 
     def _preempt(self, request: Request, timestamp: float) -> None:
-        """Back to the head of the queue, to be recomputed. The caller has taken it out of `running`."""
+        """Back to its place in the queue, to be recomputed. The caller has taken it out of `running`."""
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.spec_token_ids = []
         self._record(request, EngineCoreEventType.PREEMPTED, timestamp)
-        self.waiting.prepend(request)
+        self.waiting.add_preempted(request)
         self._steps.preempted_req_ids.add(request.request_id)
 
     def _preempt_all(self) -> None:
@@ -265,7 +265,7 @@ class Scheduler(SchedulerInterface):
         return len(self.running), len(self.waiting)
 
     def has_requests(self) -> bool:
-        if self._steps.finished_req_ids or self._outputs:
+        if self._steps.finished_req_ids:  # whose clients may have to be told, too
             return True
         match self.pause_state:
             case PauseState.UNPAUSED:

@@ -13,9 +13,8 @@ from quire.config.scheduler import SchedulerConfig
 from quire.engine.request import Request
 from quire.engine.sched.policy import (
     POLICIES,
-    FCFSRequestQueue,
-    PriorityRequestQueue,
     RequestQueue,
+    arrival_key,
     last_admitted,
     least_urgent,
     priority_key,
@@ -25,10 +24,13 @@ from ..harness import make_request
 
 
 def make_requests(priorities: list[int], arrivals: list[float] | None = None) -> list[Request]:
-    return [
+    requests = [
         make_request(f"r{i}", priority=priority, arrival_time=arrivals[i] if arrivals else 0.0)
         for i, priority in enumerate(priorities)
     ]
+    for index, request in enumerate(requests):
+        request.arrival_index = index
+    return requests
 
 
 def ids(requests: Any) -> list[str]:
@@ -45,38 +47,27 @@ def test_every_policy_is_a_choice_of_the_flag_and_the_other_way_round() -> None:
     assert set(metadata["choices"]) == POLICIES.keys()
 
 
-def test_fcfs_serves_in_order_of_arrival_and_preempted_ones_first() -> None:
+def test_fcfs_serves_in_order_of_arrival_whoever_comes_back_when() -> None:
     a, b, c, d = make_requests([0, -5, 3, 0])
-    queue = FCFSRequestQueue()
-    queue.add(a)
-    queue.add(b)
-    queue.prepend(d)
-    queue.prepend(c)
-    assert ids(queue) == ["r2", "r3", "r0", "r1"]
-    assert queue.peek() is c
-    assert ids(drain(queue)) == ["r2", "r3", "r0", "r1"]
+    queue = RequestQueue(arrival_key)
+    for request in (c, a, d, b):
+        queue.add(request)
+    assert ids(queue) == ["r0", "r1", "r2", "r3"]
+    assert queue.peek() is a
+    assert ids(drain(queue)) == ["r0", "r1", "r2", "r3"]
 
 
 def test_priority_serves_smaller_first_then_earlier_then_by_id() -> None:
     requests = make_requests([1, 0, 0, 0, -1], [0.0, 5.0, 4.0, 4.0, 9.0])
-    queue = PriorityRequestQueue()
+    queue = RequestQueue(priority_key)
     for request in reversed(requests):
         queue.add(request)
     assert ids(queue) == ["r4", "r2", "r3", "r1", "r0"]
     assert ids(drain(queue)) == ["r4", "r2", "r3", "r1", "r0"]
 
 
-def test_a_preempted_request_has_no_claim_over_a_more_urgent_one() -> None:
-    urgent, preempted = make_requests([0, 7])
-    queue = PriorityRequestQueue()
-    queue.add(urgent)
-    queue.prepend(preempted)
-    assert ids(queue) == ["r0", "r1"]
-
-
-@pytest.mark.parametrize("queue_class", [FCFSRequestQueue, PriorityRequestQueue])
-def test_an_empty_queue_has_no_head(queue_class: type[RequestQueue]) -> None:
-    queue = queue_class()
+def test_an_empty_queue_has_no_head() -> None:
+    queue = RequestQueue(arrival_key)
     assert not queue
     assert list(queue) == []
     queue.remove(make_requests([0]))
@@ -89,7 +80,7 @@ def test_an_empty_queue_has_no_head(queue_class: type[RequestQueue]) -> None:
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(-2, 2), st.integers(0, 3)),
-        st.tuples(st.just("prepend"), st.integers(-2, 2), st.integers(0, 3)),
+        st.tuples(st.just("come back"), st.integers(0, 30)),
         st.tuples(st.just("pop")),
         st.tuples(st.just("remove"), st.sets(st.integers(0, 30), max_size=5)),
     ),
@@ -100,18 +91,21 @@ operations = st.lists(
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @given(operations=operations)
 def test_queues_agree_with_a_list(name: str, operations: list[tuple[Any, ...]]) -> None:
-    queue = POLICIES[name].make_queue()
+    key = POLICIES[name].key
+    queue = RequestQueue(key)
     model: list[Request] = []
     made: list[Request] = []
     for operation in operations:
         match operation:
-            case ("add" | "prepend" as how, priority, arrival):
+            case ("add", priority, arrival):
                 request = make_request(f"r{len(made)}", priority=priority, arrival_time=arrival)
+                request.arrival_index = len(made)
                 made.append(request)
-                getattr(queue, how)(request)
-                model.insert(0 if how == "prepend" else len(model), request)
-                if name == "priority":
-                    model.sort(key=priority_key)
+                queue.add(request)
+                model = sorted([*model, request], key=key)
+            case ("come back", index) if index < len(made) and made[index] not in model:
+                queue.add(made[index])
+                model = sorted([*model, made[index]], key=key)
             case ("pop",) if model:
                 assert queue.peek() is model[0]
                 assert queue.pop() is model.pop(0)

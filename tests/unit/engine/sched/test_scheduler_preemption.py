@@ -31,14 +31,14 @@ def test_several_victims_of_one_step_keep_their_order() -> None:
 
 
 def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
-    engine = Engine(make_scheduler(num_blocks=8))  # seven usable
-    engine.add(make_request("a", 8), make_request("b", 8), make_request("c", 12))
+    engine = Engine(make_scheduler(num_blocks=8, scheduling_policy="priority"))  # seven usable
+    engine.add(*(make_request(name, size, priority=5) for name, size in (("a", 8), ("b", 8), ("c", 12))))
     engine.step()
-    engine.add(make_request("d", 1))
+    engine.add(make_request("urgent", 1, priority=0))
     output = engine.step()
     assert output.preempted_req_ids == {"c"}
-    assert "d" not in output.num_scheduled_tokens, "one block is free, but it was given up for the running"
-    assert output.scheduled_new_reqs == []
+    assert list(output.num_scheduled_tokens) == ["a", "b"], "a block is free, but it was given up for the running"
+    assert list(engine.step().num_scheduled_tokens) == ["a", "b", "urgent"]
 
 
 def test_a_preempted_request_is_computed_again_and_loses_no_token() -> None:
