@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ClientError, ValidationError
+from quire.field_bounds import FieldBound
 from quire.sampling_params import (
     BEAM_FIELDS,
     MIN_TEMPERATURE,
     SAMPLING_FIELDS,
     BeamSearchParams,
-    FieldBound,
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
