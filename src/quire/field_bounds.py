@@ -1,7 +1,7 @@
 """The declared bound of a request field, as data.
 
-Every request field has one row in a table of these (`SAMPLING_FIELDS`, and the tables of other doors): validators, command
-line, documentation and fuzz tests are derived from the rows. Nothing without a bound reaches the engine.
+Every request field has one row in a table of these (`SAMPLING_FIELDS`, and the tables of other doors): validators,
+command line, documentation and fuzz tests are derived from the rows. Nothing without a bound reaches the engine.
 """
 
 from __future__ import annotations
