@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tools.demo_model import documents
 
 from quire.config.model import ASSETS_DIR
-from tools.demo_model import documents
 
 WEATHER = {
     "type": "function",

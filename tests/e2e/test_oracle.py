@@ -30,9 +30,8 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 60, "scheduler_reserve_full_isl": False
 @contextmanager
 def engine(path: Path, **flags: Any) -> Iterator[LLM]:
     """An engine over a tiny checkpoint, with statistics so that preemptions can be counted."""
-    with LLM(
-        str(path), dtype="float32", max_model_len=MODEL_LEN, disable_log_stats=False, device="cpu", **flags
-    ) as llm:
+    flags = {"device": "cpu", "dtype": "float32", "max_model_len": MODEL_LEN, "disable_log_stats": False, **flags}
+    with LLM(str(path), **flags) as llm:
         yield llm
 
 

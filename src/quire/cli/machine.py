@@ -37,8 +37,9 @@ def cpu_facts(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
 
 def memory_facts() -> dict[str, Any]:
     """Bytes: of the machine, still free for this process, and of the container's limit where there is one."""
+    total, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
     return {
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "memory_bytes": total,
         "free_bytes": available_cpu_memory(),
-        "container_limit_bytes": memory_limit(),
+        "container_limit_bytes": limit if limit is not None and limit < total else None,
     }

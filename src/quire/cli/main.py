@@ -34,18 +34,16 @@ class Command:
     name: str
     module: str
     help: str
-    is_quiet: bool = False
-    """Its output is for reading: below-warning log lines are shown only where QUIRE_LOGGING_LEVEL asks for them."""
     checks_environment: bool = True
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("complete", "quire.cli.complete", "Continue one or more prompts.", is_quiet=True),
-    Command("chat", "quire.cli.chat", "Talk to a model in the terminal.", is_quiet=True),
-    Command("batch", "quire.cli.batch", "Run a file of OpenAI batch requests; resumable.", is_quiet=True),
-    Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it.", is_quiet=True),
-    Command("bench latency", "quire.cli.bench.latency", "Time one request at a time.", is_quiet=True),
-    Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once.", is_quiet=True),
+    Command("complete", "quire.cli.complete", "Continue one or more prompts."),
+    Command("chat", "quire.cli.chat", "Talk to a model in the terminal."),
+    Command("batch", "quire.cli.batch", "Run a file of OpenAI batch requests; resumable."),
+    Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it."),
+    Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),
+    Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once."),
     Command(
         "collect-env", "quire.cli.collect_env", "Versions and hardware, for a bug report.", checks_environment=False
     ),
@@ -113,7 +111,7 @@ def _find_command(argv: list[str]) -> tuple[Command, list[str]]:
 def _prepare(command: Command) -> None:
     if command.checks_environment:
         envs.check_environment()
-    if command.is_quiet and envs.LOGGING_LEVEL.name not in os.environ:
+    if envs.LOGGING_LEVEL.name not in os.environ:  # output is for reading: below-warning lines only on request
         logging.getLogger("quire").setLevel(logging.WARNING)
 
 

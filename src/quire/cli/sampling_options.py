@@ -8,7 +8,8 @@ from typing import Any
 from quire.cli.options import Option
 from quire.config.flags import parse_json_object
 from quire.errors import ConfigError
-from quire.sampling_params import SAMPLING_FIELDS, FieldBound, SamplingParams
+from quire.field_bounds import FieldBound
+from quire.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 GROUP = "Sampling"
 

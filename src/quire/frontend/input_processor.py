@@ -14,11 +14,12 @@ from typing import Any
 from quire import envs
 from quire.config.model import ModelConfig
 from quire.errors import PromptTooLongError, ValidationError
+from quire.field_bounds import INT64_MAX, FieldBound
 from quire.frontend.prompts import ParsedPrompt, PromptType, parse_prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
-from quire.sampling_params import INT64_MAX, FieldBound, SamplingParams
+from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
 
 PRIORITY = FieldBound("priority", "int", -INT64_MAX - 1, INT64_MAX)

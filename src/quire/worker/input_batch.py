@@ -12,9 +12,7 @@ import numpy.typing as npt
 
 from quire.wire.execution import BlockIds, NewRequestData
 from quire.worker.block_table import BlockTable
-from quire.worker.sample.metadata import SamplingTable
-
-Rows = npt.NDArray[np.int64]
+from quire.worker.sample.metadata import Rows, SamplingTable
 
 
 class InputBatch:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -238,3 +241,54 @@ def test_a_model_without_a_template_says_what_to_do(chat: Callable[..., int], ca
     engine.get_tokenizer().chat_templates = {}
     assert chat(engine, "x\n") == 2
     assert "has no chat template; pass --chat-template FILE, or use quire complete" in capsys.readouterr().err
+
+
+# -- in a terminal --------------------------------------------------------------------------------------------------
+
+
+class TerminalInput(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_in_a_terminal(
+    model_dir: Path,
+    use_engine: Callable[[ScriptedEngine], ScriptedEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    """A greeting, a prompt per message, Ctrl-C at the prompt, Ctrl-D at the end."""
+    typed: list[str | type[BaseException]] = ["hello", KeyboardInterrupt, "again", EOFError]
+    prompts: list[str] = []
+
+    def read(prompt: str) -> str:
+        prompts.append(prompt)
+        item = typed.pop(0)
+        if isinstance(item, str):
+            return item
+        raise item
+
+    engine = use_engine(ScriptedEngine())
+    monkeypatch.setattr(sys, "stdin", TerminalInput())
+    monkeypatch.setattr(builtins, "input", read)
+    assert main(["chat", str(model_dir)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("quire 0.")
+    assert "64 tokens of context" in out
+    assert out.endswith("Hello there\nHello there\n\n")
+    assert err == "\n(Ctrl-D or /exit leaves)\n"
+    assert prompts == ["> "] * 4
+    assert len(engine.prompts_seen) == 2
+
+
+def test_a_pipe_that_is_not_text(
+    model_dir: Path,
+    use_engine: Callable[[ScriptedEngine], ScriptedEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    for command in (["chat", str(model_dir)], ["complete", "--model", str(model_dir)]):
+        use_engine(ScriptedEngine())
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+        assert main(command) == 2
+        assert "stdin is not UTF-8 text" in capsys.readouterr().err

@@ -102,15 +102,14 @@ def find_longest_common_hit(
 ) -> list[list[KVCacheBlock]]:
     """The longest prefix that is a hit in every group: tables of one length, one per group.
 
-    Each group in turn shortens the length to its own best hit, until a round changes nothing. The length only falls,
-    and a common hit is never jumped over: a group's best hit within a bound is at least any common hit within it.
+    Each group in turn shortens the length to its own best hit, round after round, until all agree. No common hit is
+    jumped over: a group's best hit within a bound is at least as long as any common hit within it.
     """
-    hits: list[list[KVCacheBlock]] = []
-    length, before = max_blocks, -1
-    while length != before:
-        before = length
-        hits = []
+    length = max_blocks
+    while True:
+        hits: list[list[KVCacheBlock]] = []
         for group in groups:
             hits.append(group.find_longest_hit(query, length))
             length = len(hits[-1])
-    return hits
+        if all(len(hit) == length for hit in hits):
+            return hits

@@ -68,7 +68,7 @@ class KVCacheManager:
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching and bool(specs)
         self.block_size = specs[0].block_size if specs else 1
-        self.block_pool = BlockPool(kv_cache_config.num_blocks, self.enable_caching, len(specs), metrics)
+        self.block_pool = BlockPool(kv_cache_config.num_blocks, len(specs), metrics)
         self.groups: list[GroupManager] = [
             make_group_manager(spec, group_id, self.block_pool, max_step_tokens) for group_id, spec in enumerate(specs)
         ]

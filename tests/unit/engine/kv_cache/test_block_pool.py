@@ -57,7 +57,7 @@ class TestCachedBlockMap:
 
 
 def test_null_block_is_never_free() -> None:
-    pool = BlockPool(4, enable_caching=True)
+    pool = BlockPool(4)
     assert pool.null_block is pool.blocks[0]
     assert pool.null_block.is_null
     assert _free_ids(pool) == [1, 2, 3]
@@ -69,26 +69,26 @@ def test_null_block_is_never_free() -> None:
 
 
 def test_smallest_pools() -> None:
-    assert BlockPool(1, enable_caching=True).get_usage() == 0.0
+    assert BlockPool(1).get_usage() == 0.0
     with pytest.raises(ValueError, match="no room for the null block"):
-        BlockPool(0, enable_caching=True)
+        BlockPool(0)
 
 
 def test_usage() -> None:
-    pool = BlockPool(5, enable_caching=False)
+    pool = BlockPool(5)
     pool.get_new_blocks(3)
     assert pool.get_usage() == 0.75
 
 
 def test_more_than_there_is() -> None:
-    pool = BlockPool(4, enable_caching=True)
+    pool = BlockPool(4)
     with pytest.raises(IntegrityError, match="4 blocks were taken from a free queue of 3"):
         pool.get_new_blocks(4)
 
 
 def test_uncached_blocks_are_reused_first_and_cached_ones_last() -> None:
     """S1-KV-014 with S1-KV-015: the caller frees tables from their end."""
-    pool = BlockPool(7, enable_caching=True)
+    pool = BlockPool(7)
     blocks = pool.get_new_blocks(4)
     _cache(pool, "ABCDEFGH", blocks)
     pool.free_blocks(reversed(blocks))
@@ -97,7 +97,7 @@ def test_uncached_blocks_are_reused_first_and_cached_ones_last() -> None:
 
 def test_eviction_is_lazy_and_least_recently_freed_first() -> None:
     """S1-KV-013, S1-KV-026."""
-    pool = BlockPool(4, enable_caching=True)
+    pool = BlockPool(4)
     blocks = pool.get_new_blocks(3)
     _cache(pool, "ABCDEFGHIJKL", blocks)
     pool.free_blocks(reversed(blocks))
@@ -110,7 +110,7 @@ def test_eviction_is_lazy_and_least_recently_freed_first() -> None:
 
 def test_touch_takes_a_block_out_of_the_queue_once() -> None:
     """S1-KV-027, S1-KV-028."""
-    pool = BlockPool(5, enable_caching=True)
+    pool = BlockPool(5)
     blocks = pool.get_new_blocks(1)
     _cache(pool, "ABCD", blocks)
     pool.free_blocks(blocks)
@@ -125,7 +125,7 @@ def test_touch_takes_a_block_out_of_the_queue_once() -> None:
 
 
 def test_double_free() -> None:
-    pool = BlockPool(4, enable_caching=True)
+    pool = BlockPool(4)
     blocks = pool.get_new_blocks(1)
     pool.free_blocks(blocks)
     with pytest.raises(IntegrityError, match="freed twice"):
@@ -134,7 +134,7 @@ def test_double_free() -> None:
 
 def test_duplicates_live_under_one_hash() -> None:
     """S1-KV-025: the older is hit while it lasts, then the other."""
-    pool = BlockPool(4, enable_caching=True)
+    pool = BlockPool(4)
     one, other = pool.get_new_blocks(1), pool.get_new_blocks(1)
     _cache(pool, "ABCD", one)
     _cache(pool, "ABCD", other)
@@ -146,7 +146,7 @@ def test_duplicates_live_under_one_hash() -> None:
 
 
 def test_a_colliding_block_is_not_found() -> None:
-    pool = BlockPool(4, enable_caching=True)
+    pool = BlockPool(4)
     one, other = pool.get_new_blocks(1), pool.get_new_blocks(1)
 
     def collide(*_: object) -> bytes:
@@ -167,7 +167,7 @@ def test_a_colliding_block_is_not_found() -> None:
 
 
 def test_groups_are_cached_apart() -> None:
-    pool = BlockPool(4, enable_caching=True, num_groups=2)
+    pool = BlockPool(4, num_groups=2)
     first, second = pool.get_new_blocks(1), pool.get_new_blocks(1)
     request = ModelRequest("r", letters("ABCD"))
     pool.cache_full_blocks(request, [first, second], range(1), BLOCK_SIZE, None)
@@ -175,7 +175,7 @@ def test_groups_are_cached_apart() -> None:
 
 
 def test_null_entries_are_not_cached_and_content_goes_on_behind_them() -> None:
-    pool = BlockPool(4, enable_caching=True)
+    pool = BlockPool(4)
     table = [pool.null_block, *pool.get_new_blocks(1)]
     _cache(pool, "ABCDEFGH", table)
     assert pool.null_block.block_hash is None
@@ -184,7 +184,7 @@ def test_null_entries_are_not_cached_and_content_goes_on_behind_them() -> None:
 
 
 def test_a_block_becomes_full_once() -> None:
-    pool = BlockPool(4, enable_caching=True)
+    pool = BlockPool(4)
     blocks = pool.get_new_blocks(1)
     _cache(pool, "ABCD", blocks)
     with pytest.raises(IntegrityError, match="full twice"):
@@ -192,7 +192,7 @@ def test_a_block_becomes_full_once() -> None:
 
 
 def test_evicted_blocks_keep_their_references() -> None:
-    pool = BlockPool(4, enable_caching=True)
+    pool = BlockPool(4)
     blocks = pool.get_new_blocks(2)
     _cache(pool, "ABCD", blocks)
     pool.evict_blocks(blocks)
@@ -202,7 +202,7 @@ def test_evicted_blocks_keep_their_references() -> None:
 
 
 def test_reset_only_when_nothing_is_in_use() -> None:
-    pool = BlockPool(4, enable_caching=True)
+    pool = BlockPool(4)
     blocks = pool.get_new_blocks(1)
     _cache(pool, "ABCD", blocks)
     assert not pool.reset_prefix_cache()
@@ -216,7 +216,7 @@ def test_reset_only_when_nothing_is_in_use() -> None:
 
 def _damaged_pool() -> BlockPool:
     """Blocks 1, 2 in use (1 cached), 3 free and cached, 4, 5 free."""
-    pool = BlockPool(6, enable_caching=True)
+    pool = BlockPool(6)
     blocks = pool.get_new_blocks(3)
     _cache(pool, "ABCD", blocks)
     _cache(pool, "EFGH", blocks[2:])

@@ -17,7 +17,7 @@ REQUEST = ModelRequest("r", list(range(10 * BLOCK_SIZE)))
 
 def _groups(*specs_and_cached: tuple[AnyKVCacheSpec, set[int]]) -> list[GroupManager]:
     """Groups that have only the given blocks of REQUEST cached; its block i has id 10 g + i + 1 in group g."""
-    pool = BlockPool(10 * len(specs_and_cached) + 1, True, len(specs_and_cached))
+    pool = BlockPool(10 * len(specs_and_cached) + 1, len(specs_and_cached))
     tables = [pool.get_new_blocks(10) for _ in specs_and_cached]
     pool.cache_full_blocks(REQUEST, tables, range(10), BLOCK_SIZE, None)
     for table, (_, cached) in zip(tables, specs_and_cached, strict=True):
