@@ -8,14 +8,14 @@ from itertools import islice
 
 import pytest
 from tokenizers import Tokenizer
-
-from quire.config.model import ASSETS_DIR
 from tools.demo_model import phrasing, topics
 from tools.demo_model.corpus import documents, long_documents
 from tools.demo_model.documents import Piece, chat_document, render
 from tools.demo_model.extraction import INSTRUCTIONS, INSTRUCTIONS_HELD, draw_extraction, word_lists
 from tools.demo_model.small_tasks import calculate, draw_echo, draw_operands, draw_sum, draw_words, is_held
 from tools.demo_model.tool_tasks import CATALOGUE, draw_tool_talk
+
+from quire.config.model import ASSETS_DIR
 
 TOPICS = topics.load_topics()
 SAMPLE = 1500
@@ -72,7 +72,7 @@ def test_drawn_questions_are_never_held_out() -> None:
 def test_evaluation_asks_only_held_out_phrasings() -> None:
     rng = random.Random(5)
     held = topics.held_phrasings()
-    asked = topics.held_written(rng) + topics.held_templates(rng)
+    asked = topics.held_written() + topics.held_blind() + topics.held_templates(rng)
     asked += [follow_up for _, follow_up in topics.held_follow_ups(rng)]
     assert all(phrasing.normalise(item.question) in held for item in asked)
 
