@@ -10,6 +10,7 @@ import logging
 import sys
 
 from quire import envs
+from quire.errors import ConfigError
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _configured = False
@@ -27,5 +28,12 @@ def init_logger(name: str) -> logging.Logger:
             root.addHandler(handler)
             root.propagate = False
         if root.level == logging.NOTSET:
-            root.setLevel(envs.LOGGING_LEVEL.get().upper())
+            root.setLevel(_level())
     return logging.getLogger(name)
+
+
+def _level() -> str:
+    level = envs.LOGGING_LEVEL.get().upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"{envs.LOGGING_LEVEL.name}={level!r} is no log level; {envs.LOGGING_LEVEL.help}")
+    return level

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -17,6 +16,7 @@ import msgspec
 
 from quire import envs
 from quire.errors import ValidationError
+from quire.field_bounds import INT64_MAX, FieldBound
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this a temperature means greedy decoding (spec/vllm.md §1)."""
@@ -24,7 +24,6 @@ MIN_TEMPERATURE = 0.01
 """A sampling temperature below this is raised to it: smaller ones overflow in half precision."""
 MAX_BAD_WORDS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
-INT64_MAX = 2**63 - 1
 
 
 class RequestOutputKind(Enum):
@@ -75,98 +74,6 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True)
         return self.max_pattern_size > 0
 
 
-@dataclass(frozen=True)
-class FieldBound:
-    """The declared bound of one request field.
-
-    `kind` is the accepted type: "int", "float" (finite unless said), "bool", "str", "list[int]", "list[str]",
-    "dict[int,float]" or "object". `minimum`/`maximum` are inclusive unless `exclusive_minimum`. `max_len` bounds
-    sequences and strings. `special` lists values accepted outside the range.
-    """
-
-    name: str
-    kind: str
-    minimum: float | None = None
-    maximum: float | None = None
-    exclusive_minimum: bool = False
-    max_len: int | None = None
-    optional: bool = False
-    special: tuple[int, ...] = ()
-
-    def validate(self, value: Any) -> None:
-        """Raise ValidationError unless `value` is inside this bound."""
-        if value is None:
-            if not self.optional:
-                raise self._error(value, "must not be null")
-            return
-        check = _KINDS[self.kind]
-        if not check(value):
-            raise self._error(value, f"must be {_KIND_WORDS[self.kind]}")
-        if self.kind in ("int", "float") and value not in self.special:
-            self._validate_range(value)
-        elif self.max_len is not None and hasattr(value, "__len__") and len(value) > self.max_len:
-            raise ValidationError(
-                f"{self.name} has {len(value)} items; at most {self.max_len} are allowed", param=self.name
-            )
-
-    def _validate_range(self, value: float) -> None:
-        too_low = self.minimum is not None and (
-            value <= self.minimum if self.exclusive_minimum else value < self.minimum
-        )
-        if too_low or (self.maximum is not None and value > self.maximum):
-            raise self._error(value, f"must be in {self.range_text()}")
-
-    def range_text(self) -> str:
-        """The range as the documentation writes it: ``(0, 1]``."""
-        low = "-inf" if self.minimum is None else f"{self.minimum:g}"
-        high = "inf" if self.maximum is None else f"{self.maximum:g}"
-        text = f"{'(' if self.exclusive_minimum or self.minimum is None else '['}{low}, {high}"
-        text += ")" if self.maximum is None else "]"
-        return text + (f" or {', '.join(map(str, self.special))}" if self.special else "")
-
-    def _error(self, value: Any, rule: str) -> ValidationError:
-        shown = repr(value)
-        return ValidationError(
-            f"{self.name} {rule}, got {shown if len(shown) <= 60 else shown[:57] + '...'}",
-            param=self.name,
-            value=value,
-        )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -INT64_MAX - 1 <= value <= INT64_MAX
-
-
-def _is_float(value: Any) -> bool:
-    # math.isfinite overflows on huge ints, so integers go through the int64 bound.
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_list(value: Any, item: Any) -> bool:
-    return isinstance(value, list | tuple) and all(item(v) for v in value)
-
-
-_KINDS: dict[str, Any] = {
-    "int": _is_int,
-    "float": _is_float,
-    "bool": lambda v: isinstance(v, bool),
-    "str": lambda v: isinstance(v, str),
-    "list[int]": lambda v: _is_list(v, _is_int),
-    "list[str]": lambda v: _is_list(v, lambda s: isinstance(s, str)),
-    "dict[int,float]": lambda v: isinstance(v, dict) and all(_is_int(k) and _is_float(x) for k, x in v.items()),
-    "object": lambda v: True,
-}
-_KIND_WORDS = {
-    "int": "an integer",
-    "float": "a finite number",
-    "bool": "true or false",
-    "str": "a string",
-    "list[int]": "a list of integers",
-    "list[str]": "a list of strings",
-    "dict[int,float]": "a map from token id to a finite number",
-    "object": "an object",
-}
-
 SAMPLING_FIELDS: tuple[FieldBound, ...] = (
     FieldBound("n", "int", 1, 16384),
     FieldBound("presence_penalty", "float", -2, 2),
@@ -177,7 +84,7 @@ SAMPLING_FIELDS: tuple[FieldBound, ...] = (
     FieldBound("top_k", "int", -1, INT64_MAX),
     FieldBound("min_p", "float", 0, 1),
     FieldBound("seed", "int", -INT64_MAX - 1, INT64_MAX, optional=True),
-    FieldBound("stop", "list[str]", max_len=1024),
+    FieldBound("stop", "list[str]", max_len=1024, max_item_len=4096),
     FieldBound("stop_token_ids", "list[int]", max_len=4096),
     FieldBound("ignore_eos", "bool"),
     FieldBound("max_tokens", "int", 1, INT64_MAX, optional=True),
@@ -192,7 +99,7 @@ SAMPLING_FIELDS: tuple[FieldBound, ...] = (
     FieldBound("stream_interval", "int", 1, INT64_MAX, optional=True),
     FieldBound("logit_bias", "dict[int,float]", max_len=65536, optional=True),
     FieldBound("allowed_token_ids", "list[int]", max_len=1_048_576, optional=True),
-    FieldBound("bad_words", "list[str]", max_len=MAX_BAD_WORDS),
+    FieldBound("bad_words", "list[str]", max_len=MAX_BAD_WORDS, max_item_len=1024),
     FieldBound("skip_reading_prefix_cache", "bool", optional=True),
 )
 
@@ -227,7 +134,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
     stop: list[str] | str | None = None
     """Strings that end the output; they are not part of the text unless include_stop_str_in_output."""
     stop_token_ids: list[int] | None = None
-    """Token ids that end the output; kept in token_ids, left out of the text when they are special tokens."""
+    """Token ids that end the output; kept in token_ids, left out of the text unless include_stop_str_in_output."""
     ignore_eos: bool = False
     max_tokens: int | None = 16
     """None: as many as the context holds."""
@@ -323,11 +230,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
         bias = fields.pop("logit_bias", None)
         if bias is not None:
             try:
-                bias = {int(k): min(100.0, max(-100.0, float(v))) for k, v in bias.items()}
-            except (TypeError, ValueError):
-                raise ValidationError(
-                    "logit_bias must be a map from token id to a finite number", param="logit_bias"
-                ) from None
+                bias = {int(k): float(v) for k, v in bias.items()}
+            except (AttributeError, TypeError, ValueError, OverflowError):
+                bias = {0: math.nan}
+            if any(math.isnan(v) for v in bias.values()):
+                raise ValidationError("logit_bias must be a map from token id to a finite number", param="logit_bias")
+            bias = {k: min(100.0, max(-100.0, v)) for k, v in bias.items()}
         nullable = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
         given = {k: v for k, v in fields.items() if v is not None or k in nullable}
         return SamplingParams(**given, logit_bias=bias)

@@ -11,6 +11,8 @@ from .imports import Import, all_imports, all_modules, is_standard
 VOCABULARY = {
     "quire.errors",
     "quire.envs",
+    "quire.field_bounds",
+    "quire.interrupts",
     "quire.logger",
     "quire.resolve",
     "quire.sampling_params",

@@ -1,6 +1,7 @@
 """Which layers of a checkpoint see a window of tokens only: told from config.json, without building the model.
 
-The model files decide this for the engine; a test holds this table against them for every family.
+The model files decide this for the engine; a test holds this table against them. An architecture that is not in it
+counts as one without windows, which makes `quire info` ask for too much memory rather than too little.
 """
 
 from __future__ import annotations

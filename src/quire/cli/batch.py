@@ -15,10 +15,10 @@ from quire.cli.batch_requests import BatchRequest, RequestReader
 from quire.cli.batch_responses import error_row, result_row
 from quire.cli.command_line import CommandLine
 from quire.cli.engine_options import engine_args, engine_options
-from quire.cli.generation import Engine, InterruptFlag, make_engine
+from quire.cli.generation import Engine, make_engine
 from quire.cli.options import Arguments, Option, Positional
 from quire.config.engine_args import EngineArgs
-from quire.errors import ClientError, ConfigError, GenerationError, QuireError, ValidationError
+from quire.errors import ClientError, ConfigError, GenerationError, QuireError, ServerError, ValidationError
 from quire.outputs import RequestOutput
 
 _RERUN = "run the same command again to go on"
@@ -49,8 +49,8 @@ def run(args: Arguments) -> int:
     try:
         num_rows = sum(1 for _ in _unfinished(source, results))
         if num_rows:
-            _run_rows(engine_args(args), source, results, num_rows)
-    except (KeyboardInterrupt, QuireError):
+            _run_rows(engine_args(args, disable_log_stats=True), source, results, num_rows)
+    except (KeyboardInterrupt, ServerError):
         print(f"\nstopped with {len(results.done)} results in {target}; {_RERUN}", file=sys.stderr)
         raise
     finally:
@@ -118,17 +118,14 @@ class _BatchRun:
         self._running: dict[int, _RowState] = {}
 
     def run(self, waiting: Iterator[InputRow], window: int) -> None:
-        """Until every row has a result. Raises KeyboardInterrupt between two steps."""
-        with InterruptFlag() as interrupt:
-            while True:
-                while len(self._running) < window and (row := next(waiting, None)) is not None:
-                    self._start(row)
-                if not self._running:
-                    return
-                for output in self._engine.step():
-                    self._collect(output)
-                if interrupt.is_set:
-                    raise KeyboardInterrupt
+        """Until every row has a result."""
+        while True:
+            while len(self._running) < window and (row := next(waiting, None)) is not None:
+                self._start(row)
+            if not self._running:
+                return
+            for output in self._engine.step():
+                self._collect(output)
 
     def _start(self, row: InputRow) -> None:
         added = []
@@ -136,7 +133,7 @@ class _BatchRun:
             state = _RowState(row, self._reader.read(row))
             for position, prompt in enumerate(state.request.prompts):
                 request_id = f"{row.line_number}/{position}"
-                self._engine.add_request(request_id, prompt, state.request.params)
+                self._engine.add_request(request_id, prompt, state.request.params, priority=state.request.priority)
                 added.append(request_id)
         except ClientError as e:
             self._engine.abort_request(added)

@@ -105,8 +105,15 @@ class ResultFile:
 
     def write(self, key: str, row: dict[str, Any]) -> None:
         """Append one result and hand it to the system at once."""
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        try:
+            line = json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # a custom_id may hold half a surrogate pair, which only an escape can write
+            line = json.dumps(row).encode()
+        try:
+            self._file.write(line + b"\n")
+            self._file.flush()
+        except OSError as e:
+            raise ConfigError(f"-o {self.path} cannot be written: {e.strerror or e}") from None
         self.done[key] = row["error"] is not None
 
     def close(self) -> None:

@@ -26,13 +26,14 @@ _SAMPLING_FIELDS = (
     "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
     "repetition_detection",
 )  # fmt: skip
+_REQUEST_FIELDS = ("model", "priority", "cache_salt")
 _CHAT_FIELDS = (
     "messages", "logprobs", "top_logprobs", "max_completion_tokens", "add_generation_prompt", "continue_final_message",
     "chat_template", "chat_template_kwargs", "documents",
 )  # fmt: skip
 _TEXT_FIELDS = ("prompt", "logprobs", "echo")
 _IGNORED_FIELDS = (
-    "model", "priority", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "parallel_tool_calls", "stream_options", "request_id",
 )  # fmt: skip
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -49,15 +50,21 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A row that can run. One engine request per prompt; `prompts` are texts or {"prompt_token_ids": [...]}."""
+    """A row that can run. One engine request per prompt; `prompts` are the engine's dicts."""
 
     custom_id: str
     is_chat: bool
-    prompts: list[Any]
+    prompts: list[dict[str, Any]]
     params: SamplingParams
+    priority: int
     echo: bool = False
 
 
+_RESERVED_VARIABLES = {
+    "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "content_format",
+    "tokenize", "documents",
+}  # fmt: skip
+"""What a row sets by fields of its own, or not at all."""
 RenderChat = Callable[..., list[int]]
 """messages and template options -> prompt token ids; the tokenizer's `apply_chat_template`."""
 
@@ -86,7 +93,10 @@ class RequestReader:
         echo = not is_chat and _boolean(body, "echo")
         if echo and params.logprobs is not None:
             raise ValidationError("echo together with logprobs is not supported in a batch", param="echo")
-        return BatchRequest(custom_id, is_chat, prompts, params, echo)
+        priority, salt = body.get("priority") or 0, body.get("cache_salt")
+        if salt is not None:
+            prompts = [{**prompt, "cache_salt": salt} for prompt in prompts]
+        return BatchRequest(custom_id, is_chat, prompts, params, priority, echo)
 
     def _envelope(self, row: InputRow) -> tuple[str, str, Mapping[str, Any]]:
         content = row.content
@@ -126,18 +136,22 @@ class RequestReader:
         messages = body.get("messages")
         if not isinstance(messages, list):
             raise ValidationError("messages must be a list of objects with role and content", param="messages")
-        template_values = body.get("chat_template_kwargs") or {}
-        if not isinstance(template_values, dict):
-            raise ValidationError("chat_template_kwargs must be an object", param="chat_template_kwargs")
-        token_ids = self._render_chat(
-            messages,
-            add_generation_prompt=_boolean(body, "add_generation_prompt", default=True),
-            continue_final_message=_boolean(body, "continue_final_message"),
-            chat_template=body.get("chat_template"),
-            documents=body.get("documents"),
-            **template_values,
-        )
-        return {"prompt_token_ids": token_ids}
+        template = body.get("chat_template")
+        if template is not None and not isinstance(template, str):
+            raise ValidationError("chat_template must be text", param="chat_template")
+        options = {
+            "add_generation_prompt": _boolean(body, "add_generation_prompt", default=True),
+            "continue_final_message": _boolean(body, "continue_final_message"),
+            "chat_template": template,
+            "documents": body.get("documents"),
+        }
+        variables = body.get("chat_template_kwargs") or {}
+        if not isinstance(variables, dict) or not _RESERVED_VARIABLES.isdisjoint(variables):
+            raise ValidationError(
+                f"chat_template_kwargs must be an object without {', '.join(sorted(_RESERVED_VARIABLES))}",
+                param="chat_template_kwargs",
+            )
+        return {"prompt_token_ids": self._render_chat(messages, **options, **variables)}
 
 
 def _row_seed(seed: int, custom_id: str) -> int:
@@ -147,13 +161,14 @@ def _row_seed(seed: int, custom_id: str) -> int:
 
 
 def _check_fields(body: Mapping[str, Any], own: Sequence[str]) -> None:
-    known = {*_SAMPLING_FIELDS, *own, *_IGNORED_FIELDS}
+    known = {*_SAMPLING_FIELDS, *_REQUEST_FIELDS, *own, *_IGNORED_FIELDS}
     for name, value in body.items():
         if name in known or (name in _NEUTRAL_VALUES and value in _NEUTRAL_VALUES[name]):
             continue
         if name in _NEUTRAL_VALUES:
             raise ValidationError(f"{name} is not supported in a batch", param=name, value=value)
-        raise ValidationError(f"unknown field {name}; {nearest(name, known, 'remove it')}", param=name, value=value)
+        hint = nearest(name, known, "remove it")
+        raise ValidationError(f"{name} is not a field of batch requests; {hint}", param=name, value=value)
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
@@ -162,11 +177,9 @@ def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
         if top:
             raise ValidationError("top_logprobs needs logprobs: true", param="top_logprobs", value=top)
         return None
-    return int(top) if isinstance(top, int) and not isinstance(top, bool) else _refuse_integer("top_logprobs", top)
-
-
-def _refuse_integer(name: str, value: Any) -> int:
-    raise ValidationError(f"{name} must be an integer, got {value!r}", param=name, value=value)
+    if type(top) is not int:
+        raise ValidationError(f"top_logprobs must be an integer, got {top!r}", param="top_logprobs", value=top)
+    return top
 
 
 def _boolean(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
@@ -187,15 +200,15 @@ def _repetition_detection(value: Any) -> RepetitionDetectionParams:
     return RepetitionDetectionParams(**value)
 
 
-def _text_prompts(prompt: Any) -> list[Any]:
+def _text_prompts(prompt: Any) -> list[dict[str, Any]]:
     """Text, token ids, or a list of either."""
     if isinstance(prompt, str):
-        return [prompt]
+        return [{"prompt": prompt}]
     if isinstance(prompt, list) and prompt:
         if _is_ids(prompt):
             return [{"prompt_token_ids": prompt}]
         if all(isinstance(p, str) for p in prompt):
-            return list(prompt)
+            return [{"prompt": p} for p in prompt]
         if all(_is_ids(p) for p in prompt):
             return [{"prompt_token_ids": p} for p in prompt]
     raise ValidationError("prompt must be text, token ids, or a list of either", param="prompt")

@@ -35,7 +35,7 @@ def command_line() -> CommandLine:
 def run(args: Arguments) -> int:
     """Chat until the input ends."""
     named = {"model": args["model_name"]} if args["model_name"] is not None else {}
-    flags = engine_args(args, **named)
+    flags = engine_args(args, disable_log_stats=True, **named)
     config = flags.create_engine_config()
     engine = make_engine(flags)
     tokenizer = engine.get_tokenizer()
@@ -46,14 +46,14 @@ def run(args: Arguments) -> int:
     session = ChatSession(
         engine,
         tokenizer,
-        engine.max_model_len,
+        engine.input_processor.max_model_len,
         config.model_config.sampling_defaults,
         args.given_among(SAMPLING_HELP),
         args["system"],
     )
     if sys.stdin.isatty():
         print(
-            f"quire {__version__}, {config.model_config.name}, {engine.max_model_len} tokens of context. "
+            f"quire {__version__}, {config.model_config.name}, {session.max_model_len} tokens of context. "
             "/help lists commands; Ctrl-C stops an answer; Ctrl-D leaves."
         )
     ChatLoop(session).run()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.cli.generation import Engine, InterruptFlag, RequestTiming
+from quire.cli.generation import Engine, RequestTiming
 from quire.cli.sampling_options import make_sampling_params
 from quire.errors import GenerationError, PromptTooLongError, ValidationError
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -50,7 +50,7 @@ class ChatSession:
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._model_defaults = model_defaults
         self._first_kept = 0
         self._num_requests = 0
@@ -97,7 +97,7 @@ class ChatSession:
     def context_line(self) -> str:
         """How full the context is."""
         used = len(self._render()) if self.messages else 0
-        return f"{used} of {self._max_model_len} tokens of context used"
+        return f"{used} of {self.max_model_len} tokens of context used"
 
     # -- answering ------------------------------------------------------------------------------------------------
 
@@ -106,6 +106,7 @@ class ChatSession:
 
         Raises ClientError (and forgets the question) when it cannot be asked.
         """
+        first_kept = self._first_kept
         self.messages.append({"role": "user", "content": question})
         try:
             params = self.sampling_params()
@@ -113,6 +114,7 @@ class ChatSession:
             answer = self._generate(token_ids, params, num_dropped, write)
         except BaseException:
             self.messages.pop()
+            self._first_kept = first_kept
             raise
         if answer.text or not answer.was_stopped:
             self.messages.append({"role": "assistant", "content": answer.text})
@@ -123,16 +125,16 @@ class ChatSession:
 
     def _fit(self, max_tokens: int | None) -> tuple[list[int], int]:
         """The prompt, and how many of the oldest messages had to be dropped to leave room for an answer."""
-        room = min(max_tokens or self._max_model_len, self._max_model_len // 4)
+        room = min(max_tokens or self.max_model_len, self.max_model_len // 4)
         before = self._first_kept
-        while len(token_ids := self._render()) > self._max_model_len - room:
+        while len(token_ids := self._render()) > self.max_model_len - room:
             questions = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i > self._first_kept]
             if not questions:
-                if len(token_ids) < self._max_model_len:
+                if len(token_ids) < self.max_model_len:
                     break  # a long question alone: answer it in what room there is
                 raise PromptTooLongError(
                     f"the message (with the system prompt) takes {len(token_ids)} tokens; the context holds "
-                    f"{self._max_model_len}: shorten it, or raise --max-model-len if the model can take more",
+                    f"{self.max_model_len}: shorten it, or raise --max-model-len if the model can take more",
                     param="messages",
                 )
             self._first_kept = questions[0]
@@ -154,16 +156,16 @@ class ChatSession:
         self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
         pieces: list[str] = []
         reason = None
-        with InterruptFlag() as interrupt:
-            while self._engine.has_unfinished_requests() and not interrupt.is_set:
+        try:
+            while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     timing.record(output, time.perf_counter())
                     for o in output.outputs:
                         pieces.append(o.text)
                         write(o.text)
                         reason = o.finish_reason
-            if reason is None:
-                self._engine.abort_request([request_id])
+        except KeyboardInterrupt:
+            self._engine.abort_request([request_id])
         if reason == "error":
             raise GenerationError("the engine failed to answer; ask again")
         return Answer("".join(pieces), reason, reason is None, num_dropped, timing)

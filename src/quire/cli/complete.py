@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from quire.cli.command_line import CommandLine
 from quire.cli.engine_options import engine_args, engine_options
-from quire.cli.generation import Engine, InterruptFlag, RequestTiming, make_engine, timing_line
+from quire.cli.generation import Engine, RequestTiming, make_engine, timing_line
 from quire.cli.options import Arguments, Option, Positional
 from quire.cli.sampling_options import SAMPLING_HELP, make_sampling_params, sampling_options
 from quire.cli.terminal import Style
 from quire.errors import ConfigError
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.sampling_params import RequestOutputKind
+from quire.sampling_params import RequestOutputKind, SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
 """Of --max-tokens where neither the command line nor the model says: a base model may never end by itself."""
@@ -39,7 +39,7 @@ def command_line() -> CommandLine:
 def run(args: Arguments) -> int:
     """Generate and print."""
     prompts = _read_prompts(args["prompt"])
-    flags = engine_args(args)
+    flags = engine_args(args, disable_log_stats=True)
     config = flags.create_engine_config()
     params = make_sampling_params(
         args.given_among(SAMPLING_HELP),
@@ -47,8 +47,13 @@ def run(args: Arguments) -> int:
         output_kind=RequestOutputKind.DELTA,
     )
     engine = make_engine(flags)
+    timings = _add_requests(engine, prompts, params)
     printer = _JsonPrinter() if args["json"] else _TextPrinter(prompts, params.n, args["echo"])
-    timings = _generate(engine, prompts, params, printer)
+    try:
+        _generate(engine, timings, printer)
+    except KeyboardInterrupt:
+        printer.interrupt()
+        raise
     if args["stats"]:
         print(timing_line(timings), file=sys.stderr)
     return 0
@@ -70,37 +75,34 @@ def _read_stdin() -> str:
         raise ConfigError(f"stdin is not UTF-8 text: {e}") from None
 
 
-def _generate(engine: Engine, prompts: list[str], params: Any, printer: _Printer) -> list[RequestTiming]:
+def _add_requests(engine: Engine, prompts: list[str], params: SamplingParams) -> list[RequestTiming]:
     timings = []
     for i, prompt in enumerate(prompts):
         timings.append(RequestTiming(added_s=time.perf_counter()))
         engine.add_request(str(i), prompt, params)
-    with InterruptFlag() as interrupt:
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            now = time.perf_counter()
-            for output in outputs:
-                timings[int(output.request_id)].record(output, now)
-                printer.add(output)
-            if interrupt.is_set:
-                engine.abort_request([str(i) for i in range(len(prompts))])
-                printer.interrupt()
-                raise KeyboardInterrupt
     return timings
 
 
-class _Printer:
-    """Where updates go. Sequences are numbered by (prompt, index) and printed in that order."""
+def _generate(engine: Engine, timings: list[RequestTiming], printer: _Printer) -> None:
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            timings[int(output.request_id)].record(output, now)
+            printer.add(output)
+
+
+class _Printer(Protocol):
+    """Where updates go."""
 
     def add(self, output: RequestOutput) -> None:
         """Take an update of kind DELTA."""
-        raise NotImplementedError
 
     def interrupt(self) -> None:
         """Nothing more will come."""
 
 
-class _TextPrinter(_Printer):
+class _TextPrinter:
     """Streams the first unfinished sequence; what comes of later ones is held until it is their turn."""
 
     def __init__(self, prompts: list[str], n: int, echo: bool) -> None:
@@ -146,7 +148,7 @@ class _TextPrinter(_Printer):
             print(self._style.paint(prompt, "dim"), end="", flush=True)
 
 
-class _JsonPrinter(_Printer):
+class _JsonPrinter:
     """One JSON line per finished prompt, in the order they finish."""
 
     def __init__(self) -> None:
@@ -160,6 +162,9 @@ class _JsonPrinter(_Printer):
         if output.finished:
             choices = [self._choice(output.request_id, i) for i in sorted(self._indices.pop(output.request_id))]
             print(json.dumps(_json_row(output, choices), ensure_ascii=False), flush=True)
+
+    def interrupt(self) -> None:
+        pass
 
     def _choice(self, request_id: str, index: int) -> dict[str, Any]:
         parts = self._parts.pop((request_id, index))

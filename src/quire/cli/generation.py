@@ -1,12 +1,10 @@
-"""What the generating commands share: an engine, a stopwatch per request, and a Ctrl-C that waits for a step."""
+"""What the generating commands share: an engine, and a stopwatch per request."""
 
 from __future__ import annotations
 
-import signal
-import threading
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from quire.config.engine_args import EngineArgs
@@ -18,11 +16,11 @@ from quire.sampling_params import SamplingParams
 class Engine(Protocol):
     """The part of `LLMEngine` that the command line steps by hand."""
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> Any:
-        """Queue a prompt (text, or a dict with prompt_token_ids). Raises ValidationError."""
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0) -> Any:
+        """Queue a prompt (text, or a dict with prompt or prompt_token_ids). Raises ValidationError."""
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; what it gave."""
+        """Run one step; what it gave. Ctrl-C leaves the engine usable."""
 
     def abort_request(self, request_ids: list[str]) -> None:
         """Forget these requests."""
@@ -32,8 +30,18 @@ class Engine(Protocol):
 
 
 def make_engine(args: EngineArgs) -> Any:
-    """The `LLMEngine` of `args`. Named by a string so that --help loads neither tokenizers nor torch."""
-    return resolve("quire.frontend.llm_engine:LLMEngine").from_engine_args(args)
+    """The `LLMEngine` of `args`. Named by a string so that --help loads neither tokenizers nor torch.
+
+    On a terminal it says that it is loading for as long as it does.
+    """
+    is_watched = sys.stderr.isatty()
+    if is_watched:
+        print(f"loading {args.model} ...", end="", file=sys.stderr, flush=True)
+    try:
+        return resolve("quire.frontend.llm_engine:LLMEngine").from_engine_args(args)
+    finally:
+        if is_watched:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -87,30 +95,3 @@ def timing_line(timings: Sequence[RequestTiming]) -> str:
     wall = max(t.last_token_s or 0.0 for t in started) - min(t.added_s for t in started)
     rate = f", {output / wall:.1f} tok/s" if wall > 0 else ""
     return f"{text}; TTFT {first * 1e3:.1f} ms{rate}, {wall:.2f} s"
-
-
-class InterruptFlag:
-    """Within it the first Ctrl-C sets `is_set`, so that a step is never cut in half; the second one is raised.
-
-    Outside the main thread, where Python delivers no signals, it does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._previous: Any = None
-
-    def __enter__(self) -> InterruptFlag:
-        self.is_set = False
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.is_set:
-            raise KeyboardInterrupt
-        self.is_set = True

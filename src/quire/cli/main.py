@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the engine failed (or a batch row did), 2 the command line
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -33,18 +34,16 @@ class Command:
     name: str
     module: str
     help: str
-    is_quiet: bool = False
-    """Its output is for reading: below-warning log lines are shown only where QUIRE_LOGGING_LEVEL asks for them."""
     checks_environment: bool = True
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("complete", "quire.cli.complete", "Continue one or more prompts.", is_quiet=True),
-    Command("chat", "quire.cli.chat", "Talk to a model in the terminal.", is_quiet=True),
-    Command("batch", "quire.cli.batch", "Run a file of OpenAI batch requests; resumable.", is_quiet=True),
-    Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it.", is_quiet=True),
-    Command("bench latency", "quire.cli.bench.latency", "Time one request at a time.", is_quiet=True),
-    Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once.", is_quiet=True),
+    Command("complete", "quire.cli.complete", "Continue one or more prompts."),
+    Command("chat", "quire.cli.chat", "Talk to a model in the terminal."),
+    Command("batch", "quire.cli.batch", "Run a file of OpenAI batch requests; resumable."),
+    Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it."),
+    Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),
+    Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once."),
     Command(
         "collect-env", "quire.cli.collect_env", "Versions and hardware, for a bug report.", checks_environment=False
     ),
@@ -54,6 +53,9 @@ ALIASES: dict[str, str] = {"run-batch": "batch"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `argv` (default: the process's arguments) and return the exit code. Prints errors, never raises them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows another one
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -109,7 +111,7 @@ def _find_command(argv: list[str]) -> tuple[Command, list[str]]:
 def _prepare(command: Command) -> None:
     if command.checks_environment:
         envs.check_environment()
-    if command.is_quiet and envs.LOGGING_LEVEL.name not in os.environ:
+    if envs.LOGGING_LEVEL.name not in os.environ:  # output is for reading: below-warning lines only on request
         logging.getLogger("quire").setLevel(logging.WARNING)
 
 

@@ -16,7 +16,7 @@ from quire.config.dtype import resolve_dtype_name
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
-from quire.errors import ConfigError, UnsupportedModelError
+from quire.errors import ConfigError
 from quire.wire.kv_cache import DTYPE_BYTES
 from quire.worker.host import available_cpu_memory, cpu_kv_cache_bytes, useful_kv_cache_bytes
 from quire.worker.models.registry import MODELS
@@ -40,6 +40,7 @@ def make_report(config: EngineConfig) -> Facts:
         ("weights", _weights),
         ("shape", _shape),
         ("kv_cache", _kv_cache),
+        ("capacity", _capacity),
         ("sampling_defaults", _sampling_defaults),
         ("tokenizer", _tokenizer),
     ):
@@ -47,7 +48,7 @@ def make_report(config: EngineConfig) -> Facts:
             report[name] = section(config, report)
         except ConfigError as e:
             problems.append(str(e))
-    report["problems"] = _unsupported(model) + problems
+    report["problems"] = list(dict.fromkeys(_unsupported(model) + problems))
     return report
 
 
@@ -99,29 +100,38 @@ def _shape(config: EngineConfig, report: Facts) -> Facts:
 
 
 def _kv_cache(config: EngineConfig, report: Facts) -> Facts:
-    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
-    if config.device_config.device == "cuda":
-        raise UnsupportedModelError("the memory of a GPU is known after loading only; ask with --device cpu")
-    weights = report.get("weights")
-    if weights is None:
-        raise UnsupportedModelError("without readable weights the KV cache cannot be sized")
-    dtype = weights["dtype"] if cache.cache_dtype == "auto" else cache.cache_dtype
-    specs = kv_cache_specs(model.hf_config, cache.block_size, dtype)
+    specs = kv_cache_specs(config.model_config.hf_config, config.cache_config.block_size, _cache_dtype(config))
     block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+    return {
+        "dtype": _cache_dtype(config),
+        "block_size": config.cache_config.block_size,
+        "bytes_per_token": block_bytes // config.cache_config.block_size,
+    }
+
+
+def _cache_dtype(config: EngineConfig) -> str:
+    asked = config.cache_config.cache_dtype
+    return resolve_dtype_name(config.model_config, "cpu") if asked == "auto" else asked
+
+
+def _capacity(config: EngineConfig, report: Facts) -> Facts:
+    """Of a CPU: what a GPU has left is known after loading only."""
+    if config.device_config.device == "cuda" or "weights" not in report:
+        return {}
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    specs = kv_cache_specs(model.hf_config, cache.block_size, _cache_dtype(config))
     free = available_cpu_memory()
     kv_bytes = cache.kv_cache_memory_bytes
     if kv_bytes is None or kv_bytes < 0:
+        block_bytes = sum(spec.page_size_bytes for spec in specs.values())
         useful = useful_kv_cache_bytes(model.model_len, scheduler.max_num_seqs or 1, cache.block_size, block_bytes)
-        kv_bytes = cpu_kv_cache_bytes(max(0, free - (weights["memory_bytes"] or 0)), useful)
+        kv_bytes = cpu_kv_cache_bytes(max(0, free - (report["weights"]["memory_bytes"] or 0)), useful)
     step_tokens = scheduler.max_num_scheduled_tokens
     (sized, *_), model_len = make_kv_cache_configs(
         cache, [specs], [kv_bytes], model.model_len, model.max_model_len == -1, step_tokens
     )
     concurrency = max_concurrency(sized, model_len, step_tokens)
     return {
-        "dtype": dtype,
-        "bytes_per_token": block_bytes // cache.block_size,
-        "block_size": cache.block_size,
         "free_memory_bytes": free,
         "cache_bytes": sum(tensor.size for tensor in sized.kv_cache_tensors),
         "blocks": sized.num_blocks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ class Positional:
     nargs: str = "?"
 
 
-class Arguments(Mapping[str, Any]):
+class Arguments:
     """What a command line says: `args["max_tokens"]` is the value given, or the option's default."""
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -97,12 +97,6 @@ class Arguments(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def given_among(self, names: Iterable[str]) -> dict[str, Any]:
         """The given values among `names`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.cli.options import Option
+from quire.config.flags import parse_json_object
 from quire.errors import ConfigError
-from quire.sampling_params import SAMPLING_FIELDS, FieldBound, SamplingParams
+from quire.field_bounds import FieldBound
+from quire.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 GROUP = "Sampling"
 
@@ -80,20 +81,10 @@ def _option(bound: FieldBound, help_text: str) -> Option:
         name=bound.name,
         help=help_text,
         group=GROUP,
-        parse=_read_bias if is_json else _READERS[bound.kind],
+        parse=parse_json_object if is_json else _READERS[bound.kind],
         metavar="JSON" if is_json else None,
         default=getattr(_DEFAULTS, bound.name) if bound.kind == "bool" else None,
         is_switch=bound.kind == "bool",
         is_repeatable=is_list,
         validate=None if is_list or is_json else bound.validate,
     )
-
-
-def _read_bias(text: str) -> dict[str, float]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"{text!r} is not a JSON object: {e}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{text!r} is not a JSON object")
-    return value

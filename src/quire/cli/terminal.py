@@ -42,8 +42,3 @@ def human_count(count: float) -> str:
         if count >= size:
             return f"{count / size:.2f} {letter}"
     return f"{count:,.0f}"
-
-
-def human_seconds(seconds: float) -> str:
-    """0.0123 -> "12.3 ms"."""
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -7,6 +7,7 @@ all derived from the declaration (DESIGN.md §2, "seven doors").
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,3 +114,14 @@ def parse_human_int(text: str) -> int:
         return int(digits) * factor if factor == 1 else int(float(digits) * factor)
     except ValueError:
         raise ConfigError(f"{text!r} is not a number; write 4096, 4k (decimal) or 4K (binary)") from None
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """A JSON object, as flags with metavar="JSON" take it."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{text!r} is not a JSON object: {e}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{text!r} is not a JSON object")
+    return value

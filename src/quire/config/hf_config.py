@@ -52,8 +52,19 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "olmo2": {"rms_norm_eps": 1e-5},
     "opt": {"activation_function": "relu", "do_layer_norm_before": True, "tie_word_embeddings": True},
     "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    "qwen2": {"max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096},
-    "qwen3": {"head_dim": 128, "max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096},
+    "qwen2": {
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+    },
+    "qwen3": {
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+    },
     "qwen3_moe": {
         "decoder_sparse_step": 1,
         "max_position_embeddings": 32768,
@@ -61,12 +72,14 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 8,
         "num_key_value_heads": 4,
         "sliding_window": 4096,
+        "use_sliding_window": False,
     },
     "smollm3": {
         "max_position_embeddings": 32768,
         "no_rope_layer_interval": 4,
         "rope_theta": 2e6,
         "tie_word_embeddings": True,
+        "use_sliding_window": False,
     },
 }
 """What a key means when the file leaves it out, by `model_type`: transformers writes only what differs from its own
@@ -159,7 +172,10 @@ class HFConfig:
 
     @property
     def num_key_value_heads(self) -> int:
-        return self.size("num_key_value_heads", self.num_attention_heads)
+        count, num_heads = self.size("num_key_value_heads", self.num_attention_heads), self.num_attention_heads
+        if num_heads % count:
+            raise ModelLoadError(f"{self.path} has {num_heads} attention heads, no multiple of its {count} kv heads")
+        return count
 
     @property
     def head_dim(self) -> int:
@@ -225,16 +241,16 @@ class HFConfig:
         if rope_type in _SCALED_FROM_ORIGINAL:
             original = self.get("original_max_position_embeddings", params.get("original_max_position_embeddings"))
             params["original_max_position_embeddings"] = original or self.max_position_embeddings
+        partial = params.pop("partial_rotary_factor", None) or self.get("partial_rotary_factor", 1.0)
+        theta = params.pop("rope_theta", None) or theta
+        numbers = {"rope_theta": theta, "partial_rotary_factor": partial}
+        numbers |= {key: params.get(key) or 1 for key in ("factor", "original_max_position_embeddings")}
+        for key, value in numbers.items():
+            if not isinstance(value, int | float) or value <= 0:
+                raise ModelLoadError(f"{self.path} has rotary parameter {key!r} = {value!r}; it must be positive")
         if rope_type in ("longrope", "yarn") and not params.get("factor"):
             params["factor"] = self.max_position_embeddings / params["original_max_position_embeddings"]
-        return RopeConfig(
-            rope_type=rope_type,
-            rope_theta=float(params.pop("rope_theta", None) or theta),
-            partial_rotary_factor=float(
-                params.pop("partial_rotary_factor", None) or self.get("partial_rotary_factor", 1.0)
-            ),
-            params=params,
-        )
+        return RopeConfig(rope_type, float(theta), float(partial), params)
 
     def _rope_params(self, layer_type: str) -> dict[str, Any]:
         """The JSON object that speaks of `layer_type`, as a copy. Raises ModelLoadError if it is not an object."""

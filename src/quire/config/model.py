@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.config.flags import flag, parse_human_int
+from quire.config.flags import flag, parse_human_int, parse_json_object
 from quire.config.hf_config import HFConfig
-from quire.errors import ConfigError
 
 DEMO_MODEL = "demo"
 """The name of the checkpoint that ships inside the package."""
@@ -25,16 +23,6 @@ _SAMPLING_NAMES = {
 }
 """SamplingParams' field -> generation_config.json's key."""
 ASSETS_DIR = Path(__file__).resolve().parent.parent / "assets"
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"{text!r} is not a JSON object: {e}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{text!r} is not a JSON object")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +56,10 @@ class ModelConfig:
         "auto", "Where default sampling parameters come from: auto (the model), vllm (none), or a directory."
     )
     override_generation_config: dict[str, Any] | None = flag(
-        None, "JSON object of sampling defaults that win over the model's.", parse=_json_object, metavar="JSON"
+        None, "JSON object of sampling defaults that win over the model's.", parse=parse_json_object, metavar="JSON"
     )
     hf_overrides: dict[str, Any] | None = flag(
-        None, "JSON object laid over the model's config.json.", parse=_json_object, metavar="JSON"
+        None, "JSON object laid over the model's config.json.", parse=parse_json_object, metavar="JSON"
     )
     runner: str = flag("auto", "What the model is for.", choices=("auto", "generate", "pooling"))
 

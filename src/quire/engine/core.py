@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, cast
 
 from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
-from quire.engine.interrupts import InterruptShield
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache_init import initialize_kv_caches
 from quire.engine.request import BlockHasher, Request, RequestStatus
 from quire.engine.sched.interface import PauseState, SchedulerInterface
-from quire.engine.step_report import describe_iteration, log_failed_step
+from quire.engine.step_report import describe_iteration, log_error_detail
 from quire.errors import ServerError, ValidationError
+from quire.interrupts import InterruptShield
 from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, PauseMode
@@ -112,10 +112,8 @@ class EngineCore:
     def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
         """Everything that can be done for a request outside the loop's thread: (request, its wave).
 
-        Raises TypeError or ValidationError; that concerns this request only.
+        Raises ValidationError; that concerns this request only.
         """
-        if not isinstance(request.request_id, str):
-            raise TypeError(f"request_id must be a str, got {type(request.request_id).__name__}")
         return Request.from_engine_core_request(request, self.block_hasher), request.current_wave
 
     def add_request(self, request: Request, wave: int = 0) -> None:
@@ -160,9 +158,16 @@ class EngineCore:
         return self._deliver(self._step_with_batch_queue)
 
     def _deliver(self, run_step: Callable[[InterruptShield], StepResult]) -> StepResult:
+        """Run a step whole, or give up all steps in flight: should anyone go on, their requests are computed again."""
         if self._undelivered is None:
             with InterruptShield() as shield:
-                self._undelivered = run_step(shield)
+                try:
+                    self._undelivered = run_step(shield)
+                except BaseException:
+                    shield.may_break = False
+                    self.batch_queue.clear()
+                    self.scheduler.abandon_steps()
+                    raise
         result, self._undelivered = self._undelivered, None
         return result
 
@@ -172,9 +177,7 @@ class EngineCore:
         start = time.perf_counter()
         scheduler_output = self.scheduler.schedule()
         with self._executing(scheduler_output, shield):
-            future = cast(
-                "Future[ModelRunnerOutput | None]", self.executor.execute_model(scheduler_output, non_block=True)
-            )
+            future = self._execute_later(scheduler_output)
             grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)  # while the model runs
             model_output = future.result()
             if model_output is None:
@@ -214,15 +217,17 @@ class EngineCore:
         """Schedule a step and hand it to the executor, without waiting."""
         scheduler_output = self.scheduler.schedule()
         with self._executing(scheduler_output, shield):
-            exec_future = cast(
-                "Future[ModelRunnerOutput | None]", self.executor.execute_model(scheduler_output, non_block=True)
-            )
+            exec_future = self._execute_later(scheduler_output)
             sample_future = None
             if scheduler_output.total_num_scheduled_tokens and not (
                 self._is_pooling_model or scheduler_output.pending_structured_output_tokens
             ):
                 sample_future = self._sample_later(scheduler_output)
         return _QueuedStep(scheduler_output, exec_future, sample_future)
+
+    def _execute_later(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+        future = self.executor.execute_model(scheduler_output, non_block=True)
+        return cast("Future[ModelRunnerOutput | None]", future)
 
     def _sample_later(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
@@ -231,18 +236,12 @@ class EngineCore:
 
     @contextmanager
     def _executing(self, scheduler_output: SchedulerOutput, shield: InterruptShield) -> Iterator[None]:
-        """Around calls into the executor. If one fails or is broken off, no result of a step in flight is to be
-        trusted: all of them are given up, and their requests computed again should anyone go on.
-        """
+        """Around calls into the executor: a second Ctrl-C breaks them off, and a failure is described in the log."""
         shield.may_break = True
         try:
             yield
-        except BaseException as e:
-            shield.may_break = False
-            if isinstance(e, Exception):
-                log_failed_step(logger, scheduler_output, self.scheduler.make_stats())
-            self.batch_queue.clear()
-            self.scheduler.abandon_steps()
+        except Exception:
+            log_error_detail(logger, scheduler_output, self.scheduler.get_request_counts())
             raise
         finally:
             shield.may_break = False

@@ -32,11 +32,6 @@ class RequestStatus(IntEnum):
     FINISHED_REPETITION = 8
 
     @property
-    def is_finished(self) -> bool:
-        """True for every status a request never leaves."""
-        return self > RequestStatus.PREEMPTED
-
-    @property
     def finish_reason(self) -> FinishReason | None:
         """What the client is told; None while the request lives."""
         return _FINISH_REASONS.get(self)
@@ -108,6 +103,7 @@ class Request:
         "_block_hasher",
         "_tokens",
         "all_token_ids",
+        "arrival_index",
         "block_hashes",
         "events",
         "num_cached_tokens",
@@ -150,6 +146,8 @@ class Request:
         """Draft tokens to be verified by the next step."""
 
         self.status = RequestStatus.WAITING
+        self.arrival_index = 0
+        """How many requests the scheduler was given before this one."""
         self.stop_reason: int | str | None = None
         self.num_computed_tokens = 0
         """Tokens whose KV is in the cache, those of steps in flight included."""
@@ -179,11 +177,6 @@ class Request:
         """Generated so far, before an engine restart included."""
         return self.num_tokens - self.num_prompt_tokens
 
-    @property
-    def num_tokens_with_spec(self) -> int:
-        """All tokens and the drafts: what `num_computed_tokens` strives for."""
-        return self.num_tokens + len(self.spec_token_ids)
-
     def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
         """Add one or several generated tokens and hash the blocks they fill."""
         if isinstance(token_ids, int):
@@ -194,6 +187,12 @@ class Request:
             self.num_tokens += len(token_ids)
         if self._block_hasher is not None:
             self.block_hashes += self._block_hasher(self)
+
+    def set_drafts(self, token_ids: list[int], max_model_len: int) -> None:
+        """Propose tokens to be verified by the next step; ignored if that will not compute the last token anyway."""
+        if self.status is RequestStatus.RUNNING and self.num_computed_tokens >= self.num_tokens - 1:
+            room = max_model_len - self.num_tokens - 1  # one token comes without a draft
+            self.spec_token_ids = token_ids[: max(room, 0)]
 
     # -- lifecycle ----------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from quire.wire.execution import SchedulerOutput
-from quire.wire.stats import SchedulerStats
 
 
 def describe_step(output: SchedulerOutput) -> str:
@@ -39,9 +38,9 @@ def describe_iteration(index: int, output: SchedulerOutput, elapsed_s: float) ->
     )
 
 
-def log_failed_step(logger: logging.Logger, output: SchedulerOutput, stats: SchedulerStats | None) -> None:
+def log_error_detail(logger: logging.Logger, output: SchedulerOutput, request_counts: tuple[int, int]) -> None:
     """Log the input of a step that failed. Raises nothing: the error that is being reported must not be hidden."""
     try:
-        logger.error("the step that failed: %s; scheduler: %s", describe_step(output), stats)
+        logger.error("the step that failed: %s; %d running, %d waiting", describe_step(output), *request_counts)
     except Exception:
         logger.exception("the step that failed could not be described")

@@ -7,7 +7,8 @@ and leaves nothing behind when something goes wrong.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
@@ -16,6 +17,7 @@ from quire.errors import ClientError, GenerationError, ValidationError
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.progress import GenerationProgress
 from quire.frontend.prompts import PromptType, as_prompt_list
+from quire.interrupts import InterruptShield
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -82,25 +84,40 @@ class BatchRunner:
     def add(self, requests: Sequence[PreparedRequest]) -> list[str]:
         """Queue prepared requests, all or none; the users' ids."""
         ids = [request.request_id for request, _ in requests]
-        try:
+        with self._all_or_none(ids):
             for request, text in requests:
                 assert request.sampling_params is not None
                 request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
                 self._outputs[request.request_id] = None
                 self._engine.add_request(request.request_id, request, prompt_text=text)
-        except BaseException:
-            self._drop(ids)
-            raise
         return ids
 
-    def run(self, ids: Sequence[str], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
-        """Step until the requests `ids`, added before, are finished; their outputs in this order.
+    def add_and_run(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
+        """Queue prepared requests and step until they are finished; their outputs in the same order."""
+        with self._all_or_none([request.request_id for request, _ in requests]):
+            return self._run(self.add(requests), use_tqdm)
 
-        On any error, Ctrl-C among them, none of `ids` stays behind.
-        """
-        progress = GenerationProgress(len(ids), use_tqdm)
+    def run_added(self, use_tqdm: UseTqdm = False) -> list[RequestOutput]:
+        """Step until everything that was added is finished; the outputs in the order of adding."""
+        ids = list(self._outputs)
+        with self._all_or_none(ids):
+            return self._run(ids, use_tqdm)
+
+    @contextmanager
+    def _all_or_none(self, ids: Sequence[str]) -> Iterator[None]:
+        """On any error, Ctrl-C among them, abort and forget the requests `ids`."""
         try:
-            pending = {request_id for request_id in ids if self._outputs[request_id] is None}
+            yield
+        except BaseException:
+            with InterruptShield():
+                self._engine.abort_request(ids)
+                for request_id in ids:
+                    self._outputs.pop(request_id, None)
+            raise
+
+    def _run(self, ids: Sequence[str], use_tqdm: UseTqdm) -> list[RequestOutput]:
+        pending = {request_id for request_id in ids if self._outputs[request_id] is None}
+        with GenerationProgress(len(ids), use_tqdm) as progress:
             while pending and self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if output.finished and isinstance(output, RequestOutput) and output.request_id in self._outputs:
@@ -108,23 +125,10 @@ class BatchRunner:
                         if output.request_id in pending:
                             pending.remove(output.request_id)
                             progress.update(output)
-            outputs = [done for request_id in ids if (done := self._outputs[request_id]) is not None]
-            if len(outputs) < len(ids):
-                raise GenerationError(f"the engine has lost {len(ids) - len(outputs)} requests; this is a bug")
-        except BaseException:
-            self._drop(ids)
-            raise
-        finally:
-            progress.close()
-        for request_id in ids:
-            del self._outputs[request_id]
+        outputs = [done for request_id in ids if (done := self._outputs.pop(request_id)) is not None]
+        if len(outputs) < len(ids):
+            raise GenerationError(f"the engine has lost {len(ids) - len(outputs)} requests; this is a bug")
         return outputs
-
-    def _drop(self, ids: Sequence[str]) -> None:
-        """Abort what runs and forget what is finished."""
-        self._engine.abort_request(ids)
-        for request_id in ids:
-            self._outputs.pop(request_id, None)
 
 
 def _one_per_prompt(name: str, value: T | Sequence[T], prompts: Sequence[Any]) -> Sequence[T]:

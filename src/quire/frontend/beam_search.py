@@ -15,7 +15,10 @@ from quire.outputs import BeamSearchSequence, Logprob
 from quire.sampling_params import BeamSearchParams
 
 NextTokens = Callable[[list[list[int]]], list[dict[int, Logprob]]]
-"""Token sequences to the log-probabilities of (at least) the 2 * beam_width most likely next tokens of each."""
+"""Token sequences to the log-probabilities of the most likely next tokens of each.
+
+`beam_width` plus the number of end-of-sequence tokens are enough: so many, and the best continuations are among them.
+"""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.frontend.stop_strings import StopMatch, find_stop, held_back
+from quire.frontend.stop_strings import StopMatch, StopStrings
 from quire.frontend.tokenizer import CONTEXT_TOKENS, REPLACEMENT, Tokenizer
 from quire.sampling_params import SamplingParams
 
@@ -21,9 +21,11 @@ class TextStream:
 
     A token's text depends on its neighbours: a character may be spread over several tokens, and some decoders treat the
     first token of a text or a run of byte tokens specially. So a short window is decoded each time: `_context`, tokens
-    whose text is out already, and `_pending`, tokens whose text is not complete. (The `tokenizers` library has a
-    DecodeStream of the same idea. It raises when a byte-fallback decoder rewrites text that is out, and its window
-    grows without bound over invalid bytes; a step here costs 1.5 µs more.)
+    whose text is out already, and `_pending`, tokens whose text is not complete. Most tokens need no window: where the
+    tokenizer's decoder gives a token the same text after any other, that text is looked up.
+
+    (The `tokenizers` library has a DecodeStream of the same idea. It raises when a byte-fallback decoder rewrites text
+    that is out, and its window grows without bound over invalid bytes.)
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class TextStream:
         self._skipped = tokenizer.skipped_ids if skip_special else frozenset()
         self._added = {} if skip_special or spaces else tokenizer.added_token_ids
         self._last_was_added = False
+        self._look_up = tokenizer.has_fixed_texts and not self._added
         self._pending: list[int] = []
-        self._set_context(self._prompt_context(prompt_ids))
+        self._context = self._prompt_context(prompt_ids)
 
     def _prompt_context(self, prompt_ids: Sequence[int]) -> list[int]:
         """The end of the prompt, so that the output's first token keeps its leading space."""
@@ -47,18 +50,18 @@ class TextStream:
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.backend.decode(ids, skip_special_tokens=False)
 
-    def _set_context(self, ids: list[int]) -> None:
-        self._context = ids
-        self._context_text = self._decode(ids) if ids else ""
-
     def push(self, token_id: int) -> str:
         """The text that is complete now that `token_id` has come; often "" in the middle of a character."""
         if token_id in self._skipped:
             return ""
-        was_added, self._last_was_added = self._last_was_added, token_id in self._added
-        if was_added and self._last_was_added:
+        if self._look_up and self._context and not self._pending:
+            text = self._tokenizer.token_text(token_id)
+            if REPLACEMENT not in text:
+                self._context = [token_id]
+                return text
+        if self._added and self._is_second_added(token_id):
             flushed = self.flush()
-            self._set_context([token_id])
+            self._context = [token_id]
             return flushed + self._added[token_id]
         self._pending.append(token_id)
         text = self._text_after_context(self._pending)
@@ -67,6 +70,11 @@ class TextStream:
             return text
         return self._push_overflow() if len(self._pending) > MAX_PENDING_TOKENS else ""
 
+    def _is_second_added(self, token_id: int) -> bool:
+        """Added tokens in a row, and no spaces wanted between them?"""
+        was_added, self._last_was_added = self._last_was_added, token_id in self._added
+        return was_added and self._last_was_added
+
     def flush(self) -> str:
         """The text of what is pending, replacement characters and all: no more tokens will complete it."""
         text = self._text_after_context(self._pending) if self._pending else ""
@@ -74,16 +82,16 @@ class TextStream:
         return text
 
     def _text_after_context(self, ids: list[int]) -> str:
+        before = self._decode(self._context) if self._context else ""
         text = self._decode(self._context + ids)
-        if text.startswith(self._context_text):
-            return text[len(self._context_text) :]
+        if text.startswith(before):
+            return text[len(before) :]
         return self._decode(ids)  # a byte-fallback decoder now reads the context as garbage: what is out stays out
 
     def _take(self, count: int) -> None:
         """The text of the first `count` pending tokens is out: they become the context."""
         if count:
-            taken, self._pending = self._pending[:count], self._pending[count:]
-            self._set_context(taken)
+            self._context, self._pending = self._pending[:count], self._pending[count:]
 
     def _push_overflow(self) -> str:
         """Let go of all pending tokens but the last few, which may still become a character."""
@@ -140,7 +148,7 @@ class TextDetokenizer(IncrementalDetokenizer):
             skip_special=params.skip_special_tokens,
             spaces=params.spaces_between_special_tokens,
         )
-        self._stops = list(params.stop or ())
+        self._stops = StopStrings(params.stop or ())
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self._text = ""
@@ -166,13 +174,13 @@ class TextDetokenizer(IncrementalDetokenizer):
             self._decided = len(self._text)
             return None
         if len(self.token_ids) > self._min_tokens:
-            match = find_stop(self._text, self._stops, self._decided)
+            match = self._stops.find(self._text, self._decided)
             if match is not None:
                 self._text = self._text[: match.end if self._include_stop else match.start]
                 self._decided = len(self._text)
                 self._stream.flush()  # what follows the stop string is dropped
                 return match
-        self._decided = len(self._text) - held_back(self._text, self._stops, self._decided)
+        self._decided = len(self._text) - self._stops.held_back(self._text, self._decided)
         return None
 
     def get_next_output_text(self, finished: bool, delta: bool) -> str:

@@ -14,11 +14,12 @@ from typing import Any
 from quire import envs
 from quire.config.model import ModelConfig
 from quire.errors import PromptTooLongError, ValidationError
+from quire.field_bounds import INT64_MAX, FieldBound
 from quire.frontend.prompts import ParsedPrompt, PromptType, parse_prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
-from quire.sampling_params import INT64_MAX, FieldBound, SamplingParams
+from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
 
 PRIORITY = FieldBound("priority", "int", -INT64_MAX - 1, INT64_MAX)
@@ -46,7 +47,7 @@ class InputProcessor:
         self._supported_tasks = tuple(supported_tasks)
         self._vocab_size = model_config.hf_config.vocab_size
         self._max_logprobs = model_config.max_logprobs
-        self._generation_defaults = model_config.generation_defaults
+        self._sampling_defaults = model_config.sampling_defaults
         self._eos_token_id, self._more_eos_ids = _eos_ids(model_config, tokenizer)
         self._seeds = random.Random(model_config.seed)
 
@@ -171,6 +172,12 @@ class InputProcessor:
         params = params.clone()
         params.validate_fields()  # the object may have been changed since it was made
         params.validate_for_model(self._vocab_size, self._max_logprobs)
+        if params.flat_logprobs:
+            raise ValidationError(
+                "flat_logprobs=True is not supported; log-probabilities come as one dict per position",
+                param="flat_logprobs",
+                value=True,
+            )
         if params.stop or params.bad_words:
             self._require_tokenizer("a stop string or a bad word")
         if params.max_tokens is None:
@@ -186,13 +193,16 @@ class InputProcessor:
         return params
 
     def _bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as it is spelt at the start of a text and, where that differs, after a space."""
+        """Each word as it is spelt at the start of a text and, where that differs, after a space.
+
+        A spelling the model has no token for is left out: it cannot be written.
+        """
         tokenizer = self._require_tokenizer("a bad word")
         spellings: list[list[int]] = []
         for word in words:
             for text in (word, " " + word.lstrip()):
                 ids = tokenizer.encode(text, add_special_tokens=False)
-                if ids and ids not in spellings:
+                if ids and max(ids) < self._vocab_size and ids not in spellings:
                     spellings.append(ids)
         return spellings
 
@@ -203,25 +213,24 @@ class InputProcessor:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults from generation_config.json, over SamplingParams' (checklist S2-LLM-006)."""
-        names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-        given = {k: self._generation_defaults[k] for k in names if self._generation_defaults.get(k) is not None}
-        if self._generation_defaults.get("max_new_tokens") is not None:
-            given["max_tokens"] = self._generation_defaults["max_new_tokens"]
-        return SamplingParams(**given)
+        return SamplingParams(**self._sampling_defaults)
 
 
 def _eos_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int | None, list[int]]:
     """(the end-of-sequence token, further ones that end a text of this model).
 
-    The first is the tokenizer's, where there is one; the further ones are those generation_config.json lists.
+    The first is the tokenizer's, where there is one; the further ones are those generation_config.json lists. Ids the
+    model has no row for are left out: it cannot say them.
     """
+    vocab_size = model_config.hf_config.vocab_size
     value = model_config.generation_defaults.get("eos_token_id")
     listed = [] if value is None else [int(v) for v in (value if isinstance(value, list) else [value])]
     primary = tokenizer.eos_token_id if tokenizer is not None else None
     if primary is None:
         candidates = listed or model_config.hf_config.eos_token_ids
         primary = candidates[0] if candidates else None
-    return primary, [i for i in listed if i != primary]
+    more = [i for i in listed if i != primary and i < vocab_size]
+    return primary if primary is not None and primary < vocab_size else None, more
 
 
 def _validate_tokenization_kwargs(kwargs: Mapping[str, Any]) -> None:

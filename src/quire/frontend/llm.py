@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from tqdm import tqdm
 
 from quire.config.engine_args import EngineArgs
+from quire.errors import ConfigError
 from quire.frontend import beam_search
 from quire.frontend.batch import BatchRunner, LoRAs, Params, UseTqdm
 from quire.frontend.chat_template import ContentFormat, Message
@@ -84,7 +85,6 @@ class LLM:
             logger.info("non-default arguments: %s", given)
         self.llm_engine = LLMEngine.from_engine_args(engine_args)
         self._batch = BatchRunner(self.llm_engine)
-        self._enqueued: list[str] = []
 
     def __repr__(self) -> str:
         return f"LLM(model={self.llm_engine.model_config.model!r})"
@@ -125,7 +125,7 @@ class LLM:
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return self._batch.run(self._batch.add(requests), use_tqdm)
+        return self._batch.add_and_run(requests, use_tqdm)
 
     def chat(
         self,
@@ -188,14 +188,11 @@ class LLM:
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
         )
-        ids = self._batch.add(requests)
-        self._enqueued += ids
-        return ids
+        return self._batch.add(requests)
 
     def wait_for_completion(self, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
         """Run everything that was enqueued; the outputs in the order of enqueueing."""
-        ids, self._enqueued = self._enqueued, []
-        return self._batch.run(ids, use_tqdm)
+        return self._batch.run_added(use_tqdm)
 
     def beam_search(
         self,
@@ -207,22 +204,22 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, best first (see `frontend/beam_search.py`).
 
-        Runs `concurrency_limit` prompts at a time, all of them by default. Needs 2 * beam_width log-probabilities per
-        token: beams wider than half of --max-logprobs raise ValidationError. `params.temperature` changes nothing:
-        beams are ranked by the model's own probabilities, and nothing is drawn.
+        Runs `concurrency_limit` prompts at a time, all of them by default. Needs a log-probability per token for each
+        beam and each token that ends a text: wider beams than --max-logprobs allows raise ValidationError.
+        `params.temperature` changes nothing: beams are ranked by the model's own probabilities, and nothing is drawn.
         """
-        count = 2 * params.beam_width
+        processor = self.llm_engine.input_processor
+        eos_ids = frozenset[int]() if params.ignore_eos else processor.eos_token_ids
+        count = params.beam_width + len(eos_ids)
         step_params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=count, ignore_eos=True)
 
         def next_tokens(sequences: list[list[int]]) -> list[dict[int, Logprob]]:
             requests = self._batch.prepare(sequences, step_params, lora_request=lora_request)
-            outputs = self._batch.run(self._batch.add(requests))
+            outputs = self._batch.add_and_run(requests)
             return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
 
-        processor = self.llm_engine.input_processor
         prepared = self._batch.prepare(prompts, step_params, lora_request=lora_request)
         all_ids = [request.prompt_token_ids or [] for request, _ in prepared]
-        eos_ids = frozenset[int]() if params.ignore_eos else processor.eos_token_ids
         size = max(1, concurrency_limit or len(all_ids))
         results = []
         with tqdm(total=len(all_ids), desc="Processed prompts", dynamic_ncols=True, disable=not use_tqdm) as bar:
@@ -260,6 +257,13 @@ class LLM:
     ) -> list[Any]:
         """Call a method of the worker class on every worker; one result per worker."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def get_metrics(self) -> NoReturn:
+        """Raises ConfigError: this version exports no metrics yet."""
+        raise ConfigError(
+            "this version has no metrics registry to take a snapshot of; with disable_log_stats=False each "
+            "RequestOutput.metrics holds the times of its request, and LLMEngine takes stat_loggers"
+        )
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start the workers' profiler."""

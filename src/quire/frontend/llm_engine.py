@@ -14,13 +14,13 @@ from quire.config.engine_args import EngineArgs
 from quire.errors import ValidationError
 from quire.frontend.client.base import EngineCoreClient, make_client
 from quire.frontend.input_processor import InputProcessor
-from quire.frontend.interrupt import InterruptGuard
 from quire.frontend.metrics.manager import StatLogger, StatLoggerManager
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.parallel_sampling import fan_out
 from quire.frontend.prompts import PromptType
 from quire.frontend.tokenizer import Tokenizer
+from quire.interrupts import InterruptShield
 from quire.lora_request import LoRARequest
 from quire.outputs import PoolingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
@@ -108,7 +108,7 @@ class LLMEngine:
         parent, children = fan_out(request)
         try:
             for index, child in enumerate(children):
-                with InterruptGuard():
+                with InterruptShield():
                     self.output_processor.add_request(child, text, parent, index)
                 self.engine_core.add_request(child)
         except BaseException:
@@ -118,7 +118,7 @@ class LLMEngine:
 
     def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:
         """Abort by the users' ids (or internal ones). Unknown and finished ids are ignored."""
-        with InterruptGuard():
+        with InterruptShield():
             stats = IterationStats() if self.log_stats else None
             aborted = self.output_processor.abort_requests(request_ids, internal=internal, iteration_stats=stats)
             if aborted:
@@ -131,7 +131,7 @@ class LLMEngine:
         Ctrl-C takes effect between the core's work and ours, or after it; then the next step gives the outputs.
         """
         outputs = self.engine_core.get_output()
-        with InterruptGuard():
+        with InterruptShield():
             stats = IterationStats() if self.log_stats and outputs.outputs else None
             processed = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp, stats)
             self._undelivered += processed.request_outputs

@@ -23,7 +23,8 @@ class LogprobsProcessor:
         wanted = params.logprobs is not None or params.logprob_token_ids is not None
         self._tokenizer = tokenizer
         self._prompt_ids = prompt_ids
-        self._num_top = sys.maxsize if params.logprobs == -1 else params.logprobs or 0
+        top = 0 if params.logprob_token_ids else params.logprobs or 0
+        self._num_top = sys.maxsize if top == -1 else top
         self._before: list[int] = []
         self.logprobs: SampleLogprobs | None = [] if wanted else None
         self.cumulative_logprob: float | None = 0.0 if wanted else None

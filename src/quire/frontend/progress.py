@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -12,7 +13,10 @@ from quire.outputs import RequestOutput
 
 
 class GenerationProgress:
-    """A tqdm bar over `total` prompts; silent if `use_tqdm` is False. A callable is used in tqdm's place."""
+    """A tqdm bar over `total` prompts; silent if `use_tqdm` is False. A callable is used in tqdm's place.
+
+    A context manager: its end closes the bar.
+    """
 
     def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
         self._start = time.perf_counter()
@@ -38,7 +42,9 @@ class GenerationProgress:
         read, written = self._num_prompt_tokens / elapsed, self._num_output_tokens / elapsed
         return f"est. speed input: {read:.2f} toks/s, output: {written:.2f} toks/s"
 
-    def close(self) -> None:
-        """Leave the bar as it is and end its line."""
+    def __enter__(self) -> GenerationProgress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.close()

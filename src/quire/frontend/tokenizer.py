@@ -6,6 +6,7 @@ transformers' tokenizers use, so that `llm.get_tokenizer()` feels familiar. It k
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,24 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no character (yet)."""
 CONTEXT_TOKENS = 4
 """How many tokens before it can change the text of a token: a UTF-8 character has at most four bytes."""
+
+_FIXED_TEXT_DECODERS = (
+    ["ByteLevel"],
+    ["Metaspace"],
+    ["WordPiece"],
+    ["Replace", "ByteFallback", "Fuse"],
+    ["Replace", "ByteFallback", "Fuse", "Strip"],
+)
+"""What Llama, Qwen, GPT-2 / T5 / BERT / Gemma / Llama 2 and Mistral use."""
+
+
+def _decoder_step(state: dict[str, Any]) -> str:
+    """The kind of one decoder, "" where its settings make it look beyond a token."""
+    kind = str(state["type"])
+    looks_around = (kind == "Strip" and state["stop"]) or (
+        kind == "Replace" and len(state["pattern"].get("String", "")) != 1
+    )
+    return "" if looks_around else kind
 
 
 class Tokenizer:
@@ -76,6 +95,18 @@ class Tokenizer:
             text = self.decode([*anchor, token_id])[len(self.decode(anchor)) :]
             self._token_texts[token_id] = text
         return text
+
+    @cached_property
+    def has_fixed_texts(self) -> bool:
+        """Is `token_text` a token's text after any other token? (Bytes of unfinished characters always excepted.)
+
+        True for the decoders in use: they treat tokens one by one, and only the first of a text specially.
+        """
+        if self.backend.decoder is None or not self._anchor:
+            return False
+        state = json.loads(self.backend.decoder.__getstate__())
+        steps = [_decoder_step(step) for step in state.get("decoders", [state])]
+        return steps in _FIXED_TEXT_DECODERS
 
     @cached_property
     def _anchor(self) -> list[int]:

@@ -50,7 +50,7 @@ def read_tokenizer_dir(directory: Path, mode: str = "auto") -> TokenizerFiles:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # the Rust side raises plain Exception
             raise ModelLoadError(f"{path} cannot be read as a tokenizer: {e}") from None
-        named, extra, decoder = _special_tokens(directory, config)
+        named, extra, decoder = _special_tokens(directory, config, backend)
         _add_missing_tokens(backend, named, extra, decoder)
         names, others = {name: _content(token) for name, token in named.items()}, [_content(token) for token in extra]
     backend.no_truncation()
@@ -71,61 +71,60 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _token(value: Any) -> str | AddedToken:
-    """A token as configuration files write it: a string, or an object with `content` and its flags."""
-    if not isinstance(value, dict):
-        return str(value)
-    flags = {k: bool(v) for k, v in value.items() if k in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-    return AddedToken(value["content"], **flags)
-
-
 def _special_tokens(
-    directory: Path, config: dict[str, Any]
+    directory: Path, config: dict[str, Any], backend: tokenizers.Tokenizer
 ) -> tuple[dict[str, str | AddedToken], list[str | AddedToken], dict[int, AddedToken]]:
     """(named special tokens, further special tokens, tokens to add by id).
 
     `added_tokens_decoder` in tokenizer_config.json supersedes the older special_tokens_map.json, added_tokens.json and
     the list inside tokenizer.json.
     """
-    decoder: dict[int, AddedToken] = {}
-    known: dict[str, AddedToken] = {}
-
-    def know(token_id: int, token: AddedToken) -> None:
-        decoder[token_id] = known[token.content] = token
-
-    settings = dict(config)
-    if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
-        settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
+    settings = _without_additional(config)
     if "added_tokens_decoder" in config:
-        for token_id, value in config["added_tokens_decoder"].items():
-            know(int(token_id), _as_added(value))
+        decoder = {int(token_id): _added_token(value) for token_id, value in config["added_tokens_decoder"].items()}
     else:
-        legacy = _read_json(directory / "special_tokens_map.json")
-        if "additional_special_tokens" in legacy:
-            legacy.setdefault("extra_special_tokens", legacy.pop("additional_special_tokens"))
-        for name, value in legacy.items():
+        for name, value in _without_additional(_read_json(directory / "special_tokens_map.json")).items():
             settings[name] = {**value, "special": True} if isinstance(value, dict) and "content" in value else value
         special = {_content(v) for k, v in settings.items() if k in NAMED_SPECIAL_TOKENS and v}
-        special |= {_content(v) for v in settings.get("extra_special_tokens") or ()}
-        for content, token_id in _read_json(directory / "added_tokens.json").items():
-            is_special = content in special
-            know(int(token_id), AddedToken(content, normalized=not is_special, special=is_special))
-        for value in _read_json(directory / "tokenizer.json").get("added_tokens", ()):
-            know(int(value["id"]), _as_added(value))
-    named = {name: _token(settings[name]) for name in NAMED_SPECIAL_TOKENS if settings.get(name) is not None}
-    named = {name: known.get(_content(token), token) for name, token in named.items()}
-    extra = settings.get("extra_special_tokens") or []
-    own = {k: v for k, v in settings.items() if k.endswith("_token") and k not in named and isinstance(v, str)}
+        special |= {_content(v) for v in _values(settings.get("extra_special_tokens"))}
+        decoder = {
+            int(token_id): AddedToken(content, normalized=content not in special, special=content in special)
+            for content, token_id in _read_json(directory / "added_tokens.json").items()
+        }
+        decoder.update(backend.get_added_tokens_decoder())
+    known = {token.content: token for token in decoder.values()}
+    named = {name: settings[name] for name in NAMED_SPECIAL_TOKENS if settings.get(name) is not None}
+    tokens = {name: known.get(_content(value), _token(value)) for name, value in named.items()}
+    own = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
+    extra = settings.get("extra_special_tokens")
     if isinstance(extra, dict):
-        own, extra = {**own, **extra}, []
-    named.update({name: _token(value) for name, value in own.items() if name not in NAMED_SPECIAL_TOKENS})
-    return named, [_token(value) for value in extra], decoder
+        own, extra = {**own, **extra}, None
+    tokens.update({name: _token(value) for name, value in own.items() if name not in NAMED_SPECIAL_TOKENS})
+    return tokens, [_token(value) for value in _values(extra)], decoder
 
 
-def _as_added(value: dict[str, Any]) -> AddedToken:
-    token = _token(value)
-    assert isinstance(token, AddedToken)
-    return token
+def _without_additional(settings: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which `additional_special_tokens` goes by its newer name, `extra_special_tokens`."""
+    settings = dict(settings)
+    additional = settings.pop("additional_special_tokens", None)
+    if additional and not settings.get("extra_special_tokens"):
+        settings["extra_special_tokens"] = additional
+    return settings
+
+
+def _values(tokens: Any) -> list[Any]:
+    """The tokens of a list or of a map from name to token."""
+    return list(tokens.values() if isinstance(tokens, dict) else tokens or ())
+
+
+def _token(value: Any) -> str | AddedToken:
+    """A token as configuration files write it: a string, or an object with `content` and its flags."""
+    return _added_token(value) if isinstance(value, dict) else str(value)
+
+
+def _added_token(value: dict[str, Any]) -> AddedToken:
+    flags = {k: bool(v) for k, v in value.items() if k in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+    return AddedToken(value["content"], **flags)
 
 
 def _content(value: Any) -> str:

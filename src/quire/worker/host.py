@@ -46,6 +46,11 @@ def available_cpu_memory(root: Path = _ROOT) -> int:
     return max(0, min([system, *_cgroup_headrooms(root)]))
 
 
+def memory_limit(root: Path = _ROOT) -> int | None:
+    """The smallest limit in bytes of the control groups this process is in; None without a limit."""
+    return min((limit for limit, _ in _cgroup_limits(root)), default=None)
+
+
 def cpu_quota(root: Path = _ROOT) -> int | None:
     """CPUs the control groups grant, rounded up; None without a limit."""
     quotas = []
@@ -63,15 +68,21 @@ def cpu_quota(root: Path = _ROOT) -> int | None:
 def _cgroup_headrooms(root: Path) -> list[int]:
     """Limit minus use, for each control group above this process that has a limit. Reclaimable page cache is free."""
     headrooms = []
-    for group in _cgroups(root, "memory"):
-        limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
+    for limit, group in _cgroup_limits(root):
         used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
-        if not limit.strip().isdigit() or not used.strip().isdigit():
-            continue  # "max": no limit
+        if not used.strip().isdigit():
+            continue
         stat = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
         cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-        headrooms.append(int(limit) - int(used) + cache)
+        headrooms.append(limit - int(used) + cache)
     return headrooms
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, Path]]:
+    """(limit in bytes, directory) of each control group above this process that has a limit ("max": none)."""
+    groups = _cgroups(root, "memory")
+    texts = [(_read(g / "memory.max") or _read(g / "memory.limit_in_bytes"), g) for g in groups]
+    return [(int(text), group) for text, group in texts if text.strip().isdigit()]
 
 
 def _cgroups(root: Path, controller: str) -> list[Path]:

@@ -12,9 +12,7 @@ import numpy.typing as npt
 
 from quire.wire.execution import BlockIds, NewRequestData
 from quire.worker.block_table import BlockTable
-from quire.worker.sample.metadata import SamplingTable
-
-Rows = npt.NDArray[np.int64]
+from quire.worker.sample.metadata import Rows, SamplingTable
 
 
 class InputBatch:
@@ -70,6 +68,13 @@ class InputBatch:
         if row != last:
             self._move_row(last, row)
         self.req_ids.pop()
+        self.version += 1
+
+    def clear(self) -> None:
+        """Forget all requests, whatever state an interrupt has left their rows in."""
+        self.req_ids.clear()
+        self.rows.clear()
+        self.sampling.histories.clear()
         self.version += 1
 
     def _move_row(self, source: int, target: int) -> None:

@@ -23,11 +23,11 @@ from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.worker.attention.backend import AttentionBackend, AttentionBatch
 from quire.worker.attention.layer import Attention
 from quire.worker.forward_context import ForwardContext, set_forward_context
-from quire.worker.input_batch import InputBatch, Rows
+from quire.worker.input_batch import InputBatch
 from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache, make_null_config
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.sample.edits import apply_grammar_bitmask
-from quire.worker.sample.metadata import SamplingMetadata, SamplingTable
+from quire.worker.sample.metadata import Rows, SamplingMetadata, SamplingTable
 from quire.worker.sample.sampler import sample
 from quire.worker.step_inputs import StepInputs, make_step_inputs
 
@@ -74,12 +74,12 @@ class ModelRunner:
         self.model = cast(Model, model)
         self.backend = backend
         self.device = device
-        self.vocab_size = vocab_size
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self.attention_layers = {m.layer_name: m for m in model.modules() if isinstance(m, Attention)}
         self.prompt_logprobs = PromptLogprobs(vocab_size)
         self.counts_nans = envs.COMPUTE_NANS_IN_LOGITS.flag()
+        self._is_in_step = False
         self._pending: PendingStep | None = None
         self._sampling_key: tuple[int, bytes] | None = None
         self._sampling_metadata: SamplingMetadata | None = None
@@ -93,10 +93,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """The forward pass. None: call `sample_tokens`. An output: there was nothing to compute."""
-        assert self._pending is None, "the last step has not been sampled"
+        """The forward pass. None: call `sample_tokens`. An output: there was nothing to compute.
+
+        If the step before was broken off (by an error or Ctrl-C), nothing of it is trusted: all requests are forgotten,
+        as the engine has given them up, too, and sends those that still live as new ones.
+        """
+        if self._is_in_step:
+            self.batch.clear()
+        self._is_in_step = True
         self._update_batch(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
+            self._is_in_step = False
             return EMPTY_MODEL_RUNNER_OUTPUT
         inputs = make_step_inputs(self.batch, scheduler_output.num_scheduled_tokens, self.device)
         hidden = self._forward(inputs.input_ids, inputs.positions, inputs.attention, self.kv_cache)
@@ -115,21 +122,27 @@ class ModelRunner:
         assert self._pending is not None, "there is no step to sample"
         step, self._pending = self._pending, None
         output = ModelRunnerOutput(step.req_ids, [[] for _ in step.req_ids], prompt_logprobs=step.prompt_logprobs)
-        if step.logits is None:
-            return output
+        if step.logits is not None:
+            self._sample(step, step.logits, grammar_output, output)
+        self._is_in_step = False
+        return output
+
+    def _sample(
+        self, step: PendingStep, logits: Tensor, grammar_output: GrammarOutput | None, output: ModelRunnerOutput
+    ) -> None:
+        """Fill in `output` for the requests that sample."""
         sampling = step.inputs.sampling.tolist()
+        req_ids = [step.req_ids[i] for i in sampling]
         rows = step.inputs.rows[step.inputs.sampling]
         if self.counts_nans:
-            nans = step.logits.isnan().sum(dim=-1).tolist()
-            output.num_nans_in_logits = {step.req_ids[i]: count for i, count in zip(sampling, nans, strict=True)}
+            output.num_nans_in_logits = dict(zip(req_ids, logits.isnan().sum(dim=-1).tolist(), strict=True))
         if grammar_output is not None:
-            _apply_grammar(step.logits, grammar_output, [step.req_ids[i] for i in sampling])
-        sampled = sample(step.logits, self._metadata(rows), self.batch.output_lens(rows))
+            _apply_grammar(logits, grammar_output, req_ids)
+        sampled = sample(logits, self._metadata(rows), self.batch.output_lens(rows))
         self.batch.append_tokens(rows, sampled.token_ids)
         for i, token_id in zip(sampling, sampled.token_ids.tolist(), strict=True):
             output.sampled_token_ids[i] = [token_id]
-        output.logprobs = {step.req_ids[sampling[i]]: lists for i, lists in sampled.logprobs.items()}
-        return output
+        output.logprobs = {req_ids[row]: lists for row, lists in sampled.logprobs.items()}
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
         """Apply the diff: who left, who is new, who got blocks."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.worker.attention.backend import AttentionBatch
-from quire.worker.input_batch import InputBatch, Rows
+from quire.worker.input_batch import InputBatch
+from quire.worker.sample.metadata import Rows
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Worker:
         self.max_model_len = config.model_config.model_len
         self._runner: ModelRunner | None = None
         self._profiler: torch.profiler.profile | None = None
+        self._trace_prefix = "quire"
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
@@ -41,6 +42,7 @@ class Worker:
         self.backend = make_attention_backend(self.device, self.dtype, self.cache_dtype)
         if self.device.type == "cpu":
             platform.set_num_threads()
+        logger.info("worker: device %s, %s, attention backend %s", self.device, self.dtype, self.backend.name)
 
     @property
     def runner(self) -> ModelRunner:
@@ -137,13 +139,14 @@ class Worker:
 
     def profile(self, is_start: bool, prefix: str | None = None) -> None:
         """Record what torch does between a start and a stop; the trace (for chrome://tracing) goes to the working
-        directory as PREFIX-rankN.trace.json."""
+        directory as PREFIX-rankN.trace.json, with the prefix given at the start."""
         if is_start:
+            self._trace_prefix = prefix or "quire"
             self._profiler = torch.profiler.profile()
             self._profiler.start()
         elif self._profiler is not None:
             self._profiler.stop()
-            self._profiler.export_chrome_trace(f"{prefix or 'quire'}-rank{self.rank}.trace.json")
+            self._profiler.export_chrome_trace(f"{self._trace_prefix}-rank{self.rank}.trace.json")
             self._profiler = None
 
     def shutdown(self) -> None:

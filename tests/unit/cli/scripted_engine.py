@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from quire.errors import PromptTooLongError, ValidationError
@@ -45,7 +45,7 @@ class ScriptedEngine:
     answer: Callable[[Any, SamplingParams], list[str]] = lambda prompt, params: ["Hello", " there"]
     max_model_len: int = 64
     interrupt_at_step: int | None = None
-    """Ctrl-C is pressed during this step (the first is 0)."""
+    """Ctrl-C is pressed before this step (the first is 0)."""
     num_steps: int = 0
     params_seen: list[SamplingParams] = field(default_factory=list)
     prompts_seen: list[Any] = field(default_factory=list)
@@ -53,15 +53,18 @@ class ScriptedEngine:
     max_running: int = 0
 
     def __post_init__(self) -> None:
+        self.input_processor = SimpleNamespace(max_model_len=self.max_model_len)
         self._running: list[_Running] = []
         self._tokenizer = WordTokenizer()
 
     def get_tokenizer(self) -> WordTokenizer:
         return self._tokenizer
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> str:
-        text = prompt if isinstance(prompt, str) else None
-        ids = [len(w) for w in prompt.split()] if isinstance(prompt, str) else list(prompt["prompt_token_ids"])
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0) -> str:
+        if isinstance(priority, str):
+            raise ValidationError("priority must be an integer", param="priority")
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        ids = [len(w) for w in text.split()] if text is not None else list(prompt["prompt_token_ids"])
         if len(ids) >= self.max_model_len:
             raise PromptTooLongError(f"{len(ids)} tokens do not fit {self.max_model_len}", param="prompt")
         self.params_seen.append(params)
@@ -80,7 +83,8 @@ class ScriptedEngine:
 
     def step(self) -> list[RequestOutput]:
         if self.num_steps == self.interrupt_at_step:
-            signal.raise_signal(signal.SIGINT)
+            self.interrupt_at_step = None
+            raise KeyboardInterrupt
         self.num_steps += 1
         outputs = [output for r in self._running if (output := self._advance(r)) is not None]
         done = {output.request_id for output in outputs if output.finished}

@@ -236,7 +236,14 @@ def test_a_flag_means_the_same_in_a_file_and_on_the_command_line(
 
 def test_sampling_flags_are_checked_when_they_are_read() -> None:
     command = CommandLine("quire test", "", sampling_options())
-    args = command.parse(["--top-p", "0.5", "--stop", "x", "--stop_token_ids", "7", "--no-skip-special-tokens"])
-    assert args.given == {"top_p": 0.5, "stop": ["x"], "stop_token_ids": [7], "skip_special_tokens": False}
+    flags = ["--top-p", "0.5", "--stop", "x", "--stop_token_ids", "7", "--no-skip-special-tokens"]
+    args = command.parse([*flags, "--logit-bias", '{"5": -1}', "--logit-bias.6=2.5"])
+    assert args.given == {
+        "top_p": 0.5,
+        "stop": ["x"],
+        "stop_token_ids": [7],
+        "skip_special_tokens": False,
+        "logit_bias": {"5": -1, "6": 2.5},
+    }
     with pytest.raises(ValidationError, match=r"top_p must be in \(0, 1\], got 1.5"):
         command.parse(["--top-p", "1.5"])

@@ -123,12 +123,10 @@ def test_stats_go_to_stderr(complete: Callable[..., int], use_engine: UseEngine,
     assert "tok/s" in err
 
 
-def test_interrupt_stops_between_steps(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
-    engine = use_engine(ScriptedEngine(lambda p, _: ["a"] * 9, interrupt_at_step=2))
+def test_interrupt_keeps_what_was_printed(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
+    use_engine(ScriptedEngine(lambda p, _: ["a"] * 9, interrupt_at_step=2))
     assert complete("x", "y") == 130
-    assert capsys.readouterr() == ("==> x <==\naaa\n", "")
-    assert engine.num_steps == 3
-    assert engine.aborted == ["0", "1"]
+    assert capsys.readouterr() == ("==> x <==\naa\n", "")
 
 
 def test_bad_prompt_and_bad_parameters(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:

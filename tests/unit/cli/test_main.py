@@ -179,6 +179,14 @@ def test_unknown_environment_variable_is_refused_before_any_work(
     assert "did you mean QUIRE_LOGGING_LEVEL?" in capsys.readouterr().err
 
 
+def test_a_log_level_that_does_not_exist() -> None:
+    done = run_quire("-m", "quire", "info", env={"QUIRE_LOGGING_LEVEL": "LOUD"})
+    assert done.returncode == 2
+    assert done.stderr == (
+        "quire: error: QUIRE_LOGGING_LEVEL='LOUD' is no log level; Log level: DEBUG, INFO, WARNING or ERROR.\n"
+    )
+
+
 HEAVY = ("torch", "numpy", "tokenizers", "transformers", "safetensors", "huggingface_hub", "yaml")
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from quire.config.cache import CacheConfig
 from quire.config.engine import EngineConfig
+from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.scheduler import SchedulerConfig
@@ -110,31 +112,54 @@ def make_scheduler(
     )
 
 
-TokenChoice = Callable[[str, int], int]
-"""The next token of a request, by its id and the number of tokens it has."""
+TokenChoice = Callable[[str, list[int]], int]
+"""The next token of a request, by its id and the tokens it has."""
 
 
-def next_token(request_id: str, num_tokens: int) -> int:
-    """What the scripted model says unless told otherwise."""
-    return num_tokens
+def next_token(request_id: str, tokens: list[int]) -> int:
+    """What the scripted model says unless told otherwise: the position."""
+    return len(tokens)
+
+
+def digest(request_id: str, tokens: list[int]) -> int:
+    """A token that any difference in the tokens before it would change, but the request's name would not."""
+    return hash(tuple(tokens)) % 50_000
 
 
 class ScriptedWorker:
     """Behaves as the seam says a worker does, and complains when it is told something inconsistent.
 
-    Tracks the tokens of each request from its NewRequestData until the request is finished or preempted.
+    It remembers the tokens of a request from its NewRequestData until the request is finished or preempted. Each slot
+    of its KV cache holds a hash of the prefix that was computed into it; before a token is sampled all slots in the
+    request's block table must hold what they should.
     """
 
     def __init__(self, choose: TokenChoice = next_token) -> None:
         self.choose = choose
         self.tokens: dict[str, list[int]] = {}
         self.block_ids: dict[str, list[int]] = {}
+        self.slots: dict[tuple[int, int], int] = {}
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """The result of a step."""
         for request_id in output.finished_req_ids | output.preempted_req_ids:
             self.tokens.pop(request_id, None)
             self.block_ids.pop(request_id, None)
+        computed = self._take_in(output)
+        assert computed.keys() == output.num_scheduled_tokens.keys()
+        assert sum(output.num_scheduled_tokens.values()) == output.total_num_scheduled_tokens
+        assert output.scheduled_spec_decode_tokens.keys() <= computed.keys()
+        for request_id, start in computed.items():
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            stop = start + output.num_scheduled_tokens[request_id]
+            self._compute(request_id, start, stop, drafts)
+        req_ids = list(reversed(computed))  # a batch order of its own
+        return ModelRunnerOutput(
+            req_ids, [self._sample(i, computed[i] + output.num_scheduled_tokens[i], output) for i in req_ids]
+        )
+
+    def _take_in(self, output: SchedulerOutput) -> dict[str, int]:
+        """Computed tokens by request id."""
         computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             assert new.req_id not in self.tokens, f"{new.req_id} is known already"
@@ -146,25 +171,35 @@ class ScriptedWorker:
         for request_id, new_block_ids, num_computed in rows:
             assert request_id in self.tokens, f"{request_id} is not known"
             if new_block_ids is not None:
+                assert any(new_block_ids), "None stands for no new blocks"
                 self.block_ids[request_id] += new_block_ids[0]
             computed[request_id] = num_computed
-        assert computed.keys() == output.num_scheduled_tokens.keys()
-        assert sum(output.num_scheduled_tokens.values()) == output.total_num_scheduled_tokens
-        if not computed:
-            return EMPTY_MODEL_RUNNER_OUTPUT
-        req_ids = list(reversed(output.num_scheduled_tokens))  # a batch order of its own
-        return ModelRunnerOutput(
-            req_ids, [self._sample(i, computed[i] + output.num_scheduled_tokens[i]) for i in req_ids]
-        )
+        return computed
 
-    def _sample(self, request_id: str, num_computed: int) -> list[int]:
+    def _slot(self, request_id: str, position: int) -> tuple[int, int]:
+        return self.block_ids[request_id][position // BLOCK_SIZE], position % BLOCK_SIZE
+
+    def _compute(self, request_id: str, start: int, stop: int, drafts: list[int]) -> None:
+        tokens = self.tokens[request_id] + drafts
+        assert start < stop <= len(tokens), f"{request_id} computes tokens it does not have"
+        for position in range(start, stop):
+            self.slots[self._slot(request_id, position)] = hash(tuple(tokens[: position + 1]))
+
+    def _sample(self, request_id: str, num_computed: int, output: SchedulerOutput) -> list[int]:
         tokens = self.tokens[request_id]
-        assert num_computed <= len(tokens), f"{request_id} computes tokens it does not have"
-        assert len(self.block_ids[request_id]) * BLOCK_SIZE >= num_computed, f"{request_id} has too few blocks"
-        if num_computed < len(tokens):
+        drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+        if num_computed < len(tokens) + len(drafts):
             return []
-        tokens.append(self.choose(request_id, len(tokens)))
-        return tokens[-1:]
+        for position in range(len(tokens)):
+            held = self.slots[self._slot(request_id, position)]
+            assert held == hash(tuple(tokens[: position + 1])), f"{request_id} reads a wrong slot at {position}"
+        sampled: list[int] = []
+        for draft in [*drafts, None]:
+            sampled.append(self.choose(request_id, tokens))
+            tokens.append(sampled[-1])
+            if sampled[-1] != draft:
+                break
+        return sampled
 
 
 class Engine:
@@ -333,7 +368,9 @@ def make_config(
     """A whole EngineConfig. `scheduler` are fields of SchedulerConfig, or `log_iterations`."""
     log_iterations = scheduler.pop("log_iterations", False)
     return EngineConfig(
-        model_config=ModelConfig(max_model_len=max_model_len),
+        model_config=ModelConfig(
+            max_model_len=max_model_len, hf_config=HFConfig({"max_position_embeddings": 1000}, Path())
+        ),
         cache_config=CacheConfig(
             block_size=BLOCK_SIZE,
             enable_prefix_caching=enable_prefix_caching,

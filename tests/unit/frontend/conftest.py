@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,14 @@ def tokenizers_by_kind(tokenizer_dirs: dict[str, Path]) -> dict[str, Tokenizer]:
 def tokenizer(tokenizers_by_kind: dict[str, Tokenizer]) -> Tokenizer:
     """The byte-level one: what most tests need."""
     return tokenizers_by_kind["byte_level"]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without weights: enough for everything that does not compute."""
+    directory = write_tokenizer("byte_level", tmp_path_factory.mktemp("model") / "toy")
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 500, "hidden_size": 8, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 1, "max_position_embeddings": 64, "eos_token_id": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "eos_token_id": [1, 2]}))
+    return directory

@@ -46,6 +46,18 @@ def test_text_of_random_tokens_is_the_full_decode(
         assert stream_text(tokenizer, ids, skip_special=skip) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@given(data=st.data(), kind=st.sampled_from(KINDS))
+def test_looking_texts_up_changes_nothing(tokenizers_by_kind: Tokenizers, data: st.DataObject, kind: str) -> None:
+    """A decoder of unknown kind has every token decoded in its window; the result is the same."""
+    tokenizer = tokenizers_by_kind[kind]
+    assert tokenizer.has_fixed_texts
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 5), max_size=40))
+    fast, slow = (TextStream(tokenizer, ids[:4], skip_special=False) for _ in range(2))
+    slow._look_up = False
+    assert [fast.push(i) for i in ids] == [slow.push(i) for i in ids]
+    assert fast.flush() == slow.flush()
+
+
 @given(data=st.data())
 def test_byte_fallback_never_takes_text_back(tokenizers_by_kind: Tokenizers, data: st.DataObject) -> None:
     """One bad byte makes the decoder read the whole run of byte tokens as garbage; what is out already stays."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.frontend.stop_strings import StopMatch, find_stop, held_back
+from quire.frontend.stop_strings import StopMatch, StopStrings
 
 TEXT = st.text("abc", max_size=12)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
@@ -24,12 +24,12 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
         ("abc", [], 0, None),
     ],
 )
-def test_find_stop(text: str, stops: list[str], start: int, match: StopMatch | None) -> None:
-    assert find_stop(text, stops, start) == match
+def test_find(text: str, stops: list[str], start: int, match: StopMatch | None) -> None:
+    assert StopStrings(stops).find(text, start) == match
 
 
 @given(text=TEXT, stops=STOPS, start=st.integers(0, 12))
-def test_find_stop_is_what_a_reader_character_by_character_finds(text: str, stops: list[str], start: int) -> None:
+def test_find_is_what_a_reader_character_by_character_finds(text: str, stops: list[str], start: int) -> None:
     expected = None
     for end in range(start, len(text) + 1):
         read = text[start:end]
@@ -38,7 +38,7 @@ def test_find_stop_is_what_a_reader_character_by_character_finds(text: str, stop
             longest = max(ending, key=len)
             expected = StopMatch(longest, end - len(longest), end)
             break
-    assert find_stop(text, stops, start) == expected
+    assert StopStrings(stops).find(text, start) == expected
 
 
 @given(text=TEXT, stops=STOPS, start=st.integers(0, 12))
@@ -48,7 +48,7 @@ def test_held_back_is_the_longest_beginning_of_a_stop_string(text: str, stops: l
         (n for n in range(len(tail) + 1) if any(n < len(s) and s.startswith(tail[len(tail) - n :]) for s in stops)),
         default=0,
     )
-    assert held_back(text, stops, start) == expected
+    assert StopStrings(stops).held_back(text, start) == expected
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,9 @@ def test_held_back_is_the_longest_beginning_of_a_stop_string(text: str, stops: l
     [("ab", ["abc"], 2), ("ab", ["bcd"], 1), ("ab", ["ab"], 0), ("", ["a"], 0), ("ab", [], 0), ("aab", ["aabaa"], 3)],
 )
 def test_held_back_examples(text: str, stops: list[str], held: int) -> None:
-    assert held_back(text, stops) == held
+    assert StopStrings(stops).held_back(text) == held
+
+
+def test_no_stop_strings_are_false() -> None:
+    assert not StopStrings([])
+    assert StopStrings(["a"])

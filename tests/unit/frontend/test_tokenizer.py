@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from quire.errors import ConfigError, ModelLoadError, ValidationError
@@ -18,6 +19,7 @@ from quire.frontend.tokenizer import Tokenizer
 
 from .toy_tokenizers import CORPUS, KINDS, add_token, write_tokenizer
 
+STRIP_BOTH = decoders.Strip(" ", 1, 1)
 TEXTS = [
     *dict.fromkeys(CORPUS),
     "",
@@ -190,6 +192,24 @@ def test_token_texts_join_to_the_text(tokenizers_by_kind: dict[str, Tokenizer], 
     ids = tokenizer.encode("the quick dog and the fox", add_special_tokens=False)
     assert "".join(tokenizer.token_text(i) for i in ids).strip() == "the quick dog and the fox"
     assert tokenizer.token_text(10**6) == ""  # an id of the model's padding
+
+
+@pytest.mark.parametrize(
+    ("decoder", "fixed"),
+    [
+        (decoders.ByteLevel(), True),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]), True),
+        (decoders.Sequence([decoders.Replace("▁▁", " "), decoders.ByteFallback(), decoders.Fuse()]), False),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), STRIP_BOTH]), False),
+        (decoders.BPEDecoder(), False),
+        (decoders.CTC(), False),
+        (None, False),
+    ],
+)
+def test_which_decoders_give_a_token_one_text(tmp_path: Path, decoder: Any, fixed: bool) -> None:
+    tokenizer = Tokenizer.from_dir(write_tokenizer("byte_level", tmp_path))
+    tokenizer.backend.decoder = decoder
+    assert tokenizer.has_fixed_texts == fixed
 
 
 def test_repr_names_size_and_special_tokens(tokenizer: Tokenizer) -> None:

@@ -133,6 +133,7 @@ class BatchMachine(RuleBasedStateMachine):
             request = self.known[req_id]
             tokens = request["prompt"] + request["outputs"]
             assert batch.token_ids[row, : batch.num_tokens[row]].tolist() == tokens
+            assert batch.num_computed_tokens[row] == request["computed"]
             assert batch.output_lens(rows)[row] == len(request["outputs"])
             assert seeds is not None
             assert seeds.seeds[row] == request["params"].seed

@@ -103,13 +103,40 @@ def test_a_step_without_tokens_only_applies_the_diff() -> None:
     assert runner.batch.num_reqs == 0
 
 
-def test_the_two_halves_of_a_step_come_in_turn() -> None:
-    runner = make_runner()
+def test_there_is_nothing_to_sample_before_a_forward_pass() -> None:
     with pytest.raises(AssertionError, match="no step to sample"):
-        runner.sample_tokens(None)
-    runner.execute_model(new_request("a", [1, 2, 3], 3))
-    with pytest.raises(AssertionError, match="has not been sampled"):
-        runner.execute_model(cached_request("a", 3, 1))
+        make_runner().sample_tokens(None)
+
+
+@pytest.mark.parametrize("where", ["forward", "_move_row", "append_tokens", "between the halves"])
+def test_after_a_broken_step_requests_start_anew(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may strike anywhere in a step. The engine then gives up what was in flight and sends the living anew."""
+    runner = make_runner()
+    for i, req_id in enumerate("abc"):
+        run_step(runner, new_request(req_id, [i, 1, 2], 3, first_block=1 + 40 * i))
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    target = runner.model if where == "forward" else runner.batch
+    step = cached_request("c", 3, 1)
+    step.finished_req_ids.add("a")  # so that the row of c moves
+    with monkeypatch.context() as patch:
+        if where != "between the halves":
+            patch.setattr(target, where, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run_step(runner, step)
+        else:
+            runner.execute_model(step)
+    step = new_request("c", [2, 1, 2], 4, SamplingParams(temperature=0, presence_penalty=0.1), first_block=7)
+    step.scheduled_new_reqs[0].output_token_ids = [5]
+    step.preempted_req_ids = {"b", "c"}
+    step.finished_req_ids = {"a"}
+    (tokens,) = run_step(runner, step).sampled_token_ids
+    logits = dense_logits(runner.model, [2, 1, 2, 5])[-1]
+    logits[5] -= 0.1
+    assert tokens == [int(logits.argmax())]
+    assert runner.batch.req_ids == ["c"]
 
 
 def test_an_id_may_be_used_again_in_the_step_that_ends_it() -> None:

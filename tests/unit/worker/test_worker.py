@@ -128,9 +128,9 @@ def test_a_trace_is_written(make_worker: Any, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     worker = make_worker()
     worker.profile(False)  # never started: nothing to stop
-    worker.profile(True)
+    worker.profile(True, "run")
     torch.ones(2).sum()
-    worker.profile(False, "run")
+    worker.profile(False)
     assert json.loads((tmp_path / "run-rank0.trace.json").read_text())["traceEvents"]
 
 

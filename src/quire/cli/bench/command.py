@@ -14,6 +14,7 @@ from quire.cli.engine_options import engine_args
 from quire.cli.generation import make_engine
 from quire.cli.machine import cpu_facts
 from quire.cli.options import Arguments, Option
+from quire.config.dtype import resolve_dtype_name
 from quire.errors import ConfigError
 
 COMMON_OPTIONS = (
@@ -31,14 +32,20 @@ def run_benchmark(args: Arguments, name: str, make_requests: MakeRequests) -> in
     for option in ("num_iters", "num_iters_warmup"):
         if args[option] < (1 if option == "num_iters" else 0):
             raise ConfigError(f"--{option.replace('_', '-')} {args[option]} is too small")
-    flags = engine_args(args, skip_tokenizer_init=True)
+    flags = engine_args(args, skip_tokenizer_init=True, disable_log_stats=True)
     config = flags.create_engine_config()
-    ids = IdRange.of_vocabulary(config.model_config.hf_config.vocab_size)
+    model = config.model_config
+    ids = IdRange.of_vocabulary(model.hf_config.vocab_size)
     engine = make_engine(flags)
     for i in range(args["num_iters_warmup"]):
         run_requests(engine, make_requests(WARMUP_REP + i, ids))
     runs = [run_requests(engine, make_requests(rep, ids)) for rep in range(args["num_iters"])]
-    facts = {"benchmark": name, "model": config.model_config.name, "dtype": flags.dtype, **_machine()}
+    facts = {
+        "benchmark": name,
+        "model": model.name,
+        "dtype": resolve_dtype_name(model, config.device_config.device),
+        **_machine(),
+    }
     report({**facts, **summarize(runs)}, args)
     return 0
 

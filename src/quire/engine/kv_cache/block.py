@@ -57,7 +57,7 @@ class CacheableRequest(Protocol):
 
     @property
     def block_hashes(self) -> list[BlockHash]:
-        """One per full block of `all_token_ids`; the request keeps it up to date (`hashing.make_block_hasher`)."""
+        """One per full block of `all_token_ids`: certain tokens only. Kept up to date with a `BlockHasher`."""
         ...
 
     @property

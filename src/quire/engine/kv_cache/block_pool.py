@@ -71,14 +71,12 @@ class BlockPool:
     def __init__(
         self,
         num_gpu_blocks: int,
-        enable_caching: bool,
         num_groups: int = 1,
         metrics: KVCacheMetricsCollector | None = None,
     ) -> None:
         if num_gpu_blocks < 1:
             raise ValueError(f"a pool of {num_gpu_blocks} blocks has no room for the null block; it needs at least 1")
         self.num_gpu_blocks = num_gpu_blocks
-        self.enable_caching = enable_caching
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         self.cached_blocks = CachedBlockMap()

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.prefix_query import PrefixQuery
 from quire.engine.kv_cache.sizing import blocks_needed
-from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
+from quire.wire.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
 
 
 class GroupManager(ABC):
     """The rules of one group. Holds no state of requests: tables live in `KVCacheManager`."""
+
+    drops_blocks: ClassVar[bool]
+    """Whether entries of a table may become null while the request runs."""
 
     def __init__(self, spec: AnyKVCacheSpec, group_id: int, pool: BlockPool, max_step_tokens: int | None) -> None:
         self.spec = spec
@@ -41,6 +45,8 @@ class GroupManager(ABC):
 class FullAttentionManager(GroupManager):
     """Every token attends to all before it: nothing is dropped, and a hit is an unbroken run from the start."""
 
+    drops_blocks = False
+
     def find_longest_hit(self, query: PrefixQuery, max_blocks: int) -> list[KVCacheBlock]:
         hit: list[KVCacheBlock] = []
         for index in range(max_blocks):
@@ -56,6 +62,8 @@ class FullAttentionManager(GroupManager):
 
 class SlidingWindowManager(GroupManager):
     """A token attends to itself and the `sliding_window - 1` tokens before it. What is further back becomes null."""
+
+    drops_blocks = True
 
     def __init__(self, spec: SlidingWindowSpec, group_id: int, pool: BlockPool, max_step_tokens: int | None) -> None:
         super().__init__(spec, group_id, pool, max_step_tokens)
@@ -84,11 +92,9 @@ def make_group_manager(
     spec: AnyKVCacheSpec, group_id: int, pool: BlockPool, max_step_tokens: int | None
 ) -> GroupManager:
     """The manager for a group of this kind."""
-    match spec:
-        case SlidingWindowSpec():
-            return SlidingWindowManager(spec, group_id, pool, max_step_tokens)
-        case FullAttentionSpec():
-            return FullAttentionManager(spec, group_id, pool, max_step_tokens)
+    if isinstance(spec, SlidingWindowSpec):
+        return SlidingWindowManager(spec, group_id, pool, max_step_tokens)
+    return FullAttentionManager(spec, group_id, pool, max_step_tokens)
 
 
 def find_longest_common_hit(
@@ -96,15 +102,14 @@ def find_longest_common_hit(
 ) -> list[list[KVCacheBlock]]:
     """The longest prefix that is a hit in every group: tables of one length, one per group.
 
-    Each group in turn shortens the length to its own best hit, until a round changes nothing. The length only falls,
-    and a common hit is never jumped over: a group's best hit within a bound is at least any common hit within it.
+    Each group in turn shortens the length to its own best hit, round after round, until all agree. No common hit is
+    jumped over: a group's best hit within a bound is at least as long as any common hit within it.
     """
-    hits: list[list[KVCacheBlock]] = []
-    length, before = max_blocks, -1
-    while length != before:
-        before = length
-        hits = []
+    length = max_blocks
+    while True:
+        hits: list[list[KVCacheBlock]] = []
         for group in groups:
             hits.append(group.find_longest_hit(query, length))
             length = len(hits[-1])
-    return hits
+        if all(len(hit) == length for hit in hits):
+            return hits

@@ -43,12 +43,12 @@ def block_extra_keys(request: CacheableRequest, block_index: int) -> ExtraKeys |
     The salt enters the first block only: through the chain it reaches all. This is the door for whatever else comes
     to decide keys and values: an image adds ("mm", its hash, its offset in the block) to each block it covers.
     """
-    keys: list[tuple[str | int | bytes, ...]] = []
+    keys: ExtraKeys = ()
     if request.lora_request is not None:
-        keys.append(("lora", request.lora_request.lora_name, request.lora_request.lora_path))
+        keys += (("lora", request.lora_request.lora_name, request.lora_request.lora_path),)
     if request.cache_salt is not None and block_index == 0:
-        keys.append(("cache_salt", request.cache_salt))
-    return tuple(keys) or None
+        keys += (("cache_salt", request.cache_salt),)
+    return keys or None
 
 
 def make_block_hasher(block_size: int, hash_function: HashFunction = hash_block) -> BlockHasher:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from quire.engine.kv_cache.block import (
     BlockContent,
@@ -17,7 +18,7 @@ from quire.engine.kv_cache.group_manager import GroupManager, find_longest_commo
 from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
 from quire.engine.kv_cache.prefix_query import PrefixQuery
 from quire.wire.execution import BlockIds
-from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig
+from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.stats import KVCacheEvictionEvent, PrefixCacheStats
 
 
@@ -67,12 +68,12 @@ class KVCacheManager:
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching and bool(specs)
         self.block_size = specs[0].block_size if specs else 1
-        self.block_pool = BlockPool(kv_cache_config.num_blocks, self.enable_caching, len(specs), metrics)
+        self.block_pool = BlockPool(kv_cache_config.num_blocks, len(specs), metrics)
         self.groups: list[GroupManager] = [
             make_group_manager(spec, group_id, self.block_pool, max_step_tokens) for group_id, spec in enumerate(specs)
         ]
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple([] for _ in specs))
-        self._windowed_groups = [g for g in self.groups if not isinstance(g.spec, FullAttentionSpec)]
+        self._windowed_groups = [group for group in self.groups if group.drops_blocks]
         self._requests: dict[str, RequestBlocks] = {}
         self._metrics = metrics
         self._prefix_cache_stats = PrefixCacheStats() if log_stats else None
@@ -127,7 +128,7 @@ class KVCacheManager:
                 f"{num_hit_blocks} hit blocks as {num_new_computed_tokens} computed tokens for request "
                 f"{request.request_id}; hits are whole blocks of {self.block_size} tokens and come at admission only"
             )
-        admitted = held is not None
+        is_admission = held is None
         if held is None:
             held = RequestBlocks(tuple([] for _ in self.groups))
 
@@ -146,13 +147,13 @@ class KVCacheManager:
             if needed + reserved_blocks > self.block_pool.get_num_free_blocks() + regained:
                 return None
 
-        if not admitted:
+        if is_admission:
             self._admit(request, held, hits, num_hit_blocks)
         if dropped:
             self._drop_blocks(dropped)
         new_blocks = self._append_new_blocks(held, num_new_blocks) if num_new_blocks else self.empty_kv_cache_blocks
         if self.enable_caching:
-            self._cache_full_blocks(request, held, min(num_after, request.num_tokens))
+            self._cache_full_blocks(request, held, num_after)
         return new_blocks
 
     def free(self, request: CacheableRequest) -> None:
@@ -180,16 +181,17 @@ class KVCacheManager:
         return self.get_blocks(request_id).get_block_ids()
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Per group: how many leading blocks of this request all admitted requests share; 0 for windowed groups."""
+        """Per group: how many leading blocks of this request every admitted request has, too, if there are others.
+
+        0 for groups that drop blocks: what is common there is not a prefix any more.
+        """
         num_requests = len(self._requests)
         counts = [0] * len(self.groups)
-        for group in self.groups:
-            if group in self._windowed_groups:
-                continue
-            for block in self.get_blocks(running_request_id).blocks[group.group_id]:
-                if block.ref_cnt != num_requests:
-                    break
-                counts[group.group_id] += 1
+        if num_requests > 1 and running_request_id in self._requests:
+            for group, table in zip(self.groups, self._requests[running_request_id].tables, strict=True):
+                if not group.drops_blocks:
+                    shared = takewhile(lambda block: block.ref_cnt == num_requests, table)
+                    counts[group.group_id] = sum(1 for _ in shared)
         return counts
 
     def reset_prefix_cache(self) -> bool:
@@ -221,7 +223,7 @@ class KVCacheManager:
                     raise IntegrityError(f"the tables of request {request_id} and their lengths differ: {held}")
                 for block in table:
                     references[block.block_id] += 1
-                if null in table and group not in self._windowed_groups:
+                if not group.drops_blocks and null in table:
                     raise IntegrityError(f"request {request_id} lost a block of full attention: {table}")
                 if any(block.block_hash is not None for block in table[held.num_cached_blocks :]):
                     raise IntegrityError(f"request {request_id} shares blocks that are not full: {table}")
@@ -284,7 +286,7 @@ class KVCacheManager:
         return KVCacheBlocks(parts)
 
     def _cache_full_blocks(self, request: CacheableRequest, held: RequestBlocks, num_tokens: int) -> None:
-        """Register what is full within the first `num_tokens` tokens."""
+        """Register what is full within the first `num_tokens` tokens. Drafts among them have no hashes yet."""
         num_full = min(num_tokens // self.block_size, len(request.block_hashes))
         if num_full > held.num_cached_blocks:
             held.last_content = self.block_pool.cache_full_blocks(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from quire.engine.kv_cache.block import BlockContent, CacheableRequest
 from quire.engine.kv_cache.hashing import block_extra_keys
 
+_UNPROVEN = object()
+
 
 class PrefixQuery:
     """One look-up of one request. It remembers which contents proved equal, so that a chain is walked only once."""
@@ -13,21 +15,19 @@ class PrefixQuery:
         self.block_hashes = request.block_hashes
         self._request = request
         self._block_size = block_size
-        self._proven: dict[int, BlockContent] = {}
+        self._proven: dict[int, BlockContent | None] = {-1: None}  # before the first block there is nothing
 
     def is_prefix(self, content: BlockContent, index: int) -> bool:
         """Whether `content` and its parents are, token for token, blocks 0...index of the request."""
         walked: list[BlockContent] = []
         node: BlockContent | None = content
         position = index
-        while node is not None and position >= 0 and self._proven.get(position) is not node:
-            if not self._equals_block(node, position):
+        while self._proven.get(position, _UNPROVEN) is not node:
+            if node is None or position < 0 or not self._equals_block(node, position):
                 return False
             walked.append(node)
             node = node.parent
             position -= 1
-        if (node is None) != (position < 0):  # one chain is longer than the other
-            return False
         while walked:
             position += 1
             self._proven[position] = walked.pop()

@@ -63,7 +63,8 @@ def make_kv_cache_groups(specs: dict[str, AnyKVCacheSpec]) -> list[KVCacheGroupS
 
     One kind makes one group. With several, a group has as many layers as the rarest kind (Gemma 3: five sliding groups
     for each full one), or as the commonest where the numbers are nearly equal. A kind whose layers do not divide
-    evenly leaves places empty in its groups; `padding_waste` tells how much memory that costs.
+    evenly leaves places empty in its groups: memory that a block occupies and no layer uses (Gemma 3 1B: 22 sliding and
+    4 full layers make 7 groups of 4, 2 of 28 places empty).
 
     ConfigError if block sizes differ: then tables of one request would differ in length.
     """
@@ -82,12 +83,6 @@ def make_kv_cache_groups(specs: dict[str, AnyKVCacheSpec]) -> list[KVCacheGroupS
     for names in kinds.values():
         groups += [KVCacheGroupSpec(part, specs[part[0]]) for part in _split_evenly(names, group_size)]
     return groups
-
-
-def padding_waste(groups: Sequence[KVCacheGroupSpec]) -> float:
-    """Share of the cache's memory, 0...1, that no layer uses because its group has fewer layers than another."""
-    sizes = [len(group.layer_names) for group in groups]
-    return 1.0 - sum(sizes) / (len(sizes) * max(sizes)) if sizes else 0.0
 
 
 def make_kv_cache_configs(

@@ -42,6 +42,8 @@ class SchedulerInterface(ABC):
     through `update_from_output` in the order the steps were scheduled, or never (`abandon_steps`).
     """
 
+    pause_state: PauseState = PauseState.UNPAUSED
+
     @abstractmethod
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValidationError, with nothing changed, if it cannot be accepted."""
@@ -58,7 +60,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step."""
+        """Decide the next step: running requests first, then waiting ones, within one token budget."""
 
     @abstractmethod
     def update_from_output(
@@ -68,7 +70,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def abandon_steps(self) -> None:
-        """The results of all steps in flight are lost: recompute, as if they had never been scheduled."""
+        """The results of all steps in flight are lost: compute again, as if they had never been scheduled."""
 
     @abstractmethod
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
@@ -76,11 +78,15 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
-        """Draft tokens for the next step of running requests."""
+        """Draft tokens for the next step. Ignored for requests that are not running or still compute their prompt."""
 
     @abstractmethod
     def get_num_unfinished_requests(self) -> int:
         """Running and waiting, whatever they wait for."""
+
+    @abstractmethod
+    def get_request_counts(self) -> tuple[int, int]:
+        """(running, waiting)."""
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is running or waiting."""
@@ -96,16 +102,11 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def make_stats(self) -> SchedulerStats | None:
-        """A snapshot; None if statistics are off."""
+        """A snapshot, with what the caches counted since the last one; None if statistics are off."""
 
-    @property
-    @abstractmethod
-    def pause_state(self) -> PauseState:
-        """Set by `set_pause_state`."""
-
-    @abstractmethod
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Stop or go on, from the next `schedule` on."""
+        self.pause_state = pause_state
 
     @abstractmethod
     def shutdown(self) -> None:

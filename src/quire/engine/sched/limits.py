@@ -27,12 +27,18 @@ class SchedulerLimits:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig, max_model_len: int, num_blocks: int) -> SchedulerLimits:
-        """Raises ConfigError where a budget is still None."""
+        """Raises ConfigError where a budget is still None, or too small for a prompt that may not be split."""
         budget = config.max_num_scheduled_tokens or config.max_num_batched_tokens
         if budget is None or config.max_num_seqs is None:
             raise ConfigError(
                 f"the scheduler has no budget (max_num_batched_tokens={config.max_num_batched_tokens}, "
                 f"max_num_seqs={config.max_num_seqs}); EngineArgs.create_engine_config fills in the defaults"
+            )
+        if not config.enable_chunked_prefill and budget < max_model_len:
+            raise ConfigError(
+                f"a step of {budget} tokens cannot take a prompt of up to {max_model_len}, and chunked prefill is off; "
+                "raise --max-num-batched-tokens (and --max-num-scheduled-tokens, where set), lower --max-model-len or "
+                "drop --no-enable-chunked-prefill"
             )
         return cls(
             max_num_scheduled_tokens=budget,

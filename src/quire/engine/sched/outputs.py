@@ -7,8 +7,8 @@ from collections import defaultdict
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.stop import check_stop
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs
-from quire.wire.execution import ModelRunnerOutput
-from quire.wire.stats import PrefillStats, SchedulerStats
+from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
+from quire.wire.stats import PrefillStats, SchedulerStats, SpecDecodingStats
 
 
 def apply_result(
@@ -81,27 +81,53 @@ def make_prefill_stats(request: Request) -> PrefillStats:
 
 
 class OutputCollector:
-    """Gathers outputs at any time and hands them over once per step.
+    """Turns results into outputs, gathers those at any time, and hands them over once per step, grouped by client.
 
     With `include_finished_set` each client is also told the ids of all its requests that ended, aborts included.
     """
 
-    def __init__(self, include_finished_set: bool) -> None:
+    def __init__(self, max_model_len: int, include_finished_set: bool, num_spec_tokens: int) -> None:
+        self._max_model_len = max_model_len
+        self._num_spec_tokens = num_spec_tokens
         self._outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         self._finished: defaultdict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
+        self._spec_stats: SpecDecodingStats | None = None
 
-    def __bool__(self) -> bool:
-        """Whether anything waits to be taken."""
-        return bool(self._outputs) or bool(self._finished)
+    def add_result(
+        self, requests: list[Request], scheduler_output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> list[Request]:
+        """Give each of a step's requests what was computed for it; returns those that have ended by it.
 
-    def add(self, client_index: int, output: EngineCoreOutput) -> None:
-        """One output for one client."""
-        self._outputs[client_index].append(output)
+        A request that ended while the step was in flight is passed over. One that was preempted meanwhile keeps its
+        token, which is the one its recomputation would yield.
+        """
+        token_ids = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        ended: list[Request] = []
+        for request in requests:
+            if request.is_finished:
+                continue
+            request_id = request.request_id
+            new_token_ids = token_ids.get(request_id, [])
+            if request_id in drafts:
+                self._take_back_rejected(request, len(drafts[request_id]), max(len(new_token_ids) - 1, 0))
+            output = apply_result(request, result, new_token_ids, self._max_model_len)
+            if output is not None:
+                self._outputs[request.client_index].append(output)
+                if output.finish_reason is not None:
+                    ended.append(request)
+        return ended
+
+    def _take_back_rejected(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens -= num_drafts - num_accepted  # their slots will be overwritten
+        if self._spec_stats is None:
+            self._spec_stats = SpecDecodingStats(self._num_spec_tokens)
+        self._spec_stats.record(num_drafts, num_accepted)
 
     def add_end(self, request: Request) -> None:
         """Tell the client of an end that no result of the worker brought about."""
-        self.add(
-            request.client_index,
+        self._outputs[request.client_index].append(
             EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],
@@ -109,7 +135,7 @@ class OutputCollector:
                 stop_reason=request.stop_reason,
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
-            ),
+            )
         )
 
     def note_finished(self, request: Request) -> None:
@@ -129,6 +155,7 @@ class OutputCollector:
                 batch.finished_requests = request_ids
             self._finished.clear()
         if stats is not None:
+            stats.spec_decoding_stats, self._spec_stats = self._spec_stats, None
             first = next(iter(batches.values()), None)
             if first is None:
                 first = batches[0] = EngineCoreOutputs(timestamp=timestamp)

@@ -2,8 +2,8 @@
 
 One rule covers chunked prefill, prefix caching, decoding, speculation and resumption: every request has
 `num_computed_tokens` and wants to reach `num_tokens` (plus its drafts), and each step spends one token budget on that,
-running requests first, then waiting ones. A running request that gets no KV blocks has the tail of the running list
-preempted until it does; a preempted request gives up its blocks and waits at the head of the queue to be recomputed.
+running requests first, then waiting ones. When a running request gets no KV blocks, the policy's victims are preempted
+until it does: they give up their blocks and wait at the head of the queue to be computed again.
 
 Steps may overlap. `num_computed_tokens` counts a step's tokens as soon as it is scheduled, so a request that waits for
 the token of a step in flight has nothing left to compute and is passed over.
@@ -20,7 +20,7 @@ from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import PauseState, SchedulerInterface, StructuredOutputManager
 from quire.engine.sched.limits import SchedulerLimits
-from quire.engine.sched.outputs import OutputCollector, apply_result
+from quire.engine.sched.outputs import OutputCollector
 from quire.engine.sched.policy import POLICIES
 from quire.engine.sched.step import StepBuilder, StepsInFlight
 from quire.engine.sched.stop import check_stop
@@ -30,15 +30,15 @@ from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreEventType, EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.stats import SchedulerStats, SpecDecodingStats
+from quire.wire.stats import SchedulerStats
 
 logger = init_logger(__name__)
 
 
 class Scheduler(SchedulerInterface):
-    """See the module's docstring. Owns every unfinished request and, through the KVCacheManager, every block.
+    """Owns every unfinished request and, through the KVCacheManager, every block; knows nothing of tensors.
 
-    A request is either in `running` (in the order it is served; the tail is preempted first) or in `waiting`.
+    A request is either in `running`, in the order of admission, or in `waiting`.
     """
 
     def __init__(
@@ -75,16 +75,12 @@ class Scheduler(SchedulerInterface):
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting = WaitingRequests(self.policy, structured_output_manager)
-        self._in_flight = StepsInFlight()
-        self._outputs = OutputCollector(include_finished_set)
-        # What the worker has yet to be told:
-        self._finished_req_ids: set[str] = set()
-        self._preempted_req_ids: set[str] = set()
+        self._steps = StepsInFlight()
+        self._outputs = OutputCollector(max_model_len, include_finished_set, num_spec_tokens)
 
     # -- coming ------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises ValidationError, with nothing changed, if it is known already or too long."""
         if request.request_id in self.requests:
             raise ValidationError(
                 f"request id {request.request_id!r} is in use by an unfinished request; ids must be unique",
@@ -104,19 +100,11 @@ class Scheduler(SchedulerInterface):
     # -- the step ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: running requests first, then waiting ones, within one token budget."""
         step = StepBuilder(self.limits.max_num_scheduled_tokens, self.clock())
         if self.pause_state is not PauseState.PAUSED_ALL and self._schedule_running(step):
             self._schedule_waiting(step)
-        output = step.make_output(
-            finished_req_ids=self._finished_req_ids,
-            preempted_req_ids=self._preempted_req_ids,
-            num_common_prefix_blocks=self._get_num_common_prefix_blocks(),
-        )
-        self._finished_req_ids = set()
-        self._preempted_req_ids = set()
-        self._in_flight.push(output, step.requests)
-        return output
+        num_common = self.kv_cache_manager.get_num_common_prefix_blocks
+        return self._steps.send(step, num_common(self.running[0].request_id) if self.running else [])
 
     def _schedule_running(self, step: StepBuilder) -> bool:
         """Let running requests go on. False if any was preempted: then nobody may take the blocks it gave up."""
@@ -129,13 +117,16 @@ class Scheduler(SchedulerInterface):
             request = running[index]
             index += 1
             num_new = request.num_tokens + len(request.spec_token_ids) - request.num_computed_tokens
-            if num_new == 0:
-                continue  # all it has is in flight
+            if num_new <= 0:
+                continue  # all it has is in flight, perhaps with drafts
             num_new = cap_chunk(num_new, step.token_budget)
             new_blocks = allocate_slots(request, num_new, num_lookahead_tokens=self.num_spec_tokens)
             while new_blocks is None:
                 any_preempted = True
-                victim = running.pop()
+                victim_index = self.policy.choose_victim(running)
+                victim = running.pop(victim_index)
+                index -= victim_index < index
+                step.take_back(victim)
                 self._preempt(victim, step.timestamp)
                 if victim is request:
                     break
@@ -146,7 +137,7 @@ class Scheduler(SchedulerInterface):
 
     def _schedule_waiting(self, step: StepBuilder) -> None:
         """Admit from the head of the queue, until one does not fit."""
-        self.waiting.unblock(self._in_flight.get_preempted())
+        self.waiting.unblock(self._steps.get_preempted(), self.pause_state)
         while step.token_budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting.peek()
             if request is None or not self._admit(request, step):
@@ -157,11 +148,9 @@ class Scheduler(SchedulerInterface):
         limits, manager = self.limits, self.kv_cache_manager
         computed_blocks, num_cached = manager.get_computed_blocks(request)
         num_missing = request.num_tokens - num_cached
-        if not limits.enable_chunked_prefill and num_missing > step.token_budget:
-            if num_missing <= limits.max_num_scheduled_tokens:
-                return False
-            return self._fail(request, f"its {num_missing} tokens exceed the step's {limits.max_num_scheduled_tokens}")
         num_new = limits.cap_chunk(num_missing, step.token_budget)
+        if num_new < num_missing and not limits.enable_chunked_prefill:
+            return False
         # With nothing running every block is free, so whoever does not fit now never will. Then, and whatever the
         # settings, ask for all of the request's blocks: one that can only start would preempt itself for ever.
         alone = not self.running
@@ -182,33 +171,27 @@ class Scheduler(SchedulerInterface):
         request.num_computed_tokens = num_cached
         request.status = RequestStatus.RUNNING
         self._record(request, EngineCoreEventType.SCHEDULED, step.timestamp)
-        self.policy.insert_running(self.running, request)
+        self.running.append(request)
         step.add_new(request, num_new, manager.get_block_ids(request.request_id))
         return True
 
     def _preempt(self, request: Request, timestamp: float) -> None:
-        """Back to the head of the queue, to be recomputed. The caller has taken it out of `running`."""
+        """Back to its place in the queue, to be recomputed. The caller has taken it out of `running`."""
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.spec_token_ids = []
         self._record(request, EngineCoreEventType.PREEMPTED, timestamp)
-        self.waiting.prepend(request)
-        self._preempted_req_ids.add(request.request_id)
+        self.waiting.add_preempted(request)
+        self._steps.preempted_req_ids.add(request.request_id)
 
     def _preempt_all(self) -> None:
         timestamp = self.clock()
         while self.running:
             self._preempt(self.running.pop(), timestamp)
 
-    def _get_num_common_prefix_blocks(self) -> list[int]:
-        if not self.running:
-            return []
-        return self.kv_cache_manager.get_num_common_prefix_blocks(self.running[0].request_id)
-
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Token masks of a step, None when no request in it has a grammar."""
         if self.structured_output_manager is None:
             return None
         return self.structured_output_manager.grammar_bitmask(scheduler_output)
@@ -218,57 +201,24 @@ class Scheduler(SchedulerInterface):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take in the result of the oldest step in flight: append tokens, end what has ended. Outputs by client.
-
-        A request that ended while the step was in flight is passed over; one that was preempted meanwhile keeps its
-        token, which is as good as the one its recomputation would yield.
-        """
-        requests = self._in_flight.pop(scheduler_output)
-        token_ids = dict(zip(model_output.req_ids, model_output.sampled_token_ids, strict=True))
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        spec_stats = SpecDecodingStats(self.num_spec_tokens) if drafts and self.log_stats else None
-        ended: list[Request] = []
-        for request in requests:
-            if request.is_finished:
-                continue
-            new_token_ids = token_ids.get(request.request_id, [])
-            if request.request_id in drafts:
-                num_drafts, num_accepted = len(drafts[request.request_id]), max(len(new_token_ids) - 1, 0)
-                if request.status is RequestStatus.RUNNING:
-                    request.num_computed_tokens -= num_drafts - num_accepted  # their slots will be overwritten
-                if spec_stats is not None:
-                    spec_stats.record(num_drafts, num_accepted)
-            output = apply_result(request, model_output, new_token_ids, self.limits.max_model_len)
-            if output is not None:
-                self._outputs.add(request.client_index, output)
-                if output.finish_reason is not None:
-                    ended.append(request)
+        requests = self._steps.receive(scheduler_output)
+        ended = self._outputs.add_result(requests, scheduler_output, model_output)
         if ended:
             self._release(ended)
-        return self._outputs.take(self.clock(), self._make_step_stats(scheduler_output, spec_stats))
+        stats = self.make_stats()
+        if stats is not None:
+            stats.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        return self._outputs.take(self.clock(), stats)
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
-        """Draft tokens for the next step. Ignored for requests that are not running or still compute their prompt."""
         for request_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
-            request = self.requests.get(request_id)
-            if (
-                request is None
-                or request.status is not RequestStatus.RUNNING
-                or request.num_computed_tokens < request.num_tokens - 1
-            ):
-                continue
-            room = self.limits.max_model_len - request.num_tokens - 1  # one token comes without a draft
-            request.spec_token_ids = token_ids[: max(room, 0)]
+            if request_id in self.requests:
+                self.requests[request_id].set_drafts(token_ids, self.limits.max_model_len)
 
     def abandon_steps(self) -> None:
-        """The results of all steps in flight are lost: recompute, as if they had never been scheduled.
-
-        Blocks are hashed when they are scheduled, so the prefix cache may now promise what was never computed: it is
-        emptied, too.
-        """
-        for output in self._in_flight.clear():
-            self._finished_req_ids |= output.finished_req_ids
-            self._preempted_req_ids |= output.preempted_req_ids
+        # Blocks are registered for reuse when they are scheduled, so the prefix cache may promise now what was never
+        # computed: it goes, too.
+        self._steps.abandon()
         self.reset_prefix_cache(reset_running_requests=True)
 
     # -- going -------------------------------------------------------------------------------------------------
@@ -276,7 +226,6 @@ class Scheduler(SchedulerInterface):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, status: RequestStatus, *, report: bool = False
     ) -> list[tuple[str, int]]:
-        """End requests from outside, wherever they stand; None means all. Unknown ids are ignored."""
         if request_ids is None:
             request_ids = list(self.requests)
         elif isinstance(request_ids, str):
@@ -297,7 +246,7 @@ class Scheduler(SchedulerInterface):
             self.waiting.remove(ended)
         for request in ended:
             self.kv_cache_manager.free(request)
-            self._finished_req_ids.add(request.request_id)
+            self._steps.finished_req_ids.add(request.request_id)
             self._outputs.note_finished(request)
             del self.requests[request.request_id]
 
@@ -310,12 +259,13 @@ class Scheduler(SchedulerInterface):
     # -- control and statistics --------------------------------------------------------------------------------
 
     def get_num_unfinished_requests(self) -> int:
-        """Running and waiting, whatever they wait for."""
         return len(self.requests)
 
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
+
     def has_requests(self) -> bool:
-        """Whether a step would do anything: compute, tell the worker of finished requests, or report to a client."""
-        if self._finished_req_ids or self._outputs:
+        if self._steps.finished_req_ids:  # whose clients may have to be told, too
             return True
         match self.pause_state:
             case PauseState.UNPAUSED:
@@ -326,22 +276,11 @@ class Scheduler(SchedulerInterface):
                 return False
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes. False if running requests hold blocks and may not be preempted for it."""
         if reset_running_requests:
             self._preempt_all()
         return self.kv_cache_manager.reset_prefix_cache()
 
-    @property
-    def pause_state(self) -> PauseState:
-        """Set by `set_pause_state`."""
-        return self.waiting.pause_state
-
-    def set_pause_state(self, pause_state: PauseState) -> None:
-        """Stop or go on, from the next `schedule` on."""
-        self.waiting.pause_state = pause_state
-
     def make_stats(self) -> SchedulerStats | None:
-        """A snapshot; None if statistics are off. Takes the cache's counts since the last one."""
         if not self.log_stats:
             return None
         manager = self.kv_cache_manager
@@ -355,13 +294,6 @@ class Scheduler(SchedulerInterface):
         prefix_cache_stats = manager.take_prefix_cache_stats()
         if prefix_cache_stats is not None:
             stats.prefix_cache_stats = prefix_cache_stats
-        return stats
-
-    def _make_step_stats(self, output: SchedulerOutput, spec_stats: SpecDecodingStats | None) -> SchedulerStats | None:
-        stats = self.make_stats()
-        if stats is not None:
-            stats.num_scheduled_tokens = output.total_num_scheduled_tokens
-            stats.spec_decoding_stats = spec_stats
         return stats
 
     def _record(self, request: Request, event_type: EngineCoreEventType, timestamp: float) -> None:

@@ -9,7 +9,7 @@ from quire.wire.execution import BlockIds, CachedRequestData, NewRequestData, Sc
 
 
 class StepBuilder:
-    """Collects what one step computes until `make_output` turns it into the diff the worker is sent.
+    """Collects what one step computes.
 
     `requests` are in the order of `num_scheduled_tokens`; `token_budget` is what is left of the step's. A request's
     `num_computed_tokens` advances as soon as it is added: it counts what is under way.
@@ -60,43 +60,62 @@ class StepBuilder:
         self.token_budget -= num_tokens
         request.num_computed_tokens += num_tokens
 
-    def make_output(
-        self, finished_req_ids: set[str], preempted_req_ids: set[str], num_common_prefix_blocks: list[int]
-    ) -> SchedulerOutput:
-        """The finished step."""
-        return SchedulerOutput(
-            scheduled_new_reqs=self.new_reqs,
-            scheduled_cached_reqs=self.cached_reqs,
-            num_scheduled_tokens=self.num_scheduled_tokens,
-            total_num_scheduled_tokens=sum(self.num_scheduled_tokens.values()),
-            scheduled_spec_decode_tokens=self.spec_token_ids,
-            num_common_prefix_blocks=num_common_prefix_blocks,
-            finished_req_ids=finished_req_ids,
-            preempted_req_ids=preempted_req_ids,
-        )
+    def take_back(self, request: Request) -> None:
+        """A request that was, perhaps, added as a running one is to be preempted: the worker must not see it."""
+        num_tokens = self.num_scheduled_tokens.pop(request.request_id, 0)
+        if num_tokens == 0:
+            return
+        self.requests.remove(request)
+        self.token_budget += num_tokens
+        request.num_computed_tokens -= num_tokens
+        cached = self.cached_reqs
+        row = cached.req_ids.index(request.request_id)
+        del cached.req_ids[row], cached.new_block_ids[row], cached.num_computed_tokens[row]
+        self.spec_token_ids.pop(request.request_id, None)
 
 
 class StepsInFlight:
-    """Scheduled steps whose results are not known yet, oldest first."""
+    """What the worker has been told, and what it has yet to be told.
+
+    Steps whose results are not known, oldest first, and the ids that go out with the next one.
+    """
 
     def __init__(self) -> None:
+        self.finished_req_ids: set[str] = set()
+        self.preempted_req_ids: set[str] = set()
         self._steps: deque[tuple[SchedulerOutput, list[Request]]] = deque()
 
-    def push(self, output: SchedulerOutput, requests: list[Request]) -> None:
-        """A step leaves for the worker; `requests` in the order of its num_scheduled_tokens."""
-        self._steps.append((output, requests))
+    def send(self, step: StepBuilder, num_common_prefix_blocks: list[int]) -> SchedulerOutput:
+        """A step is complete and leaves."""
+        output = SchedulerOutput(
+            scheduled_new_reqs=step.new_reqs,
+            scheduled_cached_reqs=step.cached_reqs,
+            num_scheduled_tokens=step.num_scheduled_tokens,
+            total_num_scheduled_tokens=sum(step.num_scheduled_tokens.values()),
+            scheduled_spec_decode_tokens=step.spec_token_ids,
+            num_common_prefix_blocks=num_common_prefix_blocks,
+            finished_req_ids=self.finished_req_ids,
+            preempted_req_ids=self.preempted_req_ids,
+        )
+        self.finished_req_ids, self.preempted_req_ids = set(), set()
+        self._steps.append((output, step.requests))
+        return output
 
-    def pop(self, output: SchedulerOutput) -> list[Request]:
-        """The requests of the oldest step, whose result has come. Raises RuntimeError if `output` is another's."""
+    def receive(self, output: SchedulerOutput) -> list[Request]:
+        """The requests of the oldest step, whose result has come, in the order of its num_scheduled_tokens.
+
+        Raises RuntimeError if `output` is another's.
+        """
         if not self._steps or self._steps[0][0] is not output:
             raise RuntimeError("a step's result came out of order, twice, or for a step that was given up")
         return self._steps.popleft()[1]
 
-    def clear(self) -> list[SchedulerOutput]:
-        """Give all steps up; returns what the worker was, perhaps, never told."""
-        outputs = [output for output, _ in self._steps]
+    def abandon(self) -> None:
+        """No result will come. What the worker was perhaps never told is told again."""
+        for output, _ in self._steps:
+            self.finished_req_ids |= output.finished_req_ids
+            self.preempted_req_ids |= output.preempted_req_ids
         self._steps.clear()
-        return outputs
 
     def get_preempted(self) -> set[Request]:
         """Requests that were preempted after they were scheduled."""

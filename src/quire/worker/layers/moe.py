@@ -23,6 +23,8 @@ class MoESpec:
     expert_size: int
     normalize: bool
     """Scale the chosen experts' weights to a sum of 1."""
+    weights_in_float32: bool = True
+    """False rounds the experts' weights to the model's type."""
     gate_name: str = "gate_proj"
     up_name: str = "up_proj"
     down_name: str = "down_proj"
@@ -55,17 +57,17 @@ class Experts(nn.Module):
         runs once on its own tokens and idle experts cost nothing. A token's answers are added in the order of its own
         choices, whatever else is in the batch.
         """
-        num_tokens, k = expert_ids.shape
+        (num_tokens, k), hidden = expert_ids.shape, x.shape[1]
         order = expert_ids.flatten().argsort(stable=True)  # [num_tokens * k] choices, by expert
         counts = torch.bincount(expert_ids.flatten(), minlength=self.spec.num_experts).tolist()
-        answers = x.new_empty(num_tokens * k, x.shape[1])  # [num_tokens * k, hidden], a row per choice
+        answers = x.new_empty(num_tokens * k, hidden)  # [num_tokens * k, hidden], a row per choice
         for expert, choices in enumerate(torch.split(order, counts)):
             if len(choices):
                 gate_up = functional.linear(
                     x[choices // k], self.gate_up_proj[expert]
                 )  # [len(choices), 2 * expert_size]
                 answers[choices] = functional.linear(gated(self.activation, gate_up), self.down_proj[expert])
-        weighted = answers.view(num_tokens, k, -1) * expert_weights.unsqueeze(-1)  # [num_tokens, k, hidden]
+        weighted = answers.view(num_tokens, k, hidden) * expert_weights.unsqueeze(-1)  # [num_tokens, k, hidden]
         return weighted.sum(dim=1).to(x.dtype)
 
 
@@ -84,5 +86,7 @@ class MoE(nn.Module):
         weights, expert_ids = probabilities.topk(self.spec.num_experts_per_token, dim=-1)  # [num_tokens, k] each
         if self.spec.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        experts: Tensor = self.experts(x, expert_ids, weights)
-        return experts
+        if not self.spec.weights_in_float32:
+            weights = weights.to(x.dtype)
+        answer: Tensor = self.experts(x, expert_ids, weights)
+        return answer

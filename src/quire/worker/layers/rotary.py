@@ -91,6 +91,8 @@ def _longrope(rope: RopeConfig, dim: int, trained_len: int, context_len: int) ->
     params = rope.params
     factor, original_len = float(params["factor"]), float(params["original_max_position_embeddings"])
     divisors = params["long_factor"] if context_len > original_len else params["short_factor"]
+    if not isinstance(divisors, list) or len(divisors) != dim // 2:
+        raise UnsupportedModelError(f"rotary embedding of type 'longrope' needs {dim // 2} factors, not {divisors!r}")
     magnitude = params.get("attention_factor")
     if magnitude is None:
         magnitude = math.sqrt(1.0 + math.log(factor) / math.log(original_len)) if factor > 1.0 else 1.0
@@ -141,20 +143,22 @@ class RotaryEmbedding(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, rope: RopeConfig, head_dim: int, trained_len: int, context_len: int) -> None:
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, trained_len: int, context_len: int, *, in_float32: bool = False
+    ) -> None:
         super().__init__()
         rotary_dim = int(head_dim * rope.partial_rotary_factor)
         self.context_len = context_len
+        self.in_float32 = in_float32
         with torch.device("cpu"):  # a model is built on the meta device; these few numbers are real
             self.inv_freq, self.factor = inverse_frequencies(rope, rotary_dim, trained_len, context_len)
-        if self.inv_freq.shape != (rotary_dim // 2,):
-            raise UnsupportedModelError(
-                f"rotary embedding of type {rope.rope_type!r} has {self.inv_freq.numel()} factors for "
-                f"{rotary_dim // 2} pairs of rotated elements"
-            )
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Compute the tables, each [context_len, rotary_dim / 2], in float32 and round them to `dtype`."""
+        """Compute the tables, each [context_len, rotary_dim / 2], and round them to the model's `dtype`.
+
+        Not where a family rotates in float32 (`in_float32`).
+        """
+        dtype = torch.float32 if self.in_float32 else dtype
         positions = torch.arange(self.context_len, dtype=torch.float32)
         angles = positions[:, None] * self.inv_freq  # [context_len, rotary_dim / 2]
         self.cos = (angles.cos() * self.factor).to(device, dtype)
@@ -168,8 +172,9 @@ class RotaryEmbedding(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first rotary_dim elements of each head, keep the rest.
 
-    x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, rotary_dim / 2].
+    x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, rotary_dim / 2]. The products are in the type of
+    cos and sin, the result in that of x.
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)

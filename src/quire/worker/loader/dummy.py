@@ -20,6 +20,7 @@ def fill_with_noise(tensors: Mapping[str, Tensor], seed: int) -> None:
     name says norm are ones, so that activations keep their size.
     """
     noise = torch.empty(_NOISE_LEN).normal_(std=_SCALE, generator=torch.Generator().manual_seed(seed)).repeat(2)
+    noise = noise.to(next(iter(tensors.values())))  # converted once: what follows only copies
     start = 0
     for name, tensor in tensors.items():
         if tensor.dim() == 1 and "norm" in name and name.endswith("weight"):

@@ -21,7 +21,7 @@ from quire.config.checkpoint import CheckpointIndex, TensorInfo
 from quire.config.hf_config import HFConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
 from quire.logger import init_logger
 from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.layers.weights import checkpoint_tensors
@@ -101,18 +101,30 @@ def _check_tensor(name: str, wanted: Tensor, stored: TensorInfo) -> None:
 def _build(hf: HFConfig) -> nn.Module:
     """The model on the meta device: shapes only."""
     if hf.get("quantization_config"):
-        method = hf.get("quantization_config").get("quant_method", "unknown")
-        raise UnsupportedModelError(f"{hf.path} says the weights are quantized ({method}), which is not implemented")
+        raise UnsupportedModelError(f"{hf.path} has a quantization_config; quantized weights are not implemented")
+    if not hf.architecture:
+        raise ModelLoadError(f"{hf.path} does not name an architecture in 'architectures'")
     model_class = get_model_class(hf.architecture)
-    with torch.device("meta"):
-        model: nn.Module = model_class(hf)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = model_class(hf)
+    except QuireError:
+        raise
+    except Exception as e:  # whatever else a config.json may hold: a word for a number, a list too short
+        cause = str(e).partition("\n")[0]
+        raise ModelLoadError(f"{hf.path} does not describe a {hf.architecture}: {type(e).__name__}: {cause}") from e
     return model.eval()
 
 
 def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Take the memory: unfilled weights, and the rotary tables."""
-    model.to(dtype).to_empty(device=device)
+    """Take the memory: unfilled weights, and the rotary tables.
+
+    Not with nn.Module.to_empty: on meta tensors it makes torch import sympy, which takes a second.
+    """
     for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(empty, requires_grad=False))
         if isinstance(module, RotaryEmbedding):
             module.allocate(device, dtype)
 

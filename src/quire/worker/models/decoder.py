@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,9 @@ class DecoderSpec:
 
     layers: tuple[LayerSpec, ...]
     ropes: Mapping[str, RopeConfig] = field(default_factory=dict)
+    """The rotary embeddings, by the names layers use."""
+    rope_in_float32: bool = False
+    """Rotate in float32 whatever the model's type."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -58,6 +61,7 @@ class DecoderSpec:
     """Norm of queries and keys: over each head, or over all heads together."""
     norm_offset: float = 0.0
     norm_in_float32: bool = False
+    """See RMSNorm, for both."""
     activation: str = "silu"
     attention_scale: float | None = None
     """Factor of the query-key products; None for 1 / sqrt(head_dim)."""
@@ -155,7 +159,9 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(hf.vocab_size, hf.hidden_size)
         self.ropes = nn.ModuleDict(
             {
-                name: RotaryEmbedding(rope, hf.head_dim, hf.max_position_embeddings, hf.context_len)
+                name: RotaryEmbedding(
+                    rope, hf.head_dim, hf.max_position_embeddings, hf.context_len, in_float32=spec.rope_in_float32
+                )
                 for name, rope in spec.ropes.items()
             }
         )
@@ -168,7 +174,7 @@ class Decoder(nn.Module):
         """input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
         if self.embedding_multiplier != 1.0:  # Gemma was trained with the factor rounded to the model's type
-            x = x * torch.tensor(self.embedding_multiplier, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(self.embedding_multiplier, dtype=x.dtype).item()
         rotations = {name: rope(positions) for name, rope in self.ropes.items()}
         for layer in self.layers:
             x = layer(x, rotations)
@@ -196,7 +202,9 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token. hidden: [n, hidden], any rows of `forward`'s result; returns float32 [n, vocab]."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        logits = functional.linear(hidden, head.weight).float() / self.logits_divisor
+        logits = functional.linear(hidden, head.weight).float()
+        if self.logits_divisor != 1.0:
+            logits = logits / self.logits_divisor
         return soft_cap(logits, self.logits_soft_cap)
 
 
@@ -213,9 +221,17 @@ def make_mlp(hf: HFConfig, spec: DecoderSpec, layer: LayerSpec) -> MLP | MoE:
     return MLP(hf, spec)
 
 
-def uniform_layers(hf: HFConfig, **fields: Any) -> tuple[LayerSpec, ...]:
-    """Layers that are all alike: with the config's sliding window, if it has one, unless `fields` say otherwise."""
-    return (LayerSpec(**{"sliding_window": sliding_window_of(hf), **fields}),) * hf.num_hidden_layers
+def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
+    """What the keys that most families share say; a family replaces what it does differently."""
+    attention_bias = bool(hf.get("attention_bias", False))
+    return DecoderSpec(
+        layers=layers,
+        ropes={"rope": hf.rope()},
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+        activation=hf.get("hidden_act", "silu"),
+    )
 
 
 def sliding_window_of(hf: HFConfig) -> int | None:
@@ -232,17 +248,11 @@ def layer_types_of(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[str]
     count = hf.num_hidden_layers
     types = hf.get("layer_types", [SLIDING_ATTENTION if is_sliding(i) else FULL_ATTENTION for i in range(count)])
     if not isinstance(types, list) or len(types) < count:
-        raise ModelLoadError(f"{hf.path} has {len(types)} layer_types for {count} layers")
+        raise ModelLoadError(f"{hf.path} has layer_types {types!r}, which must be a list of {count}")
     for layer_type in types[:count]:
         if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise UnsupportedModelError(f"{hf.path} has a layer of type {layer_type!r}, which is not implemented")
     return types[:count]
-
-
-def check_is_causal(hf: HFConfig) -> None:
-    """Raise UnsupportedModelError for an encoder in a decoder's clothes."""
-    if hf.get("use_bidirectional_attention", False):
-        raise UnsupportedModelError(f"{hf.path} asks for bidirectional attention, which is not implemented")
 
 
 def _side_by_side(in_features: int, parts: dict[str, int], bias: bool, is_fused: bool) -> Linear:

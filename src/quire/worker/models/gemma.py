@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 from torch import Tensor, nn
 
-from quire.config.hf_config import SLIDING_ATTENTION, HFConfig, RopeConfig
+from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
 from quire.errors import UnsupportedModelError
 from quire.worker.models.decoder import (
     DecoderForCausalLM,
@@ -14,6 +14,7 @@ from quire.worker.models.decoder import (
     LayerSpec,
     Rotations,
     SelfAttention,
+    common_spec,
     layer_types_of,
     make_mlp,
     make_norm,
@@ -42,14 +43,13 @@ class GemmaLayer(nn.Module):
 
 
 class Gemma2ForCausalLM(DecoderForCausalLM):
-    """Every second layer has a window; scores and logits are softly capped."""
+    """Every second layer has a window; attention scores are softly capped."""
 
     layer_class = GemmaLayer
 
     def __init__(self, hf: HFConfig) -> None:
-        types = layer_types_of(hf, lambda layer: layer % 2 == 0)
-        ropes = {kind: hf.rope() for kind in set(types)}
-        super().__init__(hf, _gemma_spec(hf, types, ropes, attention_soft_cap=hf.get("attn_logit_softcapping")))
+        spec = _gemma_spec(hf, layer_types_of(hf, lambda layer: layer % 2 == 0))
+        super().__init__(hf, dataclasses.replace(spec, attention_soft_cap=hf.get("attn_logit_softcapping")))
 
 
 class Gemma3ForCausalLM(DecoderForCausalLM):
@@ -59,28 +59,22 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         pattern = hf.size("sliding_window_pattern")
-        types = layer_types_of(hf, lambda layer: (layer + 1) % pattern != 0)
-        ropes = {kind: hf.rope(kind) for kind in set(types)}
-        super().__init__(hf, _gemma_spec(hf, types, ropes, qk_norm="head"))
+        spec = _gemma_spec(hf, layer_types_of(hf, lambda layer: (layer + 1) % pattern != 0))
+        super().__init__(hf, dataclasses.replace(spec, qk_norm="head"))
 
 
-def _gemma_spec(hf: HFConfig, types: list[str], ropes: dict[str, RopeConfig], **fields: Any) -> DecoderSpec:
+def _gemma_spec(hf: HFConfig, types: list[str]) -> DecoderSpec:
+    """What both generations share. `types`: the kind of each layer, which also says how it rotates."""
     if hf.get("use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{hf.path} asks for bidirectional attention, which is not implemented")
-    attention_bias = bool(hf.get("attention_bias", False))
-    window = sliding_window_of(hf)
-    return DecoderSpec(
-        layers=tuple(
-            LayerSpec(sliding_window=window if kind == SLIDING_ATTENTION else None, rope=kind) for kind in types
-        ),
-        ropes=ropes,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
+    windows = {SLIDING_ATTENTION: sliding_window_of(hf), FULL_ATTENTION: None}
+    return dataclasses.replace(
+        common_spec(hf, tuple(LayerSpec(sliding_window=windows[kind], rope=kind) for kind in types)),
+        ropes={kind: hf.rope(kind) for kind in windows if kind in types},
         norm_offset=1.0,
         norm_in_float32=True,
         activation=hf.get("hidden_activation", "gelu_pytorch_tanh"),
         attention_scale=float(hf.require("query_pre_attn_scalar")) ** -0.5,
         logits_soft_cap=hf.get("final_logit_softcapping"),
         embedding_multiplier=hf.hidden_size**0.5,
-        **fields,
     )

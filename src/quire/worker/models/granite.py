@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import Tensor
 
 from quire.config.hf_config import HFConfig
@@ -11,7 +13,7 @@ from quire.worker.models.decoder import (
     DecoderSpec,
     LayerSpec,
     Rotations,
-    uniform_layers,
+    common_spec,
 )
 
 
@@ -35,18 +37,10 @@ class GraniteForCausalLM(DecoderForCausalLM):
     layer_class = GraniteLayer
 
     def __init__(self, hf: HFConfig) -> None:
-        attention_bias = bool(hf.get("attention_bias", False))
-        super().__init__(
-            hf,
-            DecoderSpec(
-                layers=uniform_layers(hf, sliding_window=None),
-                ropes={"rope": hf.rope()},
-                qkv_bias=attention_bias,
-                output_bias=attention_bias,
-                mlp_bias=bool(hf.get("mlp_bias", False)),
-                activation=hf.get("hidden_act", "silu"),
-                attention_scale=float(hf.get("attention_multiplier", 1.0)),
-                embedding_multiplier=float(hf.get("embedding_multiplier", 1.0)),
-                logits_divisor=float(hf.get("logits_scaling", 1.0)),
-            ),
+        spec = dataclasses.replace(
+            common_spec(hf, (LayerSpec(),) * hf.num_hidden_layers),
+            attention_scale=float(hf.get("attention_multiplier", 1.0)),
+            embedding_multiplier=float(hf.get("embedding_multiplier", 1.0)),
+            logits_divisor=float(hf.get("logits_scaling", 1.0)),
         )
+        super().__init__(hf, spec)

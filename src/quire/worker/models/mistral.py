@@ -12,9 +12,10 @@ from quire.worker.models.decoder import (
     LayerSpec,
     Rotations,
     SelfAttention,
+    common_spec,
     make_mlp,
     make_norm,
-    uniform_layers,
+    sliding_window_of,
 )
 
 
@@ -22,10 +23,8 @@ class MistralForCausalLM(DecoderForCausalLM):
     """All layers have the window, if there is one."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(
-            hf,
-            DecoderSpec(layers=uniform_layers(hf), ropes={"rope": hf.rope()}, activation=hf.get("hidden_act", "silu")),
-        )
+        layer = LayerSpec(sliding_window=sliding_window_of(hf))
+        super().__init__(hf, common_spec(hf, (layer,) * hf.num_hidden_layers))
 
 
 class MixtralLayer(nn.Module):
@@ -60,11 +59,5 @@ class MixtralForCausalLM(DecoderForCausalLM):
             up_name="w3",
             down_name="w2",
         )
-        super().__init__(
-            hf,
-            DecoderSpec(
-                layers=uniform_layers(hf, moe=moe),
-                ropes={"rope": hf.rope()},
-                activation=hf.get("hidden_act", "silu"),
-            ),
-        )
+        layer = LayerSpec(sliding_window=sliding_window_of(hf), moe=moe)
+        super().__init__(hf, common_spec(hf, (layer,) * hf.num_hidden_layers))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
@@ -11,9 +13,9 @@ from quire.worker.models.decoder import (
     LayerSpec,
     Rotations,
     SelfAttention,
+    common_spec,
     make_mlp,
     make_norm,
-    uniform_layers,
 )
 
 
@@ -40,16 +42,5 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
     layer_class = Olmo2Layer
 
     def __init__(self, hf: HFConfig) -> None:
-        attention_bias = bool(hf.get("attention_bias", False))
-        super().__init__(
-            hf,
-            DecoderSpec(
-                layers=uniform_layers(hf, sliding_window=None),
-                ropes={"rope": hf.rope()},
-                qkv_bias=attention_bias,
-                output_bias=attention_bias,
-                qk_norm="full",
-                norm_in_float32=True,
-                activation=hf.get("hidden_act", "silu"),
-            ),
-        )
+        spec = common_spec(hf, (LayerSpec(),) * hf.num_hidden_layers)
+        super().__init__(hf, dataclasses.replace(spec, qk_norm="full", norm_in_float32=True, rope_in_float32=True))

@@ -25,12 +25,13 @@ class OPTAttention(nn.Module):
         head_dim = size // num_heads
         self.qkv_proj = PackedLinear(size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias)
         self.out_proj = Linear(size, size, bias)
-        self.attn = Attention(num_heads, head_dim, head_dim**-0.5, num_heads, layer_name=name)
+        self.scale = head_dim**-0.5
+        self.attn = Attention(num_heads, head_dim, 1.0, num_heads, layer_name=name)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
-        output: Tensor = self.out_proj(self.attn(q, k, v))
+        output: Tensor = self.out_proj(self.attn(q * self.scale, k, v))  # scaled here, rounded as in training
         return output
 
 

@@ -8,17 +8,16 @@ from quire.config.hf_config import SLIDING_ATTENTION, HFConfig
 from quire.worker.layers.moe import MoESpec
 from quire.worker.models.decoder import (
     DecoderForCausalLM,
-    DecoderSpec,
     LayerSpec,
+    common_spec,
     layer_types_of,
     sliding_window_of,
-    uniform_layers,
 )
 
 
 def windowed_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
-    """The sliding window is off unless `use_sliding_window`, and then spares the first `max_window_layers` layers."""
-    window = sliding_window_of(hf) if hf.get("use_sliding_window", False) else None
+    """Where there is a sliding window, it spares the first `max_window_layers` layers."""
+    window = sliding_window_of(hf)
     first = int(hf.get("max_window_layers", 0))
     types = layer_types_of(hf, lambda layer: window is not None and layer >= first)
     return tuple(LayerSpec(sliding_window=window if kind == SLIDING_ATTENTION else None) for kind in types)
@@ -28,35 +27,14 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
     """Biases on queries, keys and values, and nowhere else."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(
-            hf,
-            DecoderSpec(
-                layers=windowed_layers(hf),
-                ropes={"rope": hf.rope()},
-                qkv_bias=True,
-                activation=hf.get("hidden_act", "silu"),
-            ),
-        )
-
-
-def _qwen3_spec(hf: HFConfig, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
-    """Queries and keys are normalised head by head."""
-    attention_bias = bool(hf.get("attention_bias", False))
-    return DecoderSpec(
-        layers=layers,
-        ropes={"rope": hf.rope()},
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        qk_norm="head",
-        activation=hf.get("hidden_act", "silu"),
-    )
+        super().__init__(hf, dataclasses.replace(common_spec(hf, windowed_layers(hf)), qkv_bias=True))
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    """Qwen2's layers with qk-norm in the place of the biases."""
+    """Queries and keys are normalised head by head."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, _qwen3_spec(hf, windowed_layers(hf)))
+        super().__init__(hf, dataclasses.replace(common_spec(hf, windowed_layers(hf)), qk_norm="head"))
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
@@ -68,11 +46,11 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
             num_experts_per_token=hf.size("num_experts_per_tok"),
             expert_size=hf.size("moe_intermediate_size"),
             normalize=bool(hf.get("norm_topk_prob", False)),
+            weights_in_float32=False,
         )
-        step, plain = hf.size("decoder_sparse_step"), hf.get("mlp_only_layers", [])
-        window = sliding_window_of(hf) if hf.get("use_sliding_window", False) else None
+        step, plain, window = hf.size("decoder_sparse_step"), hf.get("mlp_only_layers", []), sliding_window_of(hf)
         layers = tuple(
-            dataclasses.replace(layer, moe=moe if i not in plain and (i + 1) % step == 0 else None)
-            for i, layer in enumerate(uniform_layers(hf, sliding_window=window))
+            LayerSpec(sliding_window=window, moe=moe if i not in plain and (i + 1) % step == 0 else None)
+            for i in range(hf.num_hidden_layers)
         )
-        super().__init__(hf, _qwen3_spec(hf, layers))
+        super().__init__(hf, dataclasses.replace(common_spec(hf, layers), qk_norm="head"))

@@ -19,6 +19,7 @@ from quire.worker.sample.edits import TokenEntries
 from quire.worker.sample.history import TokenHistory
 
 Rows = npt.NDArray[np.int64]
+"""Row numbers of the batch, ascending."""
 
 
 @dataclass(frozen=True)

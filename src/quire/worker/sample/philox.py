@@ -23,10 +23,10 @@ _32 = np.uint64(32)
 def philox4x32(counters: U64Array, keys: U64Array) -> U64Array:
     """counters: [4, n], keys: [2, n], every element below 2**32. Returns [4, n] of the same kind."""
     even, odd = counters[0::2], counters[1::2]  # [2, n] each
-    for step in _KEY_STEPS:
-        products = _MULTIPLIERS * even
-        even = (products[::-1] >> _32) ^ odd ^ ((keys + step) & _LOW_32)
-        odd = products[::-1] & _LOW_32
+    for round_keys in (keys + _KEY_STEPS) & _LOW_32:
+        products = (_MULTIPLIERS * even)[::-1]
+        even = (products >> _32) ^ odd ^ round_keys
+        odd = products & _LOW_32
     return np.stack([even[0], odd[0], even[1], odd[1]])
 
 

@@ -78,8 +78,14 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def run_paged(case: Case, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, np.ndarray]:
-    """The backend's output and the oracle's, over a cache that held NaN wherever no request wrote."""
+def run_paged(
+    case: Case, dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, np.ndarray]:
+    """The backend's output and the oracle's, over a cache that held NaN wherever no request wrote.
+
+    Inputs are rounded to `cache_dtype` (that of the activations unless given) for both sides.
+    """
+    cache_dtype = cache_dtype or dtype
     rng, spec, bs = np.random.default_rng(case.seed), case.spec, case.block_size
     seq_lens = [cached + new for cached, new in case.requests]
     blocks_per_req = [-(-n // bs) for n in seq_lens]
@@ -87,17 +93,17 @@ def run_paged(case: Case, dtype: torch.dtype = torch.float32) -> tuple[torch.Ten
     ids = rng.permutation(np.arange(1, num_blocks))
     table = np.full((len(seq_lens), max(blocks_per_req) + 2), num_blocks - 1, np.int32)  # what is past the end: junk
     shape = (num_blocks, bs, spec.num_kv_heads, spec.head_size)
-    cache = KVCache(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
+    cache = KVCache(torch.full(shape, torch.nan, dtype=cache_dtype), torch.full(shape, torch.nan, dtype=cache_dtype))
     queries, keys, values, slots, expected = [], [], [], [], []
     for i, (cached, new) in enumerate(case.requests):
         table[i, : blocks_per_req[i]], ids = ids[: blocks_per_req[i]], ids[blocks_per_req[i] :]
         q = rng.standard_normal((new, spec.num_heads, spec.head_size))
         k, v = rng.standard_normal((2, cached + new, spec.num_kv_heads, spec.head_size))
-        q, k, v = (torch.tensor(x).to(dtype).double().numpy() for x in (q, k, v))
+        q, k, v = (torch.tensor(x).to(cache_dtype).double().numpy() for x in (q, k, v))
         positions = np.arange(cached + new)
         slot = table[i, positions // bs] * bs + positions % bs
         for store, x in ((cache.key, k), (cache.value, v)):
-            store.view(-1, *shape[2:])[slot[:cached]] = torch.tensor(x[:cached]).to(dtype)
+            store.view(-1, *shape[2:])[slot[:cached]] = torch.tensor(x[:cached]).to(cache_dtype)
         slots.append(slot[cached:])
         queries.append(q)
         keys.append(k[cached:])
@@ -139,6 +145,20 @@ def test_query_tiles_change_nothing(
     spec = AttentionSpec(4, 2, 8, 0.35, window, soft_cap)
     case = Case(spec, [(37, 100), (0, 64), (5, 1)], 16, None, seed=1)
     monkeypatch.setattr(torch_backend, "SCORES_PER_TILE", 1)  # the smallest tile: 16 queries
+    out, expected = run_paged(case)
+    np.testing.assert_allclose(out.double().numpy(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_cache_of_another_type_than_the_activations() -> None:
+    case = Case(AttentionSpec(4, 2, 8, 0.35, 20), [(37, 100), (9, 1)], 16, None, seed=3)
+    out, expected = run_paged(case, cache_dtype=torch.bfloat16)
+    assert out.dtype == torch.float32
+    np.testing.assert_allclose(out.double().numpy(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_window_far_shorter_than_the_chunk() -> None:
+    """Whole blocks of keys that a fused kernel takes at once are masked for the later queries."""
+    case = Case(AttentionSpec(2, 1, 8, 0.35, 20), [(0, 1300)], 16, None, seed=4)
     out, expected = run_paged(case)
     np.testing.assert_allclose(out.double().numpy(), expected, rtol=2e-5, atol=2e-5)
 

@@ -49,16 +49,18 @@ class DenseAttention(AttentionBackend[None]):
         sinks: Tensor | None = None,
     ) -> Tensor:
         assert sinks is None
-        key, value = key.repeat_interleave(spec.group_size, 1), value.repeat_interleave(spec.group_size, 1)
-        scores = torch.einsum("qhd,khd->hqk", query, key) * spec.scale
+        query = query.transpose(0, 1)  # [num_heads, num_tokens, head_size]
+        key, value = (x.transpose(0, 1).repeat_interleave(spec.group_size, 0) for x in (key, value))
+        scores = query @ key.transpose(1, 2) * spec.scale  # [num_heads, num_tokens, num_tokens]
         if spec.logits_soft_cap is not None:
             scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
-        distance = torch.arange(len(query))[:, None] - torch.arange(len(key))[None, :]
+        distance = torch.arange(query.shape[1])[:, None] - torch.arange(key.shape[1])[None, :]
         is_visible = distance >= 0
         if spec.sliding_window is not None:
             is_visible &= distance < spec.sliding_window
         scores = scores.masked_fill(~is_visible, -torch.inf)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        return (weights @ value).transpose(0, 1)
 
 
 def model_config_of(path: Path, **fields: Any) -> ModelConfig:
@@ -83,14 +85,8 @@ def quire_logits(model: nn.Module, token_ids: list[int]) -> Tensor:
     return logits
 
 
-@torch.inference_mode()
-def transformers_logits(path: Path, token_ids: list[int]) -> Tensor:
-    """The same from transformers."""
-    return transformers_model(path)(torch.tensor([token_ids])).logits[0]
-
-
-def transformers_model(path: Path) -> Any:
-    """transformers' model of a checkpoint, in float32, with plain attention."""
+def transformers_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of a checkpoint, with plain attention."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()

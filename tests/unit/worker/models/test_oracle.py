@@ -1,10 +1,12 @@
-"""Every family's logits equal transformers' on the same checkpoint."""
+"""Every family's logits equal transformers' on the same checkpoint, in every variant its config can ask for."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from quire.testing.tiny_models import FAMILIES, VOCAB_SIZE
 
 from .oracle import load, quire_logits, transformers_model
 
-PROMPT_LENS = (1, 5, 33, 200, 600)
+Make = Callable[..., Path]
 TOLERANCE = 1e-4
 
 
@@ -21,8 +23,9 @@ def random_tokens(length: int) -> list[int]:
     return random.Random(length).choices(range(6, VOCAB_SIZE), k=length)
 
 
-def assert_same_logits(path: Path, lengths: tuple[int, ...] = PROMPT_LENS, **fields: int) -> None:
-    model, oracle = load(path, **fields), transformers_model(path)
+def assert_same_logits(path: Path, *lengths: int, oracle_path: Path | None = None, **fields: Any) -> None:
+    """Quire's model of `path` and transformers' of `oracle_path` agree on random prompts of these lengths."""
+    model, oracle = load(path, **fields), transformers_model(oracle_path or path)
     for length in lengths:
         token_ids = random_tokens(length)
         with torch.inference_mode():
@@ -31,5 +34,203 @@ def assert_same_logits(path: Path, lengths: tuple[int, ...] = PROMPT_LENS, **fie
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
-    assert_same_logits(tiny_checkpoint(family))
+def test_family(family: str, tiny_checkpoint: Make) -> None:
+    assert_same_logits(tiny_checkpoint(family), 1, 5, 33, 200, 600)
+
+
+def rope(rope_type: str, **params: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **params}}
+
+
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=256)
+LONG = [1.0 + 0.5 * i for i in range(6)]
+SHORT = [1.0 + 0.1 * i for i in range(6)]
+LONGROPE = rope("longrope", short_factor=SHORT, long_factor=LONG)
+
+VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("rope llama3", "llama", LLAMA3),
+    ("rope linear", "llama", rope("linear", factor=4.0)),
+    ("rope dynamic", "llama", rope("dynamic", factor=4.0)),
+    ("rope yarn", "qwen2", YARN),
+    ("rope yarn mscale", "llama", rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.3, beta_fast=16, beta_slow=2)),
+    ("rope yarn attention factor", "qwen3", rope("yarn", factor=8.0, attention_factor=1.3, truncate=False)),
+    ("rope longrope", "phi3", {**LONGROPE, "original_max_position_embeddings": 1024}),
+    ("rope partial", "phi3", rope("default", partial_rotary_factor=0.5)),
+    (
+        "rope longrope partial",
+        "phi3",
+        {
+            **rope("longrope", short_factor=SHORT[:4], long_factor=LONG[:4], partial_rotary_factor=0.67),
+            "original_max_position_embeddings": 1024,
+        },
+    ),
+    ("rope theta", "mistral", rope("default", rope_theta=500.0)),
+    ("tied", "llama", {"tie_word_embeddings": True}),
+    ("untied", "gemma2", {"tie_word_embeddings": False}),
+    ("untied", "opt", {"tie_word_embeddings": False}),
+    ("biases", "llama", {"attention_bias": True, "mlp_bias": True}),
+    ("biases", "qwen3", {"attention_bias": True}),
+    ("biases", "smollm3", {"attention_bias": True, "mlp_bias": True}),
+    ("biases", "olmo2", {"attention_bias": True}),
+    ("biases", "granite", {"attention_bias": True, "mlp_bias": True}),
+    ("biases", "gemma2", {"attention_bias": True}),
+    ("wide heads", "llama", {"head_dim": 20}),
+    ("one kv head", "llama", {"num_key_value_heads": 1}),
+    ("as many kv heads", "olmo2", {"num_key_value_heads": 4}),
+    ("no window", "mistral", {"sliding_window": None}),
+    ("window", "phi3", {"sliding_window": 24}),
+    ("window", "mixtral", {"sliding_window": 24}),
+    ("window", "qwen3_moe", {"use_sliding_window": True, "sliding_window": 24}),
+    ("window", "smollm3", {"use_sliding_window": True, "sliding_window": 24}),
+    ("window off", "qwen2", {"use_sliding_window": False}),
+    ("layer types", "qwen3", {"use_sliding_window": True, "sliding_window": 8,
+                              "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    ("nope layers", "smollm3", {"no_rope_layers": [0, 1, 1, 0]}),
+    ("no soft caps", "gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("final soft cap", "gemma3_text", {"final_logit_softcapping": 2.0}),
+    ("pattern", "gemma3_text", {"layer_types": None, "sliding_window_pattern": 3}),
+    ("two ropes", "gemma3_text", {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0}}}),
+    ("norm after", "opt", {"do_layer_norm_before": False}),
+    ("no projection", "opt", {"word_embed_proj_dim": 48}),
+    ("bare norms, no biases", "opt", {"layer_norm_elementwise_affine": False, "enable_bias": False}),
+    ("gelu", "opt", {"activation_function": "gelu"}),
+    ("sparse step", "qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "overrides"), [v[1:] for v in VARIANTS], ids=[f"{v[1]}: {v[0]}" for v in VARIANTS])
+def test_variant(family: str, overrides: dict[str, Any], tiny_checkpoint: Make) -> None:
+    assert_same_logits(tiny_checkpoint(family, **overrides), 5, 200)
+
+
+def test_longrope_takes_the_long_factors_when_the_context_is_long(tiny_checkpoint: Make) -> None:
+    path = tiny_checkpoint("phi3", **LONGROPE, original_max_position_embeddings=128)
+    assert_same_logits(path, 129, 300)  # transformers chooses by the sequence, Quire by the engine's context
+    assert_same_logits(path, 5, 128, max_model_len=128)
+
+
+def test_dynamic_scaling_is_that_of_the_whole_context(tiny_checkpoint: Make) -> None:
+    path = tiny_checkpoint("llama", **rope("dynamic", factor=4.0), max_position_embeddings=64)
+    assert_same_logits(path, 5, 64)
+    assert_same_logits(path, 200, max_model_len=200)  # transformers scales for the sequence it sees: 200 tokens
+
+
+OLD_SPELLINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", rope("default", rope_theta=500.0), {"rope_theta": 500.0}),
+    (
+        "llama",
+        LLAMA3,
+        {
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "rope_type": "llama3",
+            },
+        },
+    ),
+    ("llama", rope("linear", factor=4.0), {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    (
+        "qwen2",
+        YARN,
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}},
+    ),
+    (
+        "phi3",
+        {**LONGROPE, "original_max_position_embeddings": 1024},
+        {
+            "rope_theta": 10000.0,
+            "rope_scaling": {"type": "su", "short_factor": SHORT, "long_factor": LONG},
+            "original_max_position_embeddings": 1024,
+        },
+    ),
+    ("phi3", rope("default", partial_rotary_factor=0.5), {"partial_rotary_factor": 0.5}),
+    ("smollm3", {}, {"rope_scaling": None}),
+    (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+            }
+        },
+        {
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 2000.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "new", "old"), OLD_SPELLINGS, ids=[f"{f}-{i}" for i, (f, _, _) in enumerate(OLD_SPELLINGS)]
+)
+def test_old_spelling_of_rotary_parameters(
+    family: str, new: dict[str, Any], old: dict[str, Any], tiny_checkpoint: Make, tmp_path: Path
+) -> None:
+    """A config.json as transformers 4 wrote it means the same."""
+    path = tiny_checkpoint(family, **new)
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | old))
+    (tmp_path / "model.safetensors").hardlink_to(path / "model.safetensors")
+    assert_same_logits(tmp_path, 200, oracle_path=path)
+
+
+@pytest.fixture(scope="module")
+def _matmul_rows_are_independent() -> None:
+    """Quire multiplies with q, k and v side by side, transformers one by one: the same bits only if the CPU's matmul
+    does not care."""
+    generator = torch.Generator().manual_seed(0)
+    x, a, b = (torch.randn(n, 48, generator=generator).bfloat16() for n in (100, 48, 24))
+    if not torch.equal(x @ torch.cat((a, b)).T, torch.cat((x @ a.T, x @ b.T), dim=1)):
+        pytest.skip("bfloat16 products depend on the shape of the matrix on this CPU")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("_matmul_rows_are_independent")
+def test_bfloat16_rounds_where_transformers_does(family: str, tiny_checkpoint: Make) -> None:
+    """The two differ by far less than either differs from float32 (only Gemma's soft cap differs: ours is float32)."""
+    path, token_ids = tiny_checkpoint(family), random_tokens(100)
+    exact = quire_logits(load(path), token_ids)
+    ours = quire_logits(load(path, dtype=torch.bfloat16), token_ids)
+    with torch.inference_mode():
+        theirs = transformers_model(path, torch.bfloat16)(torch.tensor([token_ids])).logits[0].float()
+    assert ours.dtype == torch.float32
+    assert (ours - theirs).abs().mean() < 0.05 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_keys_mean_the_family_default(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
+    """transformers omits what equals its class default; Quire reads such a file as transformers reads the full one."""
+    from transformers import AutoConfig
+
+    path = tiny_checkpoint(family)
+    config = json.loads((path / "config.json").read_text())
+    defaults = AutoConfig.for_model(family).to_dict()
+    kept = {k: v for k, v in config.items() if k in ("model_type", "architectures") or defaults.get(k, object()) != v}
+    assert len(kept) < len(config)
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    (tmp_path / "model.safetensors").hardlink_to(path / "model.safetensors")
+    assert_same_logits(tmp_path, 40, oracle_path=path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "smollm3", "gemma2", "gemma3_text"])
+def test_layer_types_follow_from_older_keys(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
+    """Configs of transformers 4 do not list the layers' kinds."""
+    overrides: dict[str, Any] = {"num_hidden_layers": 6, "sliding_window": 16, "use_sliding_window": True}
+    path = tiny_checkpoint(family, layer_types=None, **overrides)
+    config = json.loads((path / "config.json").read_text())
+    kinds = config.pop("layer_types")
+    config.pop("no_rope_layers", None)
+    assert "sliding_attention" in kinds
+    assert "full_attention" in kinds
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").hardlink_to(path / "model.safetensors")
+    assert_same_logits(tmp_path, 100, oracle_path=path)

@@ -1,8 +1,8 @@
 """Keeping Ctrl-C out of half-done bookkeeping.
 
 When the engine lives in the user's process, Python raises KeyboardInterrupt between any two bytecodes: in the middle of
-a linked-list operation as well as anywhere. So while the engine works, the interrupt only is noted, and raised when the
-state is whole again.
+a linked-list operation as well as anywhere. So while the engine core or the frontend works on its state, the interrupt
+only is noted, and raised when the state is whole again.
 """
 
 from __future__ import annotations

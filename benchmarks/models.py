@@ -1,0 +1,66 @@
+"""Random-weight checkpoints for benchmarks: real shapes, no download.
+
+    python benchmarks/models.py DIRECTORY [tiny half oneb]
+
+tiny is a Llama of 6.8 million parameters, half has the shape of Qwen2.5-0.5B and oneb that of Llama-3.2-1B; weights are
+bfloat16. There is no tokenizer: benchmark prompts are token ids (`--skip-tokenizer-init`, which quire bench sets).
+Needs transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+_COMMON = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": True}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 768, "vocab_size": 8192, "max_position_embeddings": 4096,
+        "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
+    },
+    "half": {
+        "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "use_sliding_window": False,
+    },
+    "oneb": {
+        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256,
+        "max_position_embeddings": 32768, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+    },
+}  # fmt: skip
+
+
+def make_checkpoint(name: str, directory: Path) -> Path:
+    """Write checkpoint `name` of `SHAPES` under `directory`, unless it is there already; its path."""
+    path = directory / name
+    if (path / "model.safetensors").exists():
+        return path
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = dict(SHAPES[name])
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape, **_COMMON)
+    torch.manual_seed(1234)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config.update(bos_token_id=0, eos_token_id=2, pad_token_id=0)
+    model.save_pretrained(path)
+    return path
+
+
+def main(argv: list[str]) -> int:
+    """Write the checkpoints named, or all of them."""
+    names = argv[1:] or list(SHAPES)
+    unknown = [name for name in names if name not in SHAPES]
+    if not argv or unknown:
+        print(f"usage: models.py DIRECTORY [{' '.join(SHAPES)}]", file=sys.stderr)
+        return 2
+    for name in names:
+        print(make_checkpoint(name, Path(argv[0])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

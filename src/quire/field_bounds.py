@@ -1,0 +1,116 @@
+"""The declared bound of a request field, as data.
+
+Every request field has one row in a table of these (`SAMPLING_FIELDS`, and the tables of other doors): validators,
+command line, documentation and fuzz tests are derived from the rows. Nothing without a bound reaches the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import ValidationError
+
+INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class FieldBound:
+    """The declared bound of one request field.
+
+    `kind` is the accepted type: "int", "float" (finite unless said), "bool", "str", "list[int]", "list[str]",
+    "dict[int,float]" or "object". `minimum`/`maximum` are inclusive unless `exclusive_minimum`. `max_len` bounds
+    sequences, `max_item_len` each string in one. `special` lists values accepted outside the range.
+    """
+
+    name: str
+    kind: str
+    minimum: float | None = None
+    maximum: float | None = None
+    exclusive_minimum: bool = False
+    max_len: int | None = None
+    max_item_len: int | None = None
+    optional: bool = False
+    special: tuple[int, ...] = ()
+
+    def validate(self, value: Any) -> None:
+        """Raise ValidationError unless `value` is inside this bound."""
+        if value is None:
+            if not self.optional:
+                raise self._error(value, "must not be null")
+            return
+        check = _KINDS[self.kind]
+        if not check(value):
+            raise self._error(value, f"must be {_KIND_WORDS[self.kind]}")
+        if self.kind in ("int", "float") and value not in self.special:
+            self._validate_range(value)
+        elif self.max_len is not None and hasattr(value, "__len__") and len(value) > self.max_len:
+            raise ValidationError(
+                f"{self.name} has {len(value)} items; at most {self.max_len} are allowed", param=self.name
+            )
+        elif self.max_item_len is not None:
+            longest = max(map(len, value), default=0)
+            if longest > self.max_item_len:
+                raise ValidationError(
+                    f"{self.name} holds a string of {longest} characters; at most {self.max_item_len} are allowed",
+                    param=self.name,
+                )
+
+    def _validate_range(self, value: float) -> None:
+        too_low = self.minimum is not None and (
+            value <= self.minimum if self.exclusive_minimum else value < self.minimum
+        )
+        if too_low or (self.maximum is not None and value > self.maximum):
+            raise self._error(value, f"must be in {self.range_text()}")
+
+    def range_text(self) -> str:
+        """The range as the documentation writes it: ``(0, 1]``."""
+        low = "-inf" if self.minimum is None else f"{self.minimum:g}"
+        high = "inf" if self.maximum is None else f"{self.maximum:g}"
+        text = f"{'(' if self.exclusive_minimum or self.minimum is None else '['}{low}, {high}"
+        text += ")" if self.maximum is None else "]"
+        return text + (f" or {', '.join(map(str, self.special))}" if self.special else "")
+
+    def _error(self, value: Any, rule: str) -> ValidationError:
+        shown = repr(value)
+        return ValidationError(
+            f"{self.name} {rule}, got {shown if len(shown) <= 60 else shown[:57] + '...'}",
+            param=self.name,
+            value=value,
+        )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -INT64_MAX - 1 <= value <= INT64_MAX
+
+
+def _is_float(value: Any) -> bool:
+    # math.isfinite overflows on huge ints, so integers go through the int64 bound.
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_list(value: Any, item: Any) -> bool:
+    return isinstance(value, list | tuple) and all(item(v) for v in value)
+
+
+_KINDS: dict[str, Any] = {
+    "int": _is_int,
+    "float": _is_float,
+    "bool": lambda v: isinstance(v, bool),
+    "str": lambda v: isinstance(v, str),
+    "list[int]": lambda v: _is_list(v, _is_int),
+    "list[str]": lambda v: _is_list(v, lambda s: isinstance(s, str)),
+    "dict[int,float]": lambda v: isinstance(v, dict) and all(_is_int(k) and _is_float(x) for k, x in v.items()),
+    "object": lambda v: True,
+}
+_KIND_WORDS = {
+    "int": "an integer",
+    "float": "a finite number",
+    "bool": "true or false",
+    "str": "a string",
+    "list[int]": "a list of integers",
+    "list[str]": "a list of strings",
+    "dict[int,float]": "a map from token id to a finite number",
+    "object": "an object",
+}

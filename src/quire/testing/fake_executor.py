@@ -1,0 +1,291 @@
+"""An executor without a model: deterministic tokens, and a strict reading of the worker's protocol.
+
+For tests of schedulers, engines and frontends. It runs wherever an `Executor` does::
+
+    LLM("demo", distributed_executor_backend="quire.testing.fake_executor:FakeExecutor")
+
+Its tokens are those of `FakeModel`, read through the block tables the engine sends, so a test compares them with
+`expected_output`. Whatever a real worker could only answer with silently wrong numbers raises `ProtocolError`.
+To change the model, its speed or the depth of the pipeline, subclass it and set the class attributes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+from quire.config.engine import EngineConfig
+from quire.engine.executor.abstract import Executor
+from quire.testing.fake_device import Clock, InFlight, as_future
+from quire.testing.fake_model import FakeModel, FakeSequence, kv_identity
+from quire.testing.kv_memory import BlockTable, KVMemory, ProtocolError
+from quire.wire.execution import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    BlockIds,
+    DraftTokenIds,
+    GrammarOutput,
+    LogprobsLists,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+
+
+class _LiveRequest:
+    """What the worker remembers of a request."""
+
+    def __init__(self, data: NewRequestData, tables: list[BlockTable]) -> None:
+        self.tokens = data.prompt_token_ids + data.output_token_ids
+        self.num_computed = data.num_computed_tokens
+        self.params = data.sampling_params
+        self.identity = kv_identity(data.sampling_params, data.lora_request)
+        self.tables = tables
+
+
+class FakeExecutor(Executor):
+    """See the module. `num_computed_tokens` counts every token it has computed: the other side of the ledger."""
+
+    vocab_size: ClassVar[int] = 256
+    layer_specs: ClassVar[dict[str, AnyKVCacheSpec] | None] = None
+    """One spec per attention layer; None for a single layer of full attention with the configured block size."""
+    available_bytes: ClassVar[int] = 1 << 20
+    pipeline_depth: ClassVar[int] = 1
+    """Steps that may be under way at once; more than one makes the engine use its batch queue."""
+    step_time_s: ClassVar[float] = 0.0
+    token_time_s: ClassVar[float] = 0.0
+    clock: ClassVar[Clock] = time
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._max_model_len = config.model_config.model_len
+        self._requests: dict[str, _LiveRequest] = {}
+        self._unsampled: tuple[SchedulerOutput, dict[str, int]] | None = None
+        """The step whose logits are held, with the digest of each request that samples."""
+        self._in_flight: deque[InFlight] = deque()
+        self.num_computed_tokens = 0
+
+    # -- start-up -----------------------------------------------------------------------------------------------
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        """The fake has no process that could die: the callback is never called."""
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        return self.pipeline_depth
+
+    @property
+    def num_live_requests(self) -> int:
+        """Requests it remembers: 0 once the engine has told it that all of them are finished."""
+        return len(self._requests)
+
+    def get_kv_cache_specs(self) -> list[dict[str, AnyKVCacheSpec]]:
+        if self.layer_specs is not None:
+            return [self.layer_specs]
+        return [{"layer.0": FullAttentionSpec(self.config.cache_config.block_size, 1, 1)}]
+
+    def determine_available_memory(self) -> list[int]:
+        return [self.available_bytes]
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        (config,) = kv_cache_configs
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self._groups = [(s.block_size, s.sliding_window if isinstance(s, SlidingWindowSpec) else None) for s in specs]
+        self._memory = KVMemory(config.num_blocks, max(config.block_sizes))
+        self.model = FakeModel(tuple(window for _, window in self._groups), self.vocab_size)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, non_block: bool = False
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput | None] | None:
+        if non_block:
+            return as_future(lambda: self._execute(scheduler_output))
+        output: ModelRunnerOutput | None = self._execute(scheduler_output).result()
+        return output
+
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None, non_block: bool = False
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
+        if non_block:
+            return as_future(lambda: self._sample(grammar_output))
+        output: ModelRunnerOutput = self._sample(grammar_output).result()
+        return output
+
+    def _execute(self, step: SchedulerOutput) -> InFlight:
+        if self._unsampled is not None:
+            raise ProtocolError("execute_model was called twice without sample_tokens in between")
+        self._forget(step)
+        self._check_totals(step)
+        if not step.num_scheduled_tokens:
+            return self._start(EMPTY_MODEL_RUNNER_OUTPUT)
+        self._unsampled = step, self._forward(step)
+        return InFlight(None)
+
+    def _sample(self, grammar_output: GrammarOutput | None) -> InFlight:
+        if self._unsampled is None:
+            raise ProtocolError("sample_tokens was called without a step whose logits are held")
+        if grammar_output is not None:
+            raise ProtocolError("the fake model knows no grammars")
+        (step, digests), self._unsampled = self._unsampled, None
+        output = ModelRunnerOutput(req_ids=list(step.num_scheduled_tokens))
+        for req_id in output.req_ids:
+            digest = digests.get(req_id)
+            if digest is None:
+                output.sampled_token_ids.append([])
+                continue
+            token, request = self.model.next_token(digest), self._requests[req_id]
+            output.sampled_token_ids.append([token])
+            request.tokens.append(token)
+            if request.params is not None and request.params.num_logprobs is not None:
+                output.logprobs[req_id] = self._logprobs(digest, request.params.num_logprobs)
+        return self._start(output, step.total_num_scheduled_tokens)
+
+    def _forget(self, step: SchedulerOutput) -> None:
+        for req_id in step.preempted_req_ids | step.finished_req_ids:
+            # One that is not known may have been aborted while it waited, or be named again after a failed step.
+            request = self._requests.pop(req_id, None)
+            for table in request.tables if request is not None else ():
+                table.drop()
+
+    def _remember(self, data: NewRequestData) -> None:
+        if data.req_id in self._requests:
+            raise ProtocolError(f"request {data.req_id} is new but known already")
+        if len(data.block_ids) != len(self._groups):
+            raise ProtocolError(f"request {data.req_id} has {len(data.block_ids)} tables, not {len(self._groups)}")
+        tables = [
+            BlockTable(self._memory, block_size, window, block_ids)
+            for (block_size, window), block_ids in zip(self._groups, data.block_ids, strict=True)
+        ]
+        for table in tables:
+            table.slide(data.num_computed_tokens)
+        self._requests[data.req_id] = _LiveRequest(data, tables)
+
+    def _continue(self, req_id: str, new_block_ids: BlockIds | None, num_computed: int) -> None:
+        request = self._requests.get(req_id)
+        if request is None:
+            raise ProtocolError(f"request {req_id} is scheduled as a running one but is not known")
+        if num_computed != request.num_computed:
+            raise ProtocolError(f"request {req_id} has {request.num_computed} computed tokens, not {num_computed}")
+        for group, table in enumerate(request.tables):
+            if new_block_ids is not None:
+                table.append(new_block_ids[group])
+            table.slide(num_computed)
+
+    def _check_totals(self, step: SchedulerOutput) -> None:
+        scheduled = step.num_scheduled_tokens
+        named = [data.req_id for data in step.scheduled_new_reqs] + step.scheduled_cached_reqs.req_ids
+        if len(named) != len(scheduled) or set(named) != scheduled.keys():
+            raise ProtocolError(f"tokens are scheduled for {sorted(scheduled)}, data is given for {sorted(named)}")
+        if sum(scheduled.values()) != step.total_num_scheduled_tokens:
+            raise ProtocolError(f"{scheduled} does not add up to {step.total_num_scheduled_tokens} tokens")
+        limits = self.config.scheduler_config
+        budget = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
+        if budget is not None and step.total_num_scheduled_tokens > budget:
+            raise ProtocolError(f"{step.total_num_scheduled_tokens} tokens are scheduled; the budget is {budget}")
+        num_requests = len(self._requests) + len(step.scheduled_new_reqs)
+        if limits.max_num_seqs is not None and num_requests > limits.max_num_seqs:
+            raise ProtocolError(f"{num_requests} requests are running; the limit is {limits.max_num_seqs}")
+
+    def _forward(self, step: SchedulerOutput) -> dict[str, int]:
+        """Compute the step: the digest of each request that samples. Running requests go first, new ones follow in
+        their order of admission and take hold of their blocks only then, because a new request may share blocks that
+        an earlier one fills in this very step: a real model fills them layer by layer for the whole batch."""
+        running = step.scheduled_cached_reqs
+        rows = zip(running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True)
+        for req_id, new_block_ids, num_computed in rows:
+            self._continue(req_id, new_block_ids, num_computed)
+        digests = {}
+        for req_id in running.req_ids:
+            digests[req_id] = self._forward_request(req_id, step.num_scheduled_tokens[req_id])
+        for data in step.scheduled_new_reqs:
+            self._remember(data)
+            digests[data.req_id] = self._forward_request(data.req_id, step.num_scheduled_tokens[data.req_id])
+        self.num_computed_tokens += step.total_num_scheduled_tokens
+        return {req_id: digest for req_id, digest in digests.items() if digest is not None}
+
+    def _forward_request(self, req_id: str, num_tokens: int) -> int | None:
+        """Compute the next tokens of one request. The digest of its last token, None while there are more to come."""
+        request = self._requests[req_id]
+        start, end = request.num_computed, request.num_computed + num_tokens
+        self._check_chunk(req_id, request, start, end)
+        visible = [self._memory.read(table, table.first_visible(start), start) for table in request.tables]
+        sequence = FakeSequence(self.model, request.identity, visible)
+        digest = 0
+        for position in range(start, end):
+            digest = sequence.compute(request.tokens[position], position)
+        for group, table in enumerate(request.tables):
+            self._memory.write(table, start, sequence.slots(group))
+        request.num_computed = end
+        return digest if end == len(request.tokens) else None
+
+    def _check_chunk(self, req_id: str, request: _LiveRequest, start: int, end: int) -> None:
+        if end <= start or start < 0:
+            raise ProtocolError(f"request {req_id}: tokens [{start}, {end}) are scheduled")
+        if end > len(request.tokens):
+            raise ProtocolError(f"request {req_id}: token {end} is scheduled, it has only {len(request.tokens)}")
+        if end > self._max_model_len:
+            raise ProtocolError(f"request {req_id}: token {end} is scheduled, max_model_len is {self._max_model_len}")
+        for table in request.tables:
+            if end > len(table.block_ids) * table.block_size:
+                raise ProtocolError(f"request {req_id}: token {end} has no block in {table.block_ids}")
+
+    def _logprobs(self, digest: int, num_logprobs: int) -> LogprobsLists:
+        """The sampled token, then the top ones; each is exp(-1) times as likely as the one before."""
+        top = self.model.top_tokens(digest, self.vocab_size if num_logprobs == -1 else num_logprobs)
+        logprobs = [-0.5 - rank for rank in range(len(top))]
+        return LogprobsLists([[self.model.next_token(digest), *top]], [[-0.5, *logprobs]], [1])
+
+    # -- the pipeline -------------------------------------------------------------------------------------------
+
+    def _start(self, output: ModelRunnerOutput, num_tokens: int = 0) -> InFlight:
+        if len(self._in_flight) == self.pipeline_depth:
+            raise ProtocolError(f"a step was started while {self.pipeline_depth} are under way")
+        future = InFlight(output, lambda f: self._finish(f, num_tokens))
+        self._in_flight.append(future)
+        return future
+
+    def _finish(self, future: InFlight, num_tokens: int) -> None:
+        if self._in_flight[0] is not future:
+            raise ProtocolError("a step was waited for before the steps started earlier")
+        self._in_flight.popleft()
+        if num_tokens and (duration := self.step_time_s + num_tokens * self.token_time_s):
+            self.clock.sleep(duration)
+
+    # -- the rest of the interface ------------------------------------------------------------------------------
+
+    def execute_dummy_batch(self) -> None:
+        self.clock.sleep(self.step_time_s)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return None
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """The engine fitted the context length to the cache."""
+        self._max_model_len = max_model_len
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        if callable(method):
+            return [method(self, *args, **(kwargs or {}))]
+        return [getattr(self, method)(*args, **(kwargs or {}))]
+
+    def check_health(self) -> None:
+        pass
+
+    def profile(self, is_start: bool, prefix: str | None = None) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self._requests.clear()

@@ -1,0 +1,173 @@
+"""A language model that fits on a page, and what it must answer.
+
+Every KV slot holds a digest of the whole prefix it belongs to, and the next token is a function of the slots that
+attention reads. A token is therefore right only if every slot it depends on, directly or through other slots, held the
+right prefix at the right time. `FakeExecutor` reads the slots through the block tables it is given; `expected_output`
+computes the same function over a plain list. Where the two differ, scheduling, blocks or prefix caching are wrong.
+
+The sampled token depends on nothing else: temperature, penalties and all other sampling parameters are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+from quire.lora_request import LoRARequest
+from quire.sampling_params import SamplingParams
+from quire.wire.engine_core import FinishReason
+
+SLOT_BYTES = 4
+KV_IDENTITY = "kv_identity"
+"""Key of `SamplingParams.extra_args` whose value enters every slot of the request, as a LoRA adapter's name does.
+
+The worker never sees a cache salt: a test puts the salt here, and a prefix hit across salts changes the tokens."""
+
+_UINT32 = 0xFFFFFFFF
+
+
+def kv_identity(params: SamplingParams | None, lora_request: LoRARequest | None) -> int:
+    """What the KV of a request depends on beside its tokens."""
+    extra = (params.extra_args or {}).get(KV_IDENTITY) if params is not None else None
+    adapter = (lora_request.lora_name, lora_request.lora_path) if lora_request is not None else None
+    return 0 if extra is None and adapter is None else crc32(repr((extra, adapter)).encode())
+
+
+def _slot(digest: int, group: int) -> bytes:
+    """A token's slot: no two groups keep the same."""
+    return (digest ^ group * 0x27D4EB2F & _UINT32).to_bytes(SLOT_BYTES, "little")
+
+
+class _FullContext:
+    """All slots before the current one, folded into one number."""
+
+    def __init__(self, slots: bytes) -> None:
+        self.digest = crc32(slots)
+
+    def append(self, slot: bytes) -> None:
+        self.digest = crc32(slot, self.digest)
+
+
+class _WindowContext:
+    """The last `num_slots` slots before the current one."""
+
+    def __init__(self, slots: bytes, num_slots: int) -> None:
+        self._size = num_slots * SLOT_BYTES
+        self._slots = slots[max(0, len(slots) - self._size) :]
+
+    @property
+    def digest(self) -> int:
+        return crc32(self._slots)
+
+    def append(self, slot: bytes) -> None:
+        slots = self._slots + slot
+        self._slots = slots[max(0, len(slots) - self._size) :]
+
+
+class FakeSequence:
+    """One request inside the model. `compute` takes its tokens one after the other, from any position on.
+
+    `slots` holds, per KV cache group, the bytes of the slots attention can see before that position.
+    """
+
+    def __init__(self, model: FakeModel, identity: int, slots: Sequence[bytes]) -> None:
+        self._identity = identity
+        self._contexts = [
+            _FullContext(group_slots) if window is None else _WindowContext(group_slots, window - 1)
+            for window, group_slots in zip(model.windows, slots, strict=True)
+        ]
+        self._digests: list[int] = []
+
+    def compute(self, token: int, position: int) -> int:
+        """The digest of the prefix that ends in `token` at `position`. It fills the slot of every group."""
+        digest = self._identity + token * 0x85EBCA6B + position * 0xC2B2AE35
+        for context in self._contexts:
+            digest = ((digest ^ context.digest) * 0x9E3779B1 + 1) & _UINT32
+        digest ^= digest >> 15
+        for group, context in enumerate(self._contexts):
+            context.append(_slot(digest, group))
+        self._digests.append(digest)
+        return digest
+
+    def slots(self, group: int) -> bytes:
+        """What the computed tokens left for the group's KV cache."""
+        return b"".join([_slot(digest, group) for digest in self._digests])
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """`windows` holds a sliding window per KV cache group, None for full attention."""
+
+    windows: tuple[int | None, ...] = (None,)
+    vocab_size: int = 256
+
+    def next_token(self, digest: int) -> int:
+        """The token that follows the prefix with this digest."""
+        return (digest >> 8) % self.vocab_size
+
+    def top_tokens(self, digest: int, num_tokens: int) -> list[int]:
+        """The `num_tokens` most likely tokens after the prefix, the sampled one first."""
+        first = self.next_token(digest)
+        return [(first + i) % self.vocab_size for i in range(min(num_tokens, self.vocab_size))]
+
+
+@dataclass(frozen=True)
+class ExpectedOutput:
+    """The one correct answer to a request."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+
+
+def expected_output(
+    model: FakeModel,
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    max_model_len: int,
+    lora_request: LoRARequest | None = None,
+) -> ExpectedOutput:
+    """What a request must produce, whatever else the engine does meanwhile. Knows no blocks, no steps, no batch."""
+    sequence = FakeSequence(model, kv_identity(params, lora_request), [b""] * len(model.windows))
+    digest = 0
+    for position, token in enumerate(prompt_token_ids):
+        digest = sequence.compute(token, position)
+    outputs: list[int] = []
+    while True:
+        token = model.next_token(digest)
+        outputs.append(token)
+        finish = _finish_after(outputs, params, len(prompt_token_ids), max_model_len)
+        if finish is not None:
+            return finish
+        digest = sequence.compute(token, len(prompt_token_ids) + len(outputs) - 1)
+
+
+def _finish_after(
+    outputs: list[int], params: SamplingParams, num_prompt_tokens: int, max_model_len: int
+) -> ExpectedOutput | None:
+    """The end of the request if its newest output token ends it. Stop tokens win over lengths."""
+    token = outputs[-1]
+    if len(outputs) >= params.min_tokens:
+        if token == params.eos_token_id and not params.ignore_eos:
+            return ExpectedOutput(outputs, FinishReason.STOP)
+        if token in (params.stop_token_ids or ()):
+            return ExpectedOutput(outputs, FinishReason.STOP, token)
+    limit = max_model_len - num_prompt_tokens
+    if params.max_tokens is not None:
+        limit = min(limit, params.max_tokens)
+    if len(outputs) >= limit:
+        return ExpectedOutput(outputs, FinishReason.LENGTH)
+    return ExpectedOutput(outputs, FinishReason.REPETITION) if _repeats(outputs, params) else None
+
+
+def _repeats(outputs: list[int], params: SamplingParams) -> bool:
+    """Does the output end in one pattern `min_count` times in a row?"""
+    rule = params.repetition_detection
+    if rule is None or not rule.enabled or len(outputs) < params.min_tokens:
+        return False
+    for size in range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1):
+        tail = outputs[-size * rule.min_count :]
+        if len(tail) == size * rule.min_count and tail == tail[:size] * rule.min_count:
+            return True
+    return False

@@ -1,0 +1,28 @@
+"""Tiny checkpoints and what transformers makes of them, once per session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from quire.testing.tiny_models import make_tiny_checkpoint
+
+from .oracle import Generation, generate, make_prompts
+
+Checkpoint = Callable[[str], Path]
+Oracle = Callable[[str], list[Generation]]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """`checkpoint(family)`: its directory."""
+    return cache(lambda family: make_tiny_checkpoint(tmp_path_factory.mktemp(family), family))
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: Checkpoint) -> Oracle:
+    """`oracle(family)`: transformers' greedy continuation of 32 prompts."""
+    return cache(lambda family: generate(checkpoint(family), make_prompts(seed=1)))

@@ -1,0 +1,274 @@
+"""What must hold after every operation, whatever happened before. Read it as the list of Quire's promises inside one
+engine: nothing lost, budgets kept, blocks conserved, order kept, numbers that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import ceil
+from typing import TYPE_CHECKING
+
+from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.interface import PauseState
+from quire.wire.engine_core import EngineCoreOutput
+from quire.wire.execution import SchedulerOutput
+from quire.wire.kv_cache import SlidingWindowSpec
+from quire.wire.stats import SchedulerStats
+from tests.simulation.cache_model import (
+    CacheModel,
+    check_order_of_freed_blocks,
+    check_order_of_new_blocks,
+    free_queue,
+)
+
+if TYPE_CHECKING:
+    from tests.simulation.harness import Client, Simulation
+
+
+ADMISSION_ORDERS: dict[str, Callable[[Request], tuple[float, ...]]] = {
+    "fcfs": lambda request: (),
+    "priority": lambda request: (request.priority, request.arrival_time),
+}
+"""By policy: what decides who is admitted first, before the order of arrival."""
+
+
+def describe(step: SchedulerOutput) -> str:
+    """A step on one line: computed+scheduled tokens and new blocks of each request."""
+    cached = step.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+    parts = [f"{i}: {computed}+{step.num_scheduled_tokens[i]} {blocks or ''}" for i, computed, blocks in rows]
+    parts += [
+        f"new {data.req_id}: {data.num_computed_tokens}+{step.num_scheduled_tokens[data.req_id]} {data.block_ids}"
+        for data in step.scheduled_new_reqs
+    ]
+    gone = f" finished {sorted(step.finished_req_ids)} preempted {sorted(step.preempted_req_ids)}"
+    return f"step [{', '.join(parts)}]{gone}"
+
+
+class Invariants:
+    """Checks one engine from its start to its end."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.sim = simulation
+        self.scheduler = simulation.core.scheduler
+        self.manager = self.scheduler.kv_cache_manager
+        self.pool = self.manager.block_pool
+        self.num_blocks = self.pool.num_gpu_blocks - 1
+        self.limits = simulation.world.config.scheduler_config
+        specs = simulation.executor.get_kv_cache_specs()[0].values()
+        self.has_windows = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
+        self.cache_model: CacheModel | None = None
+        if self.manager.enable_caching and not self.has_windows:
+            self.cache_model = CacheModel(self.manager.block_size)
+        self._arrivals: dict[str, int] = {}
+        self._num_admissions = 0
+        self._num_queries = 0
+        self._free_before: list[int] = []
+        self._num_scheduled_tokens = 0
+
+    # -- after every operation ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every request is in one place and has the tokens its client has heard; every block is accounted for."""
+        self.manager.check_integrity()
+        scheduler, live = self.scheduler, self.sim.live
+        running, waiting = scheduler.running, list(scheduler.waiting)
+        num_live = sum(not client.is_over for client in live.values())
+        assert len(running) + len(waiting) == len(scheduler.requests) == num_live, (
+            f"{num_live} requests are live; {len(running)} are running, {len(waiting)} waiting, "
+            f"{len(scheduler.requests)} known"
+        )
+        assert len(running) <= (self.limits.max_num_seqs or 0)
+        held: set[int] = {0}
+        for request in running:
+            self._check_tokens(request, live[request.request_id])
+            held.update(*self._check_running(request))
+        for request in waiting:
+            self._check_tokens(request, live[request.request_id])
+            self._check_waiting(request)
+        num_free = self.pool.get_num_free_blocks()
+        assert num_free == self.pool.num_gpu_blocks - len(held), (
+            f"{num_free} of {self.num_blocks} blocks are free, running requests hold {len(held) - 1}"
+        )
+
+    def _check_running(self, request: Request) -> tuple[list[int], ...]:
+        assert request.status is RequestStatus.RUNNING, f"{request} is in the running list"
+        assert 0 < request.num_computed_tokens <= request.num_tokens, f"{request}"
+        block_ids = self.manager.get_block_ids(request.request_id)
+        for ids in block_ids:
+            assert len(ids) == ceil(request.num_computed_tokens / self.manager.block_size), f"{request} holds {ids}"
+        return block_ids
+
+    def _check_waiting(self, request: Request) -> None:
+        assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request} is in a waiting queue"
+        assert request.num_computed_tokens == 0, f"{request} waits with computed tokens"
+        assert not any(self.manager.get_block_ids(request.request_id)), f"{request} waits and holds blocks"
+
+    def _check_tokens(self, request: Request, client: Client) -> None:
+        prompt = client.request.prompt_token_ids or []
+        assert list(request.all_token_ids) == prompt + client.received, f"{request} has other tokens than its client"
+
+    def check_idle(self) -> None:
+        """All clients are served: nothing may be left anywhere."""
+        assert self.manager.usage == 0
+        assert self.sim.executor.num_live_requests == 0, "the worker was not told of every finished request"
+        assert self._num_scheduled_tokens == self.sim.executor.num_computed_tokens
+        assert self._num_queries == self._num_admissions, (
+            f"{self._num_queries} prefix queries were counted for {self._num_admissions} admissions"
+        )
+
+    # -- a step, right after it was scheduled --------------------------------------------------------------------
+
+    def scheduling(self) -> None:
+        """Before a step."""
+        if self.cache_model is not None:
+            self._free_before = free_queue(self.manager)
+
+    def scheduled(self, step: SchedulerOutput) -> None:
+        """Budgets are kept, nobody is overtaken, and every prefix that was in the cache was found."""
+        if self.sim.log is not None:
+            self.sim.log(f"    {describe(step)}")
+        self._num_scheduled_tokens += step.total_num_scheduled_tokens
+        self._count_situations(step)
+        self._check_pause(step)
+        self._check_chunks(step)
+        self._check_admissions(step)
+        if self.cache_model is not None:
+            self.cache_model.check_step(step, self.scheduler.requests)
+            if not step.preempted_req_ids:
+                check_order_of_new_blocks(self._free_before, free_queue(self.manager), step, self.manager.block_size)
+
+    def _count_situations(self, step: SchedulerOutput) -> None:
+        seen = self.sim.seen
+        seen["preemptions"] += len(step.preempted_req_ids)
+        seen["preempted in flight"] += any(r.num_preemptions for r in self.scheduler.waiting.blocked)
+        seen["tokens"] += step.total_num_scheduled_tokens
+        for data in step.scheduled_new_reqs:
+            seen["admissions"] += 1
+            seen["admissions with cached tokens"] += data.num_computed_tokens > 0
+            seen["admissions with outputs"] += bool(data.output_token_ids)
+            missing = len(data.prompt_token_ids) + len(data.output_token_ids) - data.num_computed_tokens
+            seen["admissions in chunks"] += step.num_scheduled_tokens[data.req_id] < missing
+            seen["window hits"] += any(0 in ids for ids in data.block_ids)
+
+    def _check_pause(self, step: SchedulerOutput) -> None:
+        state = self.scheduler.pause_state
+        if state is PauseState.PAUSED_ALL:
+            assert not step.num_scheduled_tokens, f"tokens are scheduled during a pause: {step}"
+        elif state is PauseState.PAUSED_NEW:
+            new = [data.req_id for data in step.scheduled_new_reqs]
+            assert all(self.scheduler.requests[i].num_preemptions for i in new), f"{new} were admitted during a pause"
+
+    def _check_chunks(self, step: SchedulerOutput) -> None:
+        threshold = self.limits.long_prefill_token_threshold
+        if threshold:
+            assert max(step.num_scheduled_tokens.values(), default=0) <= threshold, f"{step.num_scheduled_tokens}"
+        if not self.limits.enable_chunked_prefill:
+            for data in step.scheduled_new_reqs:
+                num_missing = len(data.prompt_token_ids) + len(data.output_token_ids) - data.num_computed_tokens
+                assert step.num_scheduled_tokens[data.req_id] == num_missing, f"the prompt of {data.req_id} was split"
+
+    def _check_admissions(self, step: SchedulerOutput) -> None:
+        """Who was admitted goes before all that are left waiting for capacity, and leaves the watermark free."""
+        new = step.scheduled_new_reqs
+        if not new:
+            return
+        admitted = [data.req_id for data in new]
+        left = [r.request_id for r in self.scheduler.waiting.ready if r.request_id not in step.preempted_req_ids]
+        order = ADMISSION_ORDERS.get(self.limits.scheduling_policy)
+        if left and order is not None:
+            ranks = {i: (*order(self.scheduler.requests[i]), self._arrivals[i]) for i in admitted + left}
+            overtaken = [i for i in left if ranks[i] < max(ranks[j] for j in admitted)]
+            assert not overtaken, f"{admitted} were admitted before {overtaken}"
+        if len(self.scheduler.running) > 1:
+            watermark = int(self.limits.watermark * self.pool.num_gpu_blocks)
+            assert self.pool.get_num_free_blocks() >= watermark, f"{admitted} were admitted below the watermark"
+        if self.limits.scheduler_reserve_full_isl and not self.has_windows:
+            last = self.scheduler.requests[admitted[-1]]
+            missing = ceil(last.num_tokens / self.manager.block_size) - len(new[-1].block_ids[0])
+            assert self.pool.get_num_free_blocks() >= missing, f"{last} was admitted, its prompt does not fit"
+        for data in new:
+            client = self.sim.live.get(data.req_id)
+            if not self.scheduler.requests[data.req_id].num_preemptions:
+                skips = not self.manager.enable_caching or data.sampling_params.skip_reading_prefix_cache
+                self._num_admissions += not skips
+                assert not (skips and data.num_computed_tokens), f"{data.req_id} was not to read the prefix cache"
+            if client is not None and client.admitted_with is None:
+                client.admitted_with = data.num_computed_tokens
+
+    # -- what clients hear --------------------------------------------------------------------------------------
+
+    def added(self, request_id: str) -> None:
+        """A request joins the queue."""
+        self._arrivals[request_id] = len(self._arrivals)
+
+    def heard(self, client: Client, output: EngineCoreOutput) -> None:
+        """One output, before the client takes it in: tokens, and where the prompt's tokens came from, once."""
+        if client.is_over:
+            assert output.finished
+            assert not output.new_token_ids, f"tokens after the end: {output}"
+            return
+        assert output.new_token_ids, f"an output without tokens: {output}"
+        wants_logprobs = client.request.sampling_params.logprobs is not None
+        assert (output.new_logprobs is not None) == wants_logprobs
+        stats = output.prefill_stats
+        assert (stats is None) == bool(client.received), f"prefill stats come with the first token: {output}"
+        if stats is not None:
+            num_prompt = len(client.request.prompt_token_ids or ())
+            assert stats.num_prompt_tokens == num_prompt
+            assert stats.num_computed_tokens + stats.num_cached_tokens == num_prompt, f"{stats}"
+            assert client.admitted_with is not None
+            assert stats.num_local_cached_tokens == min(client.admitted_with, num_prompt), f"{stats}"
+
+    def heard_stats(self, stats: SchedulerStats | None) -> None:
+        """A snapshot of the scheduler equals what can be counted from outside."""
+        if stats is None:
+            return
+        waiting = self.scheduler.waiting
+        assert stats.num_running_reqs == len(self.scheduler.running)
+        assert stats.num_waiting_reqs == len(waiting.ready)
+        assert stats.num_skipped_waiting_reqs == len(waiting.blocked)
+        num_used = self.num_blocks - self.pool.get_num_free_blocks()
+        assert abs(stats.kv_cache_usage - num_used / self.num_blocks) < 1e-9
+        prefix = stats.prefix_cache_stats
+        assert prefix.hits <= prefix.queries
+        self._num_queries += prefix.requests
+
+    # -- other operations ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def free_order(self, aborted: list[str]) -> Iterator[None]:
+        """Around an abort: the blocks go back in the order in which they should be evicted."""
+        if len(aborted) != 1 or not any(r.request_id in aborted for r in self.scheduler.running):
+            yield
+        else:
+            with check_order_of_freed_blocks(self.manager, aborted[0]):
+                yield
+
+    def reset_prefix_cache(self, done: bool, with_running: bool) -> None:
+        """After `reset_prefix_cache`: it did what it says."""
+        assert done == (not self.scheduler.running), f"the prefix cache {'was' if done else 'was not'} reset"
+        assert not (with_running and self.scheduler.running)
+        if done:
+            assert not self.pool.cached_blocks.num_blocks, "blocks can be hit after a reset"
+            self.forget_cache()
+
+    def forget_cache(self) -> None:
+        """Nothing is cached any more."""
+        if self.cache_model is not None:
+            self.cache_model.clear()
+
+    def lost_steps(self) -> None:
+        """Steps in flight were given up."""
+        self._num_scheduled_tokens = self.sim.executor.num_computed_tokens
+        self.forget_cache()
+
+    def max_steps_to_finish(self) -> int:
+        """In how many steps all live requests must finish when no others come: as if one ran after the other."""
+        budget = self.limits.max_num_scheduled_tokens or self.limits.max_num_batched_tokens or 1
+        chunk = min(budget, self.limits.long_prefill_token_threshold or budget)
+        total = 0
+        for client in self.sim.live.values():
+            num_prompt, num_outputs = len(client.request.prompt_token_ids or ()), len(client.expected.token_ids)
+            total += ceil((num_prompt + num_outputs) / chunk) + num_outputs + 1
+        return (total + 2) * (self.sim.executor.max_concurrent_batches + 1)

@@ -1,0 +1,24 @@
+"""The table of planted bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Patch = pytest.MonkeyPatch
+Mutant = Callable[[Patch], None]
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(function: Mutant) -> Mutant:
+    """Enter it into the table."""
+    MUTANTS[function.__name__] = function
+    return function
+
+
+def wrap(patch: Patch, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method by `replacement(original, self, ...)`."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))

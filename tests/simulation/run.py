@@ -1,0 +1,113 @@
+"""Run, replay and shrink simulations: ``python -m tests.simulation.run --seed S [--ops N]``.
+
+One integer is the whole test case. Without --seed, episodes with seeds 0, 1, 2, ... run until --ops operations are
+done. A failure prints its seed, its operations up to the failure with everything that happened, and a smaller list of
+operations that fails, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import re
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+
+from tests.simulation.harness import SimulationError, run_episode
+
+EPISODE_OPERATIONS = 500
+
+
+def run_seeds(seeds: Iterable[int], num_operations: int = EPISODE_OPERATIONS) -> Counter[str]:
+    """Run one episode per seed. What was seen in all of them."""
+    logging.disable(logging.ERROR)  # failing steps are part of the plan
+    return sum((run_episode(seed, num_operations) for seed in seeds), Counter())
+
+
+def run_parallel(num_operations: int, num_processes: int = 2, first_seed: int = 0) -> tuple[Counter[str], float]:
+    """At least `num_operations` operations over spawned processes: (what was seen, seconds). Raises SimulationError."""
+    num_episodes = -(-num_operations // EPISODE_OPERATIONS)
+    chunk = 20
+    starts = range(first_seed, first_seed + num_episodes, chunk)
+    chunks = [range(start, min(start + chunk, first_seed + num_episodes)) for start in starts]
+    began = time.monotonic()
+    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            seen = sum(pool.map(run_seeds, chunks), Counter())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return seen, time.monotonic() - began
+
+
+def shrink(seed: int, num_operations: int, failure: SimulationError) -> list[int]:
+    """Indices of fewer operations that fail in the same way: drop halves, quarters, ... as long as they do."""
+
+    def fails(kept: list[int]) -> bool:
+        try:
+            run_episode(seed, num_operations, keep=set(kept).__contains__)
+        except SimulationError as e:
+            return _kind(e) == _kind(failure)
+        return False
+
+    kept = list(range(min(failure.operation + 1, num_operations)))
+    size = len(kept) // 2
+    while size:
+        start = 0
+        while start < len(kept):
+            shorter = kept[:start] + kept[start + size :]
+            if fails(shorter):
+                kept = shorter
+            else:
+                start += size
+        size //= 2
+    return kept
+
+
+def _kind(failure: SimulationError) -> tuple[type, str]:
+    """What is alike in two failures: the words of the message, not its numbers."""
+    return type(failure.cause), re.sub(r"\[.*?\]|'.*?'|\w*\d\w*", "", str(failure.cause))[:40]
+
+
+def replay(seed: int, num_operations: int) -> bool:
+    """Run one seed: whether nothing was wrong. If something was, tell the story of its smallest known form."""
+    try:
+        done = run_episode(seed, num_operations)["operations"]
+    except SimulationError as failure:
+        print(failure)
+        kept = shrink(seed, num_operations, failure)
+        print(f"{len(kept)} of {failure.operation + 1} operations are enough: {kept}")
+        try:
+            run_episode(seed, num_operations, keep=set(kept).__contains__, log=print)
+        except SimulationError as smaller:
+            print(smaller)
+            traceback.print_exception(smaller.cause)
+        return False
+    print(f"seed {seed}: {done} operations, nothing wrong")
+    return True
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.run", description=__doc__)
+    parser.add_argument("--seed", type=int, help="replay this one")
+    parser.add_argument("--ops", type=int, help=f"operations: per episode with --seed (default {EPISODE_OPERATIONS})")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    logging.disable(logging.ERROR)  # failing steps are part of the plan
+    if args.seed is not None:
+        raise SystemExit(not replay(args.seed, args.ops or EPISODE_OPERATIONS))
+    try:
+        seen, seconds = run_parallel(args.ops or 1_000_000, args.processes)
+    except SimulationError as failure:
+        raise SystemExit(f"{failure}\nreplay: python -m tests.simulation.run --seed {failure.seed}") from None
+    print(f"{seen['operations']} operations in {seconds:.1f} s: {seen['operations'] / seconds:.0f} per second")
+    print(dict(seen))
+
+
+if __name__ == "__main__":
+    main()

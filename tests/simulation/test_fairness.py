@@ -1,0 +1,111 @@
+"""A long prompt cannot hold up the others (promise P16), in virtual time."""
+
+from __future__ import annotations
+
+import logging
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.cache import CacheConfig
+from quire.config.engine import EngineConfig
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig
+from quire.config.scheduler import SchedulerConfig
+from quire.engine.core import EngineCore
+from quire.sampling_params import SamplingParams
+from quire.testing.fake_device import VirtualClock
+from quire.testing.fake_executor import FakeExecutor
+from quire.wire.engine_core import EngineCoreRequest
+
+BUDGET = 128
+LONG, SHORT, NUM_SHORT = 20_000, 16, 64
+STEP_TIME_S, TOKEN_TIME_S = 0.001, 0.0001
+LONGEST_STEP_S = STEP_TIME_S + BUDGET * TOKEN_TIME_S
+
+
+class Server:
+    """An engine in virtual time. `tokens` holds when each token of each request came, `arrived` when it was sent."""
+
+    def __init__(self, **limits: Any) -> None:
+        config = EngineConfig(
+            model_config=ModelConfig(
+                max_model_len=LONG + 64, hf_config=HFConfig({"max_position_embeddings": LONG + 64}, Path())
+            ),
+            cache_config=CacheConfig(num_gpu_blocks_override=3000),
+            scheduler_config=SchedulerConfig(max_num_batched_tokens=BUDGET, max_num_seqs=BUDGET, **limits),
+        )
+        self.clock = VirtualClock()
+        times = {"clock": self.clock, "step_time_s": STEP_TIME_S, "token_time_s": TOKEN_TIME_S}
+        self.core = EngineCore(config, type("Timed", (FakeExecutor,), times), log_stats=False)
+        self.arrived: dict[str, float] = {}
+        self.tokens: dict[str, list[float]] = {}
+
+    def send(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        """A request arrives now; no two share a prefix."""
+        prompt = [random.Random(request_id).randrange(256) for _ in range(num_prompt_tokens)]
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = EngineCoreRequest(request_id, prompt, params, None, self.clock.now)
+        self.arrived[request_id], self.tokens[request_id] = self.clock.now, []
+        self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def step(self) -> None:
+        """One step; its tokens come at its end."""
+        for outputs in (self.core.step()[0] or {}).values():
+            for output in outputs.outputs:
+                self.tokens[output.request_id].append(self.clock.now)
+
+    def first_token_times(self) -> list[float]:
+        """Of the short requests, shortest first."""
+        return sorted(times[0] - self.arrived[i] for i, times in self.tokens.items() if i != "long")
+
+
+def serve_short_requests(server: Server, seed: int) -> None:
+    """Send all of them at random times, and step until they are served."""
+    rng = random.Random(seed)
+    waiting = sorted((rng.uniform(0, 2.0), f"short-{i}") for i in range(NUM_SHORT))
+    start = server.clock.now
+    while waiting or any(len(times) < 8 for i, times in server.tokens.items() if i != "long"):
+        while waiting and start + waiting[0][0] <= server.clock.now:
+            server.send(waiting.pop(0)[1], SHORT, 8)
+        if server.core.scheduler.has_requests():
+            server.step()
+        else:
+            server.clock.sleep(STEP_TIME_S)
+    server.core.shutdown()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_short_requests_hardly_notice_a_long_prompt(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    idle = Server()
+    serve_short_requests(idle, seed)
+    busy = Server(long_prefill_token_threshold=BUDGET // 2)
+    busy.send("long", LONG, 8)
+    serve_short_requests(busy, seed)
+    assert not busy.tokens["long"]  # it was being prefilled all the time
+    p99 = -1 - NUM_SHORT // 100
+    # Promised is twice the idle time and one step.
+    assert busy.first_token_times()[p99] <= 2 * idle.first_token_times()[p99] + LONGEST_STEP_S
+
+
+@pytest.mark.parametrize("threshold", [0, BUDGET // 2])
+def test_tokens_keep_coming_while_long_prompts_are_computed(threshold: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever decodes gets a token in every step, and no step is longer than its budget, whatever else arrives."""
+    caplog.set_level(logging.CRITICAL)
+    server = Server(long_prefill_token_threshold=threshold)
+    for i in range(8):
+        server.send(f"short-{i}", SHORT, 50)
+    server.step()
+    for i in range(3):
+        server.send(f"long-{i}", 3000, 4)
+    while any(len(server.tokens[f"short-{i}"]) < 50 for i in range(8)):
+        server.step()
+    for i in range(8):
+        times = server.tokens[f"short-{i}"]
+        gaps = [later - sooner for sooner, later in pairwise(times)]
+        assert max(gaps) <= LONGEST_STEP_S + 1e-9
+    server.core.shutdown()

@@ -1,0 +1,53 @@
+"""Tests of the test: every planted bug must be noticed. The unmutated code passes the same seeds in test_simulation."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+
+import pytest
+
+from quire.engine.kv_cache.manager import KVCacheManager
+from tests.simulation.harness import SimulationError, run_episode
+from tests.simulation.invariants import Invariants
+from tests.simulation.mutants import CHANGE_NO_TOKEN, MUTANTS
+from tests.simulation.run import EPISODE_OPERATIONS
+
+MAX_OPERATIONS = 50_000
+
+
+def operations_until_caught() -> tuple[int, SimulationError | None]:
+    """Run seeds 0, 1, 2, ... until something is noticed."""
+    done = 0
+    for seed in range(MAX_OPERATIONS // EPISODE_OPERATIONS):
+        try:
+            done += run_episode(seed, EPISODE_OPERATIONS)["operations"]
+        except SimulationError as error:
+            return done + error.operation + 1, error
+    return done, None
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    MUTANTS[name](monkeypatch)
+    done, error = operations_until_caught()
+    assert error is not None, f"{name}: {done} operations noticed nothing"
+    with capsys.disabled():
+        print(f"\n{name}: {done} operations, {type(error.cause).__name__}: {str(error.cause)[:90]}", end=" ")
+
+
+@pytest.mark.parametrize("name", sorted(MUTANTS.keys() - CHANGE_NO_TOKEN))
+def test_mutant_is_caught_by_its_answers_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every check of the engine's inside switched off, what clients hear or the worker is asked for is wrong."""
+    for check in ("check", "scheduling", "scheduled", "heard", "heard_stats", "check_idle", "reset_prefix_cache"):
+        monkeypatch.setattr(Invariants, check, lambda *args, **kwargs: None)
+    monkeypatch.setattr(Invariants, "free_order", lambda *args: nullcontext())
+    monkeypatch.setattr(KVCacheManager, "check_integrity", lambda self: None)
+    MUTANTS[name](monkeypatch)
+    done, error = operations_until_caught()
+    assert error is not None, f"{name}: {done} operations gave only right answers"

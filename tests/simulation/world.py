@@ -1,0 +1,191 @@
+"""A random engine configuration and the traffic that suits it. Everything follows from one integer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config.cache import CacheConfig
+from quire.config.engine import EngineConfig
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig
+from quire.config.scheduler import SchedulerConfig
+from quire.engine.sched.policy import POLICIES
+from quire.lora_request import LoRARequest
+from quire.sampling_params import RepetitionDetectionParams, SamplingParams
+from quire.testing.fake_device import InFlight
+from quire.testing.fake_executor import FakeExecutor
+from quire.testing.fake_model import KV_IDENTITY
+from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.execution import GrammarOutput, SchedulerOutput
+from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
+
+VOCAB_SIZE = 8
+"""Few tokens, so that prefixes meet and stop tokens come up."""
+LORAS = (LoRARequest("red", 1, "/red"), LoRARequest("blue", 2, "/blue"))
+
+
+class WorkerFault(RuntimeError):  # noqa: N818  it is one, not an error of ours
+    """What a worker raises when an operation tells it to fail."""
+
+
+class SimulatedExecutor(FakeExecutor):
+    """Shows every step to `on_step`, right after it was scheduled, and fails when told to."""
+
+    vocab_size = VOCAB_SIZE
+    fault: str | None = None
+    """Where the next step fails: "forward" (nothing of it is computed) or "sample" (all of it is)."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.on_step: Callable[[SchedulerOutput], None] = lambda step: None
+
+    def _execute(self, step: SchedulerOutput) -> InFlight:
+        self.on_step(step)
+        return super()._execute(step)
+
+    def _forward(self, step: SchedulerOutput) -> dict[str, int]:
+        self._fail_if_told("forward")
+        return super()._forward(step)
+
+    def _sample(self, grammar_output: GrammarOutput | None) -> InFlight:
+        self._fail_if_told("sample")
+        return super()._sample(grammar_output)
+
+    def _fail_if_told(self, place: str) -> None:
+        if self.fault == place:
+            self.fault = self._unsampled = None
+            raise WorkerFault(place)
+
+    def recover(self) -> None:
+        """The engine has heard of the failure: nobody will ask for the steps that were still under way."""
+        self._in_flight.clear()
+
+
+@dataclass(frozen=True)
+class World:
+    """One configuration. `documents` are the texts that prompts share prefixes of."""
+
+    config: EngineConfig
+    executor_class: type[SimulatedExecutor]
+    documents: tuple[tuple[int, ...], ...]
+    add_weight: int
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> World:
+        """A small engine, so that blocks run out and limits are met all the time."""
+        block_size = rng.choice([1, 1, 2, 2, 3, 4, 4, 5, 8, 16])
+        model_len = rng.randint(6, 72)
+        layers = _draw_layers(rng, block_size)
+        num_blocks = len(layers) * model_len / block_size * rng.uniform(0.5, 1.6)
+        chunked = rng.random() < 0.8
+        max_num_seqs = rng.randint(1, 8)
+        budget = rng.choice([max_num_seqs, max_num_seqs + rng.randint(0, 8), rng.randint(max_num_seqs, 64)])
+        config = EngineConfig(
+            model_config=ModelConfig(
+                max_model_len=-1, hf_config=HFConfig({"max_position_embeddings": model_len}, Path())
+            ),
+            cache_config=CacheConfig(
+                block_size=block_size,
+                num_gpu_blocks_override=min(max(8, round(num_blocks)), 64),
+                enable_prefix_caching=rng.random() < 0.85,
+            ),
+            scheduler_config=SchedulerConfig(
+                max_num_batched_tokens=budget if chunked else max(budget, model_len),
+                max_num_seqs=max_num_seqs,
+                max_num_scheduled_tokens=None if rng.random() < 0.8 or not chunked else rng.randint(1, budget),
+                scheduling_policy=rng.choice(sorted(POLICIES)),
+                enable_chunked_prefill=chunked,
+                long_prefill_token_threshold=rng.choice([0, 0, rng.randint(1, 8)]) if chunked else 0,
+                scheduler_reserve_full_isl=rng.random() < 0.5,
+                watermark=rng.choice([0.0, 0.0, 0.05, 0.2]),
+            ),
+        )
+        executor_class = type(
+            "WorldExecutor",
+            (SimulatedExecutor,),
+            {"layer_specs": layers, "pipeline_depth": rng.choice([1, 1, 2, 3])},
+        )
+        documents = tuple(tuple(rng.randrange(VOCAB_SIZE) for _ in range(64)) for _ in range(rng.randint(1, 2)))
+        return cls(config, executor_class, documents, add_weight=rng.choice([10, 20, 40]))
+
+    def __str__(self) -> str:
+        cache, limits = self.config.cache_config, self.config.scheduler_config
+        return (
+            f"layers {self.executor_class.layer_specs}\npipeline_depth {self.executor_class.pipeline_depth}\n"
+            f"model_len {self.config.model_config.model_len}\n{cache}\n{limits}"
+        )
+
+
+def _draw_layers(rng: random.Random, block_size: int) -> dict[str, AnyKVCacheSpec]:
+    """Full attention, sliding windows, or both, in numbers that make one group or several."""
+    full, sliding = rng.choice([(1, 0), (1, 0), (0, 1), (1, 1), (1, 2), (2, 4)])
+    window = rng.choice([1, 2, block_size, block_size + 1, rng.randint(1, 24)])
+    layers: dict[str, AnyKVCacheSpec] = {f"full.{i}": FullAttentionSpec(block_size, 1, 1) for i in range(full)}
+    for i in range(sliding):
+        layers[f"sliding.{i}"] = SlidingWindowSpec(block_size, 1, 1, sliding_window=window)
+    return layers
+
+
+def draw_request(
+    rng: random.Random, world: World, request_id: str, arrival: int, max_model_len: int, history: list[list[int]]
+) -> EngineCoreRequest:
+    """A request whose prompt is likely to share a prefix with others: with a document, or with what an earlier
+    request has read and written (`history`)."""
+    source = rng.choice(history) if history and rng.random() < 0.3 else rng.choice(world.documents)
+    length = rng.randint(1, max_model_len - 1)
+    if rng.random() < 0.5:
+        length = min(length, 16)
+    tail = rng.choice([0, 0, 1, 3])
+    prompt = list(source[: max(0, length - tail)])
+    prompt += [rng.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))] if len(prompt) < length else []
+    salt = rng.choice([*[None] * 6, "", "a", "b"])
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=_draw_params(rng, salt),
+        pooling_params=None,
+        arrival_time=float(arrival // 2),  # ties happen
+        lora_request=rng.choice(LORAS) if rng.random() < 0.1 else None,
+        cache_salt=salt,
+        client_index=rng.randrange(2),
+        priority=rng.choice([0, 0, 0, 0, -1, 1, 2]),
+    )
+
+
+def _draw_params(rng: random.Random, salt: str | None) -> SamplingParams:
+    max_tokens = None if rng.random() < 0.05 else rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 40)])
+    repetition = RepetitionDetectionParams(2, 1, 2) if rng.random() < 0.1 else None
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=rng.randint(0, max_tokens or 4) if rng.random() < 0.2 else 0,
+        stop_token_ids=[rng.randrange(VOCAB_SIZE)] if rng.random() < 0.2 else [],
+        eos_token_id=0 if rng.random() < 0.5 else None,
+        ignore_eos=rng.random() < 0.1,
+        repetition_detection=repetition,
+        skip_reading_prefix_cache=True if rng.random() < 0.05 else None,
+        logprobs=1 if rng.random() < 0.05 else None,
+        extra_args=None if salt is None else {KV_IDENTITY: salt},
+    )
+
+
+def draw_operations(rng: random.Random, world: World, count: int) -> list[tuple[str, int]]:
+    """Operations as plain data, (kind, number), that mean something in whatever state they meet: any part of the list
+    can be replayed, which is how a failure is made small."""
+    weights = {
+        "step": 60,
+        "add": world.add_weight,
+        "refused": 1,
+        "abort": 6,
+        "abort_in_flight": 3,
+        "reset_prefix_cache": 0.3,
+        "pause": 0.4,
+        "resume": 4,
+        "fault": 0.2,
+        "crash": 0.2,
+        "drain": 0.1,
+    }
+    kinds = rng.choices(list(weights), list(weights.values()), k=count)
+    return [(kind, rng.getrandbits(32)) for kind in kinds]

@@ -1,0 +1,219 @@
+"""`quire info` on hand-written checkpoints, and its idea of sliding windows against the real models."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.cli.attention_layout import attention_windows, kv_cache_specs
+from quire.cli.main import main
+from quire.config.engine_args import EngineArgs
+from quire.config.hf_config import HFConfig
+from quire.wire.kv_cache import AnyKVCacheSpec
+from quire.worker.attention.layer import Attention
+from quire.worker.models.registry import get_model_class
+
+from .conftest import LLAMA
+
+Capture = pytest.CaptureFixture[str]
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
+    """A file of zeros with the given (dtype, shape) of each tensor."""
+    header, position = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * {"F32": 4, "BF16": 2}[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(position))
+
+
+@pytest.fixture
+def checkpoint(model_dir: Path) -> Path:
+    weights = {"model.embed_tokens.weight": ("BF16", [512, 64]), "model.norm.weight": ("F32", [64])}
+    write_safetensors(model_dir / "model.safetensors", weights)
+    tokenizer = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "</s>"}]}
+    (model_dir / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (model_dir / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "</s>"}, "chat_template": "{{ messages }}"})
+    )
+    return model_dir
+
+
+def info(capsys: Capture, *argv: str, code: int = 0) -> dict[str, Any]:
+    assert main(["info", "--json", *argv]) == code
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def test_facts(checkpoint: Path, capsys: Capture) -> None:
+    report = info(capsys, str(checkpoint), "--kv-cache-memory-bytes", "1M", "--max-num-seqs", "8")
+    assert report["model"]["supported"] is True
+    assert report["weights"] == {
+        "files": 1,
+        "tensors": 2,
+        "parameters": 512 * 64 + 64,
+        "stored_bytes": {"BF16": 512 * 64 * 2, "F32": 64 * 4},
+        "dtype": "bfloat16",
+        "memory_bytes": (512 * 64 + 64) * 2,
+    }
+    kv = {**report["kv_cache"], **report["capacity"]}
+    assert kv["bytes_per_token"] == 2 * 2 * 2 * 16 * 2  # layers, keys and values, heads, head size, bytes
+    assert kv["blocks"] == 2**20 // (kv["bytes_per_token"] * 16)
+    assert kv["max_model_len"] == 256
+    assert kv["max_concurrency"] == pytest.approx((kv["blocks"] - 1) / 16, abs=0.01)
+    assert report["sampling_defaults"] == {"temperature": 0.6, "top_p": 0.9}
+    assert report["tokenizer"] == {
+        "file": "tokenizer.json",
+        "kind": "BPE",
+        "vocabulary": 2,
+        "added_tokens": 1,
+        "bos_token": None,
+        "eos_token": "</s>",
+        "chat_template": True,
+    }
+    assert report["problems"] == []
+
+
+def test_memory_rule_is_the_workers(checkpoint: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cli.model_report.available_cpu_memory", lambda: 10_000_000)
+    weights = (512 * 64 + 64) * 2
+    report = info(capsys, str(checkpoint))
+    assert report["capacity"]["blocks"] == int(0.4 * (10_000_000 - weights)) // (256 * 16)
+    monkeypatch.setattr("quire.cli.model_report.available_cpu_memory", lambda: 10**12)
+    report = info(capsys, str(checkpoint), "--max-num-seqs", "2")
+    assert report["capacity"]["blocks"] == 2 * 256 // 16 + 1
+
+
+def test_context_fits_or_is_a_problem(checkpoint: Path, capsys: Capture) -> None:
+    few = ("--num-gpu-blocks-override", "5")
+    assert info(capsys, str(checkpoint), *few, "--max-model-len", "auto")["capacity"]["max_model_len"] == 64
+    report = info(capsys, str(checkpoint), *few, code=2)
+    assert "longest that fits is 64 tokens" in report["problems"][0]
+    assert "capacity" not in report
+
+
+def test_what_stands_in_the_way_is_listed(model_dir: Path, capsys: Capture) -> None:
+    config = {**LLAMA, "architectures": ["MambaForCausalLM"], "quantization_config": {"quant_method": "gptq"}}
+    (model_dir / "config.json").write_text(json.dumps(config))
+    report = info(capsys, str(model_dir), code=2)
+    problems = " ".join(report["problems"])
+    assert report["model"]["supported"] is False
+    assert "'MambaForCausalLM' is not implemented" in problems
+    assert "quantization_config" in problems
+    assert "neither model.safetensors" in problems
+    assert report["tokenizer"]["chat_template"] is False
+
+
+def test_dummy_weights_need_no_file(model_dir: Path, capsys: Capture) -> None:
+    report = info(capsys, str(model_dir), "--load-format", "dummy")
+    assert report["weights"]["parameters"] is None
+    assert report["capacity"]["blocks"] > 1
+
+
+def test_text_form(checkpoint: Path, capsys: Capture) -> None:
+    assert main(["info", str(checkpoint)]) == 0
+    out = capsys.readouterr().out
+    assert "  stored bytes            BF16 64.0 KiB, F32 256 B\n" in out
+    assert "  supported               yes\n" in out
+    (checkpoint / "model.safetensors").unlink()
+    assert main(["info", str(checkpoint)]) == 2
+    assert "problem: " in capsys.readouterr().out
+
+
+def test_info_loads_no_torch(checkpoint: Path) -> None:
+    code = (
+        "import sys; from quire.cli.main import main; "
+        f"code = main(['info', {str(checkpoint)!r}]); "
+        "print('LOADED', code, [m for m in ('torch', 'numpy', 'tokenizers', 'transformers') if m in sys.modules])"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    assert done.stdout.splitlines()[-1] == "LOADED 0 []", done.stderr
+
+
+# -- windows --------------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "query_pre_attn_scalar": 8,
+    "num_local_experts": 2,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "tie_word_embeddings": True,
+}
+TYPES = ["sliding_attention", "full_attention"] * 3
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "window": {"sliding_window": 16},
+    "window on": {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2},
+    "window off": {"sliding_window": 16, "use_sliding_window": False},
+    "window null": {"sliding_window": None, "use_sliding_window": True},
+    "layer types": {"sliding_window": 16, "use_sliding_window": True, "layer_types": TYPES},
+    "pattern": {"sliding_window": 16, "sliding_window_pattern": 3},
+}
+MODEL_TYPES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GraniteForCausalLM": "granite",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "OPTForCausalLM": "opt",
+    "Olmo2ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SmolLM3ForCausalLM": "smollm3",
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_windows_are_those_of_the_model(architecture: str, variant: dict[str, Any], tmp_path: Path) -> None:
+    raw = {**SIZES, **variant, "architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
+    if architecture == "OPTForCausalLM":
+        del raw["num_key_value_heads"]  # OPT has as many as query heads, and no such key
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    hf = HFConfig.from_dir(tmp_path)
+    with torch.device("meta"):
+        model = get_model_class(architecture)(hf)
+    real: list[AnyKVCacheSpec] = [
+        layer.kv_cache_spec(16, torch.float16) for layer in model.modules() if isinstance(layer, Attention)
+    ]
+    assert list(kv_cache_specs(hf, 16, "float16").values()) == real
+    assert len(attention_windows(hf)) == SIZES["num_hidden_layers"]
+
+
+def test_engine_args_and_info_agree_on_the_name(checkpoint: Path) -> None:
+    assert EngineArgs(str(checkpoint)).create_engine_config().model_config.sampling_defaults == {
+        "temperature": 0.6,
+        "top_p": 0.9,
+    }
+
+
+def test_a_gpu_is_not_guessed_at(checkpoint: Path, capsys: Capture) -> None:
+    report = info(capsys, str(checkpoint), "--device", "cuda")
+    assert report["capacity"] == {}
+    assert report["kv_cache"]["bytes_per_token"] > 0

@@ -1,0 +1,35 @@
+"""The values that travel between manager and scheduler."""
+
+from __future__ import annotations
+
+from quire.engine.kv_cache.block import KVCacheBlock, KVCacheBlocks
+
+
+def _blocks(*ids: int) -> list[KVCacheBlock]:
+    return [KVCacheBlock(block_id) for block_id in ids]
+
+
+def test_new_block_is_free_and_uncached() -> None:
+    block = KVCacheBlock(3)
+    assert (block.ref_cnt, block.block_hash, block.content, block.is_null) == (0, None, None, False)
+    assert (block.prev_free_block, block.next_free_block) == (None, None)
+
+
+def test_blocks_are_added_group_by_group() -> None:
+    left, right = KVCacheBlocks((_blocks(1, 2), _blocks(3))), KVCacheBlocks((_blocks(4), []))
+    assert (left + right).get_block_ids() == ([1, 2, 4], [3])
+    assert left.get_block_ids() == ([1, 2], [3])  # unchanged
+
+
+def test_is_empty() -> None:
+    assert KVCacheBlocks(([], [])).is_empty
+    assert not KVCacheBlocks(([], _blocks(1))).is_empty
+
+
+def test_repr_does_not_follow_links() -> None:
+    first, second = _blocks(1, 2)
+    first.next_free_block, second.prev_free_block = second, first
+    second.block_hash = b"\xab\xcd\xef\x01\x02"
+    assert repr([first, second]) == (
+        "[KVCacheBlock(1, ref_cnt=0, block_hash=None), KVCacheBlock(2, ref_cnt=0, block_hash=abcdef01)]"
+    )

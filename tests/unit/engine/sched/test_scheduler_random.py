@@ -1,0 +1,169 @@
+"""Random lives of requests under random settings, with steps that overlap.
+
+The worker of the harness checks every slot it reads; here we check that each request that was not aborted ends with
+exactly the tokens it would have got alone, whatever happened around it, and that nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.engine.request import RequestStatus
+from quire.wire.engine_core import FinishReason
+from quire.wire.execution import DraftTokenIds
+
+from ..harness import Engine, digest, make_request, make_scheduler
+
+
+def oracle(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(digest("", tokens))
+    return tokens[len(prompt) :]
+
+
+def random_settings(rng: random.Random) -> dict[str, Any]:
+    budget = rng.choice([4, 7, 16, 64])
+    return {
+        "num_blocks": rng.choice([12, 16, 30]),
+        "max_model_len": 40,
+        "enable_caching": rng.random() < 0.7,
+        "log_stats": rng.random() < 0.5,
+        "num_spec_tokens": rng.choice([0, 0, 2]),
+        "max_num_batched_tokens": budget,
+        "max_num_seqs": rng.choice([2, 4]),
+        "scheduling_policy": rng.choice(["fcfs", "priority"]),
+        "enable_chunked_prefill": budget < 64 or rng.random() < 0.5,
+        "long_prefill_token_threshold": rng.choice([0, 3, 8]),
+        "scheduler_reserve_full_isl": rng.random() < 0.5,
+        "watermark": rng.choice([0.0, 0.2]),
+    }
+
+
+class Life:
+    """One engine and what was asked of it."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.fields = random_settings(self.rng)
+        self.engine = Engine(make_scheduler(**self.fields), digest)
+        self.in_flight: deque[Any] = deque()
+        self.depth = self.rng.choice([1, 1, 2, 3])
+        self.expected: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+        self.num_preemptions = 0
+
+    def add(self) -> None:
+        rng, request_id = self.rng, f"r{len(self.expected)}"
+        prompt = [rng.randrange(3) for _ in range(rng.randint(1, 24))]
+        if rng.random() < 0.5:
+            prompt = [1] * rng.randint(1, 20) + prompt[:4]  # shared prefixes
+        max_tokens = rng.randint(1, 12)
+        outputs = oracle(prompt, max_tokens)
+        resumed = rng.choice([0, 0, 0, max_tokens // 2])
+        self.expected[request_id] = outputs[resumed:]
+        self.engine.add(
+            make_request(
+                request_id,
+                prompt,
+                max_tokens=max_tokens,
+                priority=rng.randint(-1, 1),
+                output_token_ids=outputs[:resumed],
+            )
+        )
+
+    def abort(self) -> None:
+        live = list(self.engine.scheduler.requests)
+        gone = self.rng.sample(live, min(len(live), self.rng.randint(0, 2)))
+        self.aborted.update(gone)
+        self.engine.scheduler.finish_requests([*gone, "nobody"], RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> None:
+        has_requests = self.engine.scheduler.has_requests()
+        if len(self.in_flight) < self.depth and has_requests:
+            output = self.engine.schedule()
+            self.num_preemptions += len(output.preempted_req_ids)
+            self.in_flight.append((output, self.engine.worker.execute(output)))
+        if self.in_flight and (len(self.in_flight) == self.depth or not has_requests or self.rng.random() < 0.3):
+            self.engine.update(*self.in_flight.popleft())
+            self.propose_drafts()
+
+    def propose_drafts(self) -> None:
+        if self.fields["num_spec_tokens"] and not self.in_flight:
+            for request in self.engine.scheduler.running:
+                right = oracle(list(request.all_token_ids), 2)
+                drafts = self.rng.choice([right, [right[0], -1], [-1]])
+                self.engine.scheduler.update_draft_token_ids(DraftTokenIds([request.request_id], [drafts]))
+
+    def act(self) -> None:
+        roll = self.rng.random()
+        if roll < 0.25 and len(self.expected) < 25:
+            self.add()
+        elif roll < 0.30:
+            self.abort()
+        elif roll < 0.32:
+            self.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif roll < 0.33:
+            self.in_flight.clear()
+            self.engine.scheduler.abandon_steps()
+            self.engine.scheduler.kv_cache_manager.check_integrity()
+        else:
+            self.step()
+
+    def finish(self) -> None:
+        for _ in range(3000):
+            if not self.engine.scheduler.has_requests() and not self.in_flight:
+                return
+            self.step()
+        raise AssertionError(f"no end in sight: {list(self.engine.scheduler.requests.values())}, {self.fields}")
+
+    def check(self) -> None:
+        scheduler = self.engine.scheduler
+        for request_id, expected in self.expected.items():
+            got = self.engine.tokens(request_id)
+            ends = [o.finish_reason for o in self.engine.outputs.get(request_id, ()) if o.finish_reason is not None]
+            if request_id in self.aborted:
+                assert got == expected[: len(got)]
+                assert ends == []
+            else:
+                assert got == expected, (request_id, self.fields)
+                assert ends == [FinishReason.LENGTH]
+        assert scheduler.running == []
+        assert len(scheduler.waiting) == 0
+        assert scheduler.requests == {}
+        assert scheduler.kv_cache_manager.usage == 0.0
+        assert self.engine.worker.tokens == {}, "the worker was told of every end"
+
+
+def live(seed: int, num_actions: int) -> Life:
+    life = Life(seed)
+    for _ in range(num_actions):
+        life.act()
+    life.finish()
+    life.check()
+    return life
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_request_gets_its_own_tokens(seed: int) -> None:
+    live(seed, 120)
+
+
+def test_the_lives_are_eventful() -> None:
+    """Guards the test above against settings under which nothing of interest happens."""
+    lives = [live(seed, 200) for seed in range(40)]
+    assert sum(life.num_preemptions for life in lives) > 100
+    assert sum(len(life.aborted) for life in lives) > 40
+
+
+@pytest.mark.slow
+def test_many_long_lives() -> None:
+    for seed in range(3000):
+        live(seed, 400)

@@ -1,0 +1,45 @@
+"""From the workers' reports to a cache."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from quire.engine.kv_cache_init import initialize_kv_caches
+from quire.errors import ConfigError
+
+from .harness import BLOCK_SIZE, SPEC, ScriptedExecutor, make_config
+
+
+def test_the_order_of_calls_and_what_comes_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(num_blocks=None)
+    executor = ScriptedExecutor(config)
+    executor.num_bytes = 300 * SPEC.page_size_bytes
+    with caplog.at_level(logging.INFO, logger="quire"):
+        sizes = initialize_kv_caches(config, executor)
+    assert executor.calls == ["get_kv_cache_specs", "determine_available_memory", "initialize_from_config"]
+    assert executor.kv_cache_configs == [sizes.config]
+    assert executor.rpcs == []
+    assert (sizes.config.num_blocks, sizes.block_size, sizes.max_model_len) == (300, BLOCK_SIZE, 200)
+    assert sizes.num_tokens == 299 * BLOCK_SIZE
+    assert sizes.max_concurrency == pytest.approx(299 / 50)
+    (line,) = [record.message for record in caplog.records]
+    assert "300 blocks of 4 tokens, 1196 tokens, 5.98x concurrency at 200 tokens per request" in line
+
+
+def test_a_context_fitted_to_the_memory_is_told_to_the_workers() -> None:
+    config = make_config(max_model_len=-1, num_blocks=31)
+    executor = ScriptedExecutor(config)
+    sizes = initialize_kv_caches(config, executor)
+    assert sizes.max_model_len == 120
+    assert executor.rpcs == [("update_max_model_len", None, (120,), None)]
+    assert sizes.max_concurrency == 1.0
+
+
+def test_a_context_that_does_not_fit_is_an_error_before_anything_is_allocated() -> None:
+    config = make_config(max_model_len=200, num_blocks=31)
+    executor = ScriptedExecutor(config)
+    with pytest.raises(ConfigError, match="longest that fits is 120 tokens"):
+        initialize_kv_caches(config, executor)
+    assert "initialize_from_config" not in executor.calls

@@ -1,0 +1,65 @@
+"""One bound: what it takes, what it refuses, and how the documentation writes it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ValidationError
+from quire.field_bounds import FieldBound
+from quire.sampling_params import SAMPLING_FIELDS
+
+BOUNDS = {bound.name: bound for bound in SAMPLING_FIELDS}
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True) | st.integers())
+def test_a_float_field_accepts_exactly_its_range(value: float) -> None:
+    inside = math.isfinite(value) and 0 < value <= 1 if isinstance(value, float) else value == 1
+    if inside:
+        BOUNDS["top_p"].validate(value)
+    else:
+        with pytest.raises(ValidationError):
+            BOUNDS["top_p"].validate(value)
+
+
+def test_range_text() -> None:
+    assert BOUNDS["top_p"].range_text() == "(0, 1]"
+    assert BOUNDS["repetition_penalty"].range_text() == "(0, inf)"
+    assert BOUNDS["logprobs"].range_text().endswith("or -1")
+    assert FieldBound("x", "float").range_text() == "(-inf, inf)"
+
+
+def test_null_is_refused_unless_optional() -> None:
+    with pytest.raises(ValidationError, match="must not be null"):
+        BOUNDS["n"].validate(None)
+    BOUNDS["seed"].validate(None)
+
+
+def test_sequences_are_bounded_in_number_and_in_each_item() -> None:
+    bound = FieldBound("words", "list[str]", max_len=2, max_item_len=3)
+    bound.validate(["abc", "d"])
+    with pytest.raises(ValidationError, match="words has 3 items; at most 2"):
+        bound.validate(["a", "b", "c"])
+    with pytest.raises(ValidationError, match="words holds a string of 4 characters; at most 3"):
+        bound.validate(["abcd"])
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    with pytest.raises(ValidationError) as e:
+        FieldBound("name", "int").validate("x" * 1000)
+    assert len(str(e.value)) < 100
+
+
+@given(st.lists(st.integers(0, 9), max_size=6))
+def test_special_values_lie_outside_the_range(values: list[int]) -> None:
+    bound = FieldBound("k", "int", 0, 5, special=(-1,))
+    bound.validate(-1)
+    for value in values:
+        if value <= 5:
+            bound.validate(value)
+        else:
+            with pytest.raises(ValidationError):
+                bound.validate(value)
