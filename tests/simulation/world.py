@@ -24,7 +24,7 @@ from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, SlidingWindow
 
 VOCAB_SIZE = 8
 """Few tokens, so that prefixes meet and stop tokens come up."""
-LORAS = (LoRARequest("red", 1, "/red"), LoRARequest("blue", 2, "/blue"))
+LORAS = (LoRARequest("red", 1, "/red"), LoRARequest("red", 2, "/redder"), LoRARequest("blue", 3, "/blue"))
 
 
 class WorkerFault(RuntimeError):  # noqa: N818  it is one, not an error of ours
@@ -143,7 +143,7 @@ def draw_request(
         length = min(length, 16)
     tail = rng.choice([0, 0, 1, 3])
     prompt = list(source[: max(0, length - tail)])
-    prompt += [rng.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))] if len(prompt) < length else []
+    prompt += [rng.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))]
     salt = rng.choice([*[None] * 6, "", "a", "b"])
     return EngineCoreRequest(
         request_id=request_id,
