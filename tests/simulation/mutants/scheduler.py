@@ -39,7 +39,7 @@ def preemption_kept_from_the_worker(patch: Patch) -> None:
 
     def preempt(original: Any, self: Scheduler, request: Request, *args: Any) -> None:
         original(self, request, *args)
-        self._preempted_req_ids.discard(request.request_id)
+        self._steps.preempted_req_ids.discard(request.request_id)
 
     wrap(patch, Scheduler, "_preempt", preempt)
 
@@ -97,7 +97,7 @@ def preempted_to_the_tail(patch: Patch) -> None:
 @mutant
 def token_in_flight_computed_again(patch: Patch) -> None:
     """A request preempted while its step is in flight is admitted before that step's token has come."""
-    wrap(patch, WaitingRequests, "unblock", lambda original, self, in_flight: original(self, ()))
+    wrap(patch, WaitingRequests, "unblock", lambda original, self, in_flight, *args: original(self, (), *args))
 
 
 @mutant
