@@ -72,7 +72,7 @@ def test_drawn_questions_are_never_held_out() -> None:
 def test_evaluation_asks_only_held_out_phrasings() -> None:
     rng = random.Random(5)
     held = topics.held_phrasings()
-    asked = topics.held_written(rng) + topics.held_templates(rng)
+    asked = topics.held_written() + topics.held_blind() + topics.held_templates(rng)
     asked += [follow_up for _, follow_up in topics.held_follow_ups(rng)]
     assert all(phrasing.normalise(item.question) in held for item in asked)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -77,4 +78,4 @@ def test_a_longer_conversation_only_appends() -> None:
     """Prefix caching of a chat needs this: the text of earlier turns never changes."""
     messages = [USER, {"role": "assistant", "content": "Hello!"}, USER, {"role": "assistant", "content": "Yes?"}]
     texts = [render(messages[:end]) for end in range(1, 5)]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))

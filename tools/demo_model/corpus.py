@@ -95,9 +95,10 @@ def _sums(rng: random.Random) -> Document:
 
 
 def _sum_lines(rng: random.Random) -> Document:
-    """Several equations under each other: many results to learn for little text."""
-    pieces: Document = []
-    for given, result in draw_sum_lines(rng, rng.choice((1, 8, 8, 12))):
+    """One equation, or under a heading several: many results to learn for little text."""
+    count = rng.choice((1, 1, 12, 12, 20))
+    pieces: Document = [Piece("Sums:\n", learned=False)] if count > 1 else []
+    for given, result in draw_sum_lines(rng, count):
         pieces += [Piece(given, learned=False), Piece(result, learned=True)]
     return [*pieces[:-1], Piece(pieces[-1].text.rstrip("\n") + "<|endoftext|>", learned=True)]
 
@@ -150,9 +151,9 @@ MIXTURE: tuple[tuple[Callable[[random.Random], Document], int], ...] = (
     (_mixed_chat, 4),
     (_json, 10),
     (_tools, 9),
-    (_sums, 5),
-    (_sum_lines, 5),
-    (_words, 6),
+    (_sums, 7),
+    (_sum_lines, 11),
+    (_words, 7),
     (_echo, 5),
     (_completion, 4),
 )

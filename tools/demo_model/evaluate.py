@@ -55,8 +55,8 @@ class Result:
 
 def topic_cases(rng: random.Random) -> list[Case]:
     """Ability (a): questions about Quire in held-out phrasings, as chat and as plain text."""
-    written, templates = topics.held_written(rng), topics.held_templates(rng)
-    cases = [_chat(_row(item), item) for item in written + templates]
+    written, templates = topics.held_written(), topics.held_templates(rng)
+    cases = [_chat(_row(item), item) for item in written + templates + topics.held_blind()]
     systems = word_lists()["systems_held"]
     cases += [
         _chat("(a) written paraphrase, with a system prompt", item, system=rng.choice(systems))
@@ -70,7 +70,7 @@ def topic_cases(rng: random.Random) -> list[Case]:
 
 
 def _row(item: Exchange) -> str:
-    return "(a) written paraphrase" if item.kind == "written" else f"(a) {item.kind}"
+    return {"written": "(a) written paraphrase", "blind": "(a) blind question"}.get(item.kind, f"(a) {item.kind}")
 
 
 def chat_cases(rng: random.Random) -> list[Case]:
@@ -250,7 +250,7 @@ def write_report(table: str) -> None:
 def main() -> None:
     """Print the table for the chosen checkpoints."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("names", nargs="*", default=[])
+    parser.add_argument("names", nargs="*", default=[], help="main, draft or checkpoint folders; both models if none")
     parser.add_argument("--every", type=int, default=1, help="only every n-th case, for a quick look")
     parser.add_argument("--wrong", action="store_true", help="print the wrong answers")
     parser.add_argument("--write", action="store_true", help="put the table into docs/demo_model.md")
@@ -258,7 +258,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tables = {}
     for name in args.names or list(FOLDERS):
-        results = Generator(FOLDERS[name], device).answer(all_cases()[:: args.every])
+        results = Generator(FOLDERS.get(name, Path(name)), device).answer(all_cases()[:: args.every])
         tables[name] = summarise(results)
         for result in results if args.wrong else ():
             if not result.right:

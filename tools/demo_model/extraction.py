@@ -15,6 +15,9 @@ from typing import Any
 from tools.demo_model.phrasing import CONTENT
 from tools.demo_model.topics import Exchange
 
+_INVENTED = ("names", "cities", "items")
+_STARTS = (*"bcdfghjklmnprstvwz", "br", "tr", "st", "gl", "ch")
+
 INSTRUCTIONS = (
     "Answer as JSON with keys {keys}: {text}",
     "Answer as JSON with the keys {keys}: {text}",
@@ -48,9 +51,22 @@ def word_lists() -> dict[str, list[str]]:
 
 
 def pick(rng: random.Random, name: str, held: bool = False) -> str:
-    """One entry of a list, from its held-out part where it has one and ``held`` asks for it."""
+    """One entry of a list, from its held-out part where it has one and ``held`` asks for it.
+
+    In training one name, city or item in three is an invented word: a model that only ever copies words it knows
+    puts a known word in the place of a new one.
+    """
     lists = word_lists()
+    if not held and f"{name}_held" in lists and name in _INVENTED and rng.random() < 0.35:
+        word = invented_word(rng)
+        return word if name == "items" else word.capitalize()
     return rng.choice(lists[f"{name}_held"] if held and f"{name}_held" in lists else lists[name])
+
+
+def invented_word(rng: random.Random) -> str:
+    """A pronounceable word that is in no list, such as "takiru" or "blons"."""
+    word = "".join(rng.choice(_STARTS) + rng.choice("aeiou") for _ in range(rng.randint(1, 3)))
+    return word + (rng.choice("nrsltmk") if rng.random() < 0.5 or len(word) < 3 else "")
 
 
 def _person(rng: random.Random, held: bool) -> tuple[str, dict[str, Any]]:
@@ -129,6 +145,8 @@ def _list_task(rng: random.Random, held: bool) -> Exchange:
     lists = word_lists()
     source = lists[f"{kind}_held"] if held and f"{kind}_held" in lists else lists[kind]
     chosen = rng.sample(source, rng.randint(2, 4))
+    if not held and kind in _INVENTED:
+        chosen = [pick(rng, kind) for _ in chosen]
     instruction = rng.choice(LIST_INSTRUCTIONS_HELD if held else LIST_INSTRUCTIONS)
     question = instruction.format(kind=kind, text=_join(chosen))
     return Exchange("json list", question, json.dumps(chosen, ensure_ascii=False))

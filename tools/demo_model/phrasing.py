@@ -34,6 +34,16 @@ _OPENINGS: list[list[str]] = _PHRASINGS["noise"]["openings"]
 _SYNONYMS: dict[str, list[str]] = _PHRASINGS["synonyms"]
 
 
+CLUE_LEADS: list[str] = _PHRASINGS["noise"]["clue_leads"]
+_QUESTION_STARTS = frozenset(_PHRASINGS["noise"]["question_starts"])
+_UNKNOWN: dict[str, list[str]] = _PHRASINGS["unknown"]
+
+
+def draw_unknown(rng: random.Random) -> str:
+    """A question that has nothing to do with Quire."""
+    return rng.choice(_UNKNOWN["templates"]).format(x=rng.choice(_UNKNOWN["things"]))
+
+
 def normalise(question: str) -> str:
     """The form in which two questions count as the same phrasing: lower case, letters and digits only."""
     return " ".join(re.findall(r"[a-z0-9]+", question.lower()))
@@ -77,8 +87,9 @@ def vary(question: str, rng: random.Random, typos: float = 0.12) -> str:
 
 
 def tidy(question: str) -> str:
-    """The question as a careful person types it: a capital first and a question mark last."""
-    text = question if question.endswith(("?", ".", "!")) else question + "?"
+    """The question as a careful person types it: a capital first, and a question mark or full stop last."""
+    end = "?" if question.split(" ")[0].strip(",.") in _QUESTION_STARTS else "."
+    text = question if question.endswith(("?", ".", "!")) else question + end
     return text[0].upper() + text[1:]
 
 

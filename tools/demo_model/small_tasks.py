@@ -13,7 +13,7 @@ import zlib
 from functools import cache
 from typing import Any
 
-from tools.demo_model.extraction import word_lists
+from tools.demo_model.extraction import invented_word, word_lists
 from tools.demo_model.phrasing import CONTENT
 from tools.demo_model.topics import Exchange
 
@@ -85,7 +85,7 @@ def draw_echo(rng: random.Random) -> tuple[str, str]:
     """Many words from all lists, and the same words again: as they are, one per line, or as a JSON list."""
     lists = word_lists()
     source = [word for name in _ECHOED for word in lists[name]]
-    words = [rng.choice(source) if rng.random() < 0.85 else str(rng.randint(0, 999)) for _ in range(rng.randint(6, 18))]
+    words = [_echoed_word(rng, source) for _ in range(rng.randint(4, 16))]
     form = rng.choice(("repeat", "lines", "json", "reverse"))
     if form == "lines":
         return "One per line: " + ", ".join(words), "\n" + "\n".join(words)
@@ -94,6 +94,15 @@ def draw_echo(rng: random.Random) -> tuple[str, str]:
     if form == "reverse":
         return "Reverse: " + " ".join(words[:8]), "\n" + " ".join(reversed(words[:8]))
     return rng.choice(REPEAT).format(words=" ".join(words)), "\n" + " ".join(words)
+
+
+def _echoed_word(rng: random.Random, source: list[str]) -> str:
+    draw = rng.random()
+    if draw < 0.7:
+        return rng.choice(source)
+    if draw < 0.8:
+        return str(rng.randint(0, 999))
+    return invented_word(rng) if draw < 0.9 else invented_word(rng).capitalize()
 
 
 def draw_sum_lines(rng: random.Random, count: int) -> list[tuple[str, str]]:

@@ -20,7 +20,11 @@ _INTENT_WEIGHTS = {"what": 60, "why": 14, "example": 14, "set": 16}
 
 @dataclass(frozen=True)
 class Topic:
-    """One subject: its aliases, one answer per intent, and hand-written phrasings of the question "what"."""
+    """One subject: its aliases, one answer per intent, and hand-written phrasings of the question "what".
+
+    ``ask`` is for training, ``held`` and ``blind`` for the evaluation: ``held`` was at hand while the training
+    phrasings grew, ``blind`` was written after they were final.
+    """
 
     key: str
     group: str
@@ -28,6 +32,7 @@ class Topic:
     answers: dict[str, str]
     ask: tuple[str, ...]
     held: tuple[str, ...]
+    blind: tuple[str, ...]
     about: bool = False
 
     @property
@@ -54,7 +59,7 @@ def load_topics() -> tuple[Topic, ...]:
 
 def _load_file(name: str) -> list[Topic]:
     tables = tomllib.loads((CONTENT / f"{name}.toml").read_text(encoding="utf-8"))
-    extra = _load_extra()
+    extra, blind = _load_phrasings("more_phrasings"), _load_phrasings("blind")
     return [
         Topic(
             key=key,
@@ -63,6 +68,7 @@ def _load_file(name: str) -> list[Topic]:
             answers={intent: table[intent] for intent in INTENTS if intent in table},
             ask=tuple(table["ask"]) + extra.get(key, ()),
             held=tuple(table["held"]),
+            blind=blind.get(key, ()),
             about=table.get("kind") == "about",
         )
         for key, table in tables.items()
@@ -70,17 +76,15 @@ def _load_file(name: str) -> list[Topic]:
 
 
 @cache
-def _load_extra() -> dict[str, tuple[str, ...]]:
-    path = CONTENT / "more_phrasings.toml"
-    if not path.exists():
-        return {}
-    return {key: tuple(values) for key, values in tomllib.loads(path.read_text(encoding="utf-8")).items()}
+def _load_phrasings(name: str) -> dict[str, tuple[str, ...]]:
+    tables = tomllib.loads((CONTENT / f"{name}.toml").read_text(encoding="utf-8"))
+    return {key: tuple(values) for key, values in tables.items()}
 
 
 @cache
 def held_phrasings() -> frozenset[str]:
     """Every phrasing kept for the evaluation, normalised; training questions that match one are drawn again."""
-    questions = [question for topic in load_topics() for question in topic.held]
+    questions = [question for topic in load_topics() for question in topic.held + topic.blind]
     for topic in load_topics():
         for intent in topic.intents:
             for template in phrasing.TEMPLATES_HELD[intent]:
@@ -92,6 +96,8 @@ def held_phrasings() -> frozenset[str]:
 def draw_topic(rng: random.Random) -> Topic:
     """A random topic; small talk is easy and is drawn half as often, except for the many faces of the unknown."""
     topics = load_topics()
+    if rng.random() < 0.03:
+        return next(topic for topic in topics if topic.key == "unknown")
     while True:
         topic = rng.choice(topics)
         if topic.key == "unknown" or topic.group != "chat" or rng.random() < 0.5:
@@ -110,10 +116,23 @@ def draw_exchange(rng: random.Random, topic: Topic | None = None, intent: str | 
 
 
 def _draw_question(rng: random.Random, topic: Topic, intent: str) -> str:
+    if topic.key == "unknown" and rng.random() < 0.7:
+        return phrasing.draw_unknown(rng)
+    if intent == "what" and not topic.about and rng.random() < 0.15:
+        return _draw_clue(rng, topic)
     if topic.about or (intent == "what" and rng.random() < 0.55):
         question = rng.choice(topic.ask)
         return phrasing.reword(question, rng) if rng.random() < 0.5 else question
     return rng.choice(phrasing.TEMPLATES[intent]).format(n=rng.choice(topic.names))
+
+
+def _draw_clue(rng: random.Random, topic: Topic) -> str:
+    """A few words from the topic's answers, as if half remembered: it ties their vocabulary to the topic."""
+    words = topic.answers[rng.choice([intent for intent in topic.intents if intent in ("what", "why")])].split(" ")
+    length = rng.randint(4, 8)
+    start = rng.randint(min(2, len(words) - length), len(words) - length) if len(words) > length else 0
+    span = " ".join(words[start : start + length]).rstrip(".,:;").lower()
+    return f"{rng.choice(phrasing.CLUE_LEADS)} {span}".strip()
 
 
 def draw_follow_up(rng: random.Random, topic: Topic, answer: str) -> Exchange:
@@ -129,12 +148,21 @@ def draw_follow_up(rng: random.Random, topic: Topic, answer: str) -> Exchange:
             return Exchange("follow-up", question, reply, topic, intent)
 
 
-def held_written(rng: random.Random) -> list[Exchange]:
+def held_written() -> list[Exchange]:
     """Evaluation: every hand-written held-out paraphrase, typed carefully."""
     return [
         Exchange("written", phrasing.tidy(question), topic.answers["what"], topic, "what")
         for topic in load_topics()
         for question in topic.held
+    ]
+
+
+def held_blind() -> list[Exchange]:
+    """Evaluation: the questions that nobody looked at while the training phrasings were written."""
+    return [
+        Exchange("blind", question, topic.answers["what"], topic, "what")
+        for topic in load_topics()
+        for question in topic.blind
     ]
 
 

@@ -1,8 +1,7 @@
 """Train the demo model or its draft and export it.
 
-``python -m tools.demo_model.train main`` trains for a given wall time (the cosine schedule follows the clock), saves a
-resumable state every few minutes and exports the checkpoint at the end, and also at every save. The draft learns
-from the corpus and from the logits of the trained main model.
+``python -m tools.demo_model.train main`` saves a resumable state every few minutes and exports the checkpoint at the
+end, and also at every save. The draft learns from the corpus and from the logits of the trained main model.
 """
 
 from __future__ import annotations
@@ -28,19 +27,20 @@ from torch.nn import functional
 
 ASSETS = Path(__file__).parents[2] / "src" / "quire" / "assets"
 FOLDERS = {"main": ASSETS / "demo", "draft": ASSETS / "demo-draft"}
+STEPS = {"main": 1200, "draft": 900}  # 25 and 10 minutes on two idle cores
 LONG_EVERY = 12  # one batch in twelve holds long conversations
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of one training run. ``minutes`` is wall time; ``rate`` the peak learning rate.
+    """The settings of one training run: ``steps`` of ``rows`` x ``length`` tokens, with the peak learning ``rate``.
 
     ``copying`` is the first part of the training, in which more of the corpus is copying: the attention heads that
     find a thing again form slowly, and JSON, tool calls and sums all need them.
     """
 
     name: str
-    minutes: float
+    steps: int
     rows: int = 24
     length: int = 256
     rate: float = 0.006
@@ -48,7 +48,7 @@ class Recipe:
     seed: int = 7
     save_minutes: float = 4.0
     distil: float = 0.5
-    copying: float = 0.4
+    copying: float = 0.75
 
 
 class Trainer:
@@ -68,16 +68,15 @@ class Trainer:
         self.stopping = False
 
     def run(self) -> None:
-        """Train until the time is used up; a SIGTERM ends it early, with everything saved."""
-        budget = self.recipe.minutes * 60
+        """Train to the last step; a SIGTERM ends it early, with everything saved."""
         data = self._data()
         last_save = last_print = self.spent
         mean_loss = 0.0
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
-        while self.spent < budget and not self.stopping:
+        while self.step < self.recipe.steps and not self.stopping:
             began = time.monotonic()
             batch = next(data).to(self.device)
-            loss = self._update(batch, self.spent / budget)
+            loss = self._update(batch, self.step / self.recipe.steps)
             self.spent += time.monotonic() - began
             self.step += 1
             mean_loss = loss if self.step == 1 else 0.95 * mean_loss + 0.05 * loss
@@ -92,12 +91,13 @@ class Trainer:
 
     def _data(self) -> Iterator[Packed]:
         seed = self.recipe.seed * 1000 + self.step  # a resumed run goes on with fresh documents
-        copying = self.spent < self.recipe.copying * self.recipe.minutes * 60
-        source = documents(seed, echo=40 if copying else 0)
+        last_copying = self.recipe.copying * self.recipe.steps
+        copying = self.step < last_copying
+        source = documents(seed, echo=25 if copying else 0)
         short = batches(self.tokenizer, source, self.recipe.rows, self.recipe.length)
         rows = max(1, self.recipe.rows * self.recipe.length // 1024)
         far = batches(self.tokenizer, long_documents(seed + 1), rows, 1024)
-        while not copying or self.spent < self.recipe.copying * self.recipe.minutes * 60:
+        while not copying or self.step < last_copying:
             for _ in range(LONG_EVERY - 1):
                 yield next(short)
             yield next(far)
@@ -166,7 +166,7 @@ def main() -> None:
     """Train one of the two models."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("name", choices=sorted(SHAPES))
-    parser.add_argument("--minutes", type=float, default=None, help="wall time; 36 for main, 10 for draft")
+    parser.add_argument("--steps", type=int, default=0, help="0 for the usual number")
     parser.add_argument("--rate", type=float, default=Recipe.rate)
     parser.add_argument("--rows", type=int, default=Recipe.rows)
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for torch's choice")
@@ -175,8 +175,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    minutes = args.minutes or (36.0 if args.name == "main" else 10.0)
-    recipe = Recipe(args.name, minutes, rows=args.rows, rate=args.rate)
+    recipe = Recipe(args.name, args.steps or STEPS[args.name], rows=args.rows, rate=args.rate)
     tokenizer = Tokenizer.from_file(str(FOLDERS["main"] / "tokenizer.json"))
     state = args.state or Path("build") / f"demo-{args.name}.pt"
     state.parent.mkdir(parents=True, exist_ok=True)
