@@ -201,7 +201,9 @@ class Invariants:
     def _check_common_prefix(self, step: SchedulerOutput) -> None:
         """What attention may compute once for a whole batch: the leading blocks that all running requests share."""
         tables = [self.manager.get_block_ids(request.request_id) for request in self.scheduler.running]
-        for group, count in zip(self.manager.groups, step.num_common_prefix_blocks, strict=bool(tables)):
+        if not tables:
+            return
+        for group, count in zip(self.manager.groups, step.num_common_prefix_blocks, strict=True):
             columns = zip(*(table[group.group_id] for table in tables), strict=False)
             shared = len(list(takewhile(lambda ids: len(set(ids)) == 1, columns)))
             if len(tables) == 1 or not isinstance(group.spec, FullAttentionSpec):

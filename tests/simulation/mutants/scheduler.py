@@ -53,10 +53,10 @@ def victim_keeps_its_tokens(patch: Patch) -> None:
 @mutant
 def stale_table_after_preemption(patch: Patch) -> None:
     """A request that resumes is sent to the worker with the blocks it had before."""
-    tables: dict[int, BlockIds] = {}
+    tables: dict[Request, BlockIds] = {}
 
     def add_new(original: Any, self: StepBuilder, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
-        original(self, request, num_tokens, tables.setdefault(id(request), block_ids))
+        original(self, request, num_tokens, tables.setdefault(request, block_ids))
 
     wrap(patch, StepBuilder, "add_new", add_new)
 
