@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
-from quire.engine.core import EngineCore
+from quire.engine import core
 from quire.engine.sched.interface import PauseState
 from quire.errors import ValidationError
 from quire.sampling_params import SamplingParams
@@ -76,7 +78,9 @@ class Simulation:
         self._start_engine()
 
     def _start_engine(self) -> None:
-        self.core = EngineCore(self.world.config, self.world.executor_class, log_stats=True)
+        # An engine collects garbage once, at its start. Here thousands start: that would be most of the time.
+        with patch.object(core, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None)):
+            self.core = core.EngineCore(self.world.config, self.world.executor_class, log_stats=True)
         executor = self.core.executor
         assert isinstance(executor, SimulatedExecutor)
         self.executor = executor

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import PauseState
 from quire.wire.engine_core import EngineCoreOutput
 from quire.wire.execution import SchedulerOutput
-from quire.wire.kv_cache import SlidingWindowSpec
+from quire.wire.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from quire.wire.stats import SchedulerStats
 from tests.simulation.cache_model import (
     CacheModel,
@@ -133,6 +134,7 @@ class Invariants:
         self._check_pause(step)
         self._check_chunks(step)
         self._check_admissions(step)
+        self._check_common_prefix(step)
         if self.cache_model is not None:
             self.cache_model.check_step(step, self.scheduler.requests)
             if not step.preempted_req_ids:
@@ -196,6 +198,18 @@ class Invariants:
             if client is not None and client.admitted_with is None:
                 client.admitted_with = data.num_computed_tokens
 
+    def _check_common_prefix(self, step: SchedulerOutput) -> None:
+        """What attention may compute once for a whole batch: the leading blocks that all running requests share."""
+        tables = [self.manager.get_block_ids(request.request_id) for request in self.scheduler.running]
+        if not tables:
+            return
+        for group, count in zip(self.manager.groups, step.num_common_prefix_blocks, strict=True):
+            columns = zip(*(table[group.group_id] for table in tables), strict=False)
+            shared = len(list(takewhile(lambda ids: len(set(ids)) == 1, columns)))
+            if len(tables) == 1 or not isinstance(group.spec, FullAttentionSpec):
+                shared = 0
+            assert count == shared, f"group {group.group_id}: {count} common blocks are announced, {shared} are shared"
+
     # -- what clients hear --------------------------------------------------------------------------------------
 
     def added(self, request_id: str) -> None:
@@ -233,6 +247,8 @@ class Invariants:
         prefix = stats.prefix_cache_stats
         assert prefix.hits <= prefix.queries
         self._num_queries += prefix.requests
+        for event in stats.kv_cache_eviction_events:
+            assert 0 <= event.idle_s <= event.lifetime_s, f"{event}"
 
     # -- other operations ---------------------------------------------------------------------------------------
 

@@ -22,10 +22,14 @@ from tests.simulation.harness import SimulationError, run_episode
 EPISODE_OPERATIONS = 500
 
 
-def run_seeds(seeds: Iterable[int], num_operations: int = EPISODE_OPERATIONS) -> Counter[str]:
+def run_seeds(seeds: Iterable[int]) -> Counter[str]:
     """Run one episode per seed. What was seen in all of them."""
-    logging.disable(logging.ERROR)  # failing steps are part of the plan
-    return sum((run_episode(seed, num_operations) for seed in seeds), Counter())
+    return sum((run_episode(seed, EPISODE_OPERATIONS) for seed in seeds), Counter())
+
+
+def _be_quiet() -> None:
+    """Failing steps are part of the plan."""
+    logging.disable(logging.ERROR)
 
 
 def run_parallel(num_operations: int, num_processes: int = 2, first_seed: int = 0) -> tuple[Counter[str], float]:
@@ -35,7 +39,8 @@ def run_parallel(num_operations: int, num_processes: int = 2, first_seed: int = 
     starts = range(first_seed, first_seed + num_episodes, chunk)
     chunks = [range(start, min(start + chunk, first_seed + num_episodes)) for start in starts]
     began = time.monotonic()
-    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, mp_context=spawn, initializer=_be_quiet) as pool:
         try:
             seen = sum(pool.map(run_seeds, chunks), Counter())
         except BaseException:
@@ -98,7 +103,7 @@ def main() -> None:
     parser.add_argument("--ops", type=int, help=f"operations: per episode with --seed (default {EPISODE_OPERATIONS})")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    logging.disable(logging.ERROR)  # failing steps are part of the plan
+    _be_quiet()
     if args.seed is not None:
         raise SystemExit(not replay(args.seed, args.ops or EPISODE_OPERATIONS))
     try:

@@ -23,6 +23,8 @@ def operations_until_caught() -> tuple[int, SimulationError | None]:
         try:
             done += run_episode(seed, EPISODE_OPERATIONS)["operations"]
         except SimulationError as error:
+            if isinstance(error.cause, AttributeError | NameError | TypeError):
+                raise  # a mutant that no longer fits the code it patches must not pass for one that was caught
             return done + error.operation + 1, error
     return done, None
 

@@ -28,7 +28,7 @@ SITUATIONS = (
 """What a million operations must have met a thousand times each, or they prove little."""
 
 
-@pytest.mark.timeout(1200)  # a bit over a minute on two idle cores
+@pytest.mark.timeout(2400)  # a bit over a minute on two idle cores
 def test_a_million_operations(capsys: pytest.CaptureFixture[str]) -> None:
     seen, seconds = run_parallel(NUM_OPERATIONS)
     with capsys.disabled():

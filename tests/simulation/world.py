@@ -77,7 +77,7 @@ class World:
     def draw(cls, rng: random.Random) -> World:
         """A small engine, so that blocks run out and limits are met all the time."""
         block_size = rng.choice([1, 1, 2, 2, 3, 4, 4, 5, 8, 16])
-        model_len = rng.randint(6, 72)
+        model_len = rng.randint(6, 60) + rng.choice([0, 2]) * block_size
         layers = _draw_layers(rng, block_size)
         num_blocks = len(layers) * model_len / block_size * rng.uniform(0.5, 1.6)
         chunked = rng.random() < 0.8
@@ -91,6 +91,8 @@ class World:
                 block_size=block_size,
                 num_gpu_blocks_override=min(max(8, round(num_blocks)), 64),
                 enable_prefix_caching=rng.random() < 0.85,
+                kv_cache_metrics=rng.random() < 0.2,
+                kv_cache_metrics_sample=1.0,
             ),
             scheduler_config=SchedulerConfig(
                 max_num_batched_tokens=budget if chunked else max(budget, model_len),
@@ -122,7 +124,8 @@ class World:
 def _draw_layers(rng: random.Random, block_size: int) -> dict[str, AnyKVCacheSpec]:
     """Full attention, sliding windows, or both, in numbers that make one group or several."""
     full, sliding = rng.choice([(1, 0), (1, 0), (0, 1), (1, 1), (1, 2), (2, 4)])
-    window = rng.choice([1, 2, block_size, block_size + 1, rng.randint(1, 24)])
+    several_blocks = rng.randint(block_size + 2, 3 * block_size + 2)
+    window = rng.choice([1, block_size, block_size + 1, several_blocks, several_blocks, rng.randint(1, 24)])
     layers: dict[str, AnyKVCacheSpec] = {f"full.{i}": FullAttentionSpec(block_size, 1, 1) for i in range(full)}
     for i in range(sliding):
         layers[f"sliding.{i}"] = SlidingWindowSpec(block_size, 1, 1, sliding_window=window)

@@ -6,6 +6,7 @@ For tests of schedulers, engines and frontends. It runs wherever an `Executor` d
 
 Its tokens are those of `FakeModel`, read through the block tables the engine sends, so a test compares them with
 `expected_output`. Whatever a real worker could only answer with silently wrong numbers raises `ProtocolError`.
+Log-probabilities are given for output tokens only; sampling parameters are ignored (see `FakeModel`).
 To change the model, its speed or the depth of the pipeline, subclass it and set the class attributes.
 """
 

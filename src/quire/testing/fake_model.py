@@ -34,11 +34,6 @@ def kv_identity(params: SamplingParams | None, lora_request: LoRARequest | None)
     return 0 if extra is None and adapter is None else crc32(repr((extra, adapter)).encode())
 
 
-def _slot(digest: int, group: int) -> bytes:
-    """A token's slot: no two groups keep the same."""
-    return (digest ^ group * 0x27D4EB2F & _UINT32).to_bytes(SLOT_BYTES, "little")
-
-
 class _FullContext:
     """All slots before the current one, folded into one number."""
 
@@ -77,7 +72,7 @@ class FakeSequence:
             _FullContext(group_slots) if window is None else _WindowContext(group_slots, window - 1)
             for window, group_slots in zip(model.windows, slots, strict=True)
         ]
-        self._digests: list[int] = []
+        self._computed: list[list[bytes]] = [[] for _ in self._contexts]
 
     def compute(self, token: int, position: int) -> int:
         """The digest of the prefix that ends in `token` at `position`. It fills the slot of every group."""
@@ -86,13 +81,14 @@ class FakeSequence:
             digest = ((digest ^ context.digest) * 0x9E3779B1 + 1) & _UINT32
         digest ^= digest >> 15
         for group, context in enumerate(self._contexts):
-            context.append(_slot(digest, group))
-        self._digests.append(digest)
+            slot = (digest ^ group * 0x27D4EB2F & _UINT32).to_bytes(SLOT_BYTES, "little")  # no two groups keep the same
+            context.append(slot)
+            self._computed[group].append(slot)
         return digest
 
     def slots(self, group: int) -> bytes:
         """What the computed tokens left for the group's KV cache."""
-        return b"".join([_slot(digest, group) for digest in self._digests])
+        return b"".join(self._computed[group])
 
 
 @dataclass(frozen=True)

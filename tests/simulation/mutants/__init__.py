@@ -11,7 +11,7 @@ __all__ = ["CHANGE_NO_TOKEN", "MUTANTS", "kv_cache", "scheduler", "weak_hashes"]
 
 CHANGE_NO_TOKEN = {
     *("wrong_free_order", "worthless_blocks_last", "eviction_from_the_tail", "last_block_never_hit"),
-    *("reset_keeps_the_cache", "counts_every_look_up", "cached_tokens_not_reported"),
+    *("reset_keeps_the_cache", "counts_every_look_up", "cached_tokens_not_reported", "common_prefix_too_long"),
     *("threshold_ignored", "preempted_to_the_tail", "watermark_ignored", "prompt_not_reserved"),
 }
 """They cost speed, fairness or true numbers only: tokens cannot show them."""

@@ -176,7 +176,7 @@ def last_block_never_hit(patch: Patch) -> None:
 
     def get_computed_blocks(original: Any, self: KVCacheManager, request: Request) -> Any:
         blocks, num_tokens = original(self, request)
-        if self._windowed_groups or not num_tokens:
+        if any(group.drops_blocks for group in self.groups) or not num_tokens:
             return blocks, num_tokens
         if num_tokens == self.block_size:
             return self.empty_kv_cache_blocks, 0
@@ -202,6 +202,16 @@ def counts_every_look_up(patch: Patch) -> None:
         return blocks, num_tokens
 
     wrap(patch, KVCacheManager, "get_computed_blocks", get_computed_blocks)
+
+
+@mutant
+def common_prefix_too_long(patch: Patch) -> None:
+    """All blocks of the first running request are announced as shared by all."""
+
+    def count(original: Any, self: KVCacheManager, request_id: str) -> list[int]:
+        return [len(group) for group in self.get_block_ids(request_id)]
+
+    wrap(patch, KVCacheManager, "get_num_common_prefix_blocks", count)
 
 
 # -- sliding windows ---------------------------------------------------------------------------------------------

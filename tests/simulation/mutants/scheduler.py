@@ -39,7 +39,7 @@ def preemption_kept_from_the_worker(patch: Patch) -> None:
 
     def preempt(original: Any, self: Scheduler, request: Request, *args: Any) -> None:
         original(self, request, *args)
-        self._preempted_req_ids.discard(request.request_id)
+        self._steps.preempted_req_ids.discard(request.request_id)
 
     wrap(patch, Scheduler, "_preempt", preempt)
 
@@ -53,10 +53,10 @@ def victim_keeps_its_tokens(patch: Patch) -> None:
 @mutant
 def stale_table_after_preemption(patch: Patch) -> None:
     """A request that resumes is sent to the worker with the blocks it had before."""
-    tables: dict[int, BlockIds] = {}
+    tables: dict[Request, BlockIds] = {}
 
     def add_new(original: Any, self: StepBuilder, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
-        original(self, request, num_tokens, tables.setdefault(id(request), block_ids))
+        original(self, request, num_tokens, tables.setdefault(request, block_ids))
 
     wrap(patch, StepBuilder, "add_new", add_new)
 
@@ -97,7 +97,7 @@ def preempted_to_the_tail(patch: Patch) -> None:
 @mutant
 def token_in_flight_computed_again(patch: Patch) -> None:
     """A request preempted while its step is in flight is admitted before that step's token has come."""
-    wrap(patch, WaitingRequests, "unblock", lambda original, self, in_flight: original(self, ()))
+    wrap(patch, WaitingRequests, "unblock", lambda original, self, in_flight, *args: original(self, (), *args))
 
 
 @mutant
