@@ -144,13 +144,13 @@ def _opening(rng: random.Random) -> list[Message]:
 
 
 MIXTURE: tuple[tuple[Callable[[random.Random], Document], int], ...] = (
-    (_question_chat, 32),
+    (_question_chat, 30),
     (_question_plain, 14),
     (_statement, 5),
     (_follow_up_chat, 11),
     (_mixed_chat, 4),
-    (_json, 10),
-    (_tools, 9),
+    (_json, 15),
+    (_tools, 11),
     (_sums, 7),
     (_sum_lines, 11),
     (_words, 7),

@@ -192,6 +192,28 @@ class Generator:
         out = self.model.generate(**inputs, max_new_tokens=96, do_sample=False)
         return [row[inputs["input_ids"].shape[1] :].tolist() for row in out]
 
+    @torch.no_grad()
+    def agreement(self, results: list[Result], batch: int = 64) -> tuple[int, int]:
+        """How many tokens of these texts this model would have written too, given the text before, and of how many.
+
+        This is what a draft model is for: the share bounds how often speculation of one token succeeds.
+        """
+        right = total = 0
+        ordered = sorted(results, key=lambda result: len(result.text))
+        for start in range(0, len(ordered), batch):
+            prompts = [self.tokenizer.encode(self.prompt(one.case)) for one in ordered[start : start + batch]]
+            texts = [self.tokenizer.encode(one.text) for one in ordered[start : start + batch]]
+            width = max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True))
+            ids = torch.zeros(len(prompts), width, dtype=torch.long)
+            for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+                ids[row, : len(prompt) + len(text)] = torch.tensor(prompt + text)
+            guesses = self.model(ids.to(self.model.device)).logits.argmax(-1).cpu()
+            for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+                at = len(prompt)
+                right += int((guesses[row, at - 1 : at + len(text) - 1] == ids[row, at : at + len(text)]).sum())
+                total += len(text)
+        return right, total
+
     def _result(self, case: Case, tokens: list[int]) -> Result:
         end = next((at for at, token in enumerate(tokens) if token in self.ends), None)
         text = self.tokenizer.decode(tokens[:end], skip_special_tokens=False)
@@ -256,10 +278,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/demo_model.md")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tables = {}
+    tables: dict[str, dict[str, tuple[int, int]]] = {}
+    written: list[Result] = []
     for name in args.names or list(FOLDERS):
-        results = Generator(FOLDERS.get(name, Path(name)), device).answer(all_cases()[:: args.every])
+        generator = Generator(FOLDERS.get(name, Path(name)), device)
+        results = generator.answer(all_cases()[:: args.every])
+        written = written or results
         tables[name] = summarise(results)
+        tables[name]["tokens of the first model's texts that this model expects"] = generator.agreement(written)
         for result in results if args.wrong else ():
             if not result.right:
                 _print_wrong(result)

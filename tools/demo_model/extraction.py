@@ -16,7 +16,9 @@ from tools.demo_model.phrasing import CONTENT
 from tools.demo_model.topics import Exchange
 
 _INVENTED = ("names", "cities", "items")
-_STARTS = (*"bcdfghjklmnprstvwz", "br", "tr", "st", "gl", "ch")
+_STARTS = (*"bcdfghjklmnprstvwz", "", "br", "tr", "st", "gl", "ch", "sh", "th")
+_VOWELS = (*"aeiouaeiou", "ai", "ea", "ee", "oo", "io")
+_ENDS = (*"nrsltmk", "nd", "rt", "ss", "tt", "ng", "er", "le")
 
 INSTRUCTIONS = (
     "Answer as JSON with keys {keys}: {text}",
@@ -65,8 +67,8 @@ def pick(rng: random.Random, name: str, held: bool = False) -> str:
 
 def invented_word(rng: random.Random) -> str:
     """A pronounceable word that is in no list, such as "takiru" or "blons"."""
-    word = "".join(rng.choice(_STARTS) + rng.choice("aeiou") for _ in range(rng.randint(1, 3)))
-    return word + (rng.choice("nrsltmk") if rng.random() < 0.5 or len(word) < 3 else "")
+    word = "".join(rng.choice(_STARTS) + rng.choice(_VOWELS) for _ in range(rng.randint(1, 3)))
+    return word + (rng.choice(_ENDS) if rng.random() < 0.5 or len(word) < 3 else "")
 
 
 def _person(rng: random.Random, held: bool) -> tuple[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 ASSETS = Path(__file__).parents[2] / "src" / "quire" / "assets"
 FOLDERS = {"main": ASSETS / "demo", "draft": ASSETS / "demo-draft"}
-STEPS = {"main": 1200, "draft": 900}  # 25 and 10 minutes on two idle cores
+STEPS = {"main": 4000, "draft": 1800}  # about 40 and 10 minutes on two idle cores
 LONG_EVERY = 12  # one batch in twelve holds long conversations
 
 
@@ -41,7 +41,7 @@ class Recipe:
 
     name: str
     steps: int
-    rows: int = 24
+    rows: int = 10
     length: int = 256
     rate: float = 0.006
     embedding_rate: float = 0.004

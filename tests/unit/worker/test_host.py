@@ -87,5 +87,17 @@ def test_version_1_limits(machine: Path) -> None:
     assert host.cpu_quota(machine) == 3
 
 
+def test_the_largest_number_of_version_1_is_no_limit(machine: Path) -> None:
+    write(
+        machine,
+        {
+            "proc/self/cgroup": "4:memory:/a\n",
+            "sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(2**63 - 4096),
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
+        },
+    )
+    assert host.memory_limit(machine) is None
+
+
 def test_this_machine_has_memory() -> None:
     assert host.available_cpu_memory() > 16 * MIB

@@ -61,7 +61,7 @@ def test_float16_on_cpu_is_said_in_the_log(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     path = with_dtype(tiny_checkpoint("llama"), tmp_path, dtype="float16")
-    with caplog.at_level(logging.INFO, logger="quire.worker.loader"):
+    with caplog.at_level(logging.INFO, logger="quire"):
         resolve_dtype(model_config_of(path), CPU)
     assert "float16; on CPU it runs as bfloat16" in caplog.text
 
