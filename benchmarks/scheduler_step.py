@@ -2,6 +2,9 @@
 
 No model runs: the result of each step is made up. CPU time of this process, so that a busy machine matters less.
 Half of the runs let all requests cross a block boundary in the same step, the worst case; the other half spread them.
+
+With --blocked-prefix N the head of the waiting queue, too large to be admitted, is looked up in every step, and finds N
+tokens that one of the running requests has cached.
 """
 
 from __future__ import annotations
@@ -22,33 +25,45 @@ from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSp
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
+OUTPUT_LEN = 1472
+"""Room for as many steps."""
 
 
-def make_decoding_scheduler(num_requests: int, spread: bool) -> tuple[Scheduler, list[str]]:
+def make_request(name: str, prompt: list[int]) -> Request:
+    """One that decodes for ever."""
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    return Request(EngineCoreRequest(name, prompt, params, None, time.time()), make_block_hasher(BLOCK_SIZE))
+
+
+def make_decoding_scheduler(num_requests: int, spread: bool, blocked_prefix: int) -> tuple[Scheduler, list[str]]:
     """A scheduler whose requests have computed their prompts, and their ids."""
     group = KVCacheGroupSpec(["layer"], FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64))
+    num_blocks = (num_requests * (PROMPT_LEN + OUTPUT_LEN) + blocked_prefix) // BLOCK_SIZE
     scheduler = Scheduler(
-        KVCacheConfig(100 * num_requests, [], [group]),
-        SchedulerConfig(max_num_batched_tokens=num_requests * PROMPT_LEN * 2, max_num_seqs=num_requests),
-        max_model_len=1600,
+        KVCacheConfig(num_blocks, [], [group]),
+        SchedulerConfig(
+            max_num_batched_tokens=num_requests * PROMPT_LEN * 2 + blocked_prefix,
+            max_num_seqs=num_requests + bool(blocked_prefix),
+        ),
+        max_model_len=2 * blocked_prefix + num_blocks * BLOCK_SIZE + 2,
         enable_caching=True,
         log_stats=True,
     )
-    hasher = make_block_hasher(BLOCK_SIZE)
     for i in range(num_requests):
-        length = PROMPT_LEN + (i % BLOCK_SIZE if spread else 0)
-        params = SamplingParams(max_tokens=None, ignore_eos=True)
-        prompt = list(range(i * 1000, i * 1000 + length))
-        scheduler.add_request(Request(EngineCoreRequest(f"request-{i}", prompt, params, None, time.time()), hasher))
+        length = PROMPT_LEN + (i % BLOCK_SIZE if spread else 0) + (blocked_prefix if i == 0 else 0)
+        scheduler.add_request(make_request(f"request-{i}", list(range(i * 1_000_000, i * 1_000_000 + length))))
     output = scheduler.schedule()
     req_ids = list(output.num_scheduled_tokens)
     scheduler.update_from_output(output, ModelRunnerOutput(req_ids, [[5] for _ in req_ids]))
+    if blocked_prefix:
+        tail = list(range(-num_blocks * BLOCK_SIZE, 0))
+        scheduler.add_request(make_request("blocked", [*range(blocked_prefix), *tail]))
     return scheduler, req_ids
 
 
-def measure(num_requests: int, num_steps: int, spread: bool) -> list[float]:
+def measure(num_requests: int, num_steps: int, spread: bool, blocked_prefix: int) -> list[float]:
     """CPU seconds of each step."""
-    scheduler, req_ids = make_decoding_scheduler(num_requests, spread)
+    scheduler, req_ids = make_decoding_scheduler(num_requests, spread, blocked_prefix)
     gc.collect()
     gc.freeze()
     seconds = []
@@ -57,7 +72,7 @@ def measure(num_requests: int, num_steps: int, spread: bool) -> list[float]:
         start = time.process_time()
         scheduler.update_from_output(scheduler.schedule(), result)
         seconds.append(time.process_time() - start)
-    assert len(scheduler.running) == num_requests
+    assert scheduler.get_request_counts() == (num_requests, int(blocked_prefix > 0))
     return seconds
 
 
@@ -66,9 +81,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--blocked-prefix", type=int, default=0, metavar="N")
     args = parser.parse_args()
     for spread in (False, True):
-        ms = [s * 1e3 for s in measure(args.requests, args.steps, spread)]
+        ms = [s * 1e3 for s in measure(args.requests, args.steps, spread, args.blocked_prefix)]
         boundaries = "spread" if spread else "aligned"
         print(
             f"{args.requests} decoding requests, block boundaries {boundaries}: "

@@ -12,9 +12,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.config.engine_args import AsyncEngineArgs as AsyncEngineArgs
     from quire.config.engine_args import EngineArgs as EngineArgs
+    from quire.frontend.async_llm import AsyncLLM as AsyncLLM
+    from quire.frontend.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from quire.frontend.llm import LLM as LLM
     from quire.frontend.llm_engine import LLMEngine as LLMEngine
+    from quire.frontend.session import StreamingInput as StreamingInput
     from quire.lora_request import LoRARequest as LoRARequest
     from quire.outputs import BeamSearchOutput as BeamSearchOutput
     from quire.outputs import CompletionOutput as CompletionOutput
@@ -32,7 +36,11 @@ __version__ = "0.1.0"
 _EXPORTS: dict[str, str] = {
     "LLM": "quire.frontend.llm",
     "LLMEngine": "quire.frontend.llm_engine",
+    "AsyncLLM": "quire.frontend.async_llm",
+    "AsyncLLMEngine": "quire.frontend.async_llm",
+    "StreamingInput": "quire.frontend.session",
     "EngineArgs": "quire.config.engine_args",
+    "AsyncEngineArgs": "quire.config.engine_args",
     "SamplingParams": "quire.sampling_params",
     "BeamSearchParams": "quire.sampling_params",
     "RequestOutputKind": "quire.sampling_params",

@@ -44,6 +44,12 @@ CPU_KVCACHE_SPACE = EnvVar(
     "0",
     "GiB of memory for the KV cache on CPU; 0 sizes it from free memory. --kv-cache-memory-bytes wins.",
 )
+CPU_KERNELS = EnvVar(
+    "QUIRE_CPU_KERNELS",
+    "auto",
+    "Kernels on a CPU: auto (the best there are), torch (the reference), or an instruction set: amx, avx512_bf16, "
+    "avx512, avx2, portable.",
+)
 DISABLE_REQUEST_ID_RANDOMIZATION = EnvVar(
     "QUIRE_DISABLE_REQUEST_ID_RANDOMIZATION",
     "0",
@@ -55,6 +61,17 @@ COMPUTE_NANS_IN_LOGITS = EnvVar(
     "QUIRE_COMPUTE_NANS_IN_LOGITS",
     "0",
     "1 counts NaNs in the logits of each request (costs a pass over them).",
+)
+ENABLE_MULTIPROCESSING = EnvVar(
+    "QUIRE_ENABLE_MULTIPROCESSING",
+    "1",
+    "0 runs the engine core in the process of its user instead of one of its own.",
+)
+ENGINE_READY_TIMEOUT_S = EnvVar("QUIRE_ENGINE_READY_TIMEOUT_S", "600", "Longest start of an engine core, in seconds.")
+FAILPOINTS = EnvVar(
+    "QUIRE_FAILPOINTS",
+    "",
+    "Faults to inject for tests, as quire.testing.failpoints describes; empty costs nothing.",
 )
 
 ENV_VARS: tuple[EnvVar, ...] = tuple(v for v in list(globals().values()) if isinstance(v, EnvVar))

@@ -7,12 +7,14 @@
     │   ├── ValidationError         400  a value is out of its declared bound (also a ValueError)
     │   │   └── PromptTooLongError  400  prompt + output cannot fit the model's context
     │   ├── NotFoundError           404  no such model, adapter or request
-    │   └── OverloadedError         503  a declared queue limit is reached; nothing was started
+    │   ├── OverloadedError         503  a declared queue limit is reached; nothing was started
+    │   └── SlowClientError         408  nobody read the request's output for too long; it was aborted
     ├── ConfigError                 the operator's fault: a flag, a file, a combination (also a ValueError)
     │   └── ModelLoadError          the checkpoint cannot be served: names file and tensor
     │       └── UnsupportedModelError   its architecture or a feature of it is unknown here
     └── ServerError                 our fault: HTTP 5xx
         ├── GenerationError         500  this request failed inside the engine; others live
+        ├── DeadlineExceededError   504  the request's time was up; it was aborted, or never begun
         └── EngineDeadError         500  the engine core is gone
 
 A message gives the situation, the value, the limit and the remedy, in that order, in one line.
@@ -60,6 +62,15 @@ class OverloadedError(ClientError):
     status_code = 503
 
 
+class SlowClientError(ClientError):
+    """Output was ready and nobody took any for --slow-client-timeout-s; the request was aborted.
+
+    408: it is the client that was too slow. In a stream that has begun only its words arrive.
+    """
+
+    status_code = 408
+
+
 class ConfigError(QuireError, ValueError):
     """A flag, environment variable, configuration file or combination of them cannot work."""
 
@@ -80,5 +91,24 @@ class GenerationError(ServerError):
     """One request failed inside the engine. It may be retried; neighbours are not affected."""
 
 
+class DeadlineExceededError(ServerError):
+    """The request was not finished by its deadline; it was aborted, wherever it was. It may be retried."""
+
+    status_code = 504
+
+
 class EngineDeadError(ServerError):
     """The engine core is gone and cannot serve this request."""
+
+
+def error_name(error: BaseException) -> str:
+    """The name under which `make_error` finds the class of `error`, or its nearest base; empty if none is above."""
+    return next((c.__name__ for c in type(error).__mro__ if globals().get(c.__name__) is c), "")
+
+
+def make_error(name: str, message: str, default: type[QuireError]) -> QuireError:
+    """An error that was raised in another process: of the class of that name, or of `default` if there is none."""
+    error_class = globals().get(name)
+    if isinstance(error_class, type) and issubclass(error_class, QuireError):
+        return error_class(message)
+    return default(message)

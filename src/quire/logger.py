@@ -32,6 +32,13 @@ def init_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+def child_level() -> str:
+    """The level a child process should log at, as QUIRE_LOGGING_LEVEL takes it: ours, whoever set it."""
+    level = logging.getLogger("quire").getEffectiveLevel()
+    names = logging.getLevelNamesMapping()
+    return min(("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), key=lambda name: abs(names[name] - level))
+
+
 def _level() -> str:
     level = envs.LOGGING_LEVEL.get().upper()
     if level not in logging.getLevelNamesMapping():

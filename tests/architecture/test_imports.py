@@ -11,6 +11,7 @@ from .imports import Import, all_imports, all_modules, is_standard
 VOCABULARY = {
     "quire.errors",
     "quire.envs",
+    "quire.failpoints",
     "quire.field_bounds",
     "quire.interrupts",
     "quire.logger",
@@ -35,14 +36,14 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 THIRD_PARTY: dict[str, set[str]] = {
     "vocabulary": {"msgspec"},
-    "config": {"huggingface_hub"},
+    "config": {"huggingface_hub", "msgspec"},
     "wire": {"msgspec", "zmq", "numpy"},
     "worker": {"torch", "safetensors", "numpy"},
     "engine": {"zmq", "numpy", "msgspec"},
-    "frontend": {"tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"},
+    "frontend": {"zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"},
     "face": set(),
-    "cli": {"yaml", "tqdm", "numpy", "torch", "msgspec"},
-    "testing": {"torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec"},
+    "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec"},
+    "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec"},
 }
 ONLY_IN: dict[str, set[str]] = {
     "transformers": {"quire.frontend.hf_tokenizer", "quire.frontend.tokenizer", "quire.testing.tiny_models"},

@@ -11,6 +11,9 @@ import quire
 from .imports import SRC
 
 EXPORTS = [
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
@@ -25,6 +28,7 @@ EXPORTS = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StreamingInput",
     "__version__",
 ]
 HEAVY = ["torch", "transformers", "tokenizers", "jinja2", "numpy", "huggingface_hub", "safetensors", "yaml"]
@@ -59,7 +63,7 @@ def test_params_and_args_load_nothing_heavy() -> None:
 
 
 def test_frontend_does_not_load_torch() -> None:
-    loaded = _loaded_after("from quire import LLM, LLMEngine")
+    loaded = _loaded_after("from quire import LLM, AsyncLLM, LLMEngine")
     assert "torch" not in loaded
     assert "quire.engine.core" not in loaded
 

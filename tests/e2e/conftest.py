@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +14,15 @@ from .oracle import Generation, generate, make_prompts
 
 Checkpoint = Callable[[str], Path]
 Oracle = Callable[[str], list[Generation]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_of_the_core(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Cores live in the process of the tests, which is quicker, but where a module says CORE_IN_ITS_OWN_PROCESS."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not getattr(request.module, "CORE_IN_ITS_OWN_PROCESS", False):
+            monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from quire import LLM, BeamSearchParams, SamplingParams
 from quire.errors import PromptTooLongError
 from quire.outputs import RequestOutput
 
+CORE_IN_ITS_OWN_PROCESS = True
 QUESTION = "What is prefix caching?"
 GREEDY = SamplingParams(max_tokens=48, temperature=0)
 
@@ -77,7 +78,8 @@ def test_the_same_seeds_from_the_same_engine_seed(llm: LLM) -> None:
     hot = SamplingParams(max_tokens=16, temperature=2.0, ignore_eos=True)
     runs = []
     for _ in range(2):
-        with LLM(seed=3, kv_cache_memory_bytes=16 << 20) as fresh:
+        # float32: in bfloat16 a token may still depend on which requests shared its step
+        with LLM(seed=3, kv_cache_memory_bytes=16 << 20, dtype="float32") as fresh:
             runs.append(texts(fresh.generate([QUESTION] * 4, hot, use_tqdm=False)))
     assert runs[0] == runs[1]
     assert len(set(runs[0])) > 1
@@ -94,12 +96,11 @@ def test_beam_search_finds_at_least_the_greedy_answer(llm: LLM) -> None:
     assert best.cum_logprob / length >= greedy.cumulative_logprob / len(greedy.token_ids) - 1e-4
 
 
-def test_a_profile_is_written_under_the_name_given(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    llm.start_profile("mine")
+def test_a_profile_is_written_under_the_name_given(llm: LLM, tmp_path: Path) -> None:
+    llm.start_profile(str(tmp_path / "mine"))
     llm.generate(QUESTION, SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
     llm.stop_profile()
-    assert [path.name for path in tmp_path.iterdir()] == ["mine-rank0.trace.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine-rank0.trace.json.gz"]
 
 
 def test_a_bad_prompt_in_a_list_runs_nothing(llm: LLM) -> None:

@@ -6,11 +6,12 @@ A `Client` is what the outside world knows of a request: what it asked, the one 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import cast
 from unittest.mock import patch
 
 import msgspec
@@ -18,21 +19,28 @@ import pytest
 
 from quire.engine import core
 from quire.engine.sched.interface import PauseState
-from quire.errors import ValidationError
+from quire.errors import ClientError, ValidationError
+from quire.frontend.session import SessionRecord
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import ExpectedOutput, expected_output
-from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
 from tests.simulation.invariants import Invariants
-from tests.simulation.world import SimulatedExecutor, WorkerFault, World, draw_operations, draw_request
+from tests.simulation.world import SimulatedExecutor, WorkerFault, World, draw_input, draw_operations, draw_request
 
 MAX_LIVE_REQUESTS = 14
 Operation = tuple[str, int]
 
 
+End = tuple[FinishReason | None, int | str | None]
+"""A finish reason and a stop reason."""
+
+
 @dataclass
 class Client:
     """`received` holds what was heard, before a crash included. `admitted_with` is the number of tokens that were in
-    the cache when the request was first admitted by this engine, None before that."""
+    the cache when the request was first admitted by this engine, None before that.
+
+    A session is a client whose `request` and `expected` are those of its present segment."""
 
     request: EngineCoreRequest
     expected: ExpectedOutput
@@ -40,11 +48,38 @@ class Client:
     admitted_with: int | None = None
     is_cut_off: bool = False
     """The engine ended it on its own account; the client will hear so."""
+    record: SessionRecord | None = None
+    """Of a session: what it comes back from after a crash."""
+    inputs: deque[EngineCoreRequest] = field(default_factory=deque)
+    """Sent and not begun."""
+    due: End | None = None
+    """The session has ended between two segments, in this way; the client will hear so."""
+
+    @property
+    def is_complete(self) -> bool:
+        """All outputs have been heard: of the present segment, where it is a session."""
+        return len(self.received) == len(self.expected.token_ids)
 
     @property
     def is_over(self) -> bool:
         """The engine is done with it, though the client has not heard: cut off, or complete before a restart."""
-        return self.is_cut_off or len(self.received) == len(self.expected.token_ids)
+        return self.is_cut_off or self.due is not None or (self.is_complete and not self.request.resumable)
+
+    @property
+    def rests(self) -> bool:
+        """A session that waits for input."""
+        return self.is_complete and not self.is_over
+
+    @property
+    def takes_input(self) -> bool:
+        """A session whose last input has not been sent."""
+        last = self.inputs[-1] if self.inputs else self.request
+        return last.resumable and not self.is_over
+
+    @property
+    def ends_session(self) -> bool:
+        """Whether the end of the present segment is that of all."""
+        return not self.request.resumable or bool(self.inputs and not self.inputs[0].prompt_token_ids)
 
     @property
     def skips_cache(self) -> bool:
@@ -74,7 +109,9 @@ class Simulation:
         self.live: dict[str, Client] = {}
         self.seen: Counter[str] = Counter()
         self._history: list[list[int]] = []
-        self._num_added = 0
+        self._num_added = self._num_inputs = 0
+        self.weights = ""
+        """The checkpoint of the last update."""
         self._start_engine()
 
     def _start_engine(self) -> None:
@@ -109,25 +146,79 @@ class Simulation:
         max_model_len = self.core.ready_response.max_model_len
         request_id = f"r{self._num_added}"
         request = draw_request(rng, self.world, request_id, self._num_added, max_model_len, self._history)
-        prompt, params = request.prompt_token_ids, request.sampling_params
-        assert prompt is not None
-        assert params is not None
-        expected = expected_output(self.executor.model, prompt, params, max_model_len, request.lora_request)
-        client = Client(request, expected)
+        expected = self._expect(request, [])
+        client = Client(request, expected, record=SessionRecord(request) if request.resumable else None)
         if rng.random() < 0.1:  # began before a restart that this engine knows nothing of
             client.received = expected.token_ids[: rng.randint(0, len(expected.token_ids))]
+            if client.record is not None:
+                end = expected.finish_reason if client.is_complete else None
+                client.record.take_in(EngineCoreOutput(request_id, client.received, segment_finish_reason=end))
         self._num_added += 1
-        self._history = [*self._history[-15:], prompt + expected.token_ids]
+        self._note_text(client)
         return self._submit(client)
 
+    def _note_text(self, client: Client) -> None:
+        """Later prompts may begin like this one and its answer."""
+        text = (client.request.prompt_token_ids or []) + client.expected.token_ids
+        self._history = [*self._history[-15:], text]
+
     def _submit(self, client: Client) -> None:
-        fields = {name: getattr(client.request, name) for name in client.request.__struct_fields__}
-        request = EngineCoreRequest(**{**fields, "output_token_ids": list(client.received)})
+        self.live[client.request.request_id] = client
+        self.invariants.added(client.request.request_id)
+        if client.record is None:
+            return self._send(msgspec.structs.replace(client.request, output_token_ids=list(client.received)))
+        for request in client.record.make_requests():
+            self._send(request)
+        return None
+
+    def _send(self, request: EngineCoreRequest) -> None:
         if self.log is not None:
             self.log(f"    {msgspec.to_builtins(request)}")
-        self.live[request.request_id] = client
-        self.invariants.added(request.request_id)
         self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def _feed(self, number: int) -> None:
+        """The next input of a session; sometimes it is too late, and the session is gone."""
+        sessions = [client for client in self.live.values() if client.takes_input]
+        if not sessions:
+            return self._step(number)
+        rng = random.Random(number)
+        client = rng.choice(sessions)
+        self._num_inputs += 1
+        arrival_time = self._num_added // 2 + 0.5 + self._num_inputs / (1 << 20)
+        segment = draw_input(rng, self.world, client.request, arrival_time)
+        if rng.random() < 0.05:
+            num_known = len(self.core.scheduler.requests)
+            self._send(msgspec.structs.replace(segment, request_id="gone"))
+            assert len(self.core.scheduler.requests) == num_known, "an input came too late and was taken in"
+            return None
+        self._send_input(client, segment)
+        return None
+
+    def _send_input(self, client: Client, segment: EngineCoreRequest) -> None:
+        assert client.record is not None
+        client.record.add_input(segment)
+        client.inputs.append(segment)
+        self._send(segment)
+        if client.rests:
+            self._begin_segment(client, in_step=False)
+
+    def _begin_segment(self, client: Client, in_step: bool) -> None:
+        """What a session that has answered one input does with the next."""
+        before, segment = client.request, client.inputs.popleft()
+        if not segment.prompt_token_ids:
+            client.due = client.expected.finish_reason, client.expected.stop_reason
+            self.seen["sessions closed at rest"] += 1
+            return
+        kept = (before.prompt_token_ids or []) + client.expected.token_ids[:-1]  # the last one was never computed
+        fields = {name: getattr(segment, name) for name in ("sampling_params", "arrival_time", "resumable")}
+        client.request = msgspec.structs.replace(before, prompt_token_ids=kept + segment.prompt_token_ids, **fields)
+        if len(kept) + len(segment.prompt_token_ids) >= self.core.ready_response.max_model_len:
+            client.due = FinishReason.LENGTH, None
+            self.seen["sessions without room"] += 1
+            return
+        client.expected, client.received, client.admitted_with = self._expect(client.request, []), [], None
+        self._note_text(client)
+        self.invariants.added(client.request.request_id, in_step)
 
     def _refused(self, number: int) -> None:
         """A request that cannot be accepted leaves no trace: its id is in use, or the context has no room for it."""
@@ -176,19 +267,44 @@ class Simulation:
             self.executor.recover()
             return self.invariants.lost_steps()
         self.core.post_step(executed)
+        return self._hear_all(outputs)
+
+    def _hear_all(self, outputs: dict[int, EngineCoreOutputs] | None, *, is_fresh: bool = True) -> None:
+        """Give the outputs of a step to the clients; it is fresh if nothing has happened since it ended."""
         for client_index, client_outputs in (outputs or {}).items():
-            self.invariants.heard_stats(client_outputs.scheduler_stats)
             for output in client_outputs.outputs:
                 client = self.live.get(output.request_id)
                 assert client is not None, f"an output for {output.request_id}, which is not live: {output}"
                 assert client.request.client_index == client_index, f"{output.request_id} was sent to {client_index}"
                 self._hear(client, output)
-        return None
+        for client_outputs in (outputs or {}).values():
+            self.invariants.heard_stats(client_outputs.scheduler_stats, is_fresh=is_fresh)
+
+    def _wait_for_steps(self, verb: Callable[[], object]) -> bool:
+        """Call a control verb that waits for the steps in flight: their outputs come after it. False if one of them
+        failed: then the verb has done nothing but, perhaps, pause."""
+        self.seen["verbs with steps in flight"] += bool(self.core.batch_queue)
+        try:
+            verb()
+            done = True
+        except WorkerFault:
+            self.seen["failed steps"] += 1
+            self.executor.recover()
+            self.invariants.lost_steps()
+            done = False
+        assert not self.core.batch_queue
+        while self.core._undelivered:
+            outputs, executed = self.core.step_fn()
+            self.core.post_step(executed)
+            self._hear_all(outputs, is_fresh=False)
+        return done
 
     def _hear(self, client: Client, output: EngineCoreOutput) -> None:
         if self.log is not None:
             self.log(f"    {output.request_id}: {output.new_token_ids} {output.finish_reason or ''}")
         self.invariants.heard(client, output)
+        if client.record is not None:
+            client.record.take_in(output)
         expected, client.received = client.expected, client.received + output.new_token_ids
         heard = len(client.received)
         assert client.received == expected.token_ids[:heard], (
@@ -196,39 +312,95 @@ class Simulation:
         )
         if client.is_cut_off:
             assert output.finish_reason is FinishReason.ABORT, f"not the end of a request that was cut off: {output}"
+        elif client.due is not None:
+            end = (output.finish_reason, output.stop_reason)
+            assert end == client.due, f"{output.request_id} ended with {end}, not {client.due}"
         elif output.finished:
-            end = (heard, output.finish_reason, output.stop_reason)
-            right = (len(expected.token_ids), expected.finish_reason, expected.stop_reason)
-            assert end == right, f"{output.request_id} ended with {end}, not {right}"
+            assert client.ends_session, f"{output.request_id} should have waited for input: {client}"
+            self._check_end(client, (output.finish_reason, output.stop_reason))
             self.seen[f"finished: {output.finish_reason}"] += 1
+        elif output.segment_finish_reason is not None:
+            assert not client.ends_session, f"{output.request_id} waits for input that will not come: {client}"
+            self._check_end(client, (output.segment_finish_reason, output.stop_reason))
+            self.seen["segments"] += 1
+            if client.inputs:
+                self._begin_segment(client, in_step=True)
+            return
         else:
             assert heard < len(expected.token_ids), f"{output.request_id} should have ended: {client}"
             return
         del self.live[output.request_id]
 
+    def _check_end(self, client: Client, end: End) -> None:
+        heard = (len(client.received), *end)
+        right = (len(client.expected.token_ids), client.expected.finish_reason, client.expected.stop_reason)
+        assert heard == right, f"{client.request.request_id} ended with {heard}, not {right}"
+
     # -- control ------------------------------------------------------------------------------------------------
 
     def _reset_prefix_cache(self, number: int) -> None:
         with_running = number % 2 == 0
-        done = self.core.reset_prefix_cache(reset_running_requests=with_running)
+        done = self.core.lifecycle.reset_prefix_cache(reset_running_requests=with_running)
         self.invariants.reset_prefix_cache(done, with_running)
 
     def _pause(self, number: int) -> None:
-        if number % 4 == 0:
+        if number % 4 == 0 and not self.core.lifecycle.is_sleeping():
             return self.core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
         clear_cache = number % 8 < 4
-        if number % 4 == 1:
-            for client in self.live.values():
-                client.is_cut_off = client.is_cut_off or not client.is_over
-            self.core.pause_scheduler("abort", clear_cache)
-        else:
-            self.core.pause_scheduler("keep", clear_cache)
-        if clear_cache:
+        mode: PauseMode = "abort" if number % 4 == 1 else "keep"
+        self._cut_off(mode)
+        done = self._wait_for_steps(lambda: self.core.lifecycle.pause_scheduler(mode, clear_cache))
+        if done and clear_cache:
             self.invariants.reset_prefix_cache(True, with_running=True)
         return None
 
+    def _cut_off(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            for client in self.live.values():
+                client.is_cut_off = client.is_cut_off or not client.is_over
+
+    def _sleep(self, number: int) -> None:
+        """The executor forgets requests and blocks at level 1, so whoever goes on with them reads zeros."""
+        level, mode = number % 3, cast("PauseMode", ("abort", "keep", "keep", "keep")[number // 3 % 4])
+        self._cut_off(mode)
+        if not self._wait_for_steps(lambda: self.core.lifecycle.sleep(level, mode)):
+            return
+        assert self.core.lifecycle.is_sleeping()
+        if level:
+            self.invariants.reset_prefix_cache(True, with_running=True)
+            assert self.executor.num_live_requests == 0
+
+    def _wake_up(self, number: int) -> None:
+        tags = (None, ["weights"], ["kv_cache"], ["weights", "kv_cache"])[number % 4]
+        awake = self.core.lifecycle.wake_up(tags)
+        assert awake == (not self.core.lifecycle.is_sleeping())
+        assert awake == (not self.core.lifecycle.is_scheduler_paused())
+
     def _resume(self, number: int) -> None:
-        self.core.resume_scheduler()
+        try:
+            self.core.lifecycle.resume_scheduler()
+        except ClientError:
+            assert self.core.lifecycle.is_sleeping()
+            self.core.lifecycle.wake_up()
+
+    def _update_weights(self, number: int) -> None:
+        """From the next token on, everybody must hear another model."""
+        path = f"/checkpoint-{number % 3}"
+        if not self._wait_for_steps(lambda: self.core.lifecycle.update_weights(path)):
+            return
+        self.weights = path
+        self.invariants.reset_prefix_cache(True, with_running=True)
+        for client in self.live.values():
+            self.seen["answers changed by weights"] += not client.is_over and bool(client.received)
+            if not client.is_over and not client.rests:
+                client.expected = self._expect(client.request, client.received)
+
+    def _expect(self, request: EngineCoreRequest, received: list[int]) -> ExpectedOutput:
+        prompt, params = request.prompt_token_ids, request.sampling_params
+        assert prompt is not None
+        assert params is not None
+        max_model_len = self.core.ready_response.max_model_len
+        return expected_output(self.executor.model, prompt, params, max_model_len, request.lora_request, received)
 
     def _fault(self, number: int) -> None:
         """A step fails in the worker, which lives on: what it computed is lost, no request is."""
@@ -244,6 +416,8 @@ class Simulation:
         survivors, self.live = self.live, {}
         self.close()
         self._start_engine()
+        if self.weights:  # whoever starts an engine again gives it the weights it had
+            self.core.lifecycle.update_weights(self.weights)
         for client in survivors.values():
             client.admitted_with = None
             if not client.is_cut_off:
@@ -251,7 +425,10 @@ class Simulation:
 
     def _drain(self, number: int) -> None:
         """Nothing new arrives: everything must finish, within a number of steps known beforehand."""
-        self.core.resume_scheduler()
+        self.core.lifecycle.wake_up()
+        for client in [client for client in self.live.values() if client.takes_input]:
+            segment = draw_input(random.Random(number), self.world, client.request, 0.0)
+            self._send_input(client, msgspec.structs.replace(segment, prompt_token_ids=[], resumable=False))
         limit = self.invariants.max_steps_to_finish()
         for _ in range(limit):
             if not self.core.scheduler.has_requests():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import takewhile
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import PauseState
 from quire.wire.engine_core import EngineCoreOutput
 from quire.wire.execution import SchedulerOutput
-from quire.wire.kv_cache import FullAttentionSpec, SlidingWindowSpec
+from quire.wire.kv_cache import SlidingWindowSpec
 from quire.wire.stats import SchedulerStats
 from tests.simulation.cache_model import (
     CacheModel,
@@ -65,6 +64,11 @@ class Invariants:
         self._num_admissions = 0
         self._num_queries = 0
         self._free_before: list[int] = []
+        self._now = 0
+        self._preemptions_before: dict[str, int] = {}
+        """Of the requests that held blocks before the step without running: sessions."""
+        self._waiting_before: set[str] = set()
+        """Requests that had not run when the step began."""
         self._num_scheduled_tokens = 0
 
     # -- after every operation ----------------------------------------------------------------------------------
@@ -73,37 +77,52 @@ class Invariants:
         """Every request is in one place and has the tokens its client has heard; every block is accounted for."""
         self.manager.check_integrity()
         scheduler, live = self.scheduler, self.sim.live
-        running, waiting = scheduler.running, list(scheduler.waiting)
+        running, waiting, resting = scheduler.running, list(scheduler.waiting), scheduler.resting.waiting_for_input
         num_live = sum(not client.is_over for client in live.values())
-        assert len(running) + len(waiting) == len(scheduler.requests) == num_live, (
+        assert len(running) + len(waiting) + len(resting) == len(scheduler.requests) == num_live, (
             f"{num_live} requests are live; {len(running)} are running, {len(waiting)} waiting, "
-            f"{len(scheduler.requests)} known"
+            f"{len(resting)} resting, {len(scheduler.requests)} known"
         )
         assert len(running) <= (self.limits.max_num_seqs or 0)
+        for request in scheduler.requests.values():
+            self._check_tokens(request, live[request.request_id])
         held: set[int] = {0}
         for request in running:
-            self._check_tokens(request, live[request.request_id])
-            held.update(*self._check_running(request))
+            assert request.status is RequestStatus.RUNNING, f"{request} is in the running list"
+            assert request.num_computed_tokens > 0, f"{request}"
+            held.update(*self._check_blocks(request))
         for request in waiting:
-            self._check_tokens(request, live[request.request_id])
-            self._check_waiting(request)
+            self._check_waiting(request, live[request.request_id])
+            held.update(*self._check_blocks(request))
+        for request in resting:
+            assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ, f"{request} is said to rest"
+            assert live[request.request_id].rests, f"{request} has input, or is in the middle of an answer"
+            assert request.num_computed_tokens in (0, request.num_tokens - 1), f"{request}"
+            held.update(*self._check_blocks(request))
         num_free = self.pool.get_num_free_blocks()
         assert num_free == self.pool.num_gpu_blocks - len(held), (
-            f"{num_free} of {self.num_blocks} blocks are free, running requests hold {len(held) - 1}"
+            f"{num_free} of {self.num_blocks} blocks are free, requests hold {len(held) - 1}"
         )
 
-    def _check_running(self, request: Request) -> tuple[list[int], ...]:
-        assert request.status is RequestStatus.RUNNING, f"{request} is in the running list"
-        assert 0 < request.num_computed_tokens <= request.num_tokens, f"{request}"
+    def _check_blocks(self, request: Request) -> tuple[list[int], ...]:
+        assert request.num_computed_tokens <= request.num_tokens, f"{request}"
         block_ids = self.manager.get_block_ids(request.request_id)
         for ids in block_ids:
             assert len(ids) == ceil(request.num_computed_tokens / self.manager.block_size), f"{request} holds {ids}"
         return block_ids
 
-    def _check_waiting(self, request: Request) -> None:
+    def _check_waiting(self, request: Request, client: Client) -> None:
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request} is in a waiting queue"
-        assert request.num_computed_tokens == 0, f"{request} waits with computed tokens"
-        assert not any(self.manager.get_block_ids(request.request_id)), f"{request} waits and holds blocks"
+        may_hold = client.record is not None and request.status is RequestStatus.WAITING
+        assert may_hold or request.num_computed_tokens == 0, f"{request} waits with computed tokens"
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return ceil(num_tokens / self.manager.block_size)
+
+    def _holding(self) -> list[Request]:
+        """Sessions that hold blocks and do not run."""
+        requests = self.scheduler.requests.values()
+        return [r for r in requests if r.num_computed_tokens and r.status is not RequestStatus.RUNNING]
 
     def _check_tokens(self, request: Request, client: Client) -> None:
         prompt = client.request.prompt_token_ids or []
@@ -122,6 +141,9 @@ class Invariants:
 
     def scheduling(self) -> None:
         """Before a step."""
+        self._now += 1
+        self._preemptions_before = {request.request_id: request.num_preemptions for request in self._holding()}
+        self._waiting_before = {r.request_id for r in self.scheduler.waiting if r.status is RequestStatus.WAITING}
         if self.cache_model is not None:
             self._free_before = free_queue(self.manager)
 
@@ -130,21 +152,32 @@ class Invariants:
         if self.sim.log is not None:
             self.sim.log(f"    {describe(step)}")
         self._num_scheduled_tokens += step.total_num_scheduled_tokens
-        self._count_situations(step)
+        evicted = self._evicted_sessions()
+        kept = {data.req_id for data in step.scheduled_new_reqs} & self._preemptions_before.keys() - evicted
+        self.sim.seen["sessions evicted"] += len(evicted)
+        self._count_situations(step, kept)
         self._check_pause(step)
         self._check_chunks(step)
-        self._check_admissions(step)
-        self._check_common_prefix(step)
+        self._check_admissions(step, kept)
         if self.cache_model is not None:
-            self.cache_model.check_step(step, self.scheduler.requests)
-            if not step.preempted_req_ids:
-                check_order_of_new_blocks(self._free_before, free_queue(self.manager), step, self.manager.block_size)
+            self.cache_model.check_step(step, self.scheduler.requests, kept)
+            if not step.preempted_req_ids and not evicted:
+                after = free_queue(self.manager)
+                check_order_of_new_blocks(self._free_before, after, step, self.manager.block_size, kept)
 
-    def _count_situations(self, step: SchedulerOutput) -> None:
+    def _evicted_sessions(self) -> set[str]:
+        """Those that lost their blocks to others in this step."""
+        now = self.scheduler.requests
+        return {
+            i for i, num_preemptions in self._preemptions_before.items() if now[i].num_preemptions > num_preemptions
+        }
+
+    def _count_situations(self, step: SchedulerOutput, kept: set[str]) -> None:
         seen = self.sim.seen
         seen["preemptions"] += len(step.preempted_req_ids)
         seen["preempted in flight"] += any(r.num_preemptions for r in self.scheduler.waiting.blocked)
         seen["tokens"] += step.total_num_scheduled_tokens
+        seen["sessions continued in place"] += len(kept)
         for data in step.scheduled_new_reqs:
             seen["admissions"] += 1
             seen["admissions with cached tokens"] += data.num_computed_tokens > 0
@@ -158,8 +191,8 @@ class Invariants:
         if state is PauseState.PAUSED_ALL:
             assert not step.num_scheduled_tokens, f"tokens are scheduled during a pause: {step}"
         elif state is PauseState.PAUSED_NEW:
-            new = [data.req_id for data in step.scheduled_new_reqs]
-            assert all(self.scheduler.requests[i].num_preemptions for i in new), f"{new} were admitted during a pause"
+            new = [data.req_id for data in step.scheduled_new_reqs if data.req_id in self._waiting_before]
+            assert not new, f"{new} were admitted during a pause"
 
     def _check_chunks(self, step: SchedulerOutput) -> None:
         threshold = self.limits.long_prefill_token_threshold
@@ -170,7 +203,7 @@ class Invariants:
                 num_missing = len(data.prompt_token_ids) + len(data.output_token_ids) - data.num_computed_tokens
                 assert step.num_scheduled_tokens[data.req_id] == num_missing, f"the prompt of {data.req_id} was split"
 
-    def _check_admissions(self, step: SchedulerOutput) -> None:
+    def _check_admissions(self, step: SchedulerOutput, kept: set[str]) -> None:
         """Who was admitted goes before all that are left waiting for capacity, and leaves the watermark free."""
         new = step.scheduled_new_reqs
         if not new:
@@ -182,7 +215,10 @@ class Invariants:
             ranks = {i: (*order(self.scheduler.requests[i]), self._arrivals[i]) for i in admitted + left}
             overtaken = [i for i in left if ranks[i] < max(ranks[j] for j in admitted)]
             assert not overtaken, f"{admitted} were admitted before {overtaken}"
-        if len(self.scheduler.running) > 1:
+        in_company = new if len(self.scheduler.running) > len(new) else new[1:]
+        if any(
+            d.req_id not in kept or len(d.block_ids[0]) > self._num_blocks(d.num_computed_tokens) for d in in_company
+        ):
             watermark = int(self.limits.watermark * self.pool.num_gpu_blocks)
             assert self.pool.get_num_free_blocks() >= watermark, f"{admitted} were admitted below the watermark"
         if self.limits.scheduler_reserve_full_isl and not self.has_windows:
@@ -191,30 +227,19 @@ class Invariants:
             assert self.pool.get_num_free_blocks() >= missing, f"{last} was admitted, its prompt does not fit"
         for data in new:
             client = self.sim.live.get(data.req_id)
-            if not self.scheduler.requests[data.req_id].num_preemptions:
+            if not self.scheduler.requests[data.req_id].num_preemptions and data.req_id not in kept:
                 skips = not self.manager.enable_caching or data.sampling_params.skip_reading_prefix_cache
                 self._num_admissions += not skips
                 assert not (skips and data.num_computed_tokens), f"{data.req_id} was not to read the prefix cache"
             if client is not None and client.admitted_with is None:
                 client.admitted_with = data.num_computed_tokens
 
-    def _check_common_prefix(self, step: SchedulerOutput) -> None:
-        """What attention may compute once for a whole batch: the leading blocks that all running requests share."""
-        tables = [self.manager.get_block_ids(request.request_id) for request in self.scheduler.running]
-        if not tables:
-            return
-        for group, count in zip(self.manager.groups, step.num_common_prefix_blocks, strict=True):
-            columns = zip(*(table[group.group_id] for table in tables), strict=False)
-            shared = len(list(takewhile(lambda ids: len(set(ids)) == 1, columns)))
-            if len(tables) == 1 or not isinstance(group.spec, FullAttentionSpec):
-                shared = 0
-            assert count == shared, f"group {group.group_id}: {count} common blocks are announced, {shared} are shared"
-
     # -- what clients hear --------------------------------------------------------------------------------------
 
-    def added(self, request_id: str) -> None:
-        """A request joins the queue."""
-        self._arrivals[request_id] = len(self._arrivals)
+    def added(self, request_id: str, in_step: bool = False) -> None:
+        """A request joins the queue, or a session whose next segment begins: within one step nobody is ranked."""
+        self._now += not in_step
+        self._arrivals[request_id] = self._now
 
     def heard(self, client: Client, output: EngineCoreOutput) -> None:
         """One output, before the client takes it in: tokens, and where the prompt's tokens came from, once."""
@@ -234,16 +259,18 @@ class Invariants:
             assert client.admitted_with is not None
             assert stats.num_local_cached_tokens == min(client.admitted_with, num_prompt), f"{stats}"
 
-    def heard_stats(self, stats: SchedulerStats | None) -> None:
-        """A snapshot of the scheduler equals what can be counted from outside."""
+    def heard_stats(self, stats: SchedulerStats | None, *, is_fresh: bool = True) -> None:
+        """A snapshot of the scheduler adds up and, when fresh, equals what can be counted from outside."""
         if stats is None:
             return
-        waiting = self.scheduler.waiting
-        assert stats.num_running_reqs == len(self.scheduler.running)
-        assert stats.num_waiting_reqs == len(waiting.ready)
-        assert stats.num_skipped_waiting_reqs == len(waiting.blocked)
-        num_used = self.num_blocks - self.pool.get_num_free_blocks()
-        assert abs(stats.kv_cache_usage - num_used / self.num_blocks) < 1e-9
+        if is_fresh:
+            waiting = self.scheduler.waiting
+            assert stats.num_running_reqs == len(self.scheduler.running)
+            assert stats.num_waiting_reqs == len(waiting.ready)
+            num_resting = sum(client.rests for client in self.sim.live.values())
+            assert stats.num_skipped_waiting_reqs == len(waiting.blocked) + num_resting
+            num_used = self.num_blocks - self.pool.get_num_free_blocks()
+            assert abs(stats.kv_cache_usage - num_used / self.num_blocks) < 1e-9
         prefix = stats.prefix_cache_stats
         assert prefix.hits <= prefix.queries
         self._num_queries += prefix.requests
@@ -255,7 +282,7 @@ class Invariants:
     @contextmanager
     def free_order(self, aborted: list[str]) -> Iterator[None]:
         """Around an abort: the blocks go back in the order in which they should be evicted."""
-        if len(aborted) != 1 or not any(r.request_id in aborted for r in self.scheduler.running):
+        if len(aborted) != 1 or not any(self.manager.get_block_ids(aborted[0])):
             yield
         else:
             with check_order_of_freed_blocks(self.manager, aborted[0]):
@@ -263,8 +290,9 @@ class Invariants:
 
     def reset_prefix_cache(self, done: bool, with_running: bool) -> None:
         """After `reset_prefix_cache`: it did what it says."""
-        assert done == (not self.scheduler.running), f"the prefix cache {'was' if done else 'was not'} reset"
-        assert not (with_running and self.scheduler.running)
+        in_use = bool(self.scheduler.running or self._holding())
+        assert done == (not in_use), f"the prefix cache {'was' if done else 'was not'} reset"
+        assert not (with_running and in_use)
         if done:
             assert not self.pool.cached_blocks.num_blocks, "blocks can be hit after a reset"
             self.forget_cache()
@@ -287,4 +315,6 @@ class Invariants:
         for client in self.sim.live.values():
             num_prompt, num_outputs = len(client.request.prompt_token_ids or ()), len(client.expected.token_ids)
             total += ceil((num_prompt + num_outputs) / chunk) + num_outputs + 1
+            most = self.manager.max_model_len
+            total += sum(ceil(most / chunk) + min(most, i.sampling_params.max_tokens or most) for i in client.inputs)
         return (total + 2) * (self.sim.executor.max_concurrent_batches + 1)

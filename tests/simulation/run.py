@@ -75,7 +75,7 @@ def shrink(seed: int, num_operations: int, failure: SimulationError) -> list[int
 
 def _kind(failure: SimulationError) -> tuple[type, str]:
     """What is alike in two failures: the words of the message, not its numbers."""
-    return type(failure.cause), re.sub(r"\[.*?\]|'.*?'|\w*\d\w*", "", str(failure.cause))[:40]
+    return type(failure.cause), re.sub(r"\[.*?\]|\{.*?\}|'.*?'|\w*\d\w*", "", str(failure.cause))[:40]
 
 
 def replay(seed: int, num_operations: int) -> bool:

@@ -13,7 +13,7 @@ from tests.simulation.invariants import Invariants
 from tests.simulation.mutants import CHANGE_NO_TOKEN, MUTANTS
 from tests.simulation.run import EPISODE_OPERATIONS
 
-MAX_OPERATIONS = 50_000
+MAX_OPERATIONS = 100_000
 
 
 def operations_until_caught() -> tuple[int, SimulationError | None]:

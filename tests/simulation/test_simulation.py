@@ -21,9 +21,11 @@ FIRST_SLOW_SEED = 1_000_000
 
 SITUATIONS = (
     *("step", "add", "abort", "abort_in_flight", "reset_prefix_cache", "pause", "resume", "crash", "drain", "refused"),
+    *("sleep", "wake_up", "update_weights", "verbs with steps in flight", "answers changed by weights"),
     *("failed steps", "preemptions", "admissions with cached tokens", "admissions with outputs", "window hits"),
     *("admissions in chunks", "preempted in flight", "aborted in flight"),
     *("finished: stop", "finished: length", "finished: repetition"),
+    *("feed", "segments", "sessions continued in place", "sessions evicted", "sessions without room"),
 )
 """What a million operations must have met a thousand times each, or they prove little."""
 

@@ -72,6 +72,8 @@ class World:
     executor_class: type[SimulatedExecutor]
     documents: tuple[tuple[int, ...], ...]
     add_weight: int
+    session_share: float
+    """Of the requests, how many are sessions."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> World:
@@ -111,7 +113,8 @@ class World:
             {"layer_specs": layers, "pipeline_depth": rng.choice([1, 1, 2, 3])},
         )
         documents = tuple(tuple(rng.randrange(VOCAB_SIZE) for _ in range(64)) for _ in range(rng.randint(1, 2)))
-        return cls(config, executor_class, documents, add_weight=rng.choice([10, 20, 40]))
+        add_weight, session_share = rng.choice([10, 20, 40]), rng.choice([0.0, 0.0, 0.2, 0.5])
+        return cls(config, executor_class, documents, add_weight, session_share)
 
     def __str__(self) -> str:
         cache, limits = self.config.cache_config, self.config.scheduler_config
@@ -145,9 +148,10 @@ def draw_request(
     prompt = list(source[: max(0, length - tail)])
     prompt += [rng.randrange(VOCAB_SIZE) for _ in range(length - len(prompt))]
     salt = rng.choice([*[None] * 6, "", "a", "b"])
+    is_session = rng.random() < world.session_share
     return EngineCoreRequest(
         request_id=request_id,
-        prompt_token_ids=prompt,
+        prompt_token_ids=prompt[: 1 + max_model_len // 3] if is_session else prompt,
         sampling_params=_draw_params(rng, salt),
         pooling_params=None,
         arrival_time=float(arrival // 2),  # ties happen
@@ -155,6 +159,23 @@ def draw_request(
         cache_salt=salt,
         client_index=rng.randrange(2),
         priority=rng.choice([0, 0, 0, 0, -1, 1, 2]),
+        resumable=is_session,
+    )
+
+
+def draw_input(rng: random.Random, world: World, session: EngineCoreRequest, arrival_time: float) -> EngineCoreRequest:
+    """The next input of a session, sometimes the last one, sometimes only to say that there will be no more."""
+    text = rng.choice(world.documents)
+    length = rng.choice([1, 1, 2, rng.randint(1, 6), rng.randint(1, 24)])
+    resumable = rng.random() < 0.7
+    return EngineCoreRequest(
+        request_id=session.request_id,
+        prompt_token_ids=list(text[:length]) if resumable or rng.random() < 0.6 else [],
+        sampling_params=_draw_params(rng, session.cache_salt),
+        pooling_params=None,
+        arrival_time=arrival_time,
+        resumable=resumable,
+        continues_session=True,
     )
 
 
@@ -180,12 +201,16 @@ def draw_operations(rng: random.Random, world: World, count: int) -> list[tuple[
     weights = {
         "step": 60,
         "add": world.add_weight,
+        "feed": world.add_weight * min(1.0, 3 * world.session_share),
         "refused": 1,
         "abort": 6,
         "abort_in_flight": 3,
         "reset_prefix_cache": 0.3,
         "pause": 0.4,
+        "sleep": 0.3,
         "resume": 4,
+        "wake_up": 2,
+        "update_weights": 0.3,
         "fault": 0.2,
         "crash": 0.2,
         "drain": 0.1,

@@ -9,7 +9,7 @@ import pytest
 import quire.errors as errors
 from quire import envs
 from quire.errors import ConfigError, QuireError, ValidationError
-from quire.logger import init_logger
+from quire.logger import child_level, init_logger
 from quire.resolve import resolve
 
 
@@ -75,6 +75,17 @@ def test_loggers_are_children_of_quire() -> None:
     logger = init_logger("quire.some.module")
     assert logger.name == "quire.some.module"
     assert logging.getLogger("quire").level != logging.NOTSET
+
+
+@pytest.mark.parametrize(("level", "name"), [(logging.WARNING, "WARNING"), (logging.DEBUG, "DEBUG"), (31, "WARNING")])
+def test_a_child_logs_at_the_level_of_its_parent(level: int, name: str) -> None:
+    root = logging.getLogger("quire")
+    before = root.level
+    root.setLevel(level)
+    try:
+        assert child_level() == name
+    finally:
+        root.setLevel(before)
 
 
 def test_resolve() -> None:

@@ -151,8 +151,10 @@ class _BatchRun:
             return
         del self._running[int(line)]
         outputs = [state.outputs[i] for i in range(len(state.outputs))]
-        if any(o.finish_reason == "error" for output in outputs for o in output.outputs):
-            self._write_error(state.row, GenerationError("the engine failed this request; run it again"))
+        failed = [o for output in outputs for o in output.outputs if o.finish_reason == "error"]
+        if failed:
+            message = failed[0].error_message or "the engine failed this request; run it again"
+            self._write_error(state.row, GenerationError(message))
             return
         self._write(state.row.key, result_row(state.row.key, state.request, outputs, self._model))
 

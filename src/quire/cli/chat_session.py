@@ -155,7 +155,7 @@ class ChatSession:
         timing = RequestTiming(added_s=time.perf_counter())
         self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
         pieces: list[str] = []
-        reason = None
+        reason = error = None
         try:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
@@ -163,11 +163,11 @@ class ChatSession:
                     for o in output.outputs:
                         pieces.append(o.text)
                         write(o.text)
-                        reason = o.finish_reason
+                        reason, error = o.finish_reason, o.error_message
         except KeyboardInterrupt:
             self._engine.abort_request([request_id])
         if reason == "error":
-            raise GenerationError("the engine failed to answer; ask again")
+            raise GenerationError(error or "the engine failed to answer; ask again")
         return Answer("".join(pieces), reason, reason is None, num_dropped, timing)
 
 

@@ -13,7 +13,7 @@ from quire.cli.generation import Engine, RequestTiming, make_engine, timing_line
 from quire.cli.options import Arguments, Option, Positional
 from quire.cli.sampling_options import SAMPLING_HELP, make_sampling_params, sampling_options
 from quire.cli.terminal import Style
-from quire.errors import ConfigError
+from quire.errors import ConfigError, GenerationError
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
@@ -84,12 +84,17 @@ def _add_requests(engine: Engine, prompts: list[str], params: SamplingParams) ->
 
 
 def _generate(engine: Engine, timings: list[RequestTiming], printer: _Printer) -> None:
+    """Raises GenerationError in the end if one of them has failed."""
+    failures: list[str] = []
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
             timings[int(output.request_id)].record(output, now)
             printer.add(output)
+            failures += [o.error_message or "the engine failed" for o in output.outputs if o.finish_reason == "error"]
+    if failures:
+        raise GenerationError(failures[0])
 
 
 class _Printer(Protocol):

@@ -44,6 +44,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it."),
     Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),
     Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once."),
+    Command("bench overhead", "quire.cli.bench.overhead", "Measure what the engine costs beside the model."),
     Command(
         "collect-env", "quire.cli.collect_env", "Versions and hardware, for a bug report.", checks_environment=False
     ),

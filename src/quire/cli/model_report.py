@@ -10,14 +10,15 @@ import math
 from pathlib import Path
 from typing import Any
 
-from quire.cli.attention_layout import attention_windows, kv_cache_specs
+from quire.config.attention_layout import attention_windows
 from quire.config.checkpoint import CheckpointIndex
 from quire.config.dtype import resolve_dtype_name
 from quire.config.engine import EngineConfig
+from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
 from quire.errors import ConfigError
-from quire.wire.kv_cache import DTYPE_BYTES
+from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
 from quire.worker.host import available_cpu_memory, cpu_kv_cache_bytes, useful_kv_cache_bytes
 from quire.worker.models.registry import MODELS
 
@@ -50,6 +51,17 @@ def make_report(config: EngineConfig) -> Facts:
             problems.append(str(e))
     report["problems"] = list(dict.fromkeys(_unsupported(model) + problems))
     return report
+
+
+def kv_cache_specs(hf: HFConfig, block_size: int, dtype: str) -> dict[str, AnyKVCacheSpec]:
+    """What each layer keeps per token, as the worker will report it."""
+    heads, size = hf.num_key_value_heads, hf.head_dim
+    return {
+        f"layer {i}": FullAttentionSpec(block_size, heads, size, dtype)
+        if window is None
+        else SlidingWindowSpec(block_size, heads, size, dtype, window)
+        for i, window in enumerate(attention_windows(hf))
+    }
 
 
 def _unsupported(model: ModelConfig) -> list[str]:
@@ -95,7 +107,7 @@ def _shape(config: EngineConfig, report: Facts) -> Facts:
         "kv_heads": hf.num_key_value_heads,
         "head_size": hf.head_dim,
         "vocabulary": hf.vocab_size,
-        "context_length": hf.max_position_embeddings,
+        "context_length": hf.context_len,
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.config.cache import CacheConfig
+from quire.config.frontend import FrontendConfig
+from quire.config.lifecycle import LifecycleConfig
 from quire.config.load import DeviceConfig, LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
@@ -22,4 +24,6 @@ class EngineConfig:
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     load_config: LoadConfig = field(default_factory=LoadConfig)
     device_config: DeviceConfig = field(default_factory=DeviceConfig)
+    lifecycle_config: LifecycleConfig = field(default_factory=LifecycleConfig)
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    frontend_config: FrontendConfig = field(default_factory=FrontendConfig)

@@ -94,6 +94,10 @@ class EngineArgs:
         )
 
 
+AsyncEngineArgs = EngineArgs
+"""vLLM's name for the arguments of an AsyncLLM: they are the same."""
+
+
 def _generation_defaults(model: ModelConfig, model_dir: Path) -> dict[str, Any]:
     """generation_config.json of the model (or of the directory named), under the overrides."""
     defaults: dict[str, Any] = {}

@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from quire.config.flags import flag
+from quire.config.flags import flag, parse_json_object
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """The keys of --profiler-config: what `start_profile` records, and where it goes."""
+
+    profiler: str = "torch"
+    """The only one there is."""
+    torch_profiler_dir: str = "."
+    """Directory of the traces, made if it does not exist; relative to where the engine was started."""
+    torch_profiler_with_stack: bool = True
+    torch_profiler_record_shapes: bool = False
+    torch_profiler_with_memory: bool = False
+    torch_profiler_with_flops: bool = False
+    torch_profiler_use_gzip: bool = True
+    delay_iterations: int = 0
+    """Steps to skip after the start."""
+    max_iterations: int = 0
+    """Steps to record; 0 for all until the stop."""
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> ProfilerConfig:
+        """Raises ConfigError for a key that is not known, or a value of another type."""
+        for name, value in values.items():
+            field = next((f for f in dataclasses.fields(ProfilerConfig) if f.name == name), None)
+            if field is None:
+                names = ", ".join(f.name for f in dataclasses.fields(ProfilerConfig))
+                raise ConfigError(f"--profiler-config has an unknown key {name!r}; it may have {names}")
+            if type(value) is not type(field.default) or (name == "profiler" and value != "torch"):
+                wanted = repr(field.default) if name == "profiler" else f"a value such as {field.default!r}"
+                raise ConfigError(f"--profiler-config: {name} is {value!r}; it must be {wanted}")
+            if isinstance(value, int) and value < 0:
+                raise ConfigError(f"--profiler-config: {name} is {value}; it must not be negative")
+        return ProfilerConfig(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,3 +51,17 @@ class ObservabilityConfig:
 
     disable_log_stats: bool = flag(False, "Compute no statistics.")
     enable_logging_iteration_details: bool = flag(False, "Log what every step computed and how long it took.")
+    profiler_config: dict[str, Any] | None = flag(
+        None,
+        'JSON object: what start_profile records and where the trace goes, e.g. {"torch_profiler_dir": "traces"}.',
+        parse=parse_json_object,
+        metavar="JSON",
+    )
+
+    def __post_init__(self) -> None:
+        ProfilerConfig.from_json(self.profiler_config or {})
+
+    @property
+    def profiler(self) -> ProfilerConfig:
+        """`profiler_config`, with its defaults."""
+        return ProfilerConfig.from_json(self.profiler_config or {})

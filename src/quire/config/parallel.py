@@ -15,6 +15,10 @@ class ParallelConfig:
         "uni", "Executor: uni (the worker lives in the engine's process), or package.module:Class."
     )
     worker_cls: str = flag("quire.worker.worker:Worker", "Worker class, as package.module:Class.")
+    engine_host: str | None = flag(
+        None,
+        "Speak with the engine core over TCP, encrypted and authenticated, on this address; unset: by private sockets.",
+    )
 
     @property
     def executor_class(self) -> str:

@@ -17,6 +17,18 @@ class SchedulerConfig:
     max_num_seqs: int | None = flag(
         None, "Requests running at once; default 256 offline, 128 serving.", parse=int, minimum=1
     )
+    max_num_queued_reqs: int | None = flag(
+        None,
+        "Requests that may wait for their first token; more are refused at once (503). Default: no limit.",
+        parse=int,
+        minimum=1,
+    )
+    max_num_queued_tokens: int | None = flag(
+        None,
+        "Prompt tokens that may wait for a first token; more are refused at once (503). Default: no limit.",
+        parse=parse_human_int,
+        minimum=1,
+    )
     max_num_scheduled_tokens: int | None = flag(
         None, "Tokens scheduled in one step where it should differ from the budget.", parse=parse_human_int, minimum=1
     )

@@ -13,20 +13,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from itertools import chain
+from typing import NamedTuple, cast
 
 from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache_init import initialize_kv_caches
+from quire.engine.lifecycle import Lifecycle
+from quire.engine.pulse import Pulse
 from quire.engine.request import BlockHasher, Request, RequestStatus
-from quire.engine.sched.interface import PauseState, SchedulerInterface
+from quire.engine.sched.interface import SchedulerInterface
 from quire.engine.step_report import describe_iteration, log_error_detail
 from quire.errors import ServerError, ValidationError
+from quire.failpoints import failpoint
 from quire.interrupts import InterruptShield
 from quire.logger import init_logger
 from quire.resolve import resolve
-from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, PauseMode
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 
 logger = init_logger(__name__)
@@ -57,7 +61,7 @@ class EngineCore:
     `aborts_queue.put` belong to one thread.
 
     Ctrl-C during a call takes effect at its end, so that the engine stays usable; outputs that were ready by then
-    come from the next step.
+    come from the next step. `lifecycle` holds the control verbs.
     """
 
     def __init__(
@@ -67,8 +71,10 @@ class EngineCore:
         log_stats: bool,
         executor_fail_callback: Callable[[], None] | None = None,
         include_finished_set: bool = False,
+        pulse: Pulse | None = None,
     ) -> None:
         logger.info("engine core: model %s, executor %s", config.model_config.name, executor_class.__name__)
+        self.pulse = pulse if pulse is not None else Pulse()
         self.executor = executor_class(config)
         if executor_fail_callback is not None:
             self.executor.register_failure_callback(executor_fail_callback)
@@ -103,7 +109,9 @@ class EngineCore:
         self._is_pooling_model = "generate" not in self.ready_response.supported_tasks
         self._log_iterations = config.observability_config.enable_logging_iteration_details
         self._num_iterations = 0
-        self._undelivered: StepResult | None = None
+        self._undelivered: deque[StepResult] = deque()
+        """Results of steps that nobody has been given yet."""
+        self.lifecycle = Lifecycle(self.scheduler, self.executor, self.has_work, self.finish_steps)
         gc.collect()
         gc.freeze()  # what lives now lives for ever: full collections need not walk it
 
@@ -125,9 +133,10 @@ class EngineCore:
         if not isinstance(request.request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request.request_id).__name__}")
         task = "generate" if request.pooling_params is None else request.pooling_params.task
-        if task not in self.get_supported_tasks():
+        supported = self.ready_response.supported_tasks
+        if task not in supported:
             raise ValidationError(
-                f"task {task!r} is not supported by this model; it does: {', '.join(self.get_supported_tasks())}",
+                f"task {task!r} is not supported by this model; it does: {', '.join(supported)}",
                 param="task",
                 value=task,
             )
@@ -157,25 +166,37 @@ class EngineCore:
         """Keep up to `batch_queue_size` steps in flight. Filling the queue comes before waiting for a result."""
         return self._deliver(self._step_with_batch_queue)
 
+    def has_work(self) -> bool:
+        """Whether a call of `step_fn` would do anything or has anything to give."""
+        return bool(self._undelivered or self.batch_queue) or self.scheduler.has_requests()
+
+    def finish_steps(self) -> None:
+        """Take in the results of all steps in flight, and start no other. The next calls of `step_fn` give them."""
+        while self.batch_queue:
+            self._run(lambda shield: (self._take_oldest(shield), True))
+
     def _deliver(self, run_step: Callable[[InterruptShield], StepResult]) -> StepResult:
+        if not self._undelivered:
+            self._run(run_step)
+        return self._undelivered.popleft()
+
+    def _run(self, run_step: Callable[[InterruptShield], StepResult]) -> None:
         """Run a step whole, or give up all steps in flight: should anyone go on, their requests are computed again."""
-        if self._undelivered is None:
-            with InterruptShield() as shield:
-                try:
-                    self._undelivered = run_step(shield)
-                except BaseException:
-                    shield.may_break = False
-                    self.batch_queue.clear()
-                    self.scheduler.abandon_steps()
-                    raise
-        result, self._undelivered = self._undelivered, None
-        return result
+        with InterruptShield() as shield:
+            try:
+                self._undelivered.append(run_step(shield))
+            except BaseException:
+                shield.may_break = False
+                self.batch_queue.clear()
+                self.scheduler.abandon_steps()
+                raise
 
     def _step(self, shield: InterruptShield) -> StepResult:
         if not self.scheduler.has_requests():
             return {}, False
         start = time.perf_counter()
-        scheduler_output = self.scheduler.schedule()
+        scheduler_output = self._schedule()
+        self._announce(scheduler_output)
         with self._executing(scheduler_output, shield):
             future = self._execute_later(scheduler_output)
             grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)  # while the model runs
@@ -202,20 +223,27 @@ class EngineCore:
         if not self.batch_queue:
             assert deferred is None  # it waits for a step in the queue
             return None, False
-        start = time.perf_counter()
-        oldest = self.batch_queue.pop()
-        with self._executing(oldest.output, shield):
-            model_output = oldest.result()
-        outputs = self._update(oldest.output, model_output)
+        outputs = self._take_oldest(shield)
         if deferred is not None:  # its grammars have seen all tokens now
             with self._executing(deferred.output, shield):
                 self.batch_queue.appendleft(deferred._replace(sample_future=self._sample_later(deferred.output)))
-        self._log_iteration(oldest.output, start)
         return outputs, executed
+
+    def _take_oldest(self, shield: InterruptShield) -> dict[int, EngineCoreOutputs]:
+        """Wait for the oldest step in flight and take its result in."""
+        start = time.perf_counter()
+        oldest = self.batch_queue.pop()
+        self._announce(oldest.output)
+        with self._executing(oldest.output, shield):
+            model_output = oldest.result()
+        outputs = self._update(oldest.output, model_output)
+        self._log_iteration(oldest.output, start)
+        return outputs
 
     def _submit(self, shield: InterruptShield) -> _QueuedStep:
         """Schedule a step and hand it to the executor, without waiting."""
-        scheduler_output = self.scheduler.schedule()
+        scheduler_output = self._schedule()
+        self._announce(scheduler_output)
         with self._executing(scheduler_output, shield):
             exec_future = self._execute_later(scheduler_output)
             sample_future = None
@@ -225,7 +253,23 @@ class EngineCore:
                 sample_future = self._sample_later(scheduler_output)
         return _QueuedStep(scheduler_output, exec_future, sample_future)
 
+    def _schedule(self) -> SchedulerOutput:
+        self.pulse.schedule()
+        failpoint("core.step.schedule")
+        return self.scheduler.schedule()
+
+    def _announce(self, scheduler_output: SchedulerOutput) -> None:
+        """Say whose step the executor works on from now on: if it never ends, these and no others were in it."""
+        num_tokens, request_ids = scheduler_output.total_num_scheduled_tokens, scheduler_output.num_scheduled_tokens
+        if not self.batch_queue:
+            self.pulse.execute(request_ids, num_tokens)
+        else:
+            steps = [scheduler_output, *(step.output for step in self.batch_queue)]
+            together = dict.fromkeys(chain.from_iterable(step.num_scheduled_tokens for step in steps))
+            self.pulse.execute(together, sum(step.total_num_scheduled_tokens for step in steps))
+
     def _execute_later(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+        failpoint("core.step.execute", scheduler_output.num_scheduled_tokens)
         future = self.executor.execute_model(scheduler_output, non_block=True)
         return cast("Future[ModelRunnerOutput | None]", future)
 
@@ -249,6 +293,8 @@ class EngineCore:
     def _update(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        self.pulse.update()
+        failpoint("core.step.update")
         self._process_aborts_queue()  # what was aborted while the model ran must not be sent
         return self.scheduler.update_from_output(scheduler_output, model_output)
 
@@ -264,59 +310,11 @@ class EngineCore:
             logger.info(describe_iteration(self._num_iterations, scheduler_output, time.perf_counter() - start))
             self._num_iterations += 1
 
-    # -- control -----------------------------------------------------------------------------------------------
+    def get_dropped_messages(self) -> dict[str, int]:
+        """Messages that could not be taken in, by reason. A core in its user's process is sent none."""
+        return {}
 
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can do."""
-        return self.ready_response.supported_tasks
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes. False if running requests are in the way and may not be preempted."""
-        with InterruptShield():
-            return self.scheduler.reset_prefix_cache(reset_running_requests)
-
-    def pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Stop scheduling. abort: end all requests first. keep: freeze them, to go on after `resume_scheduler`.
-
-        With abort their clients hear of it from the next step. `clear_cache` forgets all cached prefixes; frozen
-        requests are then computed again. Raises ValueError for "wait" (the caller's thread runs the steps: it can wait
-        by itself) and for an unknown mode.
-        """
-        if mode not in ("abort", "keep"):
-            hint = "run steps until none is left, then pause" if mode == "wait" else "use 'abort' or 'keep'"
-            raise ValueError(f"pause mode {mode!r} is not possible for an engine in this process; {hint}")
-        with InterruptShield():
-            if mode == "abort":
-                self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED, report=True)
-            self.scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
-            if clear_cache:
-                self.scheduler.reset_prefix_cache(reset_running_requests=True)
-
-    def resume_scheduler(self) -> None:
-        """Schedule everything again."""
-        self.scheduler.set_pause_state(PauseState.UNPAUSED)
-
-    def is_scheduler_paused(self) -> bool:
-        """Whether new requests are not scheduled."""
-        return self.scheduler.pause_state is not PauseState.UNPAUSED
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a worker method on every worker; one result each."""
-        return self.executor.collective_rpc(method, timeout, args, kwargs)
-
-    def profile(self, is_start: bool = True, prefix: str | None = None) -> None:
-        """Start or stop the workers' profiler."""
-        self.executor.profile(is_start, prefix)
-
-    def execute_dummy_batch(self) -> None:
-        """A forward pass that serves nobody."""
-        self.executor.execute_dummy_batch()
+    # -- the end -----------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """End the workers and release everything. May be called twice."""

@@ -13,15 +13,18 @@ from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
-from quire.errors import ClientError, GenerationError, ValidationError
+from quire.errors import ClientError, EngineDeadError, GenerationError, ValidationError
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.progress import GenerationProgress
 from quire.frontend.prompts import PromptType, as_prompt_list
 from quire.interrupts import InterruptShield
+from quire.logger import init_logger
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
+
+logger = init_logger(__name__)
 
 T = TypeVar("T")
 UseTqdm = bool | Callable[..., Any]
@@ -32,7 +35,12 @@ PreparedRequest = tuple[EngineCoreRequest, str | None]
 
 
 class BatchRunner:
-    """Runs prompts on an engine and gives their outputs in the order they were added."""
+    """Runs prompts on an engine and gives their outputs in the order they were added.
+
+    A request that fails inside the engine costs the others nothing: its output has the finish reason "error", a
+    message, and the tokens it had. Only where every request has failed is there an exception: GenerationError, or
+    EngineDeadError from an engine that is gone for good.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
@@ -44,11 +52,11 @@ class BatchRunner:
         self,
         prompts: PromptType | Sequence[PromptType],
         sampling_params: Params = None,
-        *,
-        use_tqdm: UseTqdm = False,
         lora_request: LoRAs = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        *,
+        use_tqdm: UseTqdm = False,
     ) -> list[PreparedRequest]:
         """Every prompt as a validated request, none of them added yet."""
         if "generate" not in self._engine.get_supported_tasks():
@@ -82,7 +90,9 @@ class BatchRunner:
         return requests
 
     def add(self, requests: Sequence[PreparedRequest]) -> list[str]:
-        """Queue prepared requests, all or none; the users' ids."""
+        """Queue prepared requests, all or none; the users' ids. Raises ClientError while the engine is paused."""
+        if self._engine.pause_mode is not None:
+            raise ClientError("the engine is paused or asleep, and a request would wait for ever; call wake_up() first")
         ids = [request.request_id for request, _ in requests]
         with self._all_or_none(ids):
             for request, text in requests:
@@ -98,7 +108,12 @@ class BatchRunner:
             return self._run(self.add(requests), use_tqdm)
 
     def run_added(self, use_tqdm: UseTqdm = False) -> list[RequestOutput]:
-        """Step until everything that was added is finished; the outputs in the order of adding."""
+        """Step until everything that was added is finished; the outputs in the order of adding.
+
+        Raises ClientError, and forgets nothing, if the engine was paused and its requests were kept.
+        """
+        if self._engine.pause_mode == "keep" and None in self._outputs.values():
+            raise ClientError("the engine is paused and its requests are frozen; call wake_up() first")
         ids = list(self._outputs)
         with self._all_or_none(ids):
             return self._run(ids, use_tqdm)
@@ -128,7 +143,22 @@ class BatchRunner:
         outputs = [done for request_id in ids if (done := self._outputs.pop(request_id)) is not None]
         if len(outputs) < len(ids):
             raise GenerationError(f"the engine has lost {len(ids) - len(outputs)} requests; this is a bug")
+        self._check_failures(outputs)
         return outputs
+
+    def _check_failures(self, outputs: Sequence[RequestOutput]) -> None:
+        """Log what failed; raise it if nothing else is there to be given back."""
+        failures = {
+            output.request_id: completion.error_message or "it failed inside the engine"
+            for output in outputs
+            for completion in output.outputs
+            if completion.finish_reason == "error"
+        }
+        for request_id, message in failures.items():
+            logger.error("request %s failed: %s", request_id, message)
+        if failures and len(failures) == len(outputs):
+            is_dead = self._engine.engine_core.engine_dead
+            raise (EngineDeadError if is_dead else GenerationError)(next(iter(failures.values())))
 
 
 def _one_per_prompt(name: str, value: T | Sequence[T], prompts: Sequence[Any]) -> Sequence[T]:

@@ -15,6 +15,9 @@ from quire.sampling_params import SamplingParams
 MAX_PENDING_TOKENS = 16
 """A character is complete after four bytes: what is still undecodable then is garbage and not held back for ever."""
 
+MAX_KEPT_CHARS = 256
+"""Of a text whose reader has seen it."""
+
 
 class TextStream:
     """Decodes one token after another.
@@ -36,6 +39,7 @@ class TextStream:
         self._added = {} if skip_special or spaces else tokenizer.added_token_ids
         self._last_was_added = False
         self._look_up = tokenizer.has_fixed_texts and not self._added
+        self._plain_texts = tokenizer.plain_texts if self._look_up else {}
         self._pending: list[int] = []
         self._context = self._prompt_context(prompt_ids)
 
@@ -43,8 +47,9 @@ class TextStream:
         """The end of the prompt, so that the output's first token keeps its leading space."""
         tail = [i for i in prompt_ids[-8 * CONTEXT_TOKENS :] if i not in self._skipped]
         for length in (CONTEXT_TOKENS, 2 * CONTEXT_TOKENS, 4 * CONTEXT_TOKENS):
-            if not self._decode(tail[-length:]).endswith(REPLACEMENT):
-                return tail[-length:]
+            text = self._decode(tail[-length:])
+            if not text.endswith(REPLACEMENT):
+                return tail[-length:] if text else []  # ids that have no text are no context
         return []
 
     def _decode(self, ids: list[int]) -> str:
@@ -52,11 +57,16 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that is complete now that `token_id` has come; often "" in the middle of a character."""
+        if self._context and not self._pending:
+            plain = self._plain_texts.get(token_id)
+            if plain is not None:
+                self._context = [token_id]
+                return plain
         if token_id in self._skipped:
             return ""
         if self._look_up and self._context and not self._pending:
             text = self._tokenizer.token_text(token_id)
-            if REPLACEMENT not in text:
+            if text and REPLACEMENT not in text:
                 self._context = [token_id]
                 return text
         if self._added and self._is_second_added(token_id):
@@ -149,14 +159,24 @@ class TextDetokenizer(IncrementalDetokenizer):
             spaces=params.spaces_between_special_tokens,
         )
         self._stops = StopStrings(params.stop or ())
+        self._has_stops = bool(self._stops)
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
+        self._shows_undecided = self._include_stop and not params.min_tokens
+        """A stop string is part of the output and found as soon as it is there. With `min_tokens` it may not be: the
+        text held back may hold a whole one, at which a later token ends the text."""
         self._text = ""
         self._decided = 0
         """Text before this is no part of a stop string and never will be."""
         self._shown = 0
 
     def update(self, new_token_ids: Sequence[int], stop_terminated: bool = False) -> str | None:
+        if not self._has_stops and not stop_terminated:
+            self.token_ids.extend(new_token_ids)
+            for token_id in new_token_ids:
+                self._text += self._stream.push(token_id)
+            self._decided = len(self._text)
+            return None
         hide_last = stop_terminated and not self._include_stop
         last = len(new_token_ids) - 1
         for position, token_id in enumerate(new_token_ids):
@@ -170,7 +190,7 @@ class TextDetokenizer(IncrementalDetokenizer):
 
     def _append(self, chunk: str) -> StopMatch | None:
         self._text += chunk
-        if not self._stops:
+        if not self._has_stops:
             self._decided = len(self._text)
             return None
         if len(self.token_ids) > self._min_tokens:
@@ -186,7 +206,17 @@ class TextDetokenizer(IncrementalDetokenizer):
     def get_next_output_text(self, finished: bool, delta: bool) -> str:
         if finished:
             self._text += self._stream.flush()
-        end = len(self._text) if finished or self._include_stop else self._decided
+        end = len(self._text) if finished or self._shows_undecided else self._decided
         start = self._shown if delta else 0
         self._shown = max(self._shown, end)
-        return self._text[start:end]
+        text = self._text[start:end]
+        if delta and self._decided > MAX_KEPT_CHARS:
+            self._forget_shown()
+        return text
+
+    def _forget_shown(self) -> None:
+        """Who reads deltas never reads again what was shown: a long text is not kept, nor copied for each token."""
+        count = min(self._shown, self._decided)
+        self._text = self._text[count:]
+        self._shown -= count
+        self._decided -= count

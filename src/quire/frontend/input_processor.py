@@ -9,13 +9,14 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from quire import envs
 from quire.config.model import ModelConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
-from quire.frontend.prompts import ParsedPrompt, PromptType, parse_prompt
+from quire.frontend.prompts import ParsedPrompt, PromptType, TokensPrompt, parse_prompt
+from quire.frontend.session import validate_session_params
 from quire.frontend.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
@@ -28,6 +29,10 @@ TOKENIZATION_KWARGS = (
     FieldBound("truncate_prompt_tokens", "int", 1, INT64_MAX, special=(-1,), optional=True),
     FieldBound("truncation_side", "str"),
 )
+MAX_SHOWN_ID_CHARS = 64
+"""Of the user's id, how much shows in the internal one."""
+MAX_CHARS_PER_TOKEN = 256
+"""More than any token of the vocabularies in use stands for."""
 _SEED_BITS = 62
 """Seeds given here leave room below 2**63 for `seed + index` of the n outputs of a prompt."""
 
@@ -69,6 +74,8 @@ class InputProcessor:
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         PRIORITY.validate(priority)
+        if resumable:
+            validate_session_params(params)
         if lora_request is not None:
             raise ValidationError(
                 f"LoRA adapter {lora_request.lora_name!r} was asked for, and this engine has no LoRA support",
@@ -95,14 +102,31 @@ class InputProcessor:
         )
         return request, parsed.text
 
+    def tokenize(self, prompt: PromptType, tokenization_kwargs: Mapping[str, Any] | None = None) -> TokensPrompt:
+        """`prompt` with the token ids of its text: what of `process_inputs` may be done on another thread, beforehand.
+
+        Raises as that does.
+        """
+        parsed = parse_prompt(prompt)
+        ids = self._token_ids(parsed, tokenization_kwargs or {})
+        tokens: dict[str, Any] = {"prompt_token_ids": ids, "prompt": parsed.text}
+        if parsed.cache_salt is not None:
+            tokens["cache_salt"] = parsed.cache_salt
+        if parsed.arrival_time is not None:
+            tokens["arrival_time"] = parsed.arrival_time
+        return cast("TokensPrompt", tokens)
+
     @staticmethod
     def assign_request_id(request: EngineCoreRequest) -> None:
-        """Keep the user's id as the external one and make a unique internal id of it (checklist S2-IN-014)."""
+        """Keep the user's id as the external one and make an internal id of it (checklist S2-IN-014).
+
+        The internal id is unique by 128 random bits (promise P19), and short: it travels with every token.
+        """
         if request.external_req_id is not None:
             raise ValueError(f"request {request.request_id} already has an internal id; it was added before")
         request.external_req_id = request.request_id
         if not envs.DISABLE_REQUEST_ID_RANDOMIZATION.flag():
-            request.request_id = f"{request.external_req_id}-{uuid.uuid4().hex[:8]}"
+            request.request_id = f"{request.external_req_id[:MAX_SHOWN_ID_CHARS]}-{uuid.uuid4().hex}"
 
     # -- the prompt ---------------------------------------------------------------------------------------------------
 
@@ -111,12 +135,24 @@ class InputProcessor:
         ids = prompt.token_ids
         if ids is None:
             assert prompt.text is not None
+            self._validate_text_len(prompt.text, kwargs)
             ids = self._require_tokenizer("a text prompt").encode(prompt.text, kwargs.get("add_special_tokens", True))
         keep = kwargs.get("truncate_prompt_tokens")
         if keep is None:
             return ids
         keep = self.max_model_len - 1 if keep == -1 else keep
         return ids[:keep] if kwargs.get("truncation_side", "left") == "right" else ids[-keep:]
+
+    def _validate_text_len(self, text: str, kwargs: Mapping[str, Any]) -> None:
+        """A text that cannot fit is refused unread: tokenizing it could take minutes."""
+        limit = self.max_model_len * MAX_CHARS_PER_TOKEN
+        if len(text) > limit and kwargs.get("truncate_prompt_tokens") is None:
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, too many for a context of {self.max_model_len} tokens "
+                f"(max_model_len; at most {limit} are looked at); shorten the prompt or raise --max-model-len",
+                param="prompt",
+                value=len(text),
+            )
 
     def _require_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:

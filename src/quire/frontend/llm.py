@@ -11,7 +11,8 @@ core itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
@@ -30,6 +31,7 @@ from quire.logger import init_logger
 from quire.lora_request import LoRARequest
 from quire.outputs import BeamSearchOutput, Logprob, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.wire.engine_core import PauseMode
 
 logger = init_logger(__name__)
 
@@ -115,15 +117,11 @@ class LLM:
 
         Parameters, adapters and priorities are one for all prompts or one per prompt; no parameters are the model's
         defaults. Everything is validated before anything runs: an error in one prompt leaves nothing behind. Ctrl-C
-        aborts these requests and leaves the engine usable.
+        aborts these requests and leaves the engine usable. A request that fails inside the engine has the finish reason
+        "error" and an `error_message`; if all of them fail, GenerationError (or EngineDeadError) is raised instead.
         """
         requests = self._batch.prepare(
-            prompts,
-            sampling_params,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-            priority=priority,
-            tokenization_kwargs=tokenization_kwargs,
+            prompts, sampling_params, lora_request, priority, tokenization_kwargs, use_tqdm=use_tqdm
         )
         return self._batch.add_and_run(requests, use_tqdm)
 
@@ -181,12 +179,7 @@ class LLM:
     ) -> list[str]:
         """As `generate`, but only queue the requests; their ids. `wait_for_completion` runs them."""
         requests = self._batch.prepare(
-            prompts,
-            sampling_params,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-            priority=priority,
-            tokenization_kwargs=tokenization_kwargs,
+            prompts, sampling_params, lora_request, priority, tokenization_kwargs, use_tqdm=use_tqdm
         )
         return self._batch.add(requests)
 
@@ -244,20 +237,6 @@ class LLM:
         """What `generate` uses without parameters: the model's generation_config.json over the usual defaults."""
         return self.llm_engine.input_processor.get_default_sampling_params()
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes; False if running requests held blocks and nothing was done."""
-        return self.llm_engine.reset_prefix_cache(reset_running_requests)
-
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of the worker class on every worker; one result per worker."""
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
-
     def get_metrics(self) -> NoReturn:
         """Raises ConfigError: this version exports no metrics yet."""
         raise ConfigError(
@@ -265,10 +244,79 @@ class LLM:
             "RequestOutput.metrics holds the times of its request, and LLMEngine takes stat_loggers"
         )
 
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Start the workers' profiler."""
-        self.llm_engine.engine_core.profile(True, profile_prefix)
+    # -- control ------------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Stop and give memory back until `wake_up`.
+
+        0 gives nothing back; 1 the KV cache (on an accelerator the weights move to main memory, too); 2 the KV cache
+        and the weights. abort: requests that were enqueued end; `wait_for_completion` returns what they have. keep:
+        they wait. Meanwhile `generate` raises ClientError.
+        """
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Take the memory again: all of it, or "weights" and "kv_cache" one by one; True once the model can run.
+
+        Weights are read again from the checkpoint they came from last. Answers are the same as before the sleep.
+        """
+        return self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Between `sleep` and the `wake_up` that ends it."""
+        return self.llm_engine.is_sleeping()
+
+    def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
+        """As `sleep`, for the KV cache alone."""
+        self.llm_engine.release_kv_cache_memory(mode)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prefixes; False if running requests held blocks and nothing was done."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def reset_mm_cache(self) -> None:
+        """Forget processed images and sounds: there are none yet."""
+        self.llm_engine.reset_mm_cache()
+
+    def update_weights(self, path: str | Path, version: str | None = None) -> str:
+        """Replace the weights in place by those of a checkpoint directory of the same architecture; the new version.
+
+        A checkpoint that does not fit raises ModelLoadError and changes nothing. `version` is a label; without one it
+        is the old one plus 1. Tokenizer and sampling defaults stay those the model was loaded with.
+        """
+        return self.llm_engine.update_weights(path, version)
+
+    def get_weight_version(self) -> str:
+        """Of the weights that are loaded; "0" for those of start-up."""
+        return self.llm_engine.get_weight_version()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker class on every worker; one result per worker.
+
+        With the engine in this process also a function, whose first argument is the worker; elsewhere ValidationError.
+        """
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call `func` with each worker's model. In-process engines only: no code crosses a process."""
+        return self.collective_rpc(lambda worker: func(worker.get_model()))
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Start the workers' profiler; the trace goes where --profiler-config says (the working directory)."""
+        self.llm_engine.start_profile(profile_prefix, delay_iterations=delay_iterations, max_iterations=max_iterations)
 
     def stop_profile(self) -> None:
-        """Stop the workers' profiler."""
-        self.llm_engine.engine_core.profile(False)
+        """Stop the workers' profiler and write its trace."""
+        self.llm_engine.stop_profile()

@@ -6,26 +6,26 @@ core wherever that lives.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.engine_args import EngineArgs
-from quire.errors import ValidationError
 from quire.frontend.client.base import EngineCoreClient, make_client
-from quire.frontend.input_processor import InputProcessor
-from quire.frontend.metrics.manager import StatLogger, StatLoggerManager
-from quire.frontend.metrics.stats import IterationStats
-from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.deadlines import TIMEOUT_S, Deadlines, deadline_error
+from quire.frontend.metrics.manager import StatLogger
 from quire.frontend.parallel_sampling import fan_out
 from quire.frontend.prompts import PromptType
+from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer
 from quire.frontend.tokenizer import Tokenizer
 from quire.interrupts import InterruptShield
 from quire.lora_request import LoRARequest
 from quire.outputs import PoolingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
-from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.engine_core import EngineCoreRequest, PauseMode
 
 
 class LLMEngine:
@@ -45,17 +45,22 @@ class LLMEngine:
     ) -> None:
         self.model_config = config.model_config
         self.log_stats = not config.observability_config.disable_log_stats if log_stats is None else log_stats
-        self.tokenizer = _load_tokenizer(config)
+        tokenizer = load_tokenizer(config.model_config)
         self.engine_core = make_client(config, log_stats=self.log_stats) if client is None else client
-        ready = self.engine_core.ready_response
-        self.input_processor = InputProcessor(
-            config.model_config, self.tokenizer, ready.max_model_len, ready.supported_tasks
+        self.pipeline = RequestPipeline(
+            config, tokenizer, self.engine_core.ready_response, log_stats=self.log_stats, stat_loggers=stat_loggers
         )
-        self.output_processor = OutputProcessor(
-            self.tokenizer, log_stats=self.log_stats, stream_interval=config.scheduler_config.stream_interval
+        self.tokenizer = tokenizer
+        self.input_processor = self.pipeline.input_processor
+        self.output_processor = self.pipeline.output_processor
+        self._request_timeout_s = config.frontend_config.request_timeout_s
+        self._deadlines: Deadlines[tuple[str, float]] = Deadlines(
+            lambda item: not self.output_processor.is_live(item[0])
         )
-        self.stat_loggers = StatLoggerManager(stat_loggers if self.log_stats else ())
+        """Requests and the seconds they were given."""
         self._undelivered: list[RequestOutput | PoolingRequestOutput] = []
+        self.pause_mode: PauseMode | None = None
+        """How this engine was paused or sent to sleep; None while it runs."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage: str = "offline") -> LLMEngine:
@@ -76,31 +81,51 @@ class LLMEngine:
         priority: int = 0,
         *,
         prompt_text: str | None = None,
+        resumable: bool = False,
+        timeout_s: float | None = None,
     ) -> str:
         """Validate a request and queue it; its internal id. `params` of None are the model's defaults.
 
+        After `timeout_s` (default: --request-timeout-s) it ends with finish reason "error", at the end of a step.
         An `EngineCoreRequest` made by the input processor is taken as it is, with `prompt_text` to show. Raises
         ValidationError for what the request holds, TypeError for an id that is not a str.
+
+        `resumable` opens a streaming-input session: what is added later with the same id is its next input, and the one
+        without `resumable` its last, which may be empty ("" or []). See `frontend/session.py` for its answers. It has
+        no time limit but that given with its first input.
         """
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
-        if isinstance(prompt, EngineCoreRequest):
-            if prompt.request_id != request_id:
-                raise ValidationError(
-                    f"request_id {request_id!r} is not that of the request, {prompt.request_id!r}", param="request_id"
+        TIMEOUT_S.validate(timeout_s)
+        session = self.output_processor.find_session(request_id)
+        if session is not None and not isinstance(prompt, EngineCoreRequest):
+            return self._submit_input(
+                *self.pipeline.prepare_input(
+                    session,
+                    prompt,
+                    params,
+                    resumable=resumable,
+                    arrival_time=arrival_time,
+                    tokenization_kwargs=tokenization_kwargs,
                 )
-            return self._submit(prompt, prompt_text)
-        request, text = self.input_processor.process_inputs(
+            )
+        start = time.monotonic()
+        request, text = self.pipeline.prepare(
             request_id,
             prompt,
-            self.input_processor.get_default_sampling_params() if params is None else params,
+            params,
             arrival_time=arrival_time,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
             priority=priority,
+            prompt_text=prompt_text,
+            resumable=resumable,
         )
-        return self._submit(request, text if prompt_text is None else prompt_text)
+        internal_id = self._submit(request, text)
+        if timeout_s is None and not resumable:
+            timeout_s = self._request_timeout_s
+        if timeout_s is not None:
+            self._deadlines.add((internal_id, timeout_s), start + timeout_s)
+        return internal_id
 
     def _submit(self, request: EngineCoreRequest, text: str | None) -> str:
         """Register a request here, then tell the core (checklist S2-LE-002); on failure neither knows it."""
@@ -116,14 +141,23 @@ class LLMEngine:
             raise
         return request.request_id
 
+    def _submit_input(self, segment: EngineCoreRequest, text: str | None) -> str:
+        """The same for the next input of a session; on failure that ends."""
+        try:
+            with InterruptShield():
+                self.output_processor.add_request(segment, text)
+            self.engine_core.add_request(segment)
+        except BaseException:
+            self.abort_request([segment.request_id], internal=True)
+            raise
+        return segment.request_id
+
     def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:
         """Abort by the users' ids (or internal ones). Unknown and finished ids are ignored."""
         with InterruptShield():
-            stats = IterationStats() if self.log_stats else None
-            aborted = self.output_processor.abort_requests(request_ids, internal=internal, iteration_stats=stats)
+            aborted = self.pipeline.forget(request_ids, internal=internal)
             if aborted:
                 self.engine_core.abort_requests(aborted)
-                self.stat_loggers.record(None, stats)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Run one step; the outputs it gave (checklist S2-LE-006).
@@ -132,14 +166,20 @@ class LLMEngine:
         """
         outputs = self.engine_core.get_output()
         with InterruptShield():
-            stats = IterationStats() if self.log_stats and outputs.outputs else None
+            stats = self.pipeline.open_stats(outputs)
             processed = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp, stats)
             self._undelivered += processed.request_outputs
             self.engine_core.abort_requests(processed.reqs_to_abort)
-            if outputs.scheduler_stats is not None or stats is not None:
-                self.stat_loggers.record(outputs.scheduler_stats, stats, outputs.engine_index)
+            self.pipeline.close_stats(outputs, stats)
+            self._expire()
         delivered, self._undelivered = self._undelivered, []
         return delivered
+
+    def _expire(self) -> None:
+        for request_id, timeout_s in self._deadlines.take_due(time.monotonic()):
+            failed = self.pipeline.fail([request_id], deadline_error(timeout_s))
+            self._undelivered += failed.request_outputs
+            self.engine_core.abort_requests(failed.reqs_to_abort)
 
     def get_num_unfinished_requests(self) -> int:
         """Live requests; the n outputs of a prompt count one by one."""
@@ -153,44 +193,115 @@ class LLMEngine:
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValidationError if the engine was started without one."""
-        if self.tokenizer is None:
-            raise ValidationError("the engine was started with skip_tokenizer_init: it has no tokenizer")
-        return self.tokenizer
+        return self.pipeline.get_tokenizer()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model is for: ("generate",) or pooling tasks."""
         return self.engine_core.ready_response.supported_tasks
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes; False if running requests held blocks and nothing was done."""
-        return self.engine_core.reset_prefix_cache(reset_running_requests)
+    # -- control ------------------------------------------------------------------------------------------------------
 
-    def collective_rpc(
+    def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Stop generating; new requests wait for `resume_generation`.
+
+        abort: end all requests; the next steps give their last outputs. keep: freeze them. wait: let them end first
+        (ValueError for an engine core in this process: the caller runs its steps).
+        """
+        self.engine_core.pause_scheduler(mode, clear_cache)
+        self.pause_mode = mode
+
+    def resume_generation(self) -> None:
+        """Generate again."""
+        self.engine_core.resume_scheduler()
+        self.pause_mode = None
+
+    def is_paused(self) -> bool:
+        """Whether new requests wait."""
+        return self.engine_core.is_scheduler_paused()
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pause and give memory back: 0 none, 1 the KV cache, 2 the weights, too (`engine/lifecycle.py`)."""
+        self.engine_core.sleep(level, mode)
+        self.pause_mode = mode
+
+    def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
+        """Pause and give back the KV cache only."""
+        self.engine_core.release_kv_cache_memory(mode)
+        self.pause_mode = mode
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Take memory again: all, or "weights", "kv_cache"; True once all is there and generation goes on."""
+        is_awake = self.engine_core.wake_up(tags)
+        if is_awake:
+            self.pause_mode = None
+        return is_awake
+
+    def is_sleeping(self) -> bool:
+        """Between `sleep` and the `wake_up` that ends it."""
+        return self.engine_core.is_sleeping()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prefixes; False if running requests held blocks and nothing was done."""
+        return self.engine_core.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def reset_mm_cache(self) -> None:
+        """Forget processed images and sounds: there are none yet."""
+        self.engine_core.reset_mm_cache()
+
+    def reset_encoder_cache(self) -> None:
+        """Forget encoder outputs: there are none yet."""
+        self.engine_core.reset_encoder_cache()
+
+    def update_weights(self, path: str | Path, version: str | None = None) -> str:
+        """Replace the weights in place by those of a checkpoint directory of the same architecture; the new version.
+
+        Requests in progress keep their tokens and go on with the new weights. ModelLoadError leaves the old ones.
+        """
+        return self.engine_core.update_weights(str(path), version)
+
+    def get_weight_version(self) -> str:
+        """Of the weights that are loaded; "0" for those of start-up."""
+        return self.engine_core.get_weight_version()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter. Raises ClientError: none can be served yet."""
+        return self.engine_core.add_lora(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter."""
+        return self.engine_core.remove_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters that are loaded."""
+        return self.engine_core.list_loras()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter from being evicted."""
+        return self.engine_core.pin_lora(lora_id)
+
+    def start_profile(
         self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method on every worker; one result per worker."""
-        return self.engine_core.collective_rpc(method, timeout, args, kwargs)
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Start the workers' profiler. None for the counts means as --profiler-config says."""
+        self.engine_core.profile(True, profile_prefix, delay_iterations, max_iterations)
+
+    def stop_profile(self) -> None:
+        """Stop the workers' profiler and write its trace."""
+        self.engine_core.profile(False)
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method on every worker; arguments and result are those of `EngineCoreClient.collective_rpc`."""
+        return self.engine_core.collective_rpc(*args, **kwargs)
 
     def do_log_stats(self) -> None:
         """Let the statistics loggers write now."""
-        self.stat_loggers.log()
+        self.pipeline.stat_loggers.log()
 
     def shutdown(self) -> None:
         """Abort what is live and release the core. Idempotent."""
         self.abort_request(list(self.output_processor.request_states), internal=True)
         self.engine_core.shutdown()
-
-
-def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """Before the core starts: a broken tokenizer should not cost the loading of a model."""
-    model_config = config.model_config
-    if model_config.skip_tokenizer_init:
-        return None
-    tokenizer = Tokenizer.from_dir(model_config.tokenizer_dir, model_config.tokenizer_mode)
-    if model_config.chat_template is not None:
-        tokenizer.use_chat_template(model_config.chat_template)
-    return tokenizer

@@ -33,7 +33,6 @@ UNSUPPORTED_DEFAULTS: dict[str, Any] = {
     "pooler_config": None,
     "structured_outputs_config": None,
     "speculative_config": None,
-    "profiler_config": None,
     "attention_config": None,
     "compilation_config": None,
     "quantization_config": None,
@@ -42,8 +41,8 @@ UNSUPPORTED_DEFAULTS: dict[str, Any] = {
     "spec_model": None,
     "spec_tokens": None,
 }
-ALWAYS_SO = frozenset({"enforce_eager"})
-"""Switches whose either position describes what Quire does: nothing is captured or compiled."""
+ALWAYS_SO = frozenset({"enforce_eager", "enable_sleep_mode"})
+"""Switches whose either position describes what Quire does: it captures and compiles nothing, and can always sleep."""
 
 
 def check_keywords(keywords: dict[str, Any]) -> dict[str, Any]:

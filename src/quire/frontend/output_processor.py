@@ -1,20 +1,27 @@
 """From `EngineCoreOutputs` to `RequestOutput`s: the only loop over what the core sends (checklist S2-OUT-001…022).
 
 Text, log-probabilities, the n outputs of a prompt and request statistics are made here; the core knows none of them.
-A stop string is found here, too: the core learns of it as an abort.
+A stop string is found here, too: the core learns of it as an abort. A request that failed in the engine
+(FinishReason.ERROR) is a GenerationError for whoever awaits it through a queue; in the list that a synchronous caller
+takes, it is an output with finish reason "error", its message, and the tokens it had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from quire.errors import GenerationError
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.parallel_sampling import ParentRequest
-from quire.frontend.request_state import OutputQueue, RequestState
+from quire.frontend.request_state import OutputQueue, QueuePlace, RequestState
+from quire.frontend.session import SessionState
 from quire.frontend.tokenizer import Tokenizer
+from quire.logger import init_logger
 from quire.outputs import PoolingRequestOutput, RequestOutput, RequestStateStats
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+logger = init_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -36,15 +43,30 @@ class OutputProcessor:
         self._stream_interval = stream_interval
         self.request_states: dict[str, RequestState] = {}
         self.parent_requests: dict[str, ParentRequest] = {}
-        self.external_req_ids: dict[str, list[str]] = {}
+        self.external_req_ids: dict[str, dict[str, None]] = {}
+        """Internal ids by the user's, in order."""
+        self._resting_sessions: set[str] = set()
+        """Live requests that nothing will come of before their users send more."""
 
     def get_num_unfinished_requests(self) -> int:
-        """Live requests, the children of a parent counted one by one."""
-        return len(self.request_states)
+        """Live requests, the children of a parent counted one by one, sessions that wait for input left out."""
+        return len(self.request_states) - len(self._resting_sessions)
 
     def has_unfinished_requests(self) -> bool:
-        """Is any request live?"""
-        return bool(self.request_states)
+        """Is an output of any request to come?"""
+        return self.get_num_unfinished_requests() > 0
+
+    def find_session(self, external_req_id: str) -> RequestState | None:
+        """The session a user calls by this id, if it takes more input."""
+        for request_id in self.external_req_ids.get(external_req_id, ()):
+            state = self.request_states[request_id]
+            if state.session is not None and state.session.is_open:
+                return state
+        return None
+
+    def is_live(self, request_id: str) -> bool:
+        """Is a request, or any of a parent's children, unfinished? By internal id."""
+        return request_id in self.request_states or request_id in self.parent_requests
 
     def add_request(
         self,
@@ -53,8 +75,17 @@ class OutputProcessor:
         parent: ParentRequest | None = None,
         index: int = 0,
         queue: OutputQueue | None = None,
+        place: QueuePlace | None = None,
     ) -> None:
-        """Remember a request. Must happen before the core hears of it, or its first output would find nobody."""
+        """Remember a request. Must happen before the core hears of it, or its first output would find nobody.
+
+        `queue` is where its outputs go if somebody awaits them, `place` what it takes up until its first token. A
+        request that continues a session becomes its next segment, and has neither. Raises ValueError where the id of a
+        new request is in use, or no session that takes input has it.
+        """
+        if request.continues_session:
+            self._add_input(request, prompt)
+            return
         if request.request_id in self.request_states:
             raise ValueError(f"request id {request.request_id} is in use; ids of live requests are unique")
         state = RequestState.from_new_request(
@@ -64,13 +95,29 @@ class OutputProcessor:
             parent,
             index,
             queue=queue,
+            place=place,
             log_stats=self._log_stats,
             stream_interval=self._stream_interval,
         )
         self.request_states[request.request_id] = state
-        self.external_req_ids.setdefault(state.external_req_id, []).append(request.request_id)
+        self.external_req_ids.setdefault(state.external_req_id, {})[request.request_id] = None
         if parent is not None:
             self.parent_requests[parent.request_id] = parent
+
+    def _add_input(self, segment: EngineCoreRequest, prompt: str | None) -> None:
+        state = self.request_states.get(segment.request_id)
+        if state is None or state.session is None or not state.session.is_open:
+            raise ValueError(f"no session {segment.request_id} takes input: it has ended or been closed")
+        state.session.add_input(segment, prompt)
+        self._resting_sessions.discard(segment.request_id)
+        self._go_on(state, state.session)
+
+    def _go_on(self, state: RequestState, session: SessionState) -> None:
+        """Begin the next segment of a session, if there is one to begin."""
+        if session.begins:
+            self.request_states[state.request_id] = state.next_segment(self._tokenizer, session, self._stream_interval)
+        elif session.rests:
+            self._resting_sessions.add(state.request_id)
 
     def abort_requests(
         self, request_ids: Iterable[str], *, internal: bool = False, iteration_stats: IterationStats | None = None
@@ -81,17 +128,43 @@ class OutputProcessor:
         awaits such a request through a queue gets its last output, with finish reason "abort".
         """
         aborted = []
+        for state in self._states(request_ids, internal):
+            aborted.append(state.request_id)
+            output = state.make_request_output(FinishReason.ABORT)
+            if state.queue is not None and output is not None:
+                state.queue.put(output)
+            self._finish_request(state, FinishReason.ABORT, iteration_stats)
+        return aborted
+
+    def fail_requests(
+        self,
+        request_ids: Iterable[str],
+        error: Exception,
+        *,
+        reason: FinishReason = FinishReason.ERROR,
+        iteration_stats: IterationStats | None = None,
+    ) -> OutputProcessorOutput:
+        """End requests (internal ids) with `error`. Whoever awaits one through a queue gets the error, others an output
+        with finish reason "error" and its words. `reason` is for the statistics."""
+        result = OutputProcessorOutput()
+        for state in self._states(request_ids, internal=True):
+            result.reqs_to_abort.append(state.request_id)
+            if state.queue is not None:
+                state.queue.put(error)
+            else:
+                output = state.make_request_output(FinishReason.ERROR, None, str(error))
+                if output is not None:
+                    result.request_outputs.append(output)
+            self._finish_request(state, reason, iteration_stats)
+        return result
+
+    def _states(self, request_ids: Iterable[str], internal: bool) -> Iterator[RequestState]:
+        """The live requests among those named, one by one: the caller may finish each."""
         for request_id in request_ids:
             for internal_id in self._internal_ids(request_id, internal):
                 state = self.request_states.get(internal_id)
-                if state is None:
-                    continue
-                aborted.append(internal_id)
-                output = state.make_request_output(FinishReason.ABORT)
-                if state.queue is not None and output is not None:
-                    state.queue.put(output)
-                self._finish_request(state, FinishReason.ABORT, iteration_stats)
-        return aborted
+                if state is not None:
+                    yield state
 
     def _internal_ids(self, request_id: str, internal: bool) -> list[str]:
         if not internal:
@@ -112,8 +185,15 @@ class OutputProcessor:
         result = OutputProcessorOutput()
         for output in outputs:
             state = self.request_states.get(output.request_id)
-            if state is not None:
+            if state is None:
+                continue
+            try:
                 self._process_output(state, output, engine_timestamp, iteration_stats, result)
+            except Exception as e:  # a fault in one request's text must not cost the others theirs
+                logger.exception("an output of request %s cannot be processed; it ends with an error", state.request_id)
+                if state.request_id in self.request_states:
+                    message = f"an output of the request cannot be processed: {type(e).__name__}: {e}"
+                    self._fail(state, output, message, iteration_stats, result)
         return result
 
     def _process_output(
@@ -125,57 +205,98 @@ class OutputProcessor:
         result: OutputProcessorOutput,
     ) -> None:
         if iteration_stats is not None and state.stats is not None:
-            iteration_stats.update_from_output(output, engine_timestamp, state.is_prefilling, state.stats)
-        state.note_prefill(output)
+            iteration_stats.update_from_output(
+                output, engine_timestamp, state.is_prefilling, state.stats, state.num_context_tokens
+            )
+        if state.is_prefilling:
+            state.note_prefill(output)
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        stop_string = self._update_text(state, output)
-        if stop_string is not None:
-            finish_reason, stop_reason = FinishReason.STOP, stop_string
+        ends_segment = output.segment_finish_reason is not None
+        if ends_segment:
+            finish_reason = output.segment_finish_reason
+        if finish_reason is FinishReason.ERROR and state.queue is not None:
+            message = output.error_message or f"request {state.external_req_id} failed inside the engine"
+            self._fail(state, output, message, iteration_stats, result)
+            return
         user_output: RequestOutput | PoolingRequestOutput | None
         if state.request.pooling_params is not None:
             user_output = state.make_pooling_output(output)
         else:
-            user_output = state.make_request_output(finish_reason, stop_reason)
+            stop_string = state.update_text(output, finish_reason is FinishReason.STOP)
+            if stop_string is not None:
+                finish_reason, stop_reason = FinishReason.STOP, stop_string
+            user_output = state.make_request_output(finish_reason, stop_reason, output.error_message)
         if user_output is not None:
+            if ends_segment:
+                user_output.finished = False
             if state.queue is not None:
                 state.queue.put(user_output)
             else:
                 result.request_outputs.append(user_output)
-        if finish_reason is not None:
+        if ends_segment:
+            self._end_segment(state, finish_reason, iteration_stats)
+        elif finish_reason is not None:
             self._finish_request(state, finish_reason, iteration_stats)
             if not output.finished:
                 result.reqs_to_abort.append(state.request_id)
 
-    @staticmethod
-    def _update_text(state: RequestState, output: EngineCoreOutput) -> str | None:
-        """Detokenize and take in log-probabilities; the stop string that was found, if any.
-
-        Tokens after a stop string, and their log-probabilities, are dropped.
-        """
-        before = len(state.detokenizer.token_ids)
-        stop_string = state.detokenizer.update(output.new_token_ids, output.finish_reason is FinishReason.STOP)
-        if state.logprobs is not None:
-            num_tokens = len(state.detokenizer.token_ids) - before
-            state.logprobs.update_from_output(output.new_logprobs, output.new_prompt_logprobs_tensors, num_tokens)
-        return stop_string
+    def _fail(
+        self,
+        state: RequestState,
+        output: EngineCoreOutput,
+        message: str,
+        iteration_stats: IterationStats | None,
+        result: OutputProcessorOutput,
+    ) -> None:
+        """Whoever awaits the request gets a GenerationError; the other outputs of its prompt end with it."""
+        if state.queue is not None:
+            state.queue.put(GenerationError(message))
+        else:
+            failed = state.make_error_output(message)
+            if failed is not None:
+                result.request_outputs.append(failed)
+        self._finish_request(state, FinishReason.ERROR, iteration_stats)
+        if not output.finished:
+            result.reqs_to_abort.append(state.request_id)
+        if state.queue is not None and state.parent is not None:
+            result.reqs_to_abort += self.abort_requests(
+                [state.parent.request_id], internal=True, iteration_stats=iteration_stats
+            )
 
     def _finish_request(
         self, state: RequestState, finish_reason: FinishReason, iteration_stats: IterationStats | None
     ) -> None:
         """Forget a request and close its books."""
+        state.leave_queue()
         del self.request_states[state.request_id]
+        self._resting_sessions.discard(state.request_id)
         siblings = self.external_req_ids[state.external_req_id]
-        siblings.remove(state.request_id)
+        del siblings[state.request_id]
         if not siblings:
             del self.external_req_ids[state.external_req_id]
         parent = state.parent
-        if parent is not None and not parent.child_requests:
-            self.parent_requests.pop(parent.request_id, None)
+        if parent is not None:
+            parent.child_requests.discard(state.request_id)
+            if not parent.child_requests:
+                self.parent_requests.pop(parent.request_id, None)
         if iteration_stats is not None and state.stats is not None:
             _record_finished(state, state.stats, finish_reason, iteration_stats)
 
+    def _end_segment(
+        self, state: RequestState, finish_reason: FinishReason | None, iteration_stats: IterationStats | None
+    ) -> None:
+        """A session has answered one input."""
+        session = state.session
+        if session is None or finish_reason is None:
+            raise ValueError(f"an end of a segment came for request {state.request_id}, which is no session")
+        session.is_answered = True
+        if iteration_stats is not None and state.stats is not None:
+            _close_books(state, state.stats, finish_reason, iteration_stats)
+            iteration_stats.take_segment(session.stats)
+        self._go_on(state, session)
 
-def _record_finished(
+
+def _close_books(
     state: RequestState, stats: RequestStateStats, finish_reason: FinishReason, iteration_stats: IterationStats
 ) -> None:
     params = state.request.sampling_params
@@ -183,14 +304,38 @@ def _record_finished(
         state.external_req_id,
         finish_reason,
         stats,
-        num_prompt_tokens=len(state.request.prompt_token_ids or ()),
+        num_prompt_tokens=state.num_prompt_tokens - state.num_context_tokens,
         max_tokens_param=None if params is None else params.max_tokens,
-        num_cached_tokens=state.num_cached_tokens or 0,
+        num_cached_tokens=max(0, (state.num_cached_tokens or 0) - state.num_context_tokens),
     )
+
+
+def _record_finished(
+    state: RequestState, stats: RequestStateStats, finish_reason: FinishReason, iteration_stats: IterationStats
+) -> None:
     longest = stats.num_generation_tokens
+    if state.session is None:
+        _close_books(state, stats, finish_reason, iteration_stats)
+    else:
+        longest = _record_finished_session(state, state.session, stats, finish_reason, iteration_stats)
     if state.parent is not None:
         longest = state.parent.observe_num_generation_tokens(longest)
         if state.parent.child_requests:
             return
     iteration_stats.max_num_generation_tokens.append(longest)
     iteration_stats.n_params.append(1 if state.parent is None else state.parent.n)
+
+
+def _record_finished_session(
+    state: RequestState,
+    session: SessionState,
+    stats: RequestStateStats,
+    finish_reason: FinishReason,
+    iteration_stats: IterationStats,
+) -> int:
+    """One finished request, however many segments it had; the tokens it generated in all."""
+    if not session.is_answered:
+        _close_books(state, stats, finish_reason, iteration_stats)
+        iteration_stats.take_segment(session.stats)
+    iteration_stats.update_from_finished_session(session.stats, finish_reason)
+    return session.stats.num_generation_tokens

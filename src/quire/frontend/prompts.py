@@ -56,6 +56,13 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     )
 
 
+def text_of(prompt: Any) -> str | None:
+    """The text that has to be tokenized, of a prompt of any form; None where there is none."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
+    return prompt if isinstance(prompt, str) else None
+
+
 def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     for key, value in prompt.items():
         if key not in _KEYS and value is not None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.logprobs import LogprobsProcessor
 from quire.frontend.parallel_sampling import ParentRequest
+from quire.frontend.session import SessionState
 from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import (
     CompletionOutput,
@@ -18,8 +19,9 @@ from quire.outputs import (
     RequestStateStats,
 )
 from quire.sampling_params import RequestOutputKind
-from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason
-from quire.wire.stats import PrefillStats
+from quire.wire.engine_core import FINISH_REASON_STRINGS, EngineCoreOutput, EngineCoreRequest, FinishReason
+
+_DELTA, _FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
 class OutputQueue(Protocol):
@@ -28,9 +30,18 @@ class OutputQueue(Protocol):
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None: ...
 
 
+class QueuePlace(Protocol):
+    """What a waiting request takes up, until its first token or its end."""
+
+    def release_one(self) -> None: ...
+
+
 @dataclass(slots=True)
 class RequestState:
-    """Everything the frontend remembers of a request between two outputs. Keyed by the internal id."""
+    """Everything the frontend remembers of a request between two outputs. Keyed by the internal id.
+
+    What is looked at for every token stands here itself, not in the request or its parameters.
+    """
 
     request: EngineCoreRequest
     prompt: str | None
@@ -38,12 +49,24 @@ class RequestState:
     index: int
     detokenizer: IncrementalDetokenizer
     logprobs: LogprobsProcessor | None
+    """None where no log-probabilities were asked for."""
     stats: RequestStateStats | None
     queue: OutputQueue | None
+    place: QueuePlace | None
     stream_interval: int
+    output_kind: RequestOutputKind
+    request_id: str
+    """The internal id."""
+    external_req_id: str
+    """The user's id."""
     is_prefilling: bool = True
-    prefill_stats: PrefillStats | None = None
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache; None before the first output."""
     num_sent_tokens: int = 0
+    session: SessionState | None = None
+    """Of a streaming-input session; the rest is the state of its present segment."""
+    num_context_tokens: int = 0
+    """Prompt tokens that earlier segments have brought."""
 
     @classmethod
     def from_new_request(
@@ -55,6 +78,7 @@ class RequestState:
         index: int,
         *,
         queue: OutputQueue | None,
+        place: QueuePlace | None = None,
         log_stats: bool,
         stream_interval: int,
     ) -> RequestState:
@@ -72,49 +96,112 @@ class RequestState:
                 if params is None
                 else IncrementalDetokenizer.from_params(tokenizer, params, prompt_ids)
             ),
-            logprobs=None if params is None else LogprobsProcessor(tokenizer, params, prompt_ids),
+            logprobs=None if params is None else LogprobsProcessor.from_params(tokenizer, params, prompt_ids),
             stats=RequestStateStats(arrival_time=request.arrival_time) if log_stats else None,
             queue=queue,
+            place=place,
             stream_interval=(params.stream_interval if params is not None else None) or stream_interval,
+            output_kind=request.params.output_kind,
+            request_id=request.request_id,
+            external_req_id=request.external_req_id or request.request_id,
+            session=SessionState(request.arrival_time) if request.resumable else None,
         )
 
-    @property
-    def request_id(self) -> str:
-        """The internal id."""
-        return self.request.request_id
+    def next_segment(self, tokenizer: Tokenizer | None, session: SessionState, stream_interval: int) -> RequestState:
+        """The state of a session that goes on with the next input it was sent."""
+        segment, text = session.queued.popleft()
+        state = RequestState.from_new_request(
+            tokenizer,
+            self.request.continued(self.detokenizer.token_ids, segment),
+            text,
+            None,
+            0,
+            queue=self.queue,
+            log_stats=self.stats is not None,
+            stream_interval=stream_interval,
+        )
+        session.is_answered = False
+        state.session = session
+        state.num_context_tokens = state.num_prompt_tokens - len(segment.prompt_token_ids or ())
+        if state.stats is not None and self.stats is not None:
+            state.stats.is_corrupted = self.stats.is_corrupted  # counted once per request
+        return state
 
     @property
-    def external_req_id(self) -> str:
-        """The user's id."""
-        return self.request.external_req_id or self.request.request_id
+    def num_prompt_tokens(self) -> int:
+        """In a session: all that the present segment's outputs follow."""
+        return len(self.request.prompt_token_ids or ())
 
     @property
-    def output_kind(self) -> RequestOutputKind:
-        return self.request.params.output_kind
-
-    @property
-    def num_cached_tokens(self) -> int | None:
-        """Prompt tokens found in the prefix cache; None before the first output."""
-        return None if self.prefill_stats is None else self.prefill_stats.num_cached_tokens
+    def min_context_len(self) -> int:
+        """Tokens there will be at least before the next input that is sent to the session."""
+        queued = self.session.queued if self.session is not None else ()
+        num_queued = sum(len(segment.prompt_token_ids or ()) for segment, _ in queued)
+        return self.num_prompt_tokens + max(0, len(self.detokenizer.token_ids) - 1) + num_queued
 
     def note_prefill(self, output: EngineCoreOutput) -> None:
-        """The first tokens have come."""
+        """The first outputs come, with tokens or without."""
         if output.new_token_ids:
             self.is_prefilling = False
-        if self.prefill_stats is None:
-            self.prefill_stats = output.prefill_stats
+            self.leave_queue()
+        if output.prefill_stats is not None and self.num_cached_tokens is None:
+            self.num_cached_tokens = output.prefill_stats.num_cached_tokens
+
+    def leave_queue(self) -> None:
+        """It waits no more."""
+        if self.place is not None:
+            self.place.release_one()
+            self.place = None
+
+    def update_text(self, output: EngineCoreOutput, stop_terminated: bool) -> str | None:
+        """Detokenize and take in log-probabilities; the stop string that was found, if any.
+
+        Tokens after a stop string, and their log-probabilities, are dropped.
+        """
+        detokenizer = self.detokenizer
+        if self.logprobs is None:
+            return detokenizer.update(output.new_token_ids, stop_terminated)
+        before = len(detokenizer.token_ids)
+        stop_string = detokenizer.update(output.new_token_ids, stop_terminated)
+        num_tokens = len(detokenizer.token_ids) - before
+        self.logprobs.update_from_output(output.new_logprobs, output.new_prompt_logprobs_tensors, num_tokens)
+        return stop_string
 
     # -- outputs ------------------------------------------------------------------------------------------------------
 
     def make_request_output(
-        self, finish_reason: FinishReason | None, stop_reason: int | str | None = None
+        self,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None = None,
+        error_message: str | None = None,
     ) -> RequestOutput | None:
         """What there is to show now; None when there is nothing (checklist S2-OUT-013…018)."""
         finished = finish_reason is not None
-        if not finished and (self.output_kind is RequestOutputKind.FINAL_ONLY or not self._interval_is_over()):
+        if not finished and (self.output_kind is _FINAL_ONLY or not self._interval_is_over()):
             return None
-        completion = self._make_completion_output(finish_reason, stop_reason)
-        outputs = [completion]
+        detokenizer, logprobs, delta = self.detokenizer, self.logprobs, self.output_kind is _DELTA
+        start = self.num_sent_tokens if delta else 0
+        token_ids = detokenizer.token_ids[start:]
+        self.num_sent_tokens = start + len(token_ids)
+        completion = CompletionOutput(
+            self.index,
+            detokenizer.get_next_output_text(finished, delta),
+            token_ids,
+            None if logprobs is None else logprobs.cumulative_logprob,
+            None if logprobs is None or logprobs.logprobs is None else logprobs.logprobs[start:],
+        )
+        completion.lora_request = self.request.lora_request
+        if finish_reason is not None:
+            completion.finish_reason = FINISH_REASON_STRINGS[finish_reason]
+            completion.stop_reason, completion.error_message = stop_reason, error_message
+        return self._show(completion)
+
+    def make_error_output(self, message: str) -> RequestOutput | None:
+        """The end of a request whose text cannot be made: no text, no tokens, `message`."""
+        return self._show(CompletionOutput(self.index, "", [], None, None, "error", error_message=message))
+
+    def _show(self, completion: CompletionOutput) -> RequestOutput | None:
+        outputs, finished = [completion], completion.finish_reason is not None
         if self.parent is not None:
             outputs, finished = self.parent.get_outputs(self.request_id, completion)
             if not outputs:
@@ -123,45 +210,23 @@ class RequestState:
             request_id=self.external_req_id,
             prompt=self.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            prompt_logprobs=self._prompt_logprobs(),
+            prompt_logprobs=None if self.logprobs is None else self._prompt_logprobs(self.logprobs),
             outputs=outputs,
             finished=finished,
             metrics=self.stats,
-            lora_request=self.request.lora_request,
+            lora_request=completion.lora_request,
             num_cached_tokens=self.num_cached_tokens,
         )
 
     def _interval_is_over(self) -> bool:
         """True for the first output and every `stream_interval` tokens."""
-        unsent = len(self.detokenizer.token_ids) - self.num_sent_tokens
-        return self.num_sent_tokens == 0 or unsent >= self.stream_interval
+        if self.stream_interval == 1 or self.num_sent_tokens == 0:
+            return True
+        return len(self.detokenizer.token_ids) - self.num_sent_tokens >= self.stream_interval
 
-    def _prompt_logprobs(self) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, logprobs: LogprobsProcessor) -> PromptLogprobs | None:
         """In every output; in a stream of deltas only in the first."""
-        if self.logprobs is None:
-            return None
-        if self.output_kind is RequestOutputKind.DELTA:
-            return self.logprobs.take_prompt_logprobs()
-        return self.logprobs.prompt_logprobs
-
-    def _make_completion_output(
-        self, finish_reason: FinishReason | None, stop_reason: int | str | None
-    ) -> CompletionOutput:
-        delta = self.output_kind is RequestOutputKind.DELTA
-        start = self.num_sent_tokens if delta else 0
-        token_ids = self.detokenizer.token_ids[start:]
-        self.num_sent_tokens = len(self.detokenizer.token_ids)
-        logprobs = self.logprobs.logprobs if self.logprobs is not None else None
-        return CompletionOutput(
-            index=self.index,
-            text=self.detokenizer.get_next_output_text(finish_reason is not None, delta),
-            token_ids=token_ids,
-            cumulative_logprob=self.logprobs.cumulative_logprob if self.logprobs is not None else None,
-            logprobs=None if logprobs is None else logprobs[start:],
-            finish_reason=None if finish_reason is None else str(finish_reason),
-            stop_reason=stop_reason if finish_reason is not None else None,
-            lora_request=self.request.lora_request,
-        )
+        return logprobs.take_prompt_logprobs() if self.output_kind is _DELTA else logprobs.prompt_logprobs
 
     def make_pooling_output(self, output: EngineCoreOutput) -> PoolingRequestOutput:
         """The result of a pooling request."""

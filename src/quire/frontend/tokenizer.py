@@ -18,6 +18,8 @@ from quire.frontend.tokenizer_files import TokenizerFiles, read_tokenizer_dir
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no character (yet)."""
+LONG_TEXT_CHARS = 8192
+"""A text this long takes about ten milliseconds to tokenize: more than others should wait for."""
 CONTEXT_TOKENS = 4
 """How many tokens before it can change the text of a token: a UTF-8 character has at most four bytes."""
 
@@ -49,6 +51,8 @@ class Tokenizer:
         self.chat_templates = dict(files.chat_templates)
         self.all_special_tokens = list(dict.fromkeys([*files.special_tokens.values(), *files.extra_special_tokens]))
         self._token_texts: dict[int, str] = {}
+        self.plain_texts: dict[int, str] = {}
+        """What `token_text` has found so far of ordinary tokens: not added to the vocabulary, whole characters only."""
 
     @classmethod
     def from_dir(cls, directory: Path | str, mode: str = "auto") -> Tokenizer:
@@ -67,7 +71,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`. Special tokens written out in the text become their ids, as everywhere in the field."""
         try:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            if len(text) > LONG_TEXT_CHARS:  # only the call for batches lets other threads run
+                (encoding,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            else:
+                encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
         except TypeError:  # what the Rust side says of a str that has no UTF-8 form
             raise ValidationError("the prompt is not valid text: it holds a lone surrogate", param="prompt") from None
 
@@ -94,6 +102,8 @@ class Tokenizer:
             anchor = self._anchor
             text = self.decode([*anchor, token_id])[len(self.decode(anchor)) :]
             self._token_texts[token_id] = text
+            if text and REPLACEMENT not in text and token_id not in self.added_token_ids:
+                self.plain_texts[token_id] = text
         return text
 
     @cached_property

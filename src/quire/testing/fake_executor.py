@@ -12,6 +12,7 @@ To change the model, its speed or the depth of the pipeline, subclass it and set
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any, ClassVar
 
 from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
+from quire.errors import ModelLoadError
 from quire.testing.fake_device import Clock, InFlight, as_future
 from quire.testing.fake_model import FakeModel, FakeSequence, kv_identity
 from quire.testing.kv_memory import BlockTable, KVMemory, ProtocolError
@@ -67,6 +69,8 @@ class FakeExecutor(Executor):
         self._unsampled: tuple[SchedulerOutput, dict[str, int]] | None = None
         """The step whose logits are held, with the digest of each request that samples."""
         self._in_flight: deque[InFlight] = deque()
+        self._released: set[str] = set()
+        """Of "weights" and "kv_cache", what sleep took away."""
         self.num_computed_tokens = 0
 
     # -- start-up -----------------------------------------------------------------------------------------------
@@ -94,9 +98,14 @@ class FakeExecutor(Executor):
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
         (config,) = kv_cache_configs
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self._kv_cache_config = config
         self._groups = [(s.block_size, s.sliding_window if isinstance(s, SlidingWindowSpec) else None) for s in specs]
-        self._memory = KVMemory(config.num_blocks, max(config.block_sizes))
+        self._allocate_memory()
         self.model = FakeModel(tuple(window for _, window in self._groups), self.vocab_size)
+
+    def _allocate_memory(self) -> None:
+        config = self._kv_cache_config
+        self._memory = KVMemory(config.num_blocks, max(config.block_sizes))
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -123,6 +132,8 @@ class FakeExecutor(Executor):
         self._check_totals(step)
         if not step.num_scheduled_tokens:
             return self._start(EMPTY_MODEL_RUNNER_OUTPUT)
+        if self._released:
+            raise ProtocolError(f"tokens are scheduled while {sorted(self._released)} is not there")
         self._unsampled = step, self._forward(step)
         return InFlight(None)
 
@@ -256,6 +267,37 @@ class FakeExecutor(Executor):
         if num_tokens and (duration := self.step_time_s + num_tokens * self.token_time_s):
             self.clock.sleep(duration)
 
+    # -- sleep and new weights ----------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> None:
+        """Forget the KV cache and all requests; at level 2 the weights, too."""
+        self.release_kv_cache_memory()
+        self._released |= {"weights"} if level == 2 else set()
+
+    def release_kv_cache_memory(self) -> None:
+        """What the blocks held is lost."""
+        if self._in_flight or self._unsampled is not None:
+            raise ProtocolError("the KV cache was given back while a step was under way")
+        self._requests.clear()
+        self._allocate_memory()  # zeros
+        self._released.add("kv_cache")
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take back what `tags` names: blocks come back as zeros, weights as they were."""
+        self._released.difference_update(tags)
+
+    def check_weights(self, path: str) -> None:
+        """Every path is a checkpoint here. Raises ModelLoadError for an empty one."""
+        if not path:
+            raise ModelLoadError("an empty path names no checkpoint")
+
+    def load_weights(self, path: str | None = None) -> None:
+        """Become the model of checkpoint `path`, which gives other tokens; None: stay the one it is."""
+        if self._in_flight or self._unsampled is not None:
+            raise ProtocolError("the weights were replaced while a step was under way")
+        self.model = self.model if path is None else dataclasses.replace(self.model, weights=path)
+        self._released.discard("weights")
+
     # -- the rest of the interface ------------------------------------------------------------------------------
 
     def execute_dummy_batch(self) -> None:
@@ -285,7 +327,13 @@ class FakeExecutor(Executor):
     def check_health(self) -> None:
         pass
 
-    def profile(self, is_start: bool, prefix: str | None = None) -> None:
+    def profile(
+        self,
+        is_start: bool,
+        prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
         pass
 
     def shutdown(self) -> None:

@@ -67,7 +67,7 @@ class FakeSequence:
     """
 
     def __init__(self, model: FakeModel, identity: int, slots: Sequence[bytes]) -> None:
-        self._identity = identity
+        self._identity = identity ^ crc32(model.weights.encode())
         self._contexts = [
             _FullContext(group_slots) if window is None else _WindowContext(group_slots, window - 1)
             for window, group_slots in zip(model.windows, slots, strict=True)
@@ -93,10 +93,12 @@ class FakeSequence:
 
 @dataclass(frozen=True)
 class FakeModel:
-    """`windows` holds a sliding window per KV cache group, None for full attention."""
+    """`windows` holds a sliding window per KV cache group, None for full attention. Models with other `weights` give
+    other tokens, and cannot read each other's KV."""
 
     windows: tuple[int | None, ...] = (None,)
     vocab_size: int = 256
+    weights: str = ""
 
     def next_token(self, digest: int) -> int:
         """The token that follows the prefix with this digest."""
@@ -123,13 +125,17 @@ def expected_output(
     params: SamplingParams,
     max_model_len: int,
     lora_request: LoRARequest | None = None,
+    output_token_ids: Sequence[int] = (),
 ) -> ExpectedOutput:
-    """What a request must produce, whatever else the engine does meanwhile. Knows no blocks, no steps, no batch."""
+    """What a request must produce, whatever else the engine does meanwhile. Knows no blocks, no steps, no batch.
+
+    `output_token_ids` are its first outputs where another model gave them, before its weights were replaced.
+    """
     sequence = FakeSequence(model, kv_identity(params, lora_request), [b""] * len(model.windows))
     digest = 0
-    for position, token in enumerate(prompt_token_ids):
+    for position, token in enumerate([*prompt_token_ids, *output_token_ids]):
         digest = sequence.compute(token, position)
-    outputs: list[int] = []
+    outputs = list(output_token_ids)
     while True:
         token = model.next_token(digest)
         outputs.append(token)

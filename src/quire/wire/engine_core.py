@@ -8,12 +8,13 @@ Only request ids, token ids and numbers cross: text, detokenization and the n ou
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any, Literal
 
 import msgspec
+import numpy.typing as npt
 
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
@@ -74,7 +75,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     cache_salt: str | None = None
     """Isolates this request's prefix cache; None and "" differ."""
     data_parallel_rank: int | None = None
-    prompt_embeds: Any = None
+    prompt_embeds: npt.NDArray[Any] | None = None
     mm_features: list[Any] | None = None
     client_index: int = 0
     """Which frontend the outputs go back to."""
@@ -83,10 +84,18 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Smaller is served first."""
     trace_headers: Mapping[str, str] | None = None
     resumable: bool = False
-    """A streaming-input session: more input will follow."""
+    """A streaming-input session: more input will follow, in requests that have `continues_session`."""
     external_req_id: str | None = None
     output_token_ids: list[int] = []
     """Generated before an engine restart; they count as outputs for stop rules, penalties and random numbers."""
+    continues_session: bool = False
+    """The next input of the session that has this id; ignored if that has ended. Only the prompt, the sampling
+    parameters, `arrival_time` and `resumable` count. Without `resumable` it is the last one, and may be empty."""
+    prompt_is_token_ids: list[bool] | None = None
+    """Per position of a prompt of tokens and embeddings: True for a token. None for a prompt of one kind."""
+    reasoning_ended: bool | None = None
+    """The prompt has the end of the thinking in it already."""
+    reasoning_parser_kwargs: dict[str, Any] | None = None
 
     @property
     def params(self) -> SamplingParams | PoolingParams:
@@ -94,6 +103,25 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
         params = self.sampling_params if self.sampling_params is not None else self.pooling_params
         assert params is not None
         return params
+
+    def continued(self, output_token_ids: Sequence[int], segment: EngineCoreRequest) -> EngineCoreRequest:
+        """A session after its next input: the request that starts here and is answered as the session goes on.
+
+        Its prompt is the prompt so far, the outputs but the last one, and the input. The last output goes: it was
+        sampled and never computed, and what follows it is now the user's to say.
+        """
+        return msgspec.structs.replace(
+            self,
+            prompt_token_ids=[
+                *(self.prompt_token_ids or ()),
+                *output_token_ids[:-1],
+                *(segment.prompt_token_ids or ()),
+            ],
+            sampling_params=segment.sampling_params,
+            arrival_time=segment.arrival_time,
+            resumable=segment.resumable,
+            output_token_ids=[],
+        )
 
 
 class EngineCoreEventType(IntEnum):
@@ -123,18 +151,22 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     new_token_ids: list[int]
     new_logprobs: LogprobsLists | None = None
     new_prompt_logprobs_tensors: LogprobsTensors | None = None
-    pooling_output: Any = None
+    pooling_output: npt.NDArray[Any] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id, when one of stop_token_ids ended it."""
+    """The stop token id, when one of stop_token_ids ended it (or, of a session, its segment)."""
     events: list[EngineCoreEvent] | None = None
     """What happened to it since its last output."""
     prefill_stats: PrefillStats | None = None
     """With the first output only."""
     trace_headers: Mapping[str, str] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    routed_experts: Any = None
+    routed_experts: npt.NDArray[Any] | None = None
     num_nans_in_logits: int = 0
+    error_message: str | None = None
+    """Why, when `finish_reason` is ERROR."""
+    segment_finish_reason: FinishReason | None = None
+    """How the answer to one input of a session ended, while the session goes on: `finish_reason` is None."""
 
     @property
     def finished(self) -> bool:
@@ -148,6 +180,8 @@ class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     call_id: int
     failure_message: str | None = None
     result: Any = None
+    error_type: str = ""
+    """Of a failure: its class in `quire.errors`; empty for one that is not ours."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -161,6 +195,11 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     finished_requests: set[str] | None = None
     wave_complete: int | None = None
     start_wave: int | None = None
+    incarnation: int = 0
+    """Which start of the core made them; a client ignores those of a core it has given up."""
+    sequence: int = 0
+    """Counts the messages of this incarnation to this client, from 1: a client sees a lost or a repeated one. 0 where
+    nothing can be lost: in one process."""
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:
@@ -181,3 +220,6 @@ class EngineCoreReadyResponse:
     """Requests of max_model_len tokens that fit at once."""
     supported_tasks: tuple[str, ...]
     dp_stats_address: str | None = None
+    engine_index: int = 0
+    incarnation: int = 0
+    """How many times this core had been started before."""

@@ -58,10 +58,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     num_scheduled_tokens: dict[str, int] = {}
     total_num_scheduled_tokens: int = 0
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
-    num_common_prefix_blocks: list[int] = []
-    """Per group: leading blocks shared by all running requests."""
     finished_req_ids: set[str] = set()
-    """Finished or aborted since the last step: the worker forgets them."""
+    """Finished or aborted since the last step, or sessions at the end of a segment: the worker forgets them."""
     preempted_req_ids: set[str] = set()
     """Preempted in this step: the worker forgets them, too."""
     has_structured_output_requests: bool = False
@@ -73,7 +71,7 @@ class GrammarOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     """The token masks of the step's structured-output requests. [num_reqs, ceil(vocab / 32)] int32, row per id."""
 
     structured_output_request_ids: list[str]
-    grammar_bitmask: Any
+    grammar_bitmask: npt.NDArray[np.int32]
 
 
 class LogprobsLists(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -117,7 +115,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """By request id: rows match its new tokens. Only requests that asked."""
     prompt_logprobs: dict[str, LogprobsTensors] = {}
     """By request id, all rows at once, in the step that completes its prompt. Only requests that asked."""
-    pooler_output: dict[str, Any] = {}
+    pooler_output: dict[str, npt.NDArray[Any]] = {}
     num_nans_in_logits: dict[str, int] = {}
 
 

@@ -81,6 +81,13 @@ class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
         """Prompt tokens that were not computed, whatever their source."""
         return self.num_local_cached_tokens + self.num_external_cached_tokens
 
+    def after(self, num_tokens: int) -> PrefillStats:
+        """The same for the prompt without its first `num_tokens`. The cached part is the start of it, locally first."""
+        num_prompt = self.num_prompt_tokens - num_tokens
+        num_cached = max(0, self.num_cached_tokens - num_tokens)
+        num_local = max(0, self.num_local_cached_tokens - num_tokens)
+        return PrefillStats(num_prompt, num_prompt - num_cached, num_local, num_cached - num_local)
+
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A snapshot of the scheduler taken once per step (checklist S0-ST-011)."""

@@ -87,7 +87,20 @@ class ModelRunner:
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
         """Take memory for the cache and the batch. Must come before the first step."""
         self.kv_cache = allocate_kv_cache(config, self.backend, self.device)
-        self.batch = InputBatch(self.max_num_reqs, max_model_len, config.block_sizes)
+        self._make_batch(config.block_sizes, max_model_len)
+
+    def _make_batch(self, block_sizes: list[int], max_model_len: int) -> None:
+        self.batch = InputBatch(self.max_num_reqs, max_model_len, block_sizes)
+        self._is_in_step, self._pending, self._sampling_key = False, None, None
+
+    def release_kv_cache(self) -> None:
+        """Give the cache's memory back and forget all requests, until `initialize_kv_cache` is called again.
+
+        What is left is the null block: enough for a step that computes nothing, or for nobody.
+        """
+        specs = {name: self.kv_cache.specs[group] for name, group in self.kv_cache.layer_groups.items()}
+        self.kv_cache = allocate_kv_cache(make_null_config(specs), self.backend, self.device)
+        self._make_batch(self.kv_cache.block_sizes, max_model_len=1)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -26,3 +28,17 @@ def set_num_threads(root: Path = Path("/")) -> None:
     quota = cpu_quota(root)
     if "OMP_NUM_THREADS" not in os.environ and quota is not None and quota < torch.get_num_threads():
         torch.set_num_threads(quota)
+
+
+def release_free_memory(device: torch.device) -> None:
+    """Hand freed memory back to the system: to the driver on CUDA, from the C library's heap on Linux.
+
+    Large blocks go back by themselves when they are freed. glibc keeps those below its threshold, which grows with use
+    (up to 32 MiB), unless it is asked; other C libraries have no such call.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

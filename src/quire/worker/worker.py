@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import cast
+
 import torch
+from torch import nn
 
 from quire.config.engine import EngineConfig
 from quire.logger import init_logger
@@ -10,8 +14,10 @@ from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.worker import host, platform
 from quire.worker.attention.registry import make_attention_backend
-from quire.worker.loader import load_model, resolve_dtype
+from quire.worker.kernels.registry import choose_kernels
+from quire.worker.loader import ModelWeights, Placement, load_model, resolve_dtype
 from quire.worker.model_runner import ModelRunner
+from quire.worker.profiler import WorkerProfiler
 
 logger = init_logger(__name__)
 
@@ -28,8 +34,7 @@ class Worker:
         self.rank = rank
         self.max_model_len = config.model_config.model_len
         self._runner: ModelRunner | None = None
-        self._profiler: torch.profiler.profile | None = None
-        self._trace_prefix = "quire"
+        self._profiler = WorkerProfiler(config.observability_config.profiler, rank)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
@@ -39,10 +44,12 @@ class Worker:
         self.device = platform.choose_device(self.config.device_config.device)
         self.dtype = resolve_dtype(model, self.device)
         self.cache_dtype = self.dtype if cache_dtype == "auto" else getattr(torch, cache_dtype)
-        self.backend = make_attention_backend(self.device, self.dtype, self.cache_dtype)
         if self.device.type == "cpu":
             platform.set_num_threads()
-        logger.info("worker: device %s, %s, attention backend %s", self.device, self.dtype, self.backend.name)
+        self.kernels = choose_kernels(self.device, self.dtype, torch.get_num_threads())
+        self.backend = make_attention_backend(self.device, self.dtype, self.cache_dtype, self.kernels)
+        names = self.kernels.name, self.backend.name
+        logger.info("worker: device %s, %s, %s kernels, %s attention", self.device, self.dtype, *names)
 
     @property
     def runner(self) -> ModelRunner:
@@ -57,8 +64,11 @@ class Worker:
         model, scheduler = self.config.model_config, self.config.scheduler_config
         assert scheduler.max_num_seqs is not None, "EngineArgs fills it in"
         assert scheduler.max_num_batched_tokens is not None, "EngineArgs fills it in"
+        placement = Placement(self.device, self.dtype, self.kernels)
+        loaded = load_model(model, self.config.load_config, placement)
+        self.weights = ModelWeights(loaded, model, self.config.load_config, placement)
         self._runner = ModelRunner(
-            load_model(model, self.config.load_config, self.device, self.dtype),
+            loaded,
             self.backend,
             self.device,
             vocab_size=model.hf_config.vocab_size,
@@ -100,6 +110,7 @@ class Worker:
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Take the memory of the KV cache and of the batch."""
+        self._kv_cache_config = kv_cache_config
         self.runner.initialize_kv_cache(kv_cache_config, self.max_model_len)
 
     def update_max_model_len(self, max_model_len: int) -> None:
@@ -114,6 +125,8 @@ class Worker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """See ModelRunner.execute_model."""
+        if self._profiler.is_armed:
+            self._profiler.begin_step()
         return self.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -128,6 +141,37 @@ class Worker:
         """Draft tokens for the next step: none, without a drafter."""
         return None
 
+    # -- sleep and new weights ----------------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> None:
+        """Give memory back to the system. 1: the KV cache; weights leave an accelerator for main memory, so on a CPU
+        they stay. 2: the weights, too. All requests are forgotten."""
+        if level == 1:
+            self.weights.offload()
+        else:
+            self.weights.drop()
+        self.release_kv_cache_memory()
+
+    def release_kv_cache_memory(self) -> None:
+        """The KV cache only. All requests are forgotten."""
+        self.runner.release_kv_cache()
+        platform.release_free_memory(self.device)
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take back what `tags` ("weights", "kv_cache") names. Raises ModelLoadError if the weights cannot be read."""
+        if "weights" in tags:
+            self.weights.restore()
+        if "kv_cache" in tags:
+            self.initialize_from_config(self._kv_cache_config)
+
+    def check_weights(self, path: str) -> None:
+        """Raise ModelLoadError unless the checkpoint directory `path` fits the model that is loaded."""
+        self.weights.check(Path(path))
+
+    def load_weights(self, path: str | None = None) -> None:
+        """Replace the weights in place by those of `path`; None: read again those they were. Raises ModelLoadError."""
+        self.weights.replace(None if path is None else Path(path))
+
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def get_supported_tasks(self) -> tuple[str, ...]:
@@ -137,17 +181,26 @@ class Worker:
     def check_health(self) -> None:
         """Raises if the worker cannot work. A worker in this process is as healthy as the process."""
 
-    def profile(self, is_start: bool, prefix: str | None = None) -> None:
-        """Record what torch does between a start and a stop; the trace (for chrome://tracing) goes to the working
-        directory as PREFIX-rankN.trace.json, with the prefix given at the start."""
+    def profile(
+        self,
+        is_start: bool,
+        prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Start or stop recording what torch does: see WorkerProfiler."""
         if is_start:
-            self._trace_prefix = prefix or "quire"
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
-        elif self._profiler is not None:
+            self._profiler.start(prefix, delay_iterations, max_iterations)
+        else:
             self._profiler.stop()
-            self._profiler.export_chrome_trace(f"{self._trace_prefix}-rank{self.rank}.trace.json")
-            self._profiler = None
+
+    def get_model(self) -> nn.Module:
+        """The loaded model."""
+        return cast("nn.Module", self.runner.model)
+
+    def reload_weights(self) -> None:
+        """Read the weights again from where they came from."""
+        self.weights.replace()
 
     def shutdown(self) -> None:
         """Let go of model and cache."""

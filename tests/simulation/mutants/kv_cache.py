@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.engine.kv_cache import block_pool, hashing, prefix_query
-from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.block_pool import BlockPool, CachedBlockMap
 from quire.engine.kv_cache.free_queue import FreeKVCacheBlockQueue
 from quire.engine.kv_cache.group_manager import SlidingWindowManager
 from quire.engine.kv_cache.manager import KVCacheManager
@@ -186,6 +186,28 @@ def last_block_never_hit(patch: Patch) -> None:
 
 
 @mutant
+def eviction_unnoticed_by_look_up(patch: Patch) -> None:
+    """A remembered look-up is still believed after a block was evicted."""
+
+    def remove(original: Any, self: CachedBlockMap, *args: Any) -> None:
+        original(self, *args)
+        self.num_changes -= 1
+
+    wrap(patch, CachedBlockMap, "remove", remove)
+
+
+@mutant
+def new_block_unnoticed_by_look_up(patch: Patch) -> None:
+    """A remembered look-up is still believed after a block was cached that would make it longer."""
+
+    def add(original: Any, self: CachedBlockMap, *args: Any) -> None:
+        original(self, *args)
+        self.num_changes -= 1
+
+    wrap(patch, CachedBlockMap, "add", add)
+
+
+@mutant
 def reset_keeps_the_cache(patch: Patch) -> None:
     """`reset_prefix_cache` says it did and does nothing."""
     patch.setattr(BlockPool, "reset_prefix_cache", lambda self: True)
@@ -202,16 +224,6 @@ def counts_every_look_up(patch: Patch) -> None:
         return blocks, num_tokens
 
     wrap(patch, KVCacheManager, "get_computed_blocks", get_computed_blocks)
-
-
-@mutant
-def common_prefix_too_long(patch: Patch) -> None:
-    """All blocks of the first running request are announced as shared by all."""
-
-    def count(original: Any, self: KVCacheManager, request_id: str) -> list[int]:
-        return [len(group) for group in self.get_block_ids(request_id)]
-
-    wrap(patch, KVCacheManager, "get_num_common_prefix_blocks", count)
 
 
 # -- sliding windows ---------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ def sample(spec: FlagSpec) -> tuple[str, Any]:
     if spec.parse in (int, parse_human_int):
         return str(int(low) + 2), int(low) + 2
     if spec.parse is float:
-        return "0.25", 0.25
+        value = max(0.25, (spec.minimum or 0) + 0.25)
+        return str(value), value
     return "some text", "some text"
 
 

@@ -38,6 +38,17 @@ def test_prints_the_text_and_nothing_else(complete: Callable[..., int], use_engi
     assert engine.prompts_seen == ["one prompt"]
 
 
+def test_a_failed_prompt_is_an_error_after_the_others_are_printed(
+    complete: Callable[..., int], use_engine: UseEngine, capsys: Capture
+) -> None:
+    use_engine(ScriptedEngine(lambda prompt, _: ["half", "ERROR"] if prompt == "bad" else ["a", "b", "c"]))
+    assert complete("bad", "good") == 1
+    out, err = capsys.readouterr()
+    assert "half" in out
+    assert "abc" in out
+    assert err == "quire: error: the engine failed\n"
+
+
 def test_streams_as_tokens_come(
     complete: Callable[..., int], use_engine: UseEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""`quire info` on hand-written checkpoints, and its idea of sliding windows against the real models."""
+"""`quire info` on hand-written checkpoints, and its idea of a layer's KV cache against the real models."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.cli.attention_layout import attention_windows, kv_cache_specs
 from quire.cli.main import main
+from quire.cli.model_report import kv_cache_specs
 from quire.config.engine_args import EngineArgs
 from quire.config.hf_config import HFConfig
 from quire.wire.kv_cache import AnyKVCacheSpec
@@ -142,7 +142,24 @@ def test_info_loads_no_torch(checkpoint: Path) -> None:
     assert done.stdout.splitlines()[-1] == "LOADED 0 []", done.stderr
 
 
-# -- windows --------------------------------------------------------------------------------------------------------
+def test_a_stretched_context_is_the_models_context(checkpoint: Path, capsys: Capture) -> None:
+    assert info(capsys, str(checkpoint))["shape"]["context_length"] == 256
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    report = info(
+        capsys, str(checkpoint), "--hf-overrides", json.dumps({"rope_scaling": rope}), "--max-model-len", "64"
+    )
+    assert report["shape"]["context_length"] == 1024  # what the model offers; what was asked for is under capacity
+    assert report["capacity"]["max_model_len"] == 64
+
+
+def test_layers_of_an_unknown_kind_are_a_problem(model_dir: Path, capsys: Capture) -> None:
+    config = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention", "linear_attention"]}
+    (model_dir / "config.json").write_text(json.dumps(config))
+    report = info(capsys, str(model_dir), code=2)
+    assert any("'linear_attention', which is not implemented" in problem for problem in report["problems"])
+
+
+# -- what layers keep -----------------------------------------------------------------------------------------------
 
 SIZES = {
     "vocab_size": 64,
@@ -191,7 +208,7 @@ MODEL_TYPES = {
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
-def test_windows_are_those_of_the_model(architecture: str, variant: dict[str, Any], tmp_path: Path) -> None:
+def test_layers_keep_what_the_model_says(architecture: str, variant: dict[str, Any], tmp_path: Path) -> None:
     raw = {**SIZES, **variant, "architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
     if architecture == "OPTForCausalLM":
         del raw["num_key_value_heads"]  # OPT has as many as query heads, and no such key
@@ -203,7 +220,7 @@ def test_windows_are_those_of_the_model(architecture: str, variant: dict[str, An
         layer.kv_cache_spec(16, torch.float16) for layer in model.modules() if isinstance(layer, Attention)
     ]
     assert list(kv_cache_specs(hf, 16, "float16").values()) == real
-    assert len(attention_windows(hf)) == SIZES["num_hidden_layers"]
+    assert len(real) == SIZES["num_hidden_layers"]
 
 
 def test_engine_args_and_info_agree_on_the_name(checkpoint: Path) -> None:

@@ -165,3 +165,19 @@ def test_hub_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_flag_names_are_unique_across_sections() -> None:
     owners = {(spec.owner, spec.field_name) for spec in FLAGS.values()}
     assert len(owners) == len(FLAGS)
+
+
+def test_the_profiler_config_is_checked() -> None:
+    assert EngineArgs("demo").create_engine_config().observability_config.profiler.torch_profiler_dir == "."
+    config = {"torch_profiler_dir": "/traces", "max_iterations": 3}
+    made = EngineArgs("demo", profiler_config=config).create_engine_config().observability_config.profiler
+    assert (made.torch_profiler_dir, made.max_iterations, made.torch_profiler_with_stack) == ("/traces", 3, True)
+    for wrong, words in (
+        ({"torch_profiler_directory": "/x"}, "unknown key 'torch_profiler_directory'; it may have profiler, torch_"),
+        ({"max_iterations": "3"}, "max_iterations is '3'; it must be a value such as 0"),
+        ({"torch_profiler_use_gzip": 1}, "it must be a value such as True"),
+        ({"delay_iterations": -1}, "must not be negative"),
+        ({"profiler": "cuda"}, "profiler is 'cuda'; it must be 'torch'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            EngineArgs("demo", profiler_config=wrong).create_engine_config()

@@ -44,6 +44,8 @@ def make_core_request(
     client_index: int = 0,
     cache_salt: str | None = None,
     output_token_ids: Sequence[int] = (),
+    resumable: bool = False,
+    continues_session: bool = False,
     **params: Any,
 ) -> EngineCoreRequest:
     """`prompt` is token ids, or their number (then all differ between requests). `params` are SamplingParams."""
@@ -60,6 +62,8 @@ def make_core_request(
         client_index=client_index,
         cache_salt=cache_salt,
         output_token_ids=list(output_token_ids),
+        resumable=resumable,
+        continues_session=continues_session,
     )
 
 
@@ -278,6 +282,8 @@ class ScriptedExecutor(Executor):
         self.held: list[tuple[Future[Any], Any]] = []
         self.failures: list[BaseException] = []
         """Raised by the next calls of execute_model, one each."""
+        self.rpc_failures: list[tuple[str, BaseException]] = []
+        """Method and what its next call raises, in order."""
         self.on_execute: Callable[[SchedulerOutput], None] = lambda output: None
         self._result: ModelRunnerOutput = EMPTY_MODEL_RUNNER_OUTPUT
 
@@ -350,13 +356,21 @@ class ScriptedExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         self.rpcs.append((method, timeout, args, kwargs))
+        if self.rpc_failures and self.rpc_failures[0][0] == method:
+            raise self.rpc_failures.pop(0)[1]
         return ["pong"]
 
     def check_health(self) -> None:
         self.calls.append("check_health")
 
-    def profile(self, is_start: bool, prefix: str | None = None) -> None:
-        self.calls.append(f"profile({is_start}, {prefix})")
+    def profile(
+        self,
+        is_start: bool,
+        prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        self.calls.append(f"profile({is_start}, {prefix}, {delay_iterations}, {max_iterations})")
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")

@@ -16,44 +16,11 @@ from quire.engine.request import Request
 from quire.engine.sched.scheduler import Scheduler
 from quire.errors import ServerError, ValidationError
 from quire.pooling_params import PoolingParams
-from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.wire.engine_core import EngineCoreRequest
 from quire.wire.execution import DraftTokenIds, SchedulerOutput
 
+from .driver import Core
 from .harness import BLOCK_SIZE, ScriptedExecutor, make_config, make_core_request, make_request
-
-
-class Core:
-    """An EngineCore, its executor, and everything its clients were sent."""
-
-    def __init__(
-        self, executor_class: type[ScriptedExecutor] = ScriptedExecutor, *, log_stats: bool = False, **config: Any
-    ) -> None:
-        self.core = EngineCore(make_config(**config), executor_class, log_stats)
-        assert isinstance(self.core.executor, ScriptedExecutor)
-        self.executor = self.core.executor
-        self.outputs: dict[str, list[EngineCoreOutput]] = {}
-
-    def add(self, request_id: str, prompt: Any = 4, **fields: Any) -> None:
-        self.core.add_request(*self.core.preprocess_add_request(make_core_request(request_id, prompt, **fields)))
-
-    def step(self) -> bool:
-        """One call; returns whether a model ran."""
-        batches, executed = self.core.step_fn()
-        self.core.post_step(executed)
-        for batch in (batches or {}).values():
-            for output in batch.outputs:
-                self.outputs.setdefault(output.request_id, []).append(output)
-        return executed
-
-    def run(self) -> None:
-        for _ in range(200):
-            if not self.core.scheduler.has_requests():
-                return
-            self.step()
-        raise AssertionError("no end in sight")
-
-    def tokens(self, request_id: str) -> list[int]:
-        return [token for output in self.outputs.get(request_id, []) for token in output.new_token_ids]
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +51,7 @@ def test_start_up() -> None:
     ready = core.ready_response
     assert (ready.max_model_len, ready.num_gpu_blocks, ready.block_size) == (200, 101, BLOCK_SIZE)
     assert (ready.kv_cache_size_tokens, ready.kv_cache_max_concurrency) == (400, 2.0)
-    assert ready.supported_tasks == core.get_supported_tasks() == ("generate",)
+    assert ready.supported_tasks == core.executor.get_supported_tasks() == ("generate",)
     assert core.step_fn == core.step
     assert core.block_hasher is None
     assert isinstance(core.scheduler, Scheduler)
@@ -480,69 +447,6 @@ def test_a_step_whose_mask_must_wait_is_sampled_after_the_one_before() -> None:
     engine.executor.hold = False
     engine.run()
     assert engine.tokens("b") == [16]
-
-
-# -- control ---------------------------------------------------------------------------------------------------
-
-
-def test_pause_by_abort_ends_everything_and_tells_it() -> None:
-    engine = Core()
-    engine.add("a")
-    engine.step()
-    engine.core.pause_scheduler("abort")
-    assert engine.core.is_scheduler_paused()
-    engine.add("b", max_tokens=1)
-    engine.step()
-    assert engine.outputs["a"][-1].finish_reason is FinishReason.ABORT
-    assert engine.step() is False
-    assert "b" not in engine.outputs
-    engine.core.resume_scheduler()
-    assert not engine.core.is_scheduler_paused()
-    engine.run()
-    assert engine.tokens("b") == [4]
-
-
-@pytest.mark.parametrize("clear_cache", [False, True])
-def test_pause_by_keep_freezes_and_goes_on(clear_cache: bool) -> None:
-    engine = Core(enable_prefix_caching=True)
-    engine.add("a", 9, max_tokens=3)
-    engine.step()
-    engine.core.pause_scheduler("keep", clear_cache=clear_cache)
-    assert engine.step() is False
-    engine.core.resume_scheduler()
-    steps: list[SchedulerOutput] = []
-    engine.executor.on_execute = steps.append
-    engine.run()
-    assert engine.tokens("a") == [9, 10, 11]
-    assert steps[0].num_scheduled_tokens == {"a": 10 if clear_cache else 1}
-
-
-def test_pauses_that_are_not_possible_in_process() -> None:
-    core = Core().core
-    with pytest.raises(ValueError, match=r"'wait' is not possible.*run steps until none is left"):
-        core.pause_scheduler("wait")
-    with pytest.raises(ValueError, match=r"'soon' is not possible.*use 'abort' or 'keep'"):
-        core.pause_scheduler("soon")  # type: ignore[arg-type]
-    assert not core.is_scheduler_paused()
-
-
-def test_reset_of_the_prefix_cache() -> None:
-    engine = Core(enable_prefix_caching=True)
-    engine.add("a", 9, max_tokens=2)
-    engine.step()
-    assert engine.core.reset_prefix_cache() is False
-    assert engine.core.reset_prefix_cache(reset_running_requests=True) is True
-    engine.run()
-    assert engine.tokens("a") == [9, 10]
-
-
-def test_calls_for_the_workers_are_passed_on() -> None:
-    engine = Core()
-    assert engine.core.collective_rpc("ping", 1.5, (1,), {"b": 2}) == ["pong"]
-    assert engine.executor.rpcs == [("ping", 1.5, (1,), {"b": 2})]
-    engine.core.profile(True, "p")
-    engine.core.execute_dummy_batch()
-    assert engine.executor.calls[-2:] == ["profile(True, p)", "execute_dummy_batch"]
 
 
 def test_an_executor_runs_one_step_at_a_time_unless_it_says_more() -> None:

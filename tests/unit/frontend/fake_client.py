@@ -47,6 +47,9 @@ class FakeClient(EngineCoreClient):
         self.before_step: Callable[[], None] = lambda: None
         self.num_steps = 0
         self.is_shut_down = False
+        self.utilities: list[tuple[Any, ...]] = []
+        self.utility_results: dict[str, Any] = {"reset_prefix_cache": True, "collective_rpc": ["pong"]}
+        """What a control verb returns, by name."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self.added.append(request)
@@ -101,20 +104,9 @@ class FakeClient(EngineCoreClient):
             prefill_stats=PrefillStats(len(prompt), len(prompt) - 1, 1) if first else None,
         )
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        return not self.live
-
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        return [(method, timeout, args, kwargs)]
-
-    def profile(self, is_start: bool, prefix: str | None = None) -> None:
-        self.profiling = (is_start, prefix)
+    def call_utility(self, method: str, *args: Any) -> Any:
+        self.utilities.append((method, *args))
+        return self.utility_results.get(method)
 
     def shutdown(self) -> None:
         self.is_shut_down = True

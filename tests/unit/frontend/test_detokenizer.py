@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.frontend.detokenizer import IncrementalDetokenizer, TextDetokenizer, TextStream
@@ -189,6 +189,7 @@ STOP_LISTS = st.lists(st.text(st.sampled_from("ab c中😀"), min_size=1, max_si
 
 
 @settings(max_examples=300)
+@example(text="aaa", stops=["a", "aaa"], min_tokens=2, include=True, delta=False, cuts=[2], kind="byte_level")
 @given(
     text=st.text(st.sampled_from("abc 中😀"), max_size=24),
     stops=STOP_LISTS,

@@ -277,9 +277,13 @@ def test_internal_ids(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> 
     for request in (first, second):
         p.assign_request_id(request)
         external, _, suffix = request.request_id.rpartition("-")
-        assert (external, request.external_req_id, len(suffix)) == ("r", "r", 8)
+        assert (external, request.external_req_id, len(suffix)) == ("r", "r", 32)
         assert int(suffix, 16) >= 0
     assert first.request_id != second.request_id
+    long, _ = p.process_inputs("x" * 65536, [5], SamplingParams())
+    p.assign_request_id(long)
+    assert len(long.request_id) < 100
+    assert long.external_req_id == "x" * 65536
     with pytest.raises(ValueError, match="already has an internal id"):
         p.assign_request_id(first)
     monkeypatch.setenv("QUIRE_DISABLE_REQUEST_ID_RANDOMIZATION", "1")

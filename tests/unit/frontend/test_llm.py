@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 
-from quire.errors import ConfigError, GenerationError, PromptTooLongError, ValidationError
+from quire.errors import (
+    ClientError,
+    ConfigError,
+    EngineDeadError,
+    GenerationError,
+    PromptTooLongError,
+    ValidationError,
+)
 from quire.frontend.llm import LLM
 from quire.outputs import RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest
+from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 from .fake_client import FakeClient
 
@@ -50,6 +57,47 @@ def test_prompt_forms(llm: LLM) -> None:
         (output,) = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert (output.prompt, output.prompt_token_ids, ids([output])) == (None, [50], [[51, 52]])
     assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def fail(client: FakeClient, monkeypatch: pytest.MonkeyPatch, *poisons: int) -> None:
+    """The core fails requests whose prompt is one of these tokens, in its first step."""
+    step = client.get_output
+
+    def get_output() -> EngineCoreOutputs:
+        failed = [i for i, (request, _) in client.live.items() if (request.prompt_token_ids or [0])[0] in poisons]
+        for request_id in failed:
+            del client.live[request_id]
+        outputs = step()
+        outputs.outputs += [
+            EngineCoreOutput(i, [], finish_reason=FinishReason.ERROR, error_message=f"{i} is bad") for i in failed
+        ]
+        return outputs
+
+    monkeypatch.setattr(client, "get_output", get_output)
+
+
+def test_a_request_that_fails_costs_the_others_nothing(
+    llm: LLM, client: FakeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail(client, monkeypatch, 60)
+    outputs = llm.generate([[50], [60], [70]], GREEDY, use_tqdm=False)
+    assert ids(outputs) == [[51, 52], [], [71, 72]]
+    (failed,) = outputs[1].outputs
+    assert failed.finish_reason == "error"
+    assert failed.error_message is not None
+    assert failed.error_message.endswith("is bad")
+    assert "request 1 failed" in caplog.text
+
+
+@pytest.mark.parametrize(("is_dead", "error"), [(False, GenerationError), (True, EngineDeadError)])
+def test_if_all_requests_fail_that_is_an_error(
+    llm: LLM, client: FakeClient, monkeypatch: pytest.MonkeyPatch, is_dead: bool, error: type[Exception]
+) -> None:
+    fail(client, monkeypatch, 60, 61)
+    monkeypatch.setattr(FakeClient, "engine_dead", is_dead)
+    with pytest.raises(error, match="is bad"):
+        llm.generate([[60], [61]], GREEDY, use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
@@ -338,12 +386,51 @@ def test_context_manager_and_repr(llm: LLM, client: FakeClient, model_dir: Path)
 
 
 def test_pass_through_calls(llm: LLM, client: FakeClient) -> None:
+    client.utility_results |= {"is_sleeping": True, "update_weights": "v", "get_weight_version": "v"}
     assert llm.reset_prefix_cache() is True
-    assert llm.collective_rpc("check_health") == [("check_health", None, (), None)]
-    llm.start_profile("run")
-    assert client.profiling == (True, "run")
+    assert llm.collective_rpc("check_health") == ["pong"]
+    llm.start_profile("run", delay_iterations=2)
     llm.stop_profile()
-    assert client.profiling == (False, None)
+    llm.reset_mm_cache()
+    llm.release_kv_cache_memory("keep")
+    assert llm.is_sleeping() is True
+    assert llm.update_weights(Path("/new"), "v") == "v"
+    assert llm.get_weight_version() == "v"
+    with pytest.raises(ValidationError, match="another process"):
+        llm.apply_model(id)
+    assert client.utilities == [
+        ("reset_prefix_cache", False, False),
+        ("collective_rpc", "check_health", None, (), {}),
+        ("profile", True, "run", 2, None),
+        ("profile", False, None, None, None),
+        ("reset_mm_cache",),
+        ("release_kv_cache_memory", "keep"),
+        ("is_sleeping",),
+        ("update_weights", "/new", "v"),
+        ("get_weight_version",),
+    ]
+
+
+def test_a_request_that_would_wait_for_ever_is_refused(llm: LLM, client: FakeClient) -> None:
+    llm.sleep(1)
+    for call in (llm.generate, llm.enqueue):
+        with pytest.raises(ClientError, match="wait for ever"):
+            call([[3, 4]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert not client.added
+    client.utility_results["wake_up"] = False
+    assert llm.wake_up(["weights"]) is False
+    with pytest.raises(ClientError, match="wait for ever"):
+        llm.generate([[3, 4]], SamplingParams(max_tokens=2), use_tqdm=False)
+    client.utility_results["wake_up"] = True
+    assert llm.wake_up() is True
+    llm.enqueue([[3, 4]], SamplingParams(max_tokens=2), use_tqdm=False)
+    llm.sleep(0, "keep")
+    for _ in range(2):
+        with pytest.raises(ClientError, match="frozen"):
+            llm.wait_for_completion(use_tqdm=False)
+    llm.wake_up()
+    (output,) = llm.wait_for_completion(use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == [5, 6], "refusing has lost nothing"
 
 
 def test_metrics_are_not_made_up(llm: LLM) -> None:

@@ -15,12 +15,15 @@ from quire.errors import ConfigError, ValidationError
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.metrics.manager import StatLogger
 from quire.frontend.metrics.stats import IterationStats
+from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
 from quire.wire.stats import SchedulerStats
 
 from .fake_client import FakeClient
+
+LORA = LoRARequest("a", 1, "/a")
 
 
 class Recorder(StatLogger):
@@ -175,7 +178,7 @@ def test_without_statistics_nothing_is_recorded(model_dir: Path) -> None:
     assert run(engine)[0].metrics is None
     engine.abort_request(["b"])
     assert recorder.seen == []
-    assert engine.stat_loggers.loggers == []
+    assert engine.pipeline.stat_loggers.loggers == []
 
 
 def test_abort(model_dir: Path) -> None:
@@ -230,12 +233,55 @@ def test_ctrl_c_while_outputs_are_processed_loses_none(model_dir: Path, monkeypa
     assert not engine.has_unfinished_requests()
 
 
+def test_a_deadline_is_an_error_and_ends_the_work(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    engine, client, _ = make_engine(model_dir, request_timeout_s=30.0)
+    params = SamplingParams(n=2, max_tokens=40, temperature=1.0, output_kind=RequestOutputKind.FINAL_ONLY)
+    engine.add_request("default", [50], params)
+    engine.add_request("own", [50], params.clone(), timeout_s=10)
+    ended: dict[str, tuple[float, RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        now[0] += 4.0
+        for output in engine.step():
+            assert isinstance(output, RequestOutput)
+            ended[output.request_id] = now[0] - 100, output
+    assert [(name, when) for name, (when, _) in ended.items()] == [("own", 12.0), ("default", 32.0)]
+    for name, num_tokens, limit in (("own", 3, "10 s"), ("default", 8, "30 s")):
+        for completion in ended[name][1].outputs:
+            assert (completion.finish_reason, len(completion.token_ids)) == ("error", num_tokens)
+            assert completion.error_message is not None
+            assert f"within {limit}" in completion.error_message
+    assert len(client.aborted) == 4
+    assert not client.live
+    with pytest.raises(ValidationError, match="timeout_s"):
+        engine.add_request("bad", [50], timeout_s=-1)
+
+
 def test_pass_through_calls(model_dir: Path) -> None:
-    engine, _, _ = make_engine(model_dir)
+    engine, client, _ = make_engine(model_dir)
     assert engine.get_supported_tasks() == ("generate",)
     assert engine.reset_prefix_cache() is True
-    assert engine.collective_rpc("check_health", 1.0, (2,), {"x": 3}) == [("check_health", 1.0, (2,), {"x": 3})]
+    assert engine.collective_rpc("check_health", 1.0, (2,), {"x": 3}) == ["pong"]
+    assert client.utilities[-1] == ("collective_rpc", "check_health", 1.0, (2,), {"x": 3})
     engine.do_log_stats()
+    engine.pause_generation("keep", clear_cache=False)
+    assert engine.is_paused() is False  # as the client says
+    engine.resume_generation()
+    engine.reset_encoder_cache()
+    assert (engine.add_lora(LORA), engine.remove_lora(1), engine.pin_lora(1)) == (False,) * 3
+    client.utility_results["list_loras"] = [1]
+    assert engine.list_loras() == {1}
+    assert client.utilities[2:] == [
+        ("pause_scheduler", "keep", False),
+        ("is_scheduler_paused",),
+        ("resume_scheduler",),
+        ("reset_encoder_cache",),
+        ("add_lora", LORA),
+        ("remove_lora", 1),
+        ("pin_lora", 1),
+        ("list_loras",),
+    ]
 
 
 def test_skip_tokenizer_init(model_dir: Path) -> None:

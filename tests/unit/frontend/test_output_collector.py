@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from quire.errors import GenerationError
-from quire.frontend.output_collector import RequestOutputCollector, merge_outputs
+from quire.frontend.output_collector import RequestOutputCollector
 from quire.outputs import CompletionOutput, Logprob, PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.sampling_params import RequestOutputKind
 
@@ -28,17 +28,6 @@ def test_deltas_nobody_took_are_joined() -> None:
     assert collector.get_nowait() is None
 
 
-def test_logprobs_are_joined_and_prompt_logprobs_kept() -> None:
-    first, second = output("a", logprobs=True), output("b", logprobs=True)
-    first.prompt_logprobs = [None]
-    merged = merge_outputs(first, second, True)
-    assert merged.outputs[0].logprobs is not None
-    assert len(merged.outputs[0].logprobs) == 2
-    assert merged.prompt_logprobs == [None]
-    second.prompt_logprobs = [None, None]
-    assert merge_outputs(first, second, True).prompt_logprobs == [None, None]
-
-
 def test_the_latest_cumulative_output_counts() -> None:
     collector = RequestOutputCollector(RequestOutputKind.CUMULATIVE)
     for text in ("a", "ab", "abc"):
@@ -46,6 +35,28 @@ def test_the_latest_cumulative_output_counts() -> None:
     taken = collector.get_nowait()
     assert isinstance(taken, RequestOutput)
     assert taken.outputs[0].text == "abc"
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_segments_of_a_session_are_not_joined(kind: RequestOutputKind) -> None:
+    """Their ends have a finish reason and are not the end of the request."""
+
+    def segment(text: str, ends: bool, finished: bool = False) -> RequestOutput:
+        shown = output(text, finished=ends)
+        shown.finished = finished
+        return shown
+
+    collector = RequestOutputCollector(kind)
+    for shown in (segment("ab", True), segment("c", False), segment("cd", True), segment("", True, finished=True)):
+        collector.put(shown)
+    texts = []
+    while not texts or not texts[-1][1]:
+        taken = collector.get_nowait()
+        assert isinstance(taken, RequestOutput)
+        texts.append((taken.outputs[0].text, taken.finished))
+    second = "ccd" if kind is RequestOutputKind.DELTA else "cd"
+    assert texts == [("ab", False), (second, False), ("", True)]
+    assert not collector.has_output
 
 
 def test_a_reader_waits() -> None:
@@ -71,14 +82,65 @@ def test_a_reader_waits() -> None:
     assert "".join(asyncio.run(run())) == "abc"
 
 
-def test_an_exception_is_final() -> None:
+def test_an_exception_is_final_and_costs_nothing_that_came_before() -> None:
     collector = RequestOutputCollector(RequestOutputKind.DELTA)
     collector.put(output("a"))
+    assert not collector.is_final
     collector.put(GenerationError("broken"))
     collector.put(output("b"))
+    taken = collector.get_nowait()
+    assert isinstance(taken, RequestOutput)
+    assert taken.outputs[0].text == "a"
     for _ in range(2):
         with pytest.raises(GenerationError, match="broken"):
             collector.get_nowait()
+
+
+def test_nothing_comes_after_the_end() -> None:
+    async def run() -> None:
+        collector = RequestOutputCollector(RequestOutputKind.DELTA, "id")
+        collector.put(output("a", finished=True))
+        collector.put(output("b"))
+        collector.put(GenerationError("late"))
+        taken = await collector.get()
+        assert isinstance(taken, RequestOutput)
+        assert taken.outputs[0].text == "a"
+        assert collector.get_nowait() is None
+        with pytest.raises(RuntimeError, match="id has no output to await: its last output was taken"):
+            await collector.get()
+
+    asyncio.run(run())
+
+
+def test_one_reader() -> None:
+    async def run() -> None:
+        collector = RequestOutputCollector(RequestOutputKind.DELTA)
+        reader = asyncio.create_task(collector.get())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="another coroutine awaits it"):
+            await collector.get()
+        collector.put(output("a"))
+        await reader
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_goes_away_leaves_the_output() -> None:
+    async def run() -> None:
+        collector = RequestOutputCollector(RequestOutputKind.DELTA)
+        reader = asyncio.create_task(collector.get())
+        await asyncio.sleep(0)
+        collector.put(output("a"))
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        collector.put(output("b"))
+        taken = await collector.get()
+        assert isinstance(taken, RequestOutput)
+        assert taken.outputs[0].text == "ab"
+        assert collector.num_taken == 1
+
+    asyncio.run(run())
 
 
 def test_a_pooling_output_passes_through() -> None:

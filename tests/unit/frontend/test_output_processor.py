@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.errors import GenerationError
 from quire.frontend.detokenizer import IncrementalDetokenizer, TextDetokenizer
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.output_processor import OutputProcessor
@@ -64,7 +65,7 @@ def test_a_request_is_known_by_its_internal_id_and_shown_by_its_external_one() -
     for internal in ("a-1", "a-2"):
         p.add_request(make_request(internal), "prompt")
     assert list(p.request_states) == ["a-1", "a-2"]
-    assert p.external_req_ids == {"a": ["a-1", "a-2"]}
+    assert {name: list(ids) for name, ids in p.external_req_ids.items()} == {"a": ["a-1", "a-2"]}
     assert (p.get_num_unfinished_requests(), p.has_unfinished_requests()) == (2, True)
     (shown,) = feed(p, make_output("a-2", [7]))
     assert shown.request_id == "a"
@@ -315,6 +316,43 @@ def test_an_aborted_stream_gets_one_last_output(n: int) -> None:
     assert last.finished
     assert [c.finish_reason for c in last.outputs] == ["abort"] * n
     assert [list(c.token_ids) for c in last.outputs] == [[7], []][:n]
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_request_is_an_error_for_whoever_awaits_it() -> None:
+    p, queue, iteration = processor(), Queue(), IterationStats()
+    p.add_request(make_request(), None, queue=queue)
+    failure = make_output("a-1", [], finish_reason=FinishReason.ERROR, error_message="it failed; send it again")
+    result = p.process_outputs([failure], 1.0, iteration)
+    (error,) = queue.outputs
+    assert isinstance(error, GenerationError)
+    assert str(error) == "it failed; send it again"
+    assert (result.reqs_to_abort, p.request_states, p.external_req_ids) == ([], {}, {})
+    assert [f.finish_reason for f in iteration.finished_requests] == [FinishReason.ERROR]
+
+
+def test_one_failed_output_of_n_ends_the_whole_request() -> None:
+    p, queue = processor(), Queue()
+    parent, children = fan_out(make_request(n=3, output_kind=DELTA))
+    for index, child in enumerate(children):
+        p.add_request(child, None, parent, index, queue)
+    feed(p, make_output("0_a-1", [7], finish_reason=FinishReason.STOP))
+    result = p.process_outputs([make_output("1_a-1", [], finish_reason=FinishReason.ERROR)])
+    assert result.reqs_to_abort == ["2_a-1"]
+    assert isinstance(queue.outputs[1], GenerationError)
+    assert (p.request_states, p.parent_requests, p.external_req_ids) == ({}, {}, {})
+
+
+def test_without_a_queue_a_failure_is_an_output_with_its_message() -> None:
+    p = processor()
+    p.add_request(make_request(), "prompt")
+    feed(p, make_output("a-1", [7]))
+    (shown,) = feed(p, make_output("a-1", [], finish_reason=FinishReason.ERROR, error_message="it failed"))
+    (completion,) = shown.outputs
+    assert (completion.finish_reason, completion.error_message) == ("error", "it failed")
+    assert (list(completion.token_ids), shown.finished) == ([7], True)
 
 
 # -- n outputs --------------------------------------------------------------------------------------------------------

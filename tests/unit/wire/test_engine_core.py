@@ -6,6 +6,8 @@ import time
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
@@ -114,3 +116,24 @@ def test_kv_cache_config_round_trip() -> None:
     assert config.block_sizes == [16, 16]
     assert config.kv_cache_groups[0].kv_cache_spec.page_size_bytes == 2 * 16 * 2 * 8 * 4
     assert config.kv_cache_groups[1].kv_cache_spec.page_size_bytes == 2 * 16 * 2 * 8 * 2
+
+
+@given(st.lists(st.integers(0, 50), min_size=3, max_size=3), st.integers(0, 150))
+def test_the_end_of_a_prompt_has_the_end_of_its_sources(parts: list[int], start: int) -> None:
+    """Locally cached, cached elsewhere, computed: one after the other along the prompt."""
+    local, external, computed = parts
+    sources = "l" * local + "e" * external + "c" * computed
+    start = min(start, len(sources))
+    rest = sources[start:]
+    stats = PrefillStats(len(sources), computed, local, external).after(start)
+    assert stats == PrefillStats(len(rest), rest.count("c"), rest.count("l"), rest.count("e"))
+
+
+def test_a_session_goes_on_from_what_was_computed() -> None:
+    first = EngineCoreRequest("a", [1, 2], SamplingParams(max_tokens=3), None, 1.0, cache_salt="s", resumable=True)
+    segment = EngineCoreRequest("a", [9], SamplingParams(max_tokens=7), None, 2.0, cache_salt="t", priority=5)
+    whole = first.continued([3, 4, 5], segment)
+    assert (whole.prompt_token_ids, whole.output_token_ids) == ([1, 2, 3, 4, 9], [])
+    assert (whole.sampling_params, whole.arrival_time, whole.resumable) == (segment.sampling_params, 2.0, False)
+    assert (whole.cache_salt, whole.priority, whole.continues_session) == ("s", 0, False)
+    assert first.prompt_token_ids == [1, 2]

@@ -1,4 +1,6 @@
-"""Tiny checkpoints, written once per session."""
+"""Tiny checkpoints, written once per session, and the native kernels on every instruction set of this CPU.
+
+Where the library was not built, tests of it are skipped; scripts/setup fails if it could have been."""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 
 from quire.testing.tiny_models import make_tiny_checkpoint
+from quire.worker.kernels.library import Context, NativeLibrary, native_library
+from quire.worker.kernels.native import NativeKernels
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -23,5 +27,32 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         if key not in made:
             made[key] = make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, **overrides)
         return made[key]
+
+    return make
+
+
+LIBRARY = native_library()
+INSTRUCTION_SETS = LIBRARY.instruction_sets() if LIBRARY is not None else ["none"]
+
+MakeKernels = Callable[[int], NativeKernels]
+
+
+@pytest.fixture(scope="session")
+def library() -> NativeLibrary:
+    """The library, if it was built."""
+    if LIBRARY is None:
+        pytest.skip("the native library was not built")
+    return LIBRARY
+
+
+@pytest.fixture(scope="session", params=INSTRUCTION_SETS)
+def make_kernels(request: pytest.FixtureRequest, library: NativeLibrary) -> MakeKernels:
+    """`make_kernels(num_threads)`, for each instruction set."""
+    made: dict[int, NativeKernels] = {}
+
+    def make(num_threads: int) -> NativeKernels:
+        if num_threads not in made:
+            made[num_threads] = NativeKernels(Context(library, num_threads, request.param))
+        return made[num_threads]
 
     return make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import time
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from quire.config.engine_args import EngineArgs
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 from quire.sampling_params import SamplingParams
-from quire.wire.execution import NewRequestData, SchedulerOutput
+from quire.wire.execution import EMPTY_MODEL_RUNNER_OUTPUT, NewRequestData, SchedulerOutput
 from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
 from quire.worker import host
 from quire.worker.attention.torch_backend import TorchAttentionBackend
@@ -83,6 +84,57 @@ def test_from_start_to_shutdown(make_worker: Any) -> None:
         _ = worker.runner
 
 
+def first_token(worker: Worker, request_id: str) -> int:
+    request = NewRequestData(request_id, [1, 2, 3], ([1],), 0, SamplingParams(temperature=0))
+    step = SchedulerOutput([request], num_scheduled_tokens={request_id: 3}, total_num_scheduled_tokens=3)
+    assert worker.execute_model(step) is None
+    return worker.sample_tokens(None).sampled_token_ids[0][0]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_worker_sleeps_and_wakes_up(make_worker: Any, level: int) -> None:
+    worker = make_worker()
+    worker.initialize_from_config(cache_config(worker, 10))
+    token = first_token(worker, "a")
+    worker.sleep(level)
+    cache = next(iter(worker.runner.kv_cache.caches.values()))
+    assert cache.key.shape[0] == 1, "the null block is left"
+    assert all(parameter.is_meta for parameter in worker.get_model().parameters()) == (level == 2)
+    forget = SchedulerOutput(finished_req_ids={"a"})
+    assert worker.execute_model(forget) is EMPTY_MODEL_RUNNER_OUTPUT  # it hears who finished while it sleeps
+    if level == 1:
+        worker.execute_dummy_batch()  # and keeps in time with other ranks
+    worker.wake_up(["weights"])
+    assert next(iter(worker.runner.kv_cache.caches.values())).key.shape[0] == 1
+    worker.wake_up(["kv_cache"])
+    assert next(iter(worker.runner.kv_cache.caches.values())).key.shape[0] == 10
+    assert first_token(worker, "a") == token
+
+
+def test_a_step_that_was_broken_off_does_not_outlive_a_sleep(make_worker: Any) -> None:
+    worker = make_worker()
+    worker.initialize_from_config(cache_config(worker, 10))
+    token = first_token(worker, "a")
+    request = NewRequestData("b", [4], ([2],), 0, SamplingParams(temperature=0))
+    worker.execute_model(SchedulerOutput([request], num_scheduled_tokens={"b": 1}, total_num_scheduled_tokens=1))
+    worker.release_kv_cache_memory()
+    worker.wake_up(["kv_cache"])
+    assert worker.runner.batch.num_reqs == 0
+    assert first_token(worker, "a") == token
+
+
+def test_new_weights_for_a_worker(make_worker: Any, tiny_checkpoint: Any) -> None:
+    worker = make_worker()
+    worker.initialize_from_config(cache_config(worker, 10))
+    hidden = torch.randn(5, MODEL["hidden_size"], generator=torch.Generator().manual_seed(0))
+    before = worker.runner.model.compute_logits(hidden)
+    with pytest.raises(ModelLoadError, match=r"config\.json has \w+ = .* the model that is loaded"):
+        worker.check_weights(str(tiny_checkpoint("llama")))  # of another size
+    worker.load_weights()
+    worker.reload_weights()
+    assert torch.equal(worker.runner.model.compute_logits(hidden), before)
+
+
 def test_cache_dtype_follows_the_model_or_the_flag(make_worker: Any) -> None:
     assert {s.dtype for s in make_worker(dtype="bfloat16").get_kv_cache_spec().values()} == {"bfloat16"}
     assert {s.dtype for s in make_worker(kv_cache_dtype="bfloat16").get_kv_cache_spec().values()} == {"bfloat16"}
@@ -124,14 +176,71 @@ def test_a_cache_size_that_is_no_number(make_worker: Any, monkeypatch: pytest.Mo
         worker.determine_available_memory()
 
 
-def test_a_trace_is_written(make_worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    worker = make_worker()
+def run_steps(worker: Worker, num_steps: int) -> None:
+    for _ in range(num_steps):
+        worker.execute_model(SchedulerOutput())
+
+
+def trace_events(path: Path) -> list[dict[str, Any]]:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
+
+
+@pytest.fixture
+def tracing_worker(make_worker: Any, tmp_path: Path) -> Any:
+    def make(**profiler_config: Any) -> Worker:
+        config = {"torch_profiler_dir": str(tmp_path / "new" / "traces"), "torch_profiler_with_stack": False}
+        worker: Worker = make_worker(profiler_config=config | profiler_config)
+        worker.initialize_from_config(cache_config(worker, 4))
+        return worker
+
+    return make
+
+
+@pytest.mark.parametrize("gzipped", [True, False])
+def test_a_trace_is_written(tracing_worker: Any, tmp_path: Path, gzipped: bool) -> None:
+    worker = tracing_worker(torch_profiler_use_gzip=gzipped)
     worker.profile(False)  # never started: nothing to stop
     worker.profile(True, "run")
+    worker.profile(True, "again")  # it records already
     torch.ones(2).sum()
     worker.profile(False)
-    assert json.loads((tmp_path / "run-rank0.trace.json").read_text())["traceEvents"]
+    name = "run-rank0.trace.json" + (".gz" if gzipped else "")
+    assert [path.name for path in (tmp_path / "new" / "traces").iterdir()] == [name]
+    assert any(event["name"] == "aten::sum" for event in trace_events(tmp_path / "new" / "traces" / name))
+
+
+def test_a_trace_of_some_steps(tracing_worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are told apart by what they compute: in step n, the sines of n elements."""
+    worker = tracing_worker(delay_iterations=1, torch_profiler_record_shapes=True)
+    number = iter(range(1, 100))
+    monkeypatch.setattr(worker.runner, "execute_model", lambda output: torch.ones(next(number)).sin())
+    worker.profile(True, "a", None, 2)
+    run_steps(worker, 4)
+    (path,) = (tmp_path / "new" / "traces").iterdir()
+    sines = [e["args"]["Input Dims"] for e in trace_events(path) if e["name"] == "aten::sin"]
+    assert [dims[0] for dims in sines] == [[2], [3]]
+    worker.profile(False)
+    worker.profile(True, "b", 0, 0)  # all, from the first
+    run_steps(worker, 2)
+    worker.profile(False)
+    events = trace_events(tmp_path / "new" / "traces" / "b-rank0.trace.json.gz")
+    assert len([e for e in events if e["name"] == "aten::sin"]) == 2
+
+
+def test_a_trace_that_cannot_be_written_fails_no_step(
+    tracing_worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "new").write_text("a file where a directory should be")
+    worker = tracing_worker()
+    worker.profile(True, "a", 0, 1)
+    run_steps(worker, 3)
+    assert "the profile is lost" in caplog.text
+    worker.profile(True, "a")
+    with pytest.raises(OSError, match="Not a directory"):
+        worker.profile(False)
 
 
 def test_tensors_are_shared_by_a_layer_of_each_group() -> None:

@@ -109,7 +109,8 @@ class ToyRequest:
     prompt: list[int]
     params: SamplingParams
     outputs: list[int] = field(default_factory=list)
-    blocks: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    blocks: tuple[list[int], ...] = field(default_factory=lambda: ([], []))
+    """Per KV cache group."""
     computed: int = 0
 
     @property
@@ -121,8 +122,17 @@ class RandomScheduler:
     """Admits, chunks, skips, preempts, resumes and ends requests at random; also gives blocks of the sliding group away
     once they are out of the window."""
 
-    def __init__(self, seed: int, num_blocks: int = 200, max_num_reqs: int = 8) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_blocks: int = 200,
+        max_num_reqs: int = 8,
+        windows: tuple[int | None, ...] = (None, WINDOW),
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
         self.random = random.Random(seed)
+        self.windows = windows
+        self.block_size = block_size
         self.free = list(range(1, num_blocks))
         self.random.shuffle(self.free)
         self.max_num_reqs = max_num_reqs
@@ -186,22 +196,26 @@ class RandomScheduler:
                 done.append(request)
         return done
 
-    def _schedule(self, request: ToyRequest, output: SchedulerOutput) -> tuple[list[int], list[int]]:
+    def _schedule(self, request: ToyRequest, output: SchedulerOutput) -> tuple[list[int], ...]:
         remaining = len(request.tokens) - request.computed
         num_tokens = self.random.choice([remaining, self.random.randint(1, remaining)])
         output.num_scheduled_tokens[request.req_id] = num_tokens
-        # A block whose last token is out of the window of the next query will never be read again.
-        sliding = request.blocks[1]
-        for i in range(max(0, request.computed - WINDOW + 1) // BLOCK_SIZE):
-            if i < len(sliding) and sliding[i]:
-                self.free.append(sliding[i])
-                sliding[i] = 0
-        needed = -(-(request.computed + num_tokens) // BLOCK_SIZE)
-        new: tuple[list[int], list[int]] = ([], [])
+        for window, held in zip(self.windows, request.blocks, strict=True):
+            if window is not None:
+                self._release_behind(held, request.computed - window + 1)
+        needed = -(-(request.computed + num_tokens) // self.block_size)
+        new: tuple[list[int], ...] = tuple([] for _ in self.windows)
         for ids, held in zip(new, request.blocks, strict=True):
             ids += [self.free.pop(0) for _ in range(needed - len(held))]
             held += ids
         return new
+
+    def _release_behind(self, held: list[int], first_position: int) -> None:
+        """A block whose last token is out of the window of the next query will never be read again."""
+        for i in range(max(0, first_position) // self.block_size):
+            if i < len(held) and held[i]:
+                self.free.append(held[i])
+                held[i] = 0
 
     def _release(self, request: ToyRequest) -> None:
         for held in request.blocks:

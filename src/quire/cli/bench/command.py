@@ -50,15 +50,15 @@ def run_benchmark(args: Arguments, name: str, make_requests: MakeRequests) -> in
     return 0
 
 
-def report(figures: dict[str, Any], args: Arguments) -> None:
-    """Print `figures` as --json says and write --output-json."""
+def report(figures: dict[str, Any], args: Arguments, format: Callable[[dict[str, Any]], str] | None = None) -> None:
+    """Print `figures`, in the words of `format` or as --json says, and write --output-json."""
     if args["output_json"] is not None:
         path = Path(args["output_json"])
         try:
             path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         except OSError as e:
             raise ConfigError(f"--output-json {path}: {e.strerror or e}") from None
-    print(json.dumps(figures) if args["json"] else format_table(figures))
+    print(json.dumps(figures) if args["json"] else (format or format_table)(figures))
 
 
 def format_table(figures: dict[str, Any]) -> str:

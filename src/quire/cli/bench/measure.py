@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.cli.bench.workloads import BenchRequest
 from quire.cli.generation import Engine, RequestTiming
+from quire.errors import GenerationError
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -52,6 +53,9 @@ def run_requests(engine: Engine, requests: Sequence[BenchRequest]) -> RunResult:
         now = time.perf_counter()
         for output in outputs:
             timings[output.request_id].record(output, now)
+            for o in output.outputs:
+                if o.finish_reason == "error":
+                    raise GenerationError(o.error_message or "the engine failed")
     return RunResult(time.perf_counter() - start, list(timings.values()))
 
 

@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.config.engine import EngineConfig
+from quire.errors import ClientError
+from quire.lora_request import LoRARequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 
@@ -80,14 +82,42 @@ class Executor(ABC):
     ) -> list[Any]:
         """Call a worker method by name (or a function with the worker as first argument) on every worker."""
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter. Raises ClientError: no executor here can yet."""
+        raise _no_loras(f"load adapter {lora_request.lora_name!r}")
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter. Raises ClientError, as `add_lora` does."""
+        raise _no_loras(f"unload adapter {lora_id}")
+
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters that are loaded: none."""
+        return set()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter from being evicted. Raises ClientError, as `add_lora` does."""
+        raise _no_loras(f"pin adapter {lora_id}")
+
     @abstractmethod
     def check_health(self) -> None:
         """Raise if a worker cannot serve."""
 
     @abstractmethod
-    def profile(self, is_start: bool, prefix: str | None = None) -> None:
-        """Start or stop the workers' profiler."""
+    def profile(
+        self,
+        is_start: bool,
+        prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Start or stop the workers' profiler. None for the counts means as configured."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """End the workers. May be called twice."""
+
+
+def _no_loras(what: str) -> ClientError:
+    return ClientError(
+        f"cannot {what}: this version serves no LoRA adapters; merge it into the checkpoint, then load that"
+    )

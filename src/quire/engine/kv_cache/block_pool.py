@@ -27,6 +27,8 @@ class CachedBlockMap:
 
     def __init__(self) -> None:
         self.num_blocks = 0
+        self.num_changes = 0
+        """Grows with every block that comes or goes: while it stands still, every look-up has the same answer."""
         self._blocks: dict[BlockHash, KVCacheBlock | list[KVCacheBlock]] = {}
 
     def get(self, key: BlockHash) -> Sequence[KVCacheBlock]:
@@ -46,6 +48,7 @@ class CachedBlockMap:
         else:
             self._blocks[key] = [found, block]
         self.num_blocks += 1
+        self.num_changes += 1
 
     def remove(self, key: BlockHash, block: KVCacheBlock) -> None:
         """Take `block` from under `key`. IntegrityError if it is not there."""
@@ -59,6 +62,7 @@ class CachedBlockMap:
         else:
             raise IntegrityError(f"{block} is not in the prefix cache under its hash")
         self.num_blocks -= 1
+        self.num_changes += 1
 
 
 class BlockPool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from quire.engine.kv_cache.block import (
     BlockContent,
@@ -14,9 +13,9 @@ from quire.engine.kv_cache.block import (
     KVCacheBlocks,
 )
 from quire.engine.kv_cache.block_pool import BlockPool
-from quire.engine.kv_cache.group_manager import GroupManager, find_longest_common_hit, make_group_manager
+from quire.engine.kv_cache.group_manager import GroupManager, make_group_manager
+from quire.engine.kv_cache.look_up import PrefixLookUp
 from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
-from quire.engine.kv_cache.prefix_query import PrefixQuery
 from quire.wire.execution import BlockIds
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.stats import KVCacheEvictionEvent, PrefixCacheStats
@@ -74,6 +73,7 @@ class KVCacheManager:
         ]
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple([] for _ in specs))
         self._windowed_groups = [group for group in self.groups if group.drops_blocks]
+        self._look_up = PrefixLookUp(self.groups, self.block_pool, self.block_size)
         self._requests: dict[str, RequestBlocks] = {}
         self._metrics = metrics
         self._prefix_cache_stats = PrefixCacheStats() if log_stats else None
@@ -91,7 +91,7 @@ class KVCacheManager:
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0
         max_blocks = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
-        hits = find_longest_common_hit(self.groups, PrefixQuery(request, self.block_size), max_blocks)
+        hits = self._look_up.find(request, max_blocks)
         return KVCacheBlocks(tuple(hits)), len(hits[0]) * self.block_size
 
     def allocate_slots(
@@ -138,13 +138,13 @@ class KVCacheManager:
         num_new_blocks = max(0, -(-num_slots // self.block_size) - held.num_blocks - num_hit_blocks)
         # Rejected drafts move a request back, but never to before its last certain token.
         dropped = self._find_dropped_blocks(held, min(num_computed, request.num_tokens - 1))
-        if num_new_blocks:
+        if num_new_blocks or full_sequence_must_fit:
             needed = num_new_blocks * len(self.groups)
             if full_sequence_must_fit:
                 needed = max(needed, self._count_blocks_to_come(request, held.tables, hits))
             needed += sum(block.ref_cnt == 0 for group in hits for block in group)
             regained = sum(table[index].ref_cnt == 1 for table, index in dropped)
-            if needed + reserved_blocks > self.block_pool.get_num_free_blocks() + regained:
+            if needed and needed + reserved_blocks > self.block_pool.get_num_free_blocks() + regained:
                 return None
 
         if is_admission:
@@ -179,20 +179,6 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> BlockIds:
         """Their ids, per group."""
         return self.get_blocks(request_id).get_block_ids()
-
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Per group: how many leading blocks of this request every admitted request has, too, if there are others.
-
-        0 for groups that drop blocks: what is common there is not a prefix any more.
-        """
-        num_requests = len(self._requests)
-        counts = [0] * len(self.groups)
-        if num_requests > 1 and running_request_id in self._requests:
-            for group, table in zip(self.groups, self._requests[running_request_id].tables, strict=True):
-                if not group.drops_blocks:
-                    shared = takewhile(lambda block: block.ref_cnt == num_requests, table)
-                    counts[group.group_id] = sum(1 for _ in shared)
-        return counts
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing is done, while any request holds blocks."""
@@ -267,6 +253,7 @@ class KVCacheManager:
         num_hit_blocks: int,
     ) -> None:
         self._requests[request.request_id] = held
+        self._look_up.forget()
         if num_hit_blocks:
             for table, hit in zip(held.tables, hits, strict=True):
                 self.block_pool.touch(hit)

@@ -9,11 +9,11 @@ _UNPROVEN = object()
 
 
 class PrefixQuery:
-    """One look-up of one request. It remembers which contents proved equal, so that a chain is walked only once."""
+    """What is known of one request's prefix: which contents proved equal to it, so that a chain is walked only once."""
 
     def __init__(self, request: CacheableRequest, block_size: int) -> None:
         self.block_hashes = request.block_hashes
-        self._request = request
+        self.request = request
         self._block_size = block_size
         self._proven: dict[int, BlockContent | None] = {-1: None}  # before the first block there is nothing
 
@@ -35,5 +35,5 @@ class PrefixQuery:
 
     def _equals_block(self, content: BlockContent, index: int) -> bool:
         start = index * self._block_size
-        token_ids = tuple(self._request.all_token_ids[start : start + self._block_size])
-        return content.token_ids == token_ids and content.extra_keys == block_extra_keys(self._request, index)
+        token_ids = tuple(self.request.all_token_ids[start : start + self._block_size])
+        return content.token_ids == token_ids and content.extra_keys == block_extra_keys(self.request, index)

@@ -46,7 +46,8 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises ValidationError, with nothing changed, if it cannot be accepted."""
+        """Queue a request, or the next input of a session. Raises ValidationError, with nothing changed, if a request
+        cannot be accepted; a session that cannot take its input ends with an error."""
 
     @abstractmethod
     def finish_requests(
@@ -81,15 +82,23 @@ class SchedulerInterface(ABC):
         """Draft tokens for the next step. Ignored for requests that are not running or still compute their prompt."""
 
     @abstractmethod
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of this id is unfinished."""
+
+    @abstractmethod
+    def get_request_ids(self, client_index: int) -> list[str]:
+        """The unfinished requests of one client."""
+
+    @abstractmethod
     def get_num_unfinished_requests(self) -> int:
-        """Running and waiting, whatever they wait for."""
+        """Running and waiting, whatever they wait for, sessions that wait for their user left out."""
 
     @abstractmethod
     def get_request_counts(self) -> tuple[int, int]:
         """(running, waiting)."""
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is running or waiting."""
+        """Whether any request is running or waiting for something that will come without its user."""
         return self.get_num_unfinished_requests() > 0
 
     @abstractmethod
@@ -98,7 +107,8 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes. False if running requests hold blocks and may not be preempted for it."""
+        """Forget all cached prefixes. False if running requests, or sessions that wait for input, hold blocks and may
+        not lose them for it."""
 
     @abstractmethod
     def make_stats(self) -> SchedulerStats | None:

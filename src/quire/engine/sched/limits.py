@@ -52,14 +52,21 @@ class SchedulerLimits:
 
     def validate_length(self, request: Request) -> None:
         """Raises PromptTooLongError if the context has no room for the request and one more token."""
-        room = self.max_model_len - (request.sampling_params is not None)
-        if request.num_tokens > room:
+        if not self.has_room(request):
             raise PromptTooLongError(
                 f"request {request.request_id} has {request.num_tokens} tokens; the engine's context of "
-                f"{self.max_model_len} takes at most {room}; shorten the prompt or raise --max-model-len",
+                f"{self.max_model_len} takes at most {self._room(request)}; shorten the prompt or raise "
+                "--max-model-len",
                 param="prompt",
                 value=request.num_tokens,
             )
+
+    def has_room(self, request: Request) -> bool:
+        """Whether the context takes the request's tokens and, of a generating one, one more."""
+        return request.num_tokens <= self._room(request)
+
+    def _room(self, request: Request) -> int:
+        return self.max_model_len - (request.sampling_params is not None)
 
     def cap_chunk(self, num_tokens: int, token_budget: int) -> int:
         """How many of the `num_tokens` a request misses it may compute in a step with `token_budget` left."""

@@ -85,7 +85,7 @@ class StepsInFlight:
         self.preempted_req_ids: set[str] = set()
         self._steps: deque[tuple[SchedulerOutput, list[Request]]] = deque()
 
-    def send(self, step: StepBuilder, num_common_prefix_blocks: list[int]) -> SchedulerOutput:
+    def send(self, step: StepBuilder) -> SchedulerOutput:
         """A step is complete and leaves."""
         output = SchedulerOutput(
             scheduled_new_reqs=step.new_reqs,
@@ -93,7 +93,6 @@ class StepsInFlight:
             num_scheduled_tokens=step.num_scheduled_tokens,
             total_num_scheduled_tokens=sum(step.num_scheduled_tokens.values()),
             scheduled_spec_decode_tokens=step.spec_token_ids,
-            num_common_prefix_blocks=num_common_prefix_blocks,
             finished_req_ids=self.finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
         )

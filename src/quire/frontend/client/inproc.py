@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from quire.config.engine import EngineConfig
@@ -10,6 +11,7 @@ from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest
 
 ENGINE_CORE = "quire.engine.core:EngineCore"
+RUN_UTILITY = "quire.engine.utility:run_utility"
 
 
 class InprocClient(EngineCoreClient):
@@ -19,11 +21,16 @@ class InprocClient(EngineCoreClient):
         executor_class = resolve(config.parallel_config.executor_class)
         self.engine_core = resolve(ENGINE_CORE)(config, executor_class, log_stats)
         self.ready_response = self.engine_core.ready_response
+        self._run_utility = resolve(RUN_UTILITY)
 
     def get_output(self) -> EngineCoreOutputs:
         outputs, model_executed = self.engine_core.step_fn()
         self.engine_core.post_step(model_executed)
         return (outputs or {}).get(0) or EngineCoreOutputs()
+
+    def has_work(self) -> bool:
+        """Whether `get_output` would run a step, or has outputs to give."""
+        return bool(self.engine_core.has_work())
 
     def add_request(self, request: EngineCoreRequest) -> None:
         core_request, wave = self.engine_core.preprocess_add_request(request)
@@ -33,20 +40,18 @@ class InprocClient(EngineCoreClient):
         if request_ids:
             self.engine_core.abort_requests(request_ids)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        return bool(self.engine_core.reset_prefix_cache(reset_running_requests))
+    def call_utility(self, method: str, *args: Any) -> Any:
+        return self._run_utility(self.engine_core, method, args)
 
     def collective_rpc(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        return list(self.engine_core.collective_rpc(method, timeout, args, kwargs))
-
-    def profile(self, is_start: bool, prefix: str | None = None) -> None:
-        self.engine_core.profile(is_start, prefix)
+        """Functions are welcome: they cross no process. The worker is their first argument."""
+        return list(self.engine_core.executor.collective_rpc(method, timeout, args, kwargs))
 
     def shutdown(self) -> None:
         self.engine_core.shutdown()

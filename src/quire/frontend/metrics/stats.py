@@ -75,9 +75,17 @@ class IterationStats:
                 stats.num_preemptions += 1
 
     def update_from_output(
-        self, output: EngineCoreOutput, engine_timestamp: float, is_prefilling: bool, stats: RequestStateStats
+        self,
+        output: EngineCoreOutput,
+        engine_timestamp: float,
+        is_prefilling: bool,
+        stats: RequestStateStats,
+        num_context_tokens: int = 0,
     ) -> None:
-        """One output of one request, `is_prefilling` if it is the first with tokens (checklist S0-ST-005…008)."""
+        """One output of one request, `is_prefilling` if it is the first with tokens (checklist S0-ST-005…008).
+
+        `num_context_tokens` of its prompt have been counted already, with earlier segments of its session.
+        """
         if output.events:
             self.update_from_events(output.events, stats)
         if output.num_nans_in_logits and not stats.is_corrupted:
@@ -88,7 +96,7 @@ class IterationStats:
         self.num_generation_tokens += len(output.new_token_ids)
         stats.num_generation_tokens += len(output.new_token_ids)
         if is_prefilling:
-            self._add_prompt_tokens(output.prefill_stats)
+            self._add_prompt_tokens(output.prefill_stats, num_context_tokens)
             stats.first_token_latency = self._time_since(stats.arrival_time)
             self.time_to_first_tokens.append(stats.first_token_latency)
             stats.first_token_ts = engine_timestamp
@@ -96,8 +104,9 @@ class IterationStats:
             self.inter_token_latencies.append(engine_timestamp - stats.last_token_ts)
         stats.last_token_ts = engine_timestamp
 
-    def _add_prompt_tokens(self, new: PrefillStats | None) -> None:
+    def _add_prompt_tokens(self, new: PrefillStats | None, num_context_tokens: int) -> None:
         if new is not None:
+            new = new.after(num_context_tokens) if num_context_tokens else new
             self.prompt_tokens.num_prompt_tokens += new.num_prompt_tokens
             self.prompt_tokens.num_computed_tokens += new.num_computed_tokens
             self.prompt_tokens.num_local_cached_tokens += new.num_local_cached_tokens
@@ -134,6 +143,54 @@ class IterationStats:
                 is_corrupted=stats.is_corrupted,
             )
         )
+
+    def take_segment(self, session: SessionStats) -> None:
+        """What was closed last was a segment of a session: it goes into the books of that."""
+        session.add(self.finished_requests.pop())
+
+    def update_from_finished_session(self, session: SessionStats, finish_reason: FinishReason) -> None:
+        """Close the books of a session whose last segment has been added: one request, however many segments."""
+        if session.total is not None:
+            session.total.e2e_latency = self._time_since(session.arrival_time)
+            session.total.finish_reason = finish_reason
+            self.finished_requests.append(session.total)
+
+
+class SessionStats:
+    """The books of one session: those of its segments added up. Time between segments is its user's, not ours.
+
+    `arrival_time` is that of its first input, by the wall clock.
+    """
+
+    __slots__ = ("_num_intervals", "arrival_time", "total")
+
+    def __init__(self, arrival_time: float) -> None:
+        self.arrival_time = arrival_time
+        self.total: FinishedRequestStats | None = None
+        self._num_intervals = 0
+        """From one token to the next, within segments."""
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Of all segments."""
+        return 0 if self.total is None else self.total.num_generation_tokens
+
+    def add(self, segment: FinishedRequestStats) -> None:
+        """One more segment has ended."""
+        self._num_intervals += max(0, segment.num_generation_tokens - 1)
+        before, self.total = self.total, segment
+        if before is not None:
+            for name in ("num_prompt_tokens", "num_generation_tokens", "num_cached_tokens", "num_preemptions"):
+                setattr(segment, name, getattr(before, name) + getattr(segment, name))
+            for name in ("queued_time", "prefill_time", "decode_time", "inference_time"):
+                setattr(segment, name, _add(getattr(before, name), getattr(segment, name)))
+            segment.is_corrupted |= before.is_corrupted
+            if segment.decode_time is not None and self._num_intervals:
+                segment.mean_time_per_output_token = segment.decode_time / self._num_intervals
+
+
+def _add(a: float | None, b: float | None) -> float | None:
+    return a if b is None else b if a is None else a + b
 
 
 def _interval(start: float, end: float) -> float | None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from quire.wire.kv_cache import AnyKVCacheSpec
+from quire.worker.kernels.base import Kernels
+from quire.worker.kernels.reference import TORCH_KERNELS
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,13 @@ class AttentionBackend(ABC, Generic[Metadata]):
 
     name: ClassVar[str]
 
+    def __init__(self, kernels: Kernels = TORCH_KERNELS) -> None:
+        """`kernels`: those the model computes with."""
+
     @classmethod
     @abstractmethod
-    def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-        """Whether this backend can run here with activations of `dtype` and a cache of `cache_dtype`."""
+    def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels) -> bool:
+        """Whether this backend can run beside `kernels`, with activations of `dtype` and a cache of `cache_dtype`."""
 
     @abstractmethod
     def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int) -> KVCache:

@@ -9,19 +9,24 @@ import torch
 from quire.errors import ConfigError
 from quire.resolve import resolve
 from quire.worker.attention.backend import AttentionBackend
+from quire.worker.kernels.base import Kernels
+from quire.worker.kernels.reference import TORCH_KERNELS
 
 BACKENDS: dict[str, str] = {
+    "native": "quire.worker.attention.native_backend:NativeAttentionBackend",
     "torch": "quire.worker.attention.torch_backend:TorchAttentionBackend",
 }
 """Name to class, in order of preference. Imported on demand: a backend may need what is not installed."""
 
 
-def make_attention_backend(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionBackend[Any]:
+def make_attention_backend(
+    device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels = TORCH_KERNELS
+) -> AttentionBackend[Any]:
     """The first backend of the table that supports this. Raises ConfigError if none does."""
     for dotted_name in BACKENDS.values():
         backend_class: type[AttentionBackend[Any]] = resolve(dotted_name)
-        if backend_class.supports(device, dtype, cache_dtype):
-            return backend_class()
+        if backend_class.supports(device, dtype, cache_dtype, kernels):
+            return backend_class(kernels)
     raise ConfigError(
         f"no attention backend for device {device.type}, dtype {dtype} and KV cache dtype {cache_dtype} "
         f"(tried {', '.join(BACKENDS)}); choose another --dtype or --kv-cache-dtype"

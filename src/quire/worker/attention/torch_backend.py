@@ -11,6 +11,10 @@ decoding, and a batch dimension over which the keys are broadcast in a chunk.
 
 Scores and sums are float32 (torch's fused kernels do so internally for every dtype). Slots no request wrote are never
 read: padding repeats a request's own last slot and is masked, so even NaNs there do no harm.
+
+Decoding in bfloat16 on CPU goes another way: the cache is read head by head, so that a head's keys are one matrix, and
+attention is plain matrix products. The fused kernel is made for many queries, and takes up to five times as long there
+(docs/performance.md).
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quire.wire.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
 from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from quire.worker.kernels.base import Kernels
 
 SCORES_PER_TILE = 1 << 24
 """Query tiles are cut so that the scores of all heads stay below this: 64 MiB in float32."""
@@ -40,7 +45,7 @@ class DecodeBucket:
     rows: Tensor | None
     """[n] rows of the flat batch; None for all of them, in order."""
     slots: Tensor
-    """[n * width] cache slots to read, request by request."""
+    """[n, width] cache slots to read, or [n, num_kv_heads, width] rows of a cache that is read head by head."""
     mask: Tensor | None
     """[n, 1, 1, width], False on padding; None where there is none."""
 
@@ -74,7 +79,7 @@ class TorchAttentionBackend(AttentionBackend[TorchAttentionMetadata]):
     name = "torch"
 
     @classmethod
-    def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+    def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels) -> bool:
         """Everything torch computes with."""
         return dtype.is_floating_point and cache_dtype.is_floating_point
 
@@ -94,7 +99,7 @@ class TorchAttentionBackend(AttentionBackend[TorchAttentionMetadata]):
         ]
         visible = batch.seq_lens if window is None else np.minimum(batch.seq_lens, window)
         decodes = [
-            _make_bucket(batch, indices, ends[indices] - 1, visible[indices], spec.block_size)
+            _make_bucket(batch, indices, ends[indices] - 1, visible[indices], spec)
             for indices in bucket_by_length(np.flatnonzero(decoding), visible)
         ]
         return TorchAttentionMetadata(batch.slot_mapping, decodes, prefills)
@@ -118,8 +123,8 @@ class TorchAttentionBackend(AttentionBackend[TorchAttentionMetadata]):
 
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         for bucket in metadata.decodes:
-            keys = key_slots.index_select(0, bucket.slots).to(query.dtype)
-            values = value_slots.index_select(0, bucket.slots).to(query.dtype)
+            keys = _gather_heads(key_slots, bucket.slots, spec).to(query.dtype)
+            values = _gather_heads(value_slots, bucket.slots, spec).to(query.dtype)
             if bucket.rows is None:
                 output = _attend_decodes(query, keys, values, bucket.mask, spec, sinks)
             else:
@@ -152,7 +157,7 @@ def _make_bucket(
     indices: npt.NDArray[np.int64],
     rows: npt.NDArray[np.int64],
     visible: npt.NDArray[np.int64],
-    block_size: int,
+    spec: AnyKVCacheSpec,
 ) -> DecodeBucket:
     """`visible`: how many keys each of the requests `indices` sees, the last ones of its sequence."""
     device = batch.block_table.device
@@ -163,9 +168,11 @@ def _make_bucket(
     positions = torch.minimum(last - counts + 1 + offsets, last)  # [n, width]
     all_rows = len(indices) == len(batch.query_lens)
     table = batch.block_table if all_rows else batch.block_table[torch.from_numpy(indices).to(device)]
-    slots = table.gather(1, positions // block_size) * block_size + positions % block_size
+    slots = table.gather(1, positions // spec.block_size) * spec.block_size + positions % spec.block_size
+    if device.type == "cpu" and spec.dtype == "bfloat16":
+        slots = slots[:, None] * spec.num_kv_heads + torch.arange(spec.num_kv_heads)[:, None]
     mask = None if visible.min() == width else (offsets < counts)[:, None, None, :]
-    return DecodeBucket(None if all_rows else torch.from_numpy(rows).to(device), slots.flatten(), mask)
+    return DecodeBucket(None if all_rows else torch.from_numpy(rows).to(device), slots, mask)
 
 
 def _make_chunk(batch: AttentionBatch, index: int, end: int, block_size: int, window: int | None) -> PrefillChunk:
@@ -180,17 +187,23 @@ def _make_chunk(batch: AttentionBatch, index: int, end: int, block_size: int, wi
 # -- arithmetic -----------------------------------------------------------------------------------------------------
 
 
+def _gather_heads(cache: Tensor, slots: Tensor, spec: AttentionSpec) -> Tensor:
+    """What a bucket reads, [n, num_kv_heads, width, head_size]. cache: [num_slots, num_kv_heads * head_size]."""
+    if slots.dim() == 3:
+        return cache.view(-1, spec.head_size).index_select(0, slots.flatten()).view(*slots.shape, spec.head_size)
+    gathered = cache.index_select(0, slots.flatten())
+    return gathered.view(*slots.shape, spec.num_kv_heads, spec.head_size).transpose(1, 2)
+
+
 def _attend_decodes(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
-    """query: [n, num_heads, head_size]; keys, values: [n * width, num_kv_heads * head_size]. Returns as query."""
-    n = query.shape[0]
-    kv_shape = (n, -1, spec.num_kv_heads, spec.head_size)
-    q = query.view(n, spec.num_kv_heads, spec.group_size, spec.head_size)
-    k = keys.view(kv_shape).transpose(1, 2)  # [n, num_kv_heads, width, head_size]
-    v = values.view(kv_shape).transpose(1, 2)
+    """query: [n, num_heads, head_size]; keys, values: [n, num_kv_heads, width, head_size]. Returns as query."""
+    q = query.view(-1, spec.num_kv_heads, spec.group_size, spec.head_size)
     head_sinks = None if sinks is None else sinks.view(1, spec.num_kv_heads, spec.group_size, 1)
-    return _attend(q, k, v, mask, spec, head_sinks).reshape(query.shape)
+    # Keys gathered head by head are matrices. Only on CPU and in bfloat16 does the fused kernel lose to their products.
+    by_products = query.dtype == torch.bfloat16 and query.device.type == "cpu" and keys.is_contiguous()
+    return _attend(q, keys, values, mask, spec, head_sinks, by_products).reshape(query.shape)
 
 
 def _attend_chunk(
@@ -234,11 +247,23 @@ def _causal_mask(chunk: PrefillChunk, rows: slice, keys: slice, window: int | No
     return mask if window is None else mask & (key_positions > queries - window)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """Softmax attention. q: [a, b, queries, d]; k, v: [a, b, keys, d]; mask, sinks broadcast to the scores."""
-    if spec.logits_soft_cap is None and sinks is None:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    by_products: bool = False,
+) -> Tensor:
+    """Softmax attention. q: [a, b, queries, d]; k, v: [a, b, keys, d]; mask, sinks broadcast to the scores.
+
+    `by_products`: q and k are bfloat16 matrices; multiply them as such.
+    """
+    if spec.logits_soft_cap is None and sinks is None and not by_products:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
-    scores = (q.float() @ k.float().transpose(2, 3)) * spec.scale  # [a, b, queries, keys]
+    products = _products(q, k) if by_products else q.float() @ k.float().transpose(2, 3)
+    scores = products * spec.scale  # [a, b, queries, keys]
     if spec.logits_soft_cap is not None:
         scores = (scores / spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
     if mask is not None:
@@ -246,4 +271,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attentio
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : k.shape[2]]
-    return (weights @ v.float()).to(q.dtype)
+    return weights.to(v.dtype) @ v if by_products else (weights @ v.float()).to(q.dtype)
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T of bfloat16 matrices, in float32 and good to 16 bits.
+
+    torch rounds such a product to bfloat16, which keeps 8 bits: too few for scores. The remainder is a product, too (it
+    is summed in float32 and rounded at the end), and keeps the next 8.
+    """
+    rows, columns = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)
+    rounded = torch.bmm(rows, columns)
+    remainder = torch.baddbmm(rounded, rows, columns, beta=-1)
+    return (rounded.float() + remainder).view(*q.shape[:2], *rounded.shape[1:])

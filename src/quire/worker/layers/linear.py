@@ -1,4 +1,4 @@
-"""Matrices: y = x W^T + b, alone or several side by side."""
+"""Matrices: y = x W^T + b, alone or several side by side, with what can be done in the same pass over the result."""
 
 from __future__ import annotations
 
@@ -6,22 +6,44 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from quire.worker.layers.weights import weight
+from quire.worker.kernels.base import PLAIN, Kernels, LinearKernel, LinearSpec
+from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.layers.activation import get_activation
+from quire.worker.layers.weights import GIVEN_BACK, forget, weight
 
 
 class Linear(nn.Module):
-    """One projection. `weight` is [out_features, in_features]."""
+    """One projection. `weight` is [out_features, in_features]; [2 * out_features, in_features] if the spec is gated.
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    Raises UnsupportedModelError if the spec names an activation that is not implemented.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, spec: LinearSpec = PLAIN) -> None:
         super().__init__()
-        self.weight = weight(out_features, in_features)
-        self.bias = weight(out_features) if bias else None
+        if spec.activation is not None:
+            get_activation(spec.activation)
+        rows = 2 * out_features if spec.gated else out_features
+        self.weight = weight(rows, in_features)
+        self.bias = weight(rows) if bias else None
+        self.spec = spec
+        self._kernel: LinearKernel | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in_features] to [..., out_features]."""
-        return functional.linear(x, self.weight, self.bias)
+    def prepare(self, kernels: Kernels) -> LinearKernel:
+        """See Prepared."""
+        bias = None if self.bias is None else self.bias.data
+        self._kernel = kernel = kernels.linear(self.weight.data, bias, self.spec)
+        if not kernels.keeps_weights:
+            forget(self, "weight")
+        return kernel
+
+    def discard(self) -> None:
+        """See Prepared."""
+        self._kernel = GIVEN_BACK
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, in_features] to [num_tokens, out_features]; `residual`, of that shape, is added."""
+        return (self._kernel or self.prepare(TORCH_KERNELS))(x, residual)
 
 
 class PackedLinear(Linear):
@@ -30,8 +52,8 @@ class PackedLinear(Linear):
     `parts` maps the checkpoint's name of each projection to its rows, from top to bottom.
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
-        super().__init__(in_features, sum(parts.values()), bias)
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False, spec: LinearSpec = PLAIN) -> None:
+        super().__init__(in_features, sum(parts.values()) // (2 if spec.gated else 1), bias, spec)
         self.parts = parts
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:

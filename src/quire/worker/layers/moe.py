@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from quire.worker.layers.activation import Activation, gated
+from quire.worker.kernels.base import PLAIN, Kernels, LinearKernel, LinearSpec
+from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.layers.activation import get_activation
 from quire.worker.layers.linear import Linear
-from quire.worker.layers.weights import weight
+from quire.worker.layers.weights import GIVEN_BACK, forget, weight
+
+ExpertKernels = list[tuple[LinearKernel, LinearKernel]]
+"""gate_up_proj and down_proj of each expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +38,12 @@ class Experts(nn.Module):
     """All experts' matrices: gate_up_proj [num_experts, 2 * expert_size, hidden], down_proj [num_experts, hidden,
     expert_size]."""
 
-    def __init__(self, spec: MoESpec, hidden_size: int, activation: Activation) -> None:
+    def __init__(self, spec: MoESpec, hidden_size: int, activation: str) -> None:
         super().__init__()
+        get_activation(activation)
         self.spec = spec
-        self.activation = activation
+        self.inner = LinearSpec(activation=activation, gated=True)
+        self._kernels: ExpertKernels | None = None
         self.gate_up_proj = weight(spec.num_experts, 2 * spec.expert_size, hidden_size)
         self.down_proj = weight(spec.num_experts, hidden_size, spec.expert_size)
 
@@ -50,6 +56,21 @@ class Experts(nn.Module):
             yield f"experts.{expert}.{spec.up_name}.weight", gate_up[size:]
             yield f"experts.{expert}.{spec.down_name}.weight", self.down_proj.data[expert]
 
+    def prepare(self, kernels: Kernels) -> ExpertKernels:
+        """See Prepared."""
+        self._kernels = made = [
+            (kernels.linear(gate_up, None, self.inner), kernels.linear(down, None, PLAIN))
+            for gate_up, down in zip(self.gate_up_proj.data, self.down_proj.data, strict=True)
+        ]
+        if not kernels.keeps_weights:
+            forget(self, "gate_up_proj")
+            forget(self, "down_proj")
+        return made
+
+    def discard(self) -> None:
+        """See Prepared."""
+        self._kernels = GIVEN_BACK
+
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """Weighted sum of each token's experts.
 
@@ -61,12 +82,10 @@ class Experts(nn.Module):
         order = expert_ids.flatten().argsort(stable=True)  # [num_tokens * k] choices, by expert
         counts = torch.bincount(expert_ids.flatten(), minlength=self.spec.num_experts).tolist()
         answers = x.new_empty(num_tokens * k, hidden)  # [num_tokens * k, hidden], a row per choice
-        for expert, choices in enumerate(torch.split(order, counts)):
+        kernels = self._kernels or self.prepare(TORCH_KERNELS)
+        for (gate_up, down), choices in zip(kernels, torch.split(order, counts), strict=True):
             if len(choices):
-                gate_up = functional.linear(
-                    x[choices // k], self.gate_up_proj[expert]
-                )  # [len(choices), 2 * expert_size]
-                answers[choices] = functional.linear(gated(self.activation, gate_up), self.down_proj[expert])
+                answers[choices] = down(gate_up(x[choices // k]))
         weighted = answers.view(num_tokens, k, hidden) * expert_weights.unsqueeze(-1)  # [num_tokens, k, hidden]
         return weighted.sum(dim=1).to(x.dtype)
 
@@ -74,14 +93,14 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Router and experts. The router's matrix is called `gate` in checkpoints."""
 
-    def __init__(self, spec: MoESpec, hidden_size: int, activation: Activation) -> None:
+    def __init__(self, spec: MoESpec, hidden_size: int, activation: str) -> None:
         super().__init__()
         self.spec = spec
         self.gate = Linear(hidden_size, spec.num_experts)
         self.experts = Experts(spec, hidden_size, activation)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, hidden] to [num_tokens, hidden]."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
         probabilities = self.gate(x).float().softmax(dim=-1)  # [num_tokens, num_experts]
         weights, expert_ids = probabilities.topk(self.spec.num_experts_per_token, dim=-1)  # [num_tokens, k] each
         if self.spec.normalize:
@@ -89,4 +108,4 @@ class MoE(nn.Module):
         if not self.spec.weights_in_float32:
             weights = weights.to(x.dtype)
         answer: Tensor = self.experts(x, expert_ids, weights)
-        return answer
+        return answer if residual is None else residual + answer

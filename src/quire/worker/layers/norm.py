@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.worker.layers.weights import weight
+from quire.worker.kernels.base import Kernels, NormKernel, NormSpec
+from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.layers.weights import GIVEN_BACK, weight
 
 
 class RMSNorm(nn.Module):
@@ -19,17 +20,21 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float, *, weight_offset: float = 0.0, scale_in_float32: bool = False) -> None:
         super().__init__()
         self.weight = weight(dim)
-        self.eps = eps
-        self.weight_offset = weight_offset
-        self.scale_in_float32 = scale_in_float32
+        self.spec = NormSpec(eps=eps, weight_offset=weight_offset, scale_in_float32=scale_in_float32)
+        self._kernel: NormKernel | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., dim], normalised over the last dimension."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self.scale_in_float32:
-            return (wide * (self.weight_offset + self.weight.float())).to(x.dtype)
-        return self.weight * wide.to(x.dtype)
+    def prepare(self, kernels: Kernels) -> NormKernel:
+        """See Prepared."""
+        self._kernel = kernel = kernels.rms_norm(self.weight.data, self.spec)
+        return kernel
+
+    def discard(self) -> None:
+        """See Prepared."""
+        self._kernel = GIVEN_BACK
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [..., dim], normalised over the last dimension; `residual`, of the same shape, is added after it."""
+        return (self._kernel or self.prepare(TORCH_KERNELS))(x, residual)
 
 
 class LayerNorm(nn.Module):

@@ -8,10 +8,12 @@ by implementing `PackedWeights`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from quire.worker.kernels.base import Kernels
 
 
 @runtime_checkable
@@ -22,6 +24,29 @@ class PackedWeights(Protocol):
         """Each tensor's name, relative to the module's parent, and the part of a parameter it belongs in (a view)."""
 
 
+@runtime_checkable
+class Prepared(Protocol):
+    """A module that computes by kernels made of its weights, or of its children's."""
+
+    def prepare(self, kernels: Kernels) -> Any:
+        """Make the kernels: the weights are loaded. What the kernels do not need any more is given back."""
+
+    def discard(self) -> None:
+        """Give the kernels back, because the weights they were made of go."""
+
+
+class GivenBack:
+    """Stands where a module's kernels were until its weights were given back: whoever calls it is told so."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError("the weights of this module were given back: load them again first")
+
+    __call__ = lookup = project = __iter__ = _refuse
+
+
+GIVEN_BACK: Any = GivenBack()
+
+
 def weight(*shape: int) -> nn.Parameter:
     """An unfilled parameter on the current default device. Quire never trains: no gradients."""
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
@@ -29,12 +54,29 @@ def weight(*shape: int) -> nn.Parameter:
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every tensor the model wants from a checkpoint, by the checkpoint's name: parameters, or views into them."""
-    wanted: dict[str, Tensor] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, PackedWeights):
-            parent, _, _ = path.rpartition(".")
-            wanted.update((f"{parent}.{name}", view) for name, view in module.checkpoint_tensors())
-        else:
-            prefix = path + "." if path else ""
-            wanted.update((prefix + name, tensor.data) for name, tensor in module.named_parameters(recurse=False))
-    return wanted
+    return {name: tensor for path, module in model.named_modules() for name, tensor in own_tensors(path, module)}
+
+
+def own_tensors(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those of `checkpoint_tensors` that are the module's own, not its children's. `path` is its place in the model."""
+    if isinstance(module, PackedWeights):
+        parent, _, _ = path.rpartition(".")
+        return [(f"{parent}.{name}", view) for name, view in module.checkpoint_tensors()]
+    prefix = path + "." if path else ""
+    return [(prefix + name, tensor.data) for name, tensor in module.named_parameters(recurse=False)]
+
+
+def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give the module's own parameters unfilled memory; on the meta device, take it away.
+
+    Not nn.Module.to_empty: on meta tensors it makes torch import sympy, which takes a second.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+        setattr(module, name, nn.Parameter(empty, requires_grad=False))
+
+
+def forget(module: nn.Module, name: str) -> None:
+    """Give back the memory of a parameter. Its shape and type stay, on the meta device."""
+    shape = torch.empty_like(getattr(module, name), device="meta")
+    setattr(module, name, nn.Parameter(shape, requires_grad=False))

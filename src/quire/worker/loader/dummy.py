@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,20 +12,25 @@ _NOISE_LEN = 1_000_003
 _SCALE = 0.02
 
 
-@torch.no_grad()
-def fill_with_noise(tensors: Mapping[str, Tensor], seed: int) -> None:
-    """Fill each tensor with numbers small enough never to overflow: the same for the same seed.
+class Noise:
+    """Numbers small enough never to overflow: the same for the same seed and the same order of tensors.
 
-    One block of noise is repeated, as drawing billions of numbers would take longer than reading them. Vectors whose
-    name says norm are ones, so that activations keep their size.
+    One block of noise is repeated, as drawing billions of numbers would take longer than reading them.
     """
-    noise = torch.empty(_NOISE_LEN).normal_(std=_SCALE, generator=torch.Generator().manual_seed(seed)).repeat(2)
-    noise = noise.to(next(iter(tensors.values())))  # converted once: what follows only copies
-    start = 0
-    for name, tensor in tensors.items():
-        if tensor.dim() == 1 and "norm" in name and name.endswith("weight"):
-            tensor.fill_(1.0)
-            continue
-        for part in torch.split(tensor.view(-1), _NOISE_LEN):
-            part.copy_(noise[start : start + part.numel()])
-            start = (start + part.numel()) % _NOISE_LEN
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._noise = torch.empty(_NOISE_LEN).normal_(std=_SCALE, generator=generator).repeat(2)
+        self._start = 0
+
+    @torch.no_grad()
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill each tensor. Vectors whose name says norm become ones, so that activations keep their size."""
+        for name, tensor in tensors:
+            if tensor.dim() == 1 and "norm" in name and name.endswith("weight"):
+                tensor.fill_(1.0)
+                continue
+            self._noise = self._noise.to(tensor)  # converted once: what follows only copies
+            for part in torch.split(tensor.view(-1), _NOISE_LEN):
+                part.copy_(self._noise[self._start : self._start + part.numel()])
+                self._start = (self._start + part.numel()) % _NOISE_LEN

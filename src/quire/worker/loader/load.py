@@ -1,8 +1,9 @@
 """Builds a model and fills it from safetensors files.
 
 The model is first built without memory (torch's meta device) and every tensor it wants is compared with the headers of
-the files, so that a wrong checkpoint is refused in well under a second. Then memory is taken once and each tensor is
-read once, in the order of the file, through a memory map.
+the files, so that a wrong checkpoint is refused in well under a second. Then one module after another gets memory, its
+tensors are read through a memory map, and its kernels are made: those that keep weights in a form of their own take the
+memory back, so that no more than one module is ever there twice.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,10 +27,13 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
 from quire.logger import init_logger
+from quire.worker.kernels.base import Kernels
+from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.rotary import RotaryEmbedding
-from quire.worker.layers.weights import checkpoint_tensors
-from quire.worker.loader.dummy import fill_with_noise
+from quire.worker.layers.weights import Prepared, allocate, checkpoint_tensors, own_tensors
+from quire.worker.loader.dummy import Noise
 from quire.worker.models.registry import get_model_class
+from quire.worker.platform import release_free_memory
 
 logger = init_logger(__name__)
 
@@ -35,10 +42,17 @@ HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$")
 _FLOATING = ("F32", "F16", "BF16", "F64")
 
 
-def load_model(
-    model_config: ModelConfig, load_config: LoadConfig, device: torch.device, dtype: torch.dtype
-) -> nn.Module:
-    """The model of `model_config`, ready to run on `device` in `dtype`: no gradients, weights loaded.
+@dataclass(frozen=True)
+class Placement:
+    """Where weights go, in which type, and what computes with them."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: Kernels = TORCH_KERNELS
+
+
+def load_model(model_config: ModelConfig, load_config: LoadConfig, placement: Placement) -> nn.Module:
+    """The model of `model_config`, ready to run at its `placement`: no gradients, weights loaded.
 
     Raises UnsupportedModelError or ModelLoadError, naming file and tensor, before any memory is taken.
     """
@@ -46,17 +60,17 @@ def load_model(
     hf = dataclasses.replace(model_config.hf_config, max_model_len=model_config.model_len)
     model = _build(hf)
     if load_config.load_format == "dummy":
-        _allocate(model, device, dtype)
-        fill_with_noise(checkpoint_tensors(model), model_config.seed)
+        stored = None
         source = "random weights"
     else:
-        index = CheckpointIndex.from_dir(model_config.model_dir)
-        stored = match_tensors(checkpoint_tensors(model), index, tied_head=hf.tie_word_embeddings)
-        _allocate(model, device, dtype)
-        _read_tensors(checkpoint_tensors(model), stored)
+        stored = find_tensors(model, hf, model_config.model_dir)
         source = str(model_config.model_dir)
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.allocate(placement.device, placement.dtype)
+    fill_weights(model, stored, model_config.seed, placement)
     gib = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30
-    name, seconds = str(dtype).removeprefix("torch."), time.monotonic() - start
+    name, seconds = str(placement.dtype).removeprefix("torch."), time.monotonic() - start
     logger.info("Loaded %s from %s: %.2f GiB of %s in %.2f s", hf.architecture, source, gib, name, seconds)
     return model
 
@@ -116,29 +130,53 @@ def _build(hf: HFConfig) -> nn.Module:
     return model.eval()
 
 
-def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Take the memory: unfilled weights, and the rotary tables.
-
-    Not with nn.Module.to_empty: on meta tensors it makes torch import sympy, which takes a second.
-    """
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, dtype=dtype, device=device)
-            setattr(module, name, nn.Parameter(empty, requires_grad=False))
-        if isinstance(module, RotaryEmbedding):
-            module.allocate(device, dtype)
+def find_tensors(model: nn.Module, hf: HFConfig, directory: Path) -> dict[str, TensorInfo]:
+    """What `directory` stores for each tensor the model wants. Reads headers only; raises as `match_tensors` does."""
+    index = CheckpointIndex.from_dir(directory)
+    return match_tensors(checkpoint_tensors(model), index, tied_head=hf.tie_word_embeddings)
 
 
 @torch.no_grad()
-def _read_tensors(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]) -> None:
-    """Copy every stored tensor into its place, converting its type."""
-    by_file: dict[Path, list[str]] = {}
-    for name in sorted(stored, key=lambda name: stored[name].offset):
-        by_file.setdefault(stored[name].file, []).append(name)
-    for path, names in by_file.items():
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name in names:
-                wanted[name].copy_(file.get_tensor(stored[name].name))
+def fill_weights(model: nn.Module, stored: Mapping[str, TensorInfo] | None, seed: int, placement: Placement) -> None:
+    """Read the tensors that `find_tensors` found, or fill in noise (None: load_format "dummy"), and make the kernels.
+
+    Parameters that are where they belong are filled in place; the others get memory.
+    """
+    composed = []
+    with ExitStack() as files:
+        source = Noise(seed) if stored is None else _Checkpoint(stored, files)
+        for path, module in model.named_modules():
+            own = list(module.parameters(recurse=False))
+            if any(p.device != placement.device or p.dtype != placement.dtype for p in own):
+                allocate(module, placement.device, placement.dtype)
+            source.fill(own_tensors(path, module))
+            if not isinstance(module, Prepared):
+                continue
+            if own:
+                module.prepare(placement.kernels)
+            else:
+                composed.append(module)  # of the weights of its children
+    for module in composed:
+        module.prepare(placement.kernels)
+    if not placement.kernels.keeps_weights:
+        release_free_memory(placement.device)  # what the weights took before they were packed
+
+
+class _Checkpoint:
+    """The stored tensors, read through memory maps that stay open as long as `files`."""
+
+    def __init__(self, stored: Mapping[str, TensorInfo], files: ExitStack) -> None:
+        self._stored = stored
+        self._files = files
+        self._open: dict[Path, Any] = {}
+
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy each from its file, converting its type."""
+        for name, tensor in tensors:
+            info = self._stored[name]
+            if info.file not in self._open:
+                self._open[info.file] = self._files.enter_context(safe_open(info.file, framework="pt", device="cpu"))
+            tensor.copy_(self._open[info.file].get_tensor(info.name))
 
 
 def _and_more(names: list[str]) -> str:

@@ -15,17 +15,18 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig, RopeConfig
-from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.config.attention_layout import attention_windows
+from quire.config.hf_config import HFConfig, RopeConfig
 from quire.worker.attention.layer import Attention
-from quire.worker.layers.activation import gated, get_activation, soft_cap
+from quire.worker.kernels.base import PLAIN, Kernels, LinearSpec, RotationKernel
+from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.embedding import Embedding
 from quire.worker.layers.linear import Linear, PackedLinear
 from quire.worker.layers.moe import MoE, MoESpec
 from quire.worker.layers.norm import RMSNorm
-from quire.worker.layers.rotary import RotaryEmbedding, rotate
+from quire.worker.layers.rotary import RotaryEmbedding
+from quire.worker.layers.weights import GIVEN_BACK
 
 Rotations = Mapping[str, tuple[Tensor, Tensor]]
 """Cosines and sines of the step's positions, for each rotary embedding the model has."""
@@ -88,6 +89,7 @@ class SelfAttention(nn.Module):
             is_per_head = spec.qk_norm == "head"
             self.q_norm = make_norm(hf, spec, self.head_dim if is_per_head else self.q_size)
             self.k_norm = make_norm(hf, spec, self.head_dim if is_per_head else self.kv_size)
+        self._rotation: RotationKernel | None = None
         self.attn = Attention(
             hf.num_attention_heads,
             self.head_dim,
@@ -98,21 +100,30 @@ class SelfAttention(nn.Module):
             logits_soft_cap=spec.attention_soft_cap,
         )
 
-    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
-        """x: [num_tokens, hidden] to [num_tokens, hidden]."""
-        num_tokens = x.shape[0]
+    def prepare(self, kernels: Kernels) -> RotationKernel:
+        """See Prepared."""
+        if self.qk_norm == "head":
+            norms = self.q_norm.weight.data, self.k_norm.weight.data, self.q_norm.spec
+            rotation = kernels.rotation(self.head_dim, *norms)
+        else:
+            rotation = kernels.rotation(self.head_dim)
+        self._rotation = rotation
+        return rotation
+
+    def discard(self) -> None:
+        """See Prepared."""
+        self._rotation = GIVEN_BACK
+
+    def forward(self, x: Tensor, rotations: Rotations, residual: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
         q, k, v = self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q = q.view(num_tokens, -1, self.head_dim)  # [num_tokens, num_heads, head_dim]
-        k = k.view(num_tokens, -1, self.head_dim)  # [num_tokens, num_kv_heads, head_dim]
-        if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None:
-            cos, sin = rotations[self.rope]
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        attended = self.attn(q.reshape(num_tokens, -1), k.reshape(num_tokens, -1), v)  # [num_tokens, q_size]
-        output: Tensor = self.o_proj(attended)
+        if self.rope is not None or self.qk_norm == "head":
+            cos, sin = (None, None) if self.rope is None else rotations[self.rope]
+            q, k = (self._rotation or self.prepare(TORCH_KERNELS))(q, k, cos, sin)
+        attended = self.attn(q, k, v)  # [num_tokens, q_size]
+        output: Tensor = self.o_proj(attended, residual)
         return output
 
 
@@ -122,14 +133,13 @@ class MLP(nn.Module):
     def __init__(self, hf: HFConfig, spec: DecoderSpec) -> None:
         super().__init__()
         size = hf.size("intermediate_size")
-        parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = _side_by_side(hf.hidden_size, parts, spec.mlp_bias, spec.fused_checkpoint)
+        parts, inner = {"gate_proj": size, "up_proj": size}, LinearSpec(activation=spec.activation, gated=True)
+        self.gate_up_proj = _side_by_side(hf.hidden_size, parts, spec.mlp_bias, spec.fused_checkpoint, inner)
         self.down_proj = Linear(size, hf.hidden_size, spec.mlp_bias)
-        self.activation = get_activation(spec.activation)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, hidden] to [num_tokens, hidden]."""
-        output: Tensor = self.down_proj(gated(self.activation, self.gate_up_proj(x)))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
+        output: Tensor = self.down_proj(self.gate_up_proj(x), residual)
         return output
 
 
@@ -145,18 +155,20 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), rotations)
-        y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(self.input_layernorm(x), rotations, x)
+        y: Tensor = self.mlp(self.post_attention_layernorm(x), x)
         return y
 
 
 class Decoder(nn.Module):
     """Embedding, layers, last norm: what checkpoints call `model`."""
 
-    def __init__(self, hf: HFConfig, spec: DecoderSpec, layer_class: type[nn.Module]) -> None:
+    def __init__(
+        self, hf: HFConfig, spec: DecoderSpec, layer_class: type[nn.Module], tied_head: LinearSpec | None
+    ) -> None:
         super().__init__()
         self.embedding_multiplier = spec.embedding_multiplier
-        self.embed_tokens = Embedding(hf.vocab_size, hf.hidden_size)
+        self.embed_tokens = Embedding(hf.vocab_size, hf.hidden_size, tied_head)
         self.ropes = nn.ModuleDict(
             {
                 name: RotaryEmbedding(
@@ -189,10 +201,9 @@ class DecoderForCausalLM(nn.Module):
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec) -> None:
         super().__init__()
-        self.logits_soft_cap = spec.logits_soft_cap
-        self.logits_divisor = spec.logits_divisor
-        self.model = Decoder(hf, spec, self.layer_class)
-        self.lm_head = None if hf.tie_word_embeddings else Linear(hf.hidden_size, hf.vocab_size)
+        head = LinearSpec(float32_output=True, divisor=spec.logits_divisor, soft_cap=spec.logits_soft_cap)
+        self.model = Decoder(hf, spec, self.layer_class, head if hf.tie_word_embeddings else None)
+        self.lm_head = None if hf.tie_word_embeddings else Linear(hf.hidden_size, hf.vocab_size, spec=head)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
@@ -201,11 +212,8 @@ class DecoderForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token. hidden: [n, hidden], any rows of `forward`'s result; returns float32 [n, vocab]."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        logits = functional.linear(hidden, head.weight).float()
-        if self.logits_divisor != 1.0:
-            logits = logits / self.logits_divisor
-        return soft_cap(logits, self.logits_soft_cap)
+        logits: Tensor = self.model.embed_tokens.project(hidden) if self.lm_head is None else self.lm_head(hidden)
+        return logits
 
 
 def make_norm(hf: HFConfig, spec: DecoderSpec, dim: int) -> RMSNorm:
@@ -217,15 +225,29 @@ def make_norm(hf: HFConfig, spec: DecoderSpec, dim: int) -> RMSNorm:
 def make_mlp(hf: HFConfig, spec: DecoderSpec, layer: LayerSpec) -> MLP | MoE:
     """The layer's MLP, or its experts."""
     if layer.moe is not None:
-        return MoE(layer.moe, hf.hidden_size, get_activation(spec.activation))
+        return MoE(layer.moe, hf.hidden_size, spec.activation)
     return MLP(hf, spec)
 
 
-def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
+def make_layers(
+    hf: HFConfig,
+    *,
+    rope: Callable[[int], str | None] = lambda layer: "rope",
+    moe: Callable[[int], MoESpec | None] = lambda layer: None,
+) -> tuple[LayerSpec, ...]:
+    """Every layer of a model, with its window; `rope` and `moe` are asked for what else may differ, layer by layer.
+
+    Windows come from config/attention_layout.py: a family that has them has a row there. Raises as its functions do.
+    """
+    windows = enumerate(attention_windows(hf))
+    return tuple(LayerSpec(sliding_window=window, rope=rope(i), moe=moe(i)) for i, window in windows)
+
+
+def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> DecoderSpec:
     """What the keys that most families share say; a family replaces what it does differently."""
     attention_bias = bool(hf.get("attention_bias", False))
     return DecoderSpec(
-        layers=layers,
+        layers=make_layers(hf) if layers is None else layers,
         ropes={"rope": hf.rope()},
         qkv_bias=attention_bias,
         output_bias=attention_bias,
@@ -234,27 +256,10 @@ def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
     )
 
 
-def sliding_window_of(hf: HFConfig) -> int | None:
-    """`sliding_window`; None if the config has none, or switches it off."""
-    is_off = hf.get("sliding_window") is None or not hf.get("use_sliding_window", True)
-    return None if is_off else hf.size("sliding_window")
-
-
-def layer_types_of(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[str]:
-    """The kind of each layer: `layer_types` where config.json has it, else by `is_sliding(layer)`.
-
-    Raises UnsupportedModelError for a kind that is not attention, ModelLoadError for a list of the wrong length.
-    """
-    count = hf.num_hidden_layers
-    types = hf.get("layer_types", [SLIDING_ATTENTION if is_sliding(i) else FULL_ATTENTION for i in range(count)])
-    if not isinstance(types, list) or len(types) < count:
-        raise ModelLoadError(f"{hf.path} has layer_types {types!r}, which must be a list of {count}")
-    for layer_type in types[:count]:
-        if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION):
-            raise UnsupportedModelError(f"{hf.path} has a layer of type {layer_type!r}, which is not implemented")
-    return types[:count]
-
-
-def _side_by_side(in_features: int, parts: dict[str, int], bias: bool, is_fused: bool) -> Linear:
+def _side_by_side(
+    in_features: int, parts: dict[str, int], bias: bool, is_fused: bool, spec: LinearSpec = PLAIN
+) -> Linear:
     """Several projections as one matrix, whichever way the checkpoint keeps them."""
-    return Linear(in_features, sum(parts.values()), bias) if is_fused else PackedLinear(in_features, parts, bias)
+    if not is_fused:
+        return PackedLinear(in_features, parts, bias, spec)
+    return Linear(in_features, sum(parts.values()) // (2 if spec.gated else 1), bias, spec)

@@ -6,7 +6,8 @@ import dataclasses
 
 from torch import Tensor, nn
 
-from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
+from quire.config.attention_layout import layer_kinds
+from quire.config.hf_config import HFConfig
 from quire.errors import UnsupportedModelError
 from quire.worker.models.decoder import (
     DecoderForCausalLM,
@@ -15,10 +16,9 @@ from quire.worker.models.decoder import (
     Rotations,
     SelfAttention,
     common_spec,
-    layer_types_of,
+    make_layers,
     make_mlp,
     make_norm,
-    sliding_window_of,
 )
 
 
@@ -37,8 +37,8 @@ class GemmaLayer(nn.Module):
     def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]."""
         attended = self.self_attn(self.input_layernorm(x), rotations)
-        x = x + self.post_attention_layernorm(attended)
-        y: Tensor = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = self.post_attention_layernorm(attended, x)
+        y: Tensor = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)), x)
         return y
 
 
@@ -48,8 +48,7 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
     layer_class = GemmaLayer
 
     def __init__(self, hf: HFConfig) -> None:
-        spec = _gemma_spec(hf, layer_types_of(hf, lambda layer: layer % 2 == 0))
-        super().__init__(hf, dataclasses.replace(spec, attention_soft_cap=hf.get("attn_logit_softcapping")))
+        super().__init__(hf, dataclasses.replace(_gemma_spec(hf), attention_soft_cap=hf.get("attn_logit_softcapping")))
 
 
 class Gemma3ForCausalLM(DecoderForCausalLM):
@@ -58,19 +57,17 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
     layer_class = GemmaLayer
 
     def __init__(self, hf: HFConfig) -> None:
-        pattern = hf.size("sliding_window_pattern")
-        spec = _gemma_spec(hf, layer_types_of(hf, lambda layer: (layer + 1) % pattern != 0))
-        super().__init__(hf, dataclasses.replace(spec, qk_norm="head"))
+        super().__init__(hf, dataclasses.replace(_gemma_spec(hf), qk_norm="head"))
 
 
-def _gemma_spec(hf: HFConfig, types: list[str]) -> DecoderSpec:
-    """What both generations share. `types`: the kind of each layer, which also says how it rotates."""
+def _gemma_spec(hf: HFConfig) -> DecoderSpec:
+    """What both generations share. The kind of a layer also says how it rotates."""
     if hf.get("use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{hf.path} asks for bidirectional attention, which is not implemented")
-    windows = {SLIDING_ATTENTION: sliding_window_of(hf), FULL_ATTENTION: None}
+    kinds = layer_kinds(hf)
     return dataclasses.replace(
-        common_spec(hf, tuple(LayerSpec(sliding_window=windows[kind], rope=kind) for kind in types)),
-        ropes={kind: hf.rope(kind) for kind in windows if kind in types},
+        common_spec(hf, make_layers(hf, rope=lambda layer: kinds[layer])),
+        ropes={kind: hf.rope(kind) for kind in dict.fromkeys(kinds)},
         norm_offset=1.0,
         norm_in_float32=True,
         activation=hf.get("hidden_activation", "gelu_pytorch_tanh"),

@@ -38,7 +38,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         spec = dataclasses.replace(
-            common_spec(hf, (LayerSpec(),) * hf.num_hidden_layers),
+            common_spec(hf),
             attention_scale=float(hf.get("attention_multiplier", 1.0)),
             embedding_multiplier=float(hf.get("embedding_multiplier", 1.0)),
             logits_divisor=float(hf.get("logits_scaling", 1.0)),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from quire.config.hf_config import HFConfig
-from quire.worker.models.decoder import DecoderForCausalLM, LayerSpec, common_spec
+from quire.worker.models.decoder import DecoderForCausalLM, common_spec
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
     """The plain decoder, with biases where the config asks for them."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, common_spec(hf, (LayerSpec(),) * hf.num_hidden_layers))
+        super().__init__(hf, common_spec(hf))

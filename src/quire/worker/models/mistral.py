@@ -13,9 +13,9 @@ from quire.worker.models.decoder import (
     Rotations,
     SelfAttention,
     common_spec,
+    make_layers,
     make_mlp,
     make_norm,
-    sliding_window_of,
 )
 
 
@@ -23,8 +23,7 @@ class MistralForCausalLM(DecoderForCausalLM):
     """All layers have the window, if there is one."""
 
     def __init__(self, hf: HFConfig) -> None:
-        layer = LayerSpec(sliding_window=sliding_window_of(hf))
-        super().__init__(hf, common_spec(hf, (layer,) * hf.num_hidden_layers))
+        super().__init__(hf, common_spec(hf))
 
 
 class MixtralLayer(nn.Module):
@@ -39,8 +38,8 @@ class MixtralLayer(nn.Module):
 
     def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), rotations)
-        y: Tensor = x + self.block_sparse_moe(self.post_attention_layernorm(x))
+        x = self.self_attn(self.input_layernorm(x), rotations, x)
+        y: Tensor = self.block_sparse_moe(self.post_attention_layernorm(x), x)
         return y
 
 
@@ -59,5 +58,4 @@ class MixtralForCausalLM(DecoderForCausalLM):
             up_name="w3",
             down_name="w2",
         )
-        layer = LayerSpec(sliding_window=sliding_window_of(hf), moe=moe)
-        super().__init__(hf, common_spec(hf, (layer,) * hf.num_hidden_layers))
+        super().__init__(hf, common_spec(hf, make_layers(hf, moe=lambda layer: moe)))

@@ -31,8 +31,8 @@ class Olmo2Layer(nn.Module):
 
     def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]."""
-        x = x + self.post_attention_layernorm(self.self_attn(x, rotations))
-        y: Tensor = x + self.post_feedforward_layernorm(self.mlp(x))
+        x = self.post_attention_layernorm(self.self_attn(x, rotations), x)
+        y: Tensor = self.post_feedforward_layernorm(self.mlp(x), x)
         return y
 
 
@@ -42,5 +42,5 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
     layer_class = Olmo2Layer
 
     def __init__(self, hf: HFConfig) -> None:
-        spec = common_spec(hf, (LayerSpec(),) * hf.num_hidden_layers)
+        spec = common_spec(hf)
         super().__init__(hf, dataclasses.replace(spec, qk_norm="full", norm_in_float32=True, rope_in_float32=True))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from quire.config.hf_config import HFConfig
 from quire.worker.attention.layer import Attention
-from quire.worker.layers.activation import get_activation
+from quire.worker.kernels.base import LOGITS, LinearSpec
 from quire.worker.layers.embedding import Embedding
 from quire.worker.layers.linear import Linear, PackedLinear
 from quire.worker.layers.norm import LayerNorm
@@ -28,10 +27,10 @@ class OPTAttention(nn.Module):
         self.scale = head_dim**-0.5
         self.attn = Attention(num_heads, head_dim, 1.0, num_heads, layer_name=name)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, hidden] to [num_tokens, hidden]."""
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual: [num_tokens, hidden] to [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
-        output: Tensor = self.out_proj(self.attn(q * self.scale, k, v))  # scaled here, rounded as in training
+        output: Tensor = self.out_proj(self.attn(q * self.scale, k, v), residual)  # scaled here, rounded as in training
         return output
 
 
@@ -44,22 +43,22 @@ class OPTLayer(nn.Module):
         self.norm_before = bool(hf.get("do_layer_norm_before", True))
         self.self_attn = OPTAttention(hf, f"{name}.self_attn")
         self.self_attn_layer_norm = LayerNorm(hf.hidden_size, affine=affine)
-        self.fc1 = Linear(hf.hidden_size, hf.size("ffn_dim"), bias)
+        inner = LinearSpec(activation=hf.get("activation_function", "relu"))
+        self.fc1 = Linear(hf.hidden_size, hf.size("ffn_dim"), bias, inner)
         self.fc2 = Linear(hf.size("ffn_dim"), hf.hidden_size, bias)
         self.final_layer_norm = LayerNorm(hf.hidden_size, affine=affine)
-        self.activation = get_activation(hf.get("activation_function", "relu"))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]."""
         if self.norm_before:
-            x = x + self.self_attn(self.self_attn_layer_norm(x))
-            return x + self._mlp(self.final_layer_norm(x))
-        x = self.self_attn_layer_norm(x + self.self_attn(x))
-        y: Tensor = self.final_layer_norm(x + self._mlp(x))
+            x = self.self_attn(self.self_attn_layer_norm(x), x)
+            return self._mlp(self.final_layer_norm(x), x)
+        x = self.self_attn_layer_norm(self.self_attn(x, x))
+        y: Tensor = self.final_layer_norm(self._mlp(x, x))
         return y
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        output: Tensor = self.fc2(self.activation(self.fc1(x)))
+    def _mlp(self, x: Tensor, residual: Tensor) -> Tensor:
+        output: Tensor = self.fc2(self.fc1(x), residual)
         return output
 
 
@@ -70,7 +69,7 @@ class OPTDecoder(nn.Module):
     def __init__(self, hf: HFConfig) -> None:
         super().__init__()
         hidden, word_dim = hf.hidden_size, hf.size("word_embed_proj_dim", hf.hidden_size)
-        self.embed_tokens = Embedding(hf.vocab_size, word_dim)
+        self.embed_tokens = Embedding(hf.vocab_size, word_dim, LOGITS if hf.tie_word_embeddings else None)
         self.embed_positions = Embedding(hf.max_position_embeddings + _POSITION_OFFSET, hidden)
         self.project_in = Linear(word_dim, hidden) if word_dim != hidden else None
         self.project_out = Linear(hidden, word_dim) if word_dim != hidden else None
@@ -107,7 +106,7 @@ class OPTForCausalLM(nn.Module):
         super().__init__()
         self.model = OPTModel(hf)
         word_dim = hf.size("word_embed_proj_dim", hf.hidden_size)
-        self.lm_head = None if hf.tie_word_embeddings else Linear(word_dim, hf.vocab_size)
+        self.lm_head = None if hf.tie_word_embeddings else Linear(word_dim, hf.vocab_size, spec=LOGITS)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, word_embed_proj_dim]."""
@@ -116,5 +115,6 @@ class OPTForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token. hidden: [n, word_embed_proj_dim]; returns float32 [n, vocab]."""
-        head = self.model.decoder.embed_tokens if self.lm_head is None else self.lm_head
-        return functional.linear(hidden, head.weight).float()
+        head = self.model.decoder.embed_tokens.project if self.lm_head is None else self.lm_head
+        logits: Tensor = head(hidden)
+        return logits

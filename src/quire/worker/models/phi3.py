@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from quire.config.hf_config import HFConfig
-from quire.worker.models.decoder import DecoderForCausalLM, LayerSpec, common_spec, sliding_window_of
+from quire.worker.models.decoder import DecoderForCausalLM, common_spec
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
     """Llama with a window, and matrices that are already fused in the checkpoint."""
 
     def __init__(self, hf: HFConfig) -> None:
-        layer = LayerSpec(sliding_window=sliding_window_of(hf))
-        spec = common_spec(hf, (layer,) * hf.num_hidden_layers)
-        super().__init__(hf, dataclasses.replace(spec, fused_checkpoint=True))
+        super().__init__(hf, dataclasses.replace(common_spec(hf), fused_checkpoint=True))

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire.config.hf_config import SLIDING_ATTENTION, HFConfig
+from quire.config.hf_config import HFConfig
 from quire.worker.layers.moe import MoESpec
-from quire.worker.models.decoder import (
-    DecoderForCausalLM,
-    LayerSpec,
-    common_spec,
-    layer_types_of,
-    sliding_window_of,
-)
-
-
-def windowed_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
-    """Where there is a sliding window, it spares the first `max_window_layers` layers."""
-    window = sliding_window_of(hf)
-    first = int(hf.get("max_window_layers", 0))
-    types = layer_types_of(hf, lambda layer: window is not None and layer >= first)
-    return tuple(LayerSpec(sliding_window=window if kind == SLIDING_ATTENTION else None) for kind in types)
+from quire.worker.models.decoder import DecoderForCausalLM, common_spec, make_layers
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
     """Biases on queries, keys and values, and nowhere else."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, dataclasses.replace(common_spec(hf, windowed_layers(hf)), qkv_bias=True))
+        super().__init__(hf, dataclasses.replace(common_spec(hf), qkv_bias=True))
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """Queries and keys are normalised head by head."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, dataclasses.replace(common_spec(hf, windowed_layers(hf)), qk_norm="head"))
+        super().__init__(hf, dataclasses.replace(common_spec(hf), qk_norm="head"))
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
@@ -48,9 +34,6 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
             normalize=bool(hf.get("norm_topk_prob", False)),
             weights_in_float32=False,
         )
-        step, plain, window = hf.size("decoder_sparse_step"), hf.get("mlp_only_layers", []), sliding_window_of(hf)
-        layers = tuple(
-            LayerSpec(sliding_window=window, moe=moe if i not in plain and (i + 1) % step == 0 else None)
-            for i in range(hf.num_hidden_layers)
-        )
+        step, plain = hf.size("decoder_sparse_step"), hf.get("mlp_only_layers", [])
+        layers = make_layers(hf, moe=lambda i: moe if i not in plain and (i + 1) % step == 0 else None)
         super().__init__(hf, dataclasses.replace(common_spec(hf, layers), qk_norm="head"))

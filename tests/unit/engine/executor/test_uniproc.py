@@ -68,8 +68,8 @@ class RecordingWorker:
     def check_health(self) -> None:
         self.log.append("check_health")
 
-    def profile(self, is_start: bool, prefix: str | None) -> None:
-        self.log.append(("profile", is_start, prefix))
+    def profile(self, *args: Any) -> None:
+        self.log.append(("profile", *args))
 
     def shutdown(self) -> None:
         self.log.append("shutdown")
@@ -145,12 +145,12 @@ def test_the_rest_is_passed_on(executor: UniProcExecutor) -> None:
     assert executor.take_draft_token_ids() is None
     assert executor.get_supported_tasks() == ("generate",)
     executor.check_health()
-    executor.profile(True, "p")
+    executor.profile(True, "p", 3, 4)
     executor.shutdown()
     assert executor.worker.log[2:] == [
         "execute_dummy_batch",
         "take_draft_token_ids",
         "check_health",
-        ("profile", True, "p"),
+        ("profile", True, "p", 3, 4),
         "shutdown",
     ]

@@ -624,18 +624,6 @@ def test_stats_can_be_off() -> None:
     assert manager.reset_prefix_cache()
 
 
-def test_common_prefix() -> None:
-    manager = make_manager(30, full(), sliding(20))
-    first, second = ModelRequest("0", letters("ABCDEFGHI")), ModelRequest("1", letters("ABCDEFGHJ"))
-    admit(manager, first)
-    assert manager.get_num_common_prefix_blocks("0") == [0, 0]  # shared with nobody
-    admit(manager, second)
-    assert manager.get_num_common_prefix_blocks("0") == [2, 0]
-    assert manager.get_num_common_prefix_blocks("unknown") == [0, 0]
-    admit(manager, ModelRequest("2", letters("ABCDXXXXX")))
-    assert manager.get_num_common_prefix_blocks("1") == [1, 0]
-
-
 # -- the integrity check -----------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ def test_an_empty_step_is_an_empty_diff() -> None:
     output = make_scheduler().schedule()
     assert output.num_scheduled_tokens == {}
     assert output.total_num_scheduled_tokens == 0
-    assert output.num_common_prefix_blocks == []
 
 
 def test_a_prompt_then_one_token_at_a_time() -> None:
@@ -181,7 +180,6 @@ def test_two_requests_of_one_step_share_blocks() -> None:
     assert output.num_scheduled_tokens == {"a": 10, "b": 2}
     a, b = output.scheduled_new_reqs
     assert a.block_ids[0][:2] == b.block_ids[0][:2]
-    assert output.num_common_prefix_blocks == [2]
 
 
 def test_requests_that_skip_the_cache_compute_everything() -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.engine.request import RequestStatus
+from quire.engine.request import Request, RequestStatus
 from quire.wire.engine_core import FinishReason
 from quire.wire.execution import DraftTokenIds
 
@@ -56,6 +56,8 @@ class Life:
         self.in_flight: deque[Any] = deque()
         self.depth = self.rng.choice([1, 1, 2, 3])
         self.expected: dict[str, list[int]] = {}
+        self.inputs: dict[str, deque[Request]] = {}
+        """Of sessions: what they will be sent."""
         self.aborted: set[str] = set()
         self.num_preemptions = 0
 
@@ -77,6 +79,33 @@ class Life:
                 output_token_ids=outputs[:resumed],
             )
         )
+
+    def add_session(self) -> None:
+        """Its inputs come at any time: at rest, or while an earlier one is being answered."""
+        rng, request_id = self.rng, f"r{len(self.expected)}"
+        context: list[int] = []
+        self.expected[request_id], self.inputs[request_id] = [], deque()
+        num_inputs = rng.randint(2, 4)
+        for i in range(num_inputs):
+            prompt, max_tokens = [rng.randrange(3) for _ in range(rng.randint(1, 5))], rng.randint(1, 5)
+            self.inputs[request_id].append(
+                make_request(
+                    request_id,
+                    prompt,
+                    max_tokens=max_tokens,
+                    resumable=i < num_inputs - 1,
+                    continues_session=i > 0,
+                )
+            )
+            outputs = oracle(context + prompt, max_tokens)
+            self.expected[request_id] += outputs
+            context += prompt + outputs[:-1]
+        self.engine.add(self.inputs[request_id].popleft())
+
+    def feed(self) -> None:
+        for inputs in self.inputs.values():
+            if inputs and self.rng.random() < 0.5:
+                self.engine.add(inputs.popleft())
 
     def abort(self) -> None:
         live = list(self.engine.scheduler.requests)
@@ -104,12 +133,14 @@ class Life:
     def act(self) -> None:
         roll = self.rng.random()
         if roll < 0.25 and len(self.expected) < 25:
-            self.add()
+            (self.add_session if roll < 0.05 else self.add)()
         elif roll < 0.30:
             self.abort()
         elif roll < 0.32:
             self.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        elif roll < 0.33:
+        elif roll < 0.37:
+            self.feed()
+        elif roll < 0.38:
             self.in_flight.clear()
             self.engine.scheduler.abandon_steps()
             self.engine.scheduler.kv_cache_manager.check_integrity()
@@ -118,6 +149,9 @@ class Life:
 
     def finish(self) -> None:
         for _ in range(3000):
+            self.feed()
+            if any(self.inputs.values()):
+                continue
             if not self.engine.scheduler.has_requests() and not self.in_flight:
                 return
             self.step()

@@ -21,7 +21,7 @@ def test_adding_spends_the_budget_and_advances_the_request() -> None:
     steps = StepsInFlight()
     steps.finished_req_ids.add("x")
     steps.preempted_req_ids.add("y")
-    output = steps.send(step, [0])
+    output = steps.send(step)
     assert output.num_scheduled_tokens == {"a": 6, "b": 3}
     assert output.total_num_scheduled_tokens == 9
     assert (output.finished_req_ids, output.preempted_req_ids) == ({"x"}, {"y"})
@@ -40,7 +40,7 @@ def test_taking_back_undoes_adding() -> None:
     assert step.token_budget == 8
     assert [request.num_computed_tokens for request in requests] == [3, 2, 3]
     assert step.requests == [requests[0], requests[2]]
-    output = StepsInFlight().send(step, [])
+    output = StepsInFlight().send(step)
     assert list(output.num_scheduled_tokens) == output.scheduled_cached_reqs.req_ids == ["a", "c"]
     assert output.scheduled_spec_decode_tokens == {}
     assert len(output.scheduled_cached_reqs.new_block_ids) == len(output.scheduled_cached_reqs.num_computed_tokens) == 2
@@ -62,7 +62,7 @@ def make_step(*requests: Request) -> StepBuilder:
 def test_steps_come_back_in_order() -> None:
     steps = StepsInFlight()
     a, b = make_request("a"), make_request("b")
-    first, second = steps.send(make_step(a), []), steps.send(make_step(a, b), [])
+    first, second = steps.send(make_step(a)), steps.send(make_step(a, b))
     b.status = RequestStatus.PREEMPTED
     assert steps.get_preempted() == {b}
     with pytest.raises(RuntimeError, match="out of order"):
@@ -77,13 +77,13 @@ def test_ids_are_told_once_and_again_if_the_step_was_lost() -> None:
     steps = StepsInFlight()
     steps.finished_req_ids.add("f")
     steps.preempted_req_ids.add("p")
-    first = steps.send(make_step(), [])
+    first = steps.send(make_step())
     assert (first.finished_req_ids, first.preempted_req_ids) == ({"f"}, {"p"})
-    second = steps.send(make_step(), [])
+    second = steps.send(make_step())
     assert (second.finished_req_ids, second.preempted_req_ids) == (set(), set())
     steps.finished_req_ids.add("g")
     steps.abandon()
-    third = steps.send(make_step(), [])
+    third = steps.send(make_step())
     assert (third.finished_req_ids, third.preempted_req_ids) == ({"f", "g"}, {"p"})
     with pytest.raises(RuntimeError, match="given up"):
         steps.receive(first)

@@ -24,6 +24,7 @@ class FakeCore:
     def __init__(self, config: Any, executor_class: type, log_stats: bool) -> None:
         self.calls: list[Any] = [("init", executor_class, log_stats)]
         self.ready_response = "ready"
+        self.lifecycle = self.executor = self
         self.outputs: Any = {0: EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1])])}
 
     def step_fn(self) -> Any:
@@ -33,8 +34,8 @@ class FakeCore:
     def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[str, int]:
         return f"core {request.request_id}", 3
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        self.calls.append(("reset", reset_running_requests))
+    def reset_prefix_cache(self, *args: bool) -> bool:
+        self.calls.append(("reset", *args))
         return True
 
     def collective_rpc(self, *args: Any) -> list[Any]:
@@ -74,13 +75,14 @@ def test_requests_and_control(client: InprocClient) -> None:
     client.abort_requests(["a"])
     assert client.reset_prefix_cache(True) is True
     assert client.collective_rpc("m", 1.0, (2,), {"k": 3}) == [("m", 1.0, (2,), {"k": 3})]
-    client.profile(True, "p")
+    assert client.collective_rpc(len) == [(len, None, (), None)]
+    client.profile(True, "/p")
     client.shutdown()
     assert client.engine_core.calls[1:] == [
         ("add_request", "core a", 3),
         ("abort_requests", ["a"]),
-        ("reset", True),
-        ("profile", True, "p"),
+        ("reset", True, False),
+        ("profile", True, "/p", None, None),
         ("shutdown",),
     ]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
 from quire.errors import ConfigError
 from quire.wire.kv_cache import FullAttentionSpec, SlidingWindowSpec
@@ -45,12 +47,11 @@ class Case:
     sinks: np.ndarray | None
     seed: int
 
-    @property
-    def kv_spec(self) -> FullAttentionSpec | SlidingWindowSpec:
-        s = self.spec
+    def kv_spec(self, dtype: torch.dtype) -> FullAttentionSpec | SlidingWindowSpec:
+        s, name = self.spec, str(dtype).removeprefix("torch.")
         if s.sliding_window is None:
-            return FullAttentionSpec(self.block_size, s.num_kv_heads, s.head_size, "float32")
-        return SlidingWindowSpec(self.block_size, s.num_kv_heads, s.head_size, "float32", s.sliding_window)
+            return FullAttentionSpec(self.block_size, s.num_kv_heads, s.head_size, name)
+        return SlidingWindowSpec(self.block_size, s.num_kv_heads, s.head_size, name, s.sliding_window)
 
 
 @st.composite
@@ -118,7 +119,7 @@ def run_paged(
     )
     q, k, v = (torch.tensor(np.concatenate(x)).to(dtype) for x in (queries, keys, values))
     sinks = None if case.sinks is None else torch.tensor(case.sinks).to(dtype)
-    out = backend.forward(q, k, v, cache, backend.make_metadata(batch, case.kv_spec), spec, sinks)
+    out = backend.forward(q, k, v, cache, backend.make_metadata(batch, case.kv_spec(cache_dtype)), spec, sinks)
     return out, np.concatenate(expected)
 
 
@@ -135,6 +136,29 @@ def test_bfloat16_accumulates_in_float32(case: Case) -> None:
     """Inputs are rounded to bfloat16 for both sides, so what is left is the rounding of weights and output."""
     out, expected = run_paged(case, torch.bfloat16)
     np.testing.assert_allclose(out.double().numpy(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_scores_of_a_decode_are_not_rounded_to_bfloat16(group_size: int) -> None:
+    """Scores of around 60: in bfloat16, with steps of a quarter, the weights would be off by tens of percent."""
+    spec = AttentionSpec(2 * group_size, 2, 64, 2.0)
+    out, expected = run_paged(Case(spec, [(200, 1), (37, 1), (700, 1)], 16, None, seed=6), torch.bfloat16)
+    np.testing.assert_allclose(out.double().numpy(), expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(("dtype", "is_fused"), [(torch.float32, True), (torch.float16, True), (torch.bfloat16, False)])
+def test_only_bfloat16_decodes_by_matrix_products(
+    dtype: torch.dtype, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        return scaled_dot_product_attention(*args, **kwargs)
+
+    monkeypatch.setattr(torch_backend, "scaled_dot_product_attention", attend)
+    run_paged(Case(AttentionSpec(4, 2, 8, 0.35), [(37, 1), (100, 1)], 16, None, seed=5), dtype)
+    assert bool(calls) == is_fused
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -196,5 +220,5 @@ def test_storage_is_shared_by_layers_of_any_kind() -> None:
 def test_registry_finds_a_backend_or_says_what_to_change() -> None:
     cpu = torch.device("cpu")
     assert make_attention_backend(cpu, torch.float32, torch.bfloat16).name == "torch"
-    with pytest.raises(ConfigError, match=r"no attention backend.*tried torch.*--kv-cache-dtype"):
+    with pytest.raises(ConfigError, match=r"no attention backend.*tried native, torch.*--kv-cache-dtype"):
         make_attention_backend(cpu, torch.float32, torch.int8)

@@ -17,7 +17,7 @@ SPEC = MoESpec(num_experts=5, num_experts_per_token=2, expert_size=6, normalize=
 
 
 def make_moe(spec: MoESpec, seed: int = 0) -> MoE:
-    moe = MoE(spec, HIDDEN, functional.silu)
+    moe = MoE(spec, HIDDEN, "silu")
     generator = torch.Generator().manual_seed(seed)
     for parameter in moe.parameters():
         parameter.data.copy_(torch.randn(*parameter.shape, generator=generator))
@@ -85,7 +85,7 @@ def test_checkpoint_names(names: tuple[str, str, str]) -> None:
         up_name=up,
         down_name=down,
     )
-    views = checkpoint_tensors(torch.nn.ModuleDict({"mlp": MoE(spec, HIDDEN, functional.silu)}))
+    views = checkpoint_tensors(torch.nn.ModuleDict({"mlp": MoE(spec, HIDDEN, "silu")}))
     assert {name: tuple(view.shape) for name, view in views.items()} == {
         "mlp.gate.weight": (2, HIDDEN),
         **{f"mlp.experts.{e}.{n}.weight": (3, HIDDEN) for e in range(2) for n in (gate, up)},
@@ -94,7 +94,7 @@ def test_checkpoint_names(names: tuple[str, str, str]) -> None:
 
 
 def test_experts_keep_the_type_of_their_input() -> None:
-    experts = Experts(SPEC, HIDDEN, functional.silu).to(torch.bfloat16)
+    experts = Experts(SPEC, HIDDEN, "silu").to(torch.bfloat16)
     for parameter in experts.parameters():
         parameter.data.fill_(0.1)
     x = torch.ones(3, HIDDEN, dtype=torch.bfloat16)

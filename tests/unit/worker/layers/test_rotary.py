@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from quire.config.hf_config import HFConfig, RopeConfig
 from quire.errors import UnsupportedModelError
-from quire.worker.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
+from quire.worker.kernels.reference import rotate
+from quire.worker.layers.rotary import RotaryEmbedding, inverse_frequencies
 
 HEAD_DIM, TRAINED_LEN = 16, 512
 

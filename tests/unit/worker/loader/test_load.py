@@ -58,7 +58,7 @@ def refusal(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def allocate(*_: object) -> None:
         raise AssertionError("memory was taken for a checkpoint that is wrong")
 
-    monkeypatch.setattr(load_module, "_allocate", allocate)
+    monkeypatch.setattr(load_module, "allocate", allocate)
     start = time.monotonic()
     with pytest.raises(ModelLoadError) as caught:
         load(path)
@@ -185,7 +185,7 @@ def test_unknown_architecture(
         ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer of type 'linear_attention'"),
         ("qwen2", {"layer_types": ["full_attention"]}, "which must be a list of 4"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
-        ("smollm3", {"no_rope_layers": [1]}, "config.json does not describe a SmolLM3ForCausalLM: IndexError"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers [1], which must be a list of 4"),
         ("granite", {"logits_scaling": "much"}, "config.json does not describe a GraniteForCausalLM: ValueError"),
     ],
 )
@@ -237,7 +237,7 @@ def test_logs_one_line(llama: Path, caplog: pytest.LogCaptureFixture, monkeypatc
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="quire.worker.loader"):
         load(llama)
-    assert len(caplog.messages) == 1
+    assert len(set(map(id, caplog.records))) == 1  # one record, which some versions of pytest catch at two loggers
     assert caplog.messages[0].startswith(f"Loaded LlamaForCausalLM from {llama}: 0.00 GiB of float32 in 0.")
 
 

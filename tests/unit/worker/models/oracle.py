@@ -18,7 +18,8 @@ from quire.config.model import ModelConfig
 from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
 from quire.worker.attention.layer import Attention
 from quire.worker.forward_context import ForwardContext, set_forward_context
-from quire.worker.loader import load_model
+from quire.worker.kernels.base import Kernels
+from quire.worker.loader import Placement, load_model
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,7 @@ class DenseAttention(AttentionBackend[None]):
     name: ClassVar[str] = "dense"
 
     @classmethod
-    def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+    def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels) -> bool:
         return True
 
     def view_kv_cache(self, storage: Tensor, spec: Any, num_blocks: int) -> KVCache:
@@ -70,7 +71,7 @@ def model_config_of(path: Path, **fields: Any) -> ModelConfig:
 
 def load(path: Path, *, dtype: torch.dtype = torch.float32, load_format: str = "auto", **fields: Any) -> nn.Module:
     """The checkpoint at `path` as Quire loads it."""
-    return load_model(model_config_of(path, **fields), LoadConfig(load_format=load_format), CPU, dtype)
+    return load_model(model_config_of(path, **fields), LoadConfig(load_format=load_format), Placement(CPU, dtype))
 
 
 @torch.inference_mode()

@@ -1,0 +1,66 @@
+// The C ABI's side of a context, and the calls that only pass on to the kernels of an instruction set.
+#include "context.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "instruction_sets.h"
+
+namespace qk {
+
+Scratch::Scratch(Scratch&& other) noexcept : memory_(other.memory_), size_(other.size_) {
+    other.memory_ = nullptr;
+    other.size_ = 0;
+}
+
+Scratch::~Scratch() { std::free(memory_); }
+
+void* Scratch::get(size_t bytes) {
+    if (bytes > size_) {
+        std::free(memory_);
+        size_ = (bytes + 4095) / 4096 * 4096;
+        memory_ = std::aligned_alloc(64, size_);
+        if (!memory_) std::abort();
+    }
+    return memory_;
+}
+
+}  // namespace qk
+
+qk_context::qk_context(int num_threads, const qk::KernelTable& kernel_table)
+    : pool(num_threads), kernels(kernel_table), of_thread_(size_t(num_threads)) {}
+
+void* qk_context::shared_scratch(size_t bytes) { return shared_.get(bytes); }
+void* qk_context::thread_scratch(int thread, size_t bytes) { return of_thread_[size_t(thread)].get(bytes); }
+
+int32_t qk_abi_version(void) { return QK_ABI_VERSION; }
+
+int64_t qk_struct_size(int32_t n) {
+    constexpr int64_t sizes[] = {sizeof(qk_pack_args),       sizeof(qk_linear_args), sizeof(qk_rms_norm_args),
+                                 sizeof(qk_rotate_args),     sizeof(qk_activation_args),
+                                 sizeof(qk_gather_args),     sizeof(qk_attention_args)};
+    return n >= 0 && n < int32_t(sizeof sizes / sizeof *sizes) ? sizes[n] : 0;
+}
+
+const char* qk_instruction_set(int32_t n) {
+    const qk::KernelTable* table = qk::kernel_table(n);
+    return table ? table->name : nullptr;
+}
+
+qk_context* qk_create(int32_t num_threads, const char* instruction_set) {
+    for (int n = 0; const qk::KernelTable* table = qk::kernel_table(n); ++n)
+        if (!strcmp(table->name, instruction_set)) return new qk_context(num_threads, *table);
+    return nullptr;
+}
+
+void qk_destroy(qk_context* context) { delete context; }
+
+void qk_linear(qk_context* context, const qk_linear_args* args) { context->kernels.linear(*context, *args); }
+void qk_rms_norm(qk_context* context, const qk_rms_norm_args* args) { context->kernels.rms_norm(*context, *args); }
+void qk_rotate(qk_context* context, const qk_rotate_args* args) { context->kernels.rotate(*context, *args); }
+void qk_activation(qk_context* context, const qk_activation_args* args) { context->kernels.activation(*context, *args); }
+void qk_attention(qk_context* context, const qk_attention_args* args) { context->kernels.attention(*context, *args); }
+void qk_read_memory(qk_context* context, const void* memory, int64_t bytes) {
+    context->kernels.read_memory(*context, memory, bytes);
+}
+int64_t qk_multiply_bf16(qk_context* context, int64_t rounds) { return context->kernels.multiply_bf16(*context, rounds); }

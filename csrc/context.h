@@ -1,0 +1,64 @@
+// What every kernel gets: threads, scratch memory, and the table of the kernels themselves.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "pool.h"
+#include "quire_kernels.h"
+
+namespace qk {
+
+// The kernels of one instruction set.
+struct KernelTable {
+    const char* name;
+    void (*linear)(qk_context&, const qk_linear_args&);
+    void (*rms_norm)(qk_context&, const qk_rms_norm_args&);
+    void (*rotate)(qk_context&, const qk_rotate_args&);
+    void (*activation)(qk_context&, const qk_activation_args&);
+    void (*attention)(qk_context&, const qk_attention_args&);
+    void (*read_memory)(qk_context&, const void* memory, int64_t bytes);
+    int64_t (*multiply_bf16)(qk_context&, int64_t rounds);
+};
+
+// Memory that only grows, aligned to cache lines. Its content is lost with every `get`.
+class Scratch {
+  public:
+    Scratch() = default;
+    Scratch(Scratch&& other) noexcept;
+    ~Scratch();
+    void* get(size_t bytes);
+
+  private:
+    void* memory_ = nullptr;
+    size_t size_ = 0;
+};
+
+}  // namespace qk
+
+struct qk_context {
+    qk_context(int num_threads, const qk::KernelTable& kernel_table);
+
+    qk::Pool pool;
+    const qk::KernelTable& kernels;
+
+    // Nothing in this header may be compiled into a function of its own: kernels include it with the flags of their
+    // instruction set, and the linker would keep any one of the copies for all.
+    void* shared_scratch(size_t bytes);              // of the calling thread, across the parts of one kernel
+    void* thread_scratch(int thread, size_t bytes);  // of each thread, within one piece of work
+
+    // Runs `work(begin, end, thread)` over [0, items); see Pool::run.
+    template <class Work>
+    void parallel(int64_t items, int64_t grain, Work& work) {
+        pool.run(
+            items, grain,
+            [](void* argument, int64_t begin, int64_t end, int thread) {
+                (*static_cast<Work*>(argument))(begin, end, thread);
+            },
+            &work);
+    }
+
+  private:
+    qk::Scratch shared_;
+    std::vector<qk::Scratch> of_thread_;
+};

@@ -1,0 +1,103 @@
+#include "instruction_sets.h"
+
+#if defined(QK_X86) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define QK_ISA portable
+#include "kernels.h"
+#undef QK_ISA
+
+#define QK_ROWS_AND_ATTENTION(isa) isa::rms_norm, isa::rotate, isa::activation, isa::attention, isa::read_memory
+#define QK_ALL(isa) {#isa, isa::linear, QK_ROWS_AND_ATTENTION(isa), isa::multiply_bf16}
+
+#ifdef QK_X86
+#define QK_DECLARE(isa)                                                     \
+    namespace isa {                                                         \
+    void linear(qk_context& context, const qk_linear_args& args);           \
+    void rms_norm(qk_context& context, const qk_rms_norm_args& args);       \
+    void rotate(qk_context& context, const qk_rotate_args& args);           \
+    void activation(qk_context& context, const qk_activation_args& args);   \
+    void attention(qk_context& context, const qk_attention_args& args);     \
+    void read_memory(qk_context& context, const void* memory, int64_t bytes); \
+    int64_t multiply_bf16(qk_context& context, int64_t rounds);             \
+    }
+QK_DECLARE(avx2)
+QK_DECLARE(avx512)
+QK_DECLARE(avx512_bf16)
+QK_DECLARE(amx)
+#ifdef QK_WITH_SIMULATED_AMX
+QK_DECLARE(amx_simulated)
+#endif
+#endif
+
+namespace qk {
+namespace {
+
+#ifdef QK_X86
+
+// On AMX only bfloat16 matrices differ from AVX-512 with bfloat16.
+void linear_on_amx(qk_context& context, const qk_linear_args& args) {
+    args.dtype == QK_BFLOAT16 ? amx::linear(context, args) : avx512_bf16::linear(context, args);
+}
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+// The CPU must have tiles, and Linux must be asked for the memory to save them in.
+bool has_amx() {
+#ifdef __linux__
+    constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
+    unsigned eax, ebx, ecx, edx;
+    if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+    if ((edx & (AMX_BF16 | AMX_TILE)) != (AMX_BF16 | AMX_TILE)) return false;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+
+#ifdef QK_WITH_SIMULATED_AMX
+void linear_on_simulated_amx(qk_context& context, const qk_linear_args& args) {
+    args.dtype == QK_BFLOAT16 ? amx_simulated::linear(context, args) : portable::linear(context, args);
+}
+#endif
+
+#endif
+
+bool always() { return true; }
+
+struct InstructionSet {
+    KernelTable table;
+    bool (*is_there)();
+};
+
+const InstructionSet INSTRUCTION_SETS[] = {
+#ifdef QK_X86
+    {{"amx", linear_on_amx, QK_ROWS_AND_ATTENTION(avx512_bf16), amx::multiply_bf16}, has_amx},
+    {QK_ALL(avx512_bf16), has_avx512_bf16},
+    {QK_ALL(avx512), has_avx512},
+    {QK_ALL(avx2), has_avx2},
+#endif
+    {QK_ALL(portable), always},
+#ifdef QK_WITH_SIMULATED_AMX
+    {{"amx_simulated", linear_on_simulated_amx, QK_ROWS_AND_ATTENTION(portable), amx_simulated::multiply_bf16}, always},
+#endif
+};
+
+}  // namespace
+
+const KernelTable* kernel_table(int n) {
+    for (const InstructionSet& set : INSTRUCTION_SETS)
+        if (set.is_there() && n-- == 0) return &set.table;
+    return nullptr;
+}
+
+}  // namespace qk

@@ -1,0 +1,182 @@
+/* The C ABI of Quire's native CPU kernels: raw pointers in, raw pointers out, no torch and no Python.
+ *
+ * Row-invariance is the contract of every function here: what a row of the output holds depends on that row's own
+ * inputs (and, for attention, on the keys and values it sees) and on the instruction set, to the last bit; never on how
+ * many rows there are, where the row stands, how the work was split, or how many threads there were.
+ *
+ * Matrices are row-major; "stride" is the distance between two rows in elements. Nothing is checked here: the Python side
+ * (worker/kernels) does that once. A change of anything in this file changes QK_ABI_VERSION.
+ */
+#ifndef QUIRE_KERNELS_H
+#define QUIRE_KERNELS_H
+
+#include <stdint.h>
+
+#define QK_ABI_VERSION 1
+
+#if defined(__GNUC__)
+#define QK_EXPORT __attribute__((visibility("default")))
+#else
+#define QK_EXPORT
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { QK_FLOAT32 = 0, QK_BFLOAT16 = 1 };
+enum { QK_IDENTITY = 0, QK_RELU = 1, QK_SILU = 2, QK_GELU = 3, QK_GELU_TANH = 4 };
+
+/* -- context: instruction set, threads, scratch memory. One thread at a time may use a context. ----------------------- */
+
+typedef struct qk_context qk_context;
+
+QK_EXPORT int32_t qk_abi_version(void);
+/* Bytes of the n-th argument struct below, in the order of this file; 0 past the last. */
+QK_EXPORT int64_t qk_struct_size(int32_t n);
+/* Name of the n-th instruction set this library can run on this CPU, the best first; NULL past the last. */
+QK_EXPORT const char* qk_instruction_set(int32_t n);
+/* NULL if the CPU lacks the instruction set. `num_threads` counts the calling thread. */
+QK_EXPORT qk_context* qk_create(int32_t num_threads, const char* instruction_set);
+QK_EXPORT void qk_destroy(qk_context* context);
+
+/* -- linear layers on packed weights ---------------------------------------------------------------------------------- */
+
+/* Packed weights: blocks of 16 outputs, zero-padded, in tiles of 16 rows of 64 bytes; see linear.h. A gated matrix holds two
+ * halves of n outputs each, block by block in turn. The layout is the same for every instruction set. */
+QK_EXPORT int64_t qk_packed_bytes(int64_t n, int64_t k, int32_t dtype, int32_t gated);
+
+typedef struct {
+    int64_t n, k; /* outputs (of each half, if gated) and inputs */
+    int32_t dtype;
+    int32_t gated;
+    const void* weights; /* [n, k], or [2 n, k] */
+    int64_t stride;
+    void* packed;
+} qk_pack_args;
+QK_EXPORT void qk_pack(qk_context* context, const qk_pack_args* args);
+/* The inverse: writes `weights`. */
+QK_EXPORT void qk_unpack(qk_context* context, const qk_pack_args* args);
+
+typedef struct {
+    /* y = activation((x W^T + bias) / divisor) + residual, or, gated, activation(first half) * second half. Sums are float32.
+     * soft_cap: what is divided becomes soft_cap * tanh(it / soft_cap); 0 for none. */
+    int64_t m, n, k;
+    int32_t dtype; /* of x, weights, residual */
+    int32_t out_dtype;
+    int32_t gated;
+    int32_t activation;
+    float divisor, soft_cap;
+    const void* packed;
+    const float* bias;    /* [n], or [2 n] if gated; NULL for none */
+    const void* residual; /* [m, n]; NULL for none; may be y */
+    int64_t residual_stride;
+    const void* x; /* [m, k] */
+    int64_t x_stride;
+    void* y; /* [m, n] */
+    int64_t y_stride;
+} qk_linear_args;
+QK_EXPORT void qk_linear(qk_context* context, const qk_linear_args* args);
+
+/* -- row by row ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    /* y = norm(x) * (offset + weight) + residual; see layers/norm.py for the two places of rounding. */
+    int64_t rows, dim;
+    int32_t dtype;
+    int32_t scale_in_float32;
+    float eps, offset;
+    const void* weight; /* [dim] */
+    const void* residual; /* NULL for none */
+    int64_t residual_stride;
+    const void* x;
+    int64_t x_stride;
+    void* y;
+    int64_t y_stride;
+} qk_rms_norm_args;
+QK_EXPORT void qk_rms_norm(qk_context* context, const qk_rms_norm_args* args);
+
+typedef struct {
+    /* Heads of queries and keys, in place: an optional norm over each head, then the rotation of its first elements. */
+    int64_t tokens;
+    int32_t dtype, table_dtype;
+    int32_t num_heads, num_kv_heads, head_size;
+    int32_t rotary_half; /* pairs that turn; 0 for none */
+    int32_t scale_in_float32;
+    float eps, offset;
+    const void* query_norm; /* [head_size]; NULL for none */
+    const void* key_norm;
+    const void* cos; /* [tokens, rotary_half] */
+    const void* sin;
+    void* query; /* [tokens, num_heads * head_size] */
+    int64_t query_stride;
+    void* key;
+    int64_t key_stride;
+} qk_rotate_args;
+QK_EXPORT void qk_rotate(qk_context* context, const qk_rotate_args* args);
+
+typedef struct {
+    /* y = activation(x), or, gated, activation(x[:, :dim]) * x[:, dim:]. */
+    int64_t rows, dim;
+    int32_t dtype;
+    int32_t gated;
+    int32_t activation;
+    int32_t reserved;
+    const void* x;
+    int64_t x_stride;
+    void* y;
+    int64_t y_stride;
+} qk_activation_args;
+QK_EXPORT void qk_activation(qk_context* context, const qk_activation_args* args);
+
+typedef struct {
+    /* Rows of a table, plain or packed. */
+    int64_t rows, dim;
+    int32_t dtype;
+    int32_t packed;
+    const void* table;
+    const int64_t* ids;
+    void* y; /* [rows, dim] */
+} qk_gather_args;
+QK_EXPORT void qk_gather(qk_context* context, const qk_gather_args* args);
+
+/* -- attention -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    /* Stores the keys and values of a step in the paged cache, then attends. A layer's cache is keys, then values, each
+     * [num_blocks, num_kv_heads, page], a page holding block_size * head_size elements as attention.h says. */
+    int64_t num_tokens, num_reqs;
+    int32_t dtype;
+    int32_t num_heads, num_kv_heads, head_size, block_size;
+    int32_t window; /* keys a query sees, its own included; 0 for all */
+    float scale, soft_cap; /* soft_cap 0: none */
+    const float* sinks; /* [num_heads]; NULL for none */
+    const int64_t* query_lens; /* [num_reqs] */
+    const int64_t* seq_lens;
+    const int32_t* block_table; /* [num_reqs, ...] */
+    int64_t block_table_stride;
+    const int64_t* slots; /* [num_tokens] */
+    const void* query; /* [num_tokens, num_heads * head_size] */
+    int64_t query_stride;
+    const void* key;
+    int64_t key_stride;
+    const void* value;
+    int64_t value_stride;
+    void* key_cache;
+    void* value_cache;
+    void* y; /* [num_tokens, num_heads * head_size] */
+    int64_t y_stride;
+} qk_attention_args;
+QK_EXPORT void qk_attention(qk_context* context, const qk_attention_args* args);
+
+/* -- the machine's ceilings, for benchmarks ----------------------------------------------------------------------------- */
+
+/* Reads `bytes` (a multiple of 65536) once. */
+QK_EXPORT void qk_read_memory(qk_context* context, const void* memory, int64_t bytes);
+/* Multiplies in registers; returns how many floating-point operations that was. */
+QK_EXPORT int64_t qk_multiply_bf16(qk_context* context, int64_t rounds);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,94 @@
+"""Which layers of a checkpoint see a window of tokens only: told from config.json, without building the model.
+
+The one place that knows. The model files make their layers by it, `quire info` sizes the KV cache by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
+from quire.errors import ModelLoadError, UnsupportedModelError
+
+IsSliding = Callable[[HFConfig, int], bool]
+
+
+def rotates(hf: HFConfig, layer: int) -> bool:
+    """Whether a layer of SmolLM3 rotates: `no_rope_layers` has a 1 for each that does; without it every n-th does not.
+
+    Raises ModelLoadError if the list is too short.
+    """
+    flags = hf.get("no_rope_layers")
+    if flags is None:
+        return (layer + 1) % hf.size("no_rope_layer_interval") != 0
+    if not isinstance(flags, list) or len(flags) < hf.num_hidden_layers:
+        raise ModelLoadError(f"{hf.path} has no_rope_layers {flags!r}, which must be a list of {hf.num_hidden_layers}")
+    return bool(flags[layer])
+
+
+def _every(hf: HFConfig, layer: int) -> bool:
+    return True
+
+
+def _every_second(hf: HFConfig, layer: int) -> bool:
+    return layer % 2 == 0
+
+
+def _after_the_first(hf: HFConfig, layer: int) -> bool:
+    return layer >= int(hf.get("max_window_layers", 0))
+
+
+def _all_but_each_last(hf: HFConfig, layer: int) -> bool:
+    return (layer + 1) % hf.size("sliding_window_pattern") != 0
+
+
+def _without_rotation(hf: HFConfig, layer: int) -> bool:
+    return not rotates(hf, layer)
+
+
+UNIFORM: frozenset[str] = frozenset(
+    ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM")
+)
+"""Architectures whose layers all have the window, if there is one, whatever `layer_types` says."""
+
+MIXED: Mapping[str, IsSliding] = {
+    "Gemma2ForCausalLM": _every_second,
+    "Gemma3ForCausalLM": _all_but_each_last,
+    "Qwen2ForCausalLM": _after_the_first,
+    "Qwen3ForCausalLM": _after_the_first,
+    "SmolLM3ForCausalLM": _without_rotation,
+}
+"""Architectures that mix layers with and without a window: which have it where config.json has no `layer_types`."""
+
+
+def layer_kinds(hf: HFConfig) -> list[str]:
+    """The kind of each layer, FULL_ATTENTION or SLIDING_ATTENTION; an architecture in neither table has no windows.
+
+    A sliding layer has a window only if config.json gives one: see `attention_windows`. Raises UnsupportedModelError
+    for a kind that is not attention, ModelLoadError for a list of the wrong length.
+    """
+    count = hf.num_hidden_layers
+    if hf.architecture in UNIFORM:
+        return [SLIDING_ATTENTION] * count
+    is_sliding = MIXED.get(hf.architecture)
+    if is_sliding is None:
+        return [FULL_ATTENTION] * count
+    types = hf.get("layer_types")
+    if types is None:
+        return [SLIDING_ATTENTION if is_sliding(hf, layer) else FULL_ATTENTION for layer in range(count)]
+    if not isinstance(types, list) or len(types) < count:
+        raise ModelLoadError(f"{hf.path} has layer_types {types!r}, which must be a list of {count}")
+    for kind in types[:count]:
+        if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise UnsupportedModelError(f"{hf.path} has a layer of type {kind!r}, which is not implemented")
+    return types[:count]
+
+
+def attention_windows(hf: HFConfig) -> list[int | None]:
+    """Of each layer: how many tokens a query sees, its own included; None for all before it.
+
+    Raises as `layer_kinds`, and ModelLoadError for a window that is not a positive integer.
+    """
+    is_off = hf.get("sliding_window") is None or not hf.get("use_sliding_window", True)
+    window = None if is_off else hf.size("sliding_window")
+    return [window if kind == SLIDING_ATTENTION else None for kind in layer_kinds(hf)]

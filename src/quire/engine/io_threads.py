@@ -1,0 +1,283 @@
+"""The two threads of a core that touch sockets, so that its loop never waits for one (checklist S3-EP-042…055).
+
+The input thread watches one DEALER per frontend, their connections, and the launcher's end of a pipe. The output thread
+has one PUSH per frontend. zmq works outside the interpreter's lock, so both overlap the model's forward pass.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+
+from quire.engine.intake import ClientLink, MessageIntake
+from quire.errors import ServerError
+from quire.failpoints import failpoint
+from quire.logger import init_logger
+from quire.wire.engine_core import EngineCoreOutputs, UtilityOutput
+from quire.wire.handshake import ENGINE_CORE_DEAD, OUTPUT_LINGER_MS, engine_identity
+from quire.wire.serial import MsgpackEncoder
+from quire.wire.sockets import CurveKeys, make_zmq_socket
+
+logger = init_logger(__name__)
+
+OutputItem = tuple[int, EngineCoreOutputs] | ClientLink | bytes | None
+"""Outputs for a client; a client that is gone or back; ENGINE_CORE_DEAD; or None: the end."""
+MESSAGES_PER_ROUND = 256
+"""Messages taken from one client before the others are looked at."""
+_EVENT = struct.Struct("=Hi")
+"""The first frame of what zmq tells of a connection: an event and a value (zmq_socket_monitor(3))."""
+_CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+
+
+class IOThread(threading.Thread):
+    """A daemon thread that says when it has its sockets, and tells `on_failure` why it ended unasked."""
+
+    def __init__(self, name: str, on_failure: Callable[[str], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._on_failure = on_failure
+        self.is_open = threading.Event()
+        self.busy_since: float | None = None
+        """When it began with the message it is at (CLOCK_MONOTONIC); None while it waits for one."""
+
+    def check_progress(self, limit_s: float) -> None:
+        """Raises ServerError if it has been at one message for longer than `limit_s`. From another thread."""
+        since = self.busy_since
+        if since is not None and time.monotonic() - since > limit_s:
+            raise ServerError(f"{self.name} has been at one message for more than {limit_s:g} s")
+
+    def run(self) -> None:
+        """The thread's body. Sockets are made and closed here: they belong to this thread."""
+        try:
+            self._work()
+        except Exception as e:
+            logger.exception("%s failed", self.name)
+            self._on_failure(f"{self.name} failed: {e}")
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+    def wait_open(self) -> None:
+        """Until the sockets are there. Raises RuntimeError if the thread dies over it (checklist S3-EP-012)."""
+        while not self.is_open.wait(0.05):
+            if not self.is_alive():
+                raise RuntimeError(f"{self.name} died during startup")
+
+
+class InputThread(IOThread):
+    """Receives from all clients. The first frame on each connection is `ready_frame`: it tells the client to begin, and
+    lets its ROUTER know the way back."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        addresses: Sequence[str],
+        engine_index: int,
+        ready_frame: bytes,
+        intake: MessageIntake,
+        *,
+        on_link: Callable[[ClientLink], None],
+        on_failure: Callable[[str], None],
+        curve: CurveKeys | None = None,
+    ) -> None:
+        super().__init__("EngineCoreInput", on_failure)
+        self._context, self._addresses, self._curve = context, addresses, curve
+        self._identity = engine_identity(engine_index)
+        self._ready_frame = ready_frame
+        self._intake = intake
+        self._on_link = on_link
+        self._lost: set[int] = set()
+        self._launcher: tuple[int, Callable[[], None]] | None = None
+        self._stop_reader, self._stop_writer = os.pipe()
+
+    def watch_launcher(self, pipe: int, on_gone: Callable[[], None]) -> None:
+        """Call `on_gone` when the other end of `pipe` is closed. Before `start`."""
+        self._launcher = pipe, on_gone
+
+    def stop(self, timeout_s: float) -> None:
+        """Have it end, and wait for that. What has arrived by then is still taken in. To be called once."""
+        os.write(self._stop_writer, b".")
+        self.join(timeout_s)
+        if not self.is_alive():
+            os.close(self._stop_reader)
+            os.close(self._stop_writer)
+
+    def _work(self) -> None:
+        with ExitStack() as stack:
+            sockets = [self._connect(address, stack) for address in self._addresses]
+            monitors = [_watch(socket, stack) for socket in sockets]
+            for socket in sockets:
+                socket.send(self._ready_frame)
+            self.is_open.set()
+            self._receive_until_stopped(sockets, monitors)
+
+    def _connect(self, address: str, stack: ExitStack) -> zmq.Socket[Any]:
+        socket = make_zmq_socket(
+            self._context, address, zmq.DEALER, bind=False, identity=self._identity, curve=self._curve
+        )
+        stack.callback(socket.close, linger=0)
+        return socket
+
+    def _receive_until_stopped(self, sockets: list[zmq.Socket[Any]], monitors: list[zmq.Socket[Any]]) -> None:
+        poller = zmq.Poller()
+        for socket in (*sockets, *monitors, self._stop_reader):
+            poller.register(socket, zmq.POLLIN)
+        if self._launcher is not None:
+            poller.register(self._launcher[0], zmq.POLLIN)
+        while True:
+            ready = {source for source, _ in poller.poll()}
+            for client_index, (socket, monitor) in enumerate(zip(sockets, monitors, strict=True)):
+                if monitor in ready:
+                    self._follow_connection(client_index, socket, monitor)
+                if socket in ready:
+                    self._receive(client_index, socket)
+            if self._launcher is not None and self._launcher[0] in ready:
+                self._read_launcher(poller)
+            if self._stop_reader in ready:
+                for client_index, socket in enumerate(sockets):
+                    self._receive(client_index, socket)
+                return
+
+    def _receive(self, client_index: int, socket: zmq.Socket[Any]) -> None:
+        for _ in range(MESSAGES_PER_ROUND):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if client_index not in self._lost:  # else these are the last words of a frontend that is gone
+                self.busy_since = time.monotonic()
+                self._intake.take_message(client_index, [frame.buffer for frame in frames])
+                self.busy_since = None
+
+    def _follow_connection(self, client_index: int, socket: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
+        event, _ = _EVENT.unpack(monitor.recv_multipart()[0])
+        if event == zmq.Event.DISCONNECTED and client_index not in self._lost:
+            logger.warning("client %d has disconnected: its requests are aborted", client_index)
+            self._lost.add(client_index)
+            self._on_link(ClientLink(client_index, is_up=False))
+        elif event == zmq.Event.HANDSHAKE_SUCCEEDED and client_index in self._lost:
+            logger.info("client %d is back", client_index)
+            self._lost.discard(client_index)
+            self._on_link(ClientLink(client_index, is_up=True))
+            socket.send(self._ready_frame)
+
+    def _read_launcher(self, poller: zmq.Poller) -> None:
+        assert self._launcher is not None  # it is what has just been polled
+        pipe, on_gone = self._launcher
+        if not os.read(pipe, 4096):
+            poller.unregister(pipe)
+            on_gone()
+
+
+def _watch(socket: zmq.Socket[Any], stack: ExitStack) -> zmq.Socket[Any]:
+    """A socket on which zmq tells of the connection of `socket`."""
+    monitor = socket.get_monitor_socket(_CONNECTION_EVENTS)
+    stack.callback(monitor.close, linger=0)
+    stack.callback(socket.disable_monitor)
+    return monitor
+
+
+class OutputThread(IOThread):
+    """Encodes and sends what the loop queues, until it is given the end or ENGINE_CORE_DEAD.
+
+    msgpack is written into buffers that are used again; large messages and arrays leave without a copy, so a buffer is
+    used again only when zmq has let go of it.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        addresses: Sequence[str],
+        queue: SimpleQueue[OutputItem],
+        *,
+        engine_index: int,
+        incarnation: int,
+        on_failure: Callable[[str], None],
+        curve: CurveKeys | None = None,
+    ) -> None:
+        super().__init__("EngineCoreOutput", on_failure)
+        self._context, self._addresses, self._curve = context, addresses, curve
+        self._queue = queue
+        self._engine_index, self._incarnation = engine_index, incarnation
+        self._num_sent = [0] * len(addresses)
+        """Messages to each client, those included that it was not there to receive."""
+        self._encoder = MsgpackEncoder()
+        self._sending: deque[tuple[zmq.MessageTracker, bytearray]] = deque()
+        self._free: list[bytearray] = []
+
+    def _work(self) -> None:
+        sockets: dict[int, zmq.Socket[Any]] = {}
+        try:
+            for client_index in range(len(self._addresses)):
+                sockets[client_index] = self._connect(client_index)
+            self.is_open.set()
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, ClientLink):
+                    self._follow_link(sockets, item)
+                elif isinstance(item, tuple):
+                    self.busy_since = time.monotonic()
+                    self._send(sockets, *item)
+                    self.busy_since = None
+                else:
+                    for socket in sockets.values():
+                        socket.send(ENGINE_CORE_DEAD)
+                    return
+        finally:
+            for socket in sockets.values():
+                socket.close(linger=OUTPUT_LINGER_MS)
+
+    def _connect(self, client_index: int) -> zmq.Socket[Any]:
+        address = self._addresses[client_index]
+        return make_zmq_socket(self._context, address, zmq.PUSH, linger_ms=OUTPUT_LINGER_MS, curve=self._curve)
+
+    def _follow_link(self, sockets: dict[int, zmq.Socket[Any]], link: ClientLink) -> None:
+        """What a client that is gone was not sent yet is forgotten, and nothing piles up for it."""
+        if link.is_up:
+            sockets[link.client_index] = self._connect(link.client_index)
+        else:
+            sockets.pop(link.client_index).close(linger=0)
+
+    def _send(self, sockets: dict[int, zmq.Socket[Any]], client_index: int, outputs: EngineCoreOutputs) -> None:
+        self._num_sent[client_index] += 1
+        socket = sockets.get(client_index)
+        if socket is None:
+            return
+        outputs.sequence = self._num_sent[client_index]
+        outputs.engine_index, outputs.incarnation = self._engine_index, self._incarnation
+        self._encode_and_send(socket, outputs)
+
+    def _encode_and_send(self, socket: zmq.Socket[Any], outputs: EngineCoreOutputs) -> None:
+        buffer = self._take_buffer()
+        try:
+            frames = self._encoder.encode_into(outputs, buffer)
+        except TypeError as e:
+            if outputs.utility_output is None:
+                raise
+            outputs.utility_output = _not_sendable(outputs.utility_output, e)
+            frames = self._encoder.encode_into(outputs, buffer)
+        failpoint("core.output.send")
+        last = len(frames) - 1
+        tracker = socket.send(frames[0], zmq.SNDMORE if last else 0, copy=False, track=True)
+        for number, frame in enumerate(frames[1:], start=1):
+            socket.send(frame, 0 if number == last else zmq.SNDMORE, copy=False)
+        assert tracker is not None  # it was asked for
+        self._sending.append((tracker, buffer))
+
+    def _take_buffer(self) -> bytearray:
+        while self._sending and self._sending[0][0].done:
+            _, buffer = self._sending.popleft()
+            if len(self._free) <= len(self._addresses):
+                self._free.append(buffer)
+        return self._free.pop() if self._free else bytearray()
+
+
+def _not_sendable(answer: UtilityOutput, error: TypeError) -> UtilityOutput:
+    return UtilityOutput(answer.call_id, failure_message=f"the call has been made; its result cannot be sent: {error}")

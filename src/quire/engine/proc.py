@@ -1,0 +1,460 @@
+"""The engine core as a process: `python -m quire.engine.proc`, started by a frontend and serving one or several.
+
+Three queues keep sockets out of the loop: the input thread fills `input_queue` and `aborts_queue`, the loop fills
+`output_queue`, the output thread empties it. The scheduler is touched by the loop's thread only.
+
+A core is crash-only: an error in its loop ends the process, quickly, with exit code 1 and ENGINE_CORE_DEAD as its last
+words. Asked to stop, it ends every request with an output and exits with 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import msgspec
+import zmq
+
+from quire.config.engine import EngineConfig
+from quire.config.serial import decode_config
+from quire.engine.core import EngineCore
+from quire.engine.executor.abstract import Executor
+from quire.engine.intake import ClientLink, DropCounter, InputItem, MessageIntake, RefusedRequest, UtilityCall
+from quire.engine.io_threads import InputThread, IOThread, OutputItem, OutputThread
+from quire.engine.pulse import UTILITY_S, Pulse
+from quire.engine.request import Request, RequestStatus
+from quire.engine.startup import CoreHandshake, LaunchOptions, parse_command_line, read_curve_keys
+from quire.engine.utility import answer_utility
+from quire.errors import QuireError, ServerError, ValidationError
+from quire.failpoints import arm_failpoints, failpoint
+from quire.logger import init_logger
+from quire.resolve import resolve
+from quire.wire.engine_core import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    FinishReason,
+    UtilityOutput,
+)
+from quire.wire.handshake import ENGINE_CORE_DEAD, EngineHandshakeMetadata, EngineZmqAddresses
+from quire.wire.heartbeat import IDLE_STAMP_INTERVAL_S, HeartbeatPage
+from quire.wire.process import die_with_parent, leave_terminal, set_process_title
+from quire.wire.sockets import CurveKeys
+
+logger = init_logger("quire.engine.proc")  # as a process this module is __main__
+
+LAUNCHER_PIPE = 0
+"""Standard input: a pipe that nobody writes to (but keys, for TCP); its end says that the launcher is gone."""
+THREAD_END_S = 5.0
+"""How long the end waits for a thread (checklist S3-EP-037)."""
+END_S = 15.0
+"""How long the end may take in all; then the process ends wherever it stands."""
+YIELD_S = 0.001
+"""Rest after a step in which no model ran, so that other threads can do what it waits for."""
+SHUTTING_DOWN = "the engine is shutting down"
+
+
+class EngineShutdownState(IntEnum):
+    """How far a core has come on its way out (checklist S3-EP-002)."""
+
+    RUNNING = 0
+    REQUESTED = 1
+    SHUTTING_DOWN = 2
+    """Nothing new is taken; what runs may finish, for a while."""
+
+
+class EngineCoreProc(EngineCore):
+    """An EngineCore with queues for doors and a loop that serves them.
+
+    All methods belong to the loop's thread, but for `request_shutdown` (a signal handler, any thread) and what
+    `EngineCore` says. `open` starts the threads, `run_busy_loop` returns when a shutdown is complete, `close` ends the
+    threads once everything is sent.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor_class: type[Executor],
+        log_stats: bool,
+        *,
+        include_finished_set: bool = False,
+        pulse: Pulse | None = None,
+    ) -> None:
+        self.input_queue: queue.SimpleQueue[InputItem] = queue.SimpleQueue()
+        self.output_queue: queue.SimpleQueue[OutputItem] = queue.SimpleQueue()
+        self.dropped = DropCounter()
+        self.shutdown_state = EngineShutdownState.RUNNING
+        self._drain_s = config.lifecycle_config.shutdown_timeout
+        self._drain_end = 0.0
+        """When what still runs is aborted; CLOCK_MONOTONIC."""
+        self._hang_s = config.lifecycle_config.core_hang_timeout_s
+        self._threads: tuple[IOThread, ...] = ()
+        self._ends_now = False
+        super().__init__(
+            config,
+            executor_class,
+            log_stats,
+            executor_fail_callback=partial(self.report_failure, "Executor failed."),
+            include_finished_set=include_finished_set,
+            pulse=pulse,
+        )
+        self.lifecycle.can_wait = True
+        if self.pulse.is_watched:  # a hang in the very first step should not go unnoticed for long
+            start = time.monotonic()
+            self.executor.execute_dummy_batch()
+            self.pulse.learn(1, time.monotonic() - start)
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Not asked to stop."""
+        return self.shutdown_state is EngineShutdownState.RUNNING
+
+    def run_busy_loop(self) -> None:
+        """Serve until a shutdown is complete. Raises what a step raises: the core cannot go on then."""
+        while self._handle_shutdown():
+            self._check_threads()
+            self._process_input_queue()
+            self._process_engine_step()
+
+    def _process_input_queue(self) -> None:
+        """Wait for something to do, then take in all there is."""
+        while self.is_running and not self.has_work():
+            self.lifecycle.notify_idle()
+            self._check_threads()
+            self.pulse.idle()
+            try:
+                item = self.input_queue.get(timeout=IDLE_STAMP_INTERVAL_S)
+            except queue.Empty:
+                continue
+            self._handle_client_request(*item)
+        while True:
+            try:
+                item = self.input_queue.get_nowait()
+            except queue.Empty:
+                return
+            self._handle_client_request(*item)
+
+    def _check_threads(self) -> None:
+        """The supervisor watches this loop, and this loop the threads it depends on. Raises ServerError."""
+        for thread in self._threads:
+            thread.check_progress(self._hang_s)
+
+    def _process_engine_step(self) -> None:
+        outputs, model_executed = self.step_fn()
+        for item in (outputs or {}).items():
+            self.output_queue.put(item)
+        failpoint("core.output.queued")
+        self.post_step(model_executed)
+        if not model_executed and self.scheduler.has_requests():
+            time.sleep(YIELD_S)
+
+    # -- input -------------------------------------------------------------------------------------------------
+
+    def _handle_client_request(self, request_type: EngineCoreRequestType, data: Any) -> None:
+        failpoint("core.loop.input")
+        match request_type:
+            case EngineCoreRequestType.WAKEUP:
+                if data is not None:
+                    self._follow_link(data)
+            case EngineCoreRequestType.ADD:
+                self.pulse.input()
+                self._handle_add(data)
+            case EngineCoreRequestType.ABORT:
+                self._handle_abort(data)
+            case EngineCoreRequestType.UTILITY:
+                self.pulse.input(UTILITY_S)
+                self._handle_utility(data)
+            case EngineCoreRequestType.EXECUTOR_FAILED:
+                raise ServerError(data)
+            case _:
+                self.dropped.drop("unknown type", request_type)
+
+    def _handle_add(self, data: tuple[Request, int] | RefusedRequest) -> None:
+        if isinstance(data, RefusedRequest):
+            self._refuse(*data)
+            return
+        request, wave = data
+        if not self.is_running:
+            self._send_end(request.client_index, [request.request_id], FinishReason.ABORT, SHUTTING_DOWN)
+            return
+        try:
+            self.add_request(request, wave)
+        except ValidationError as e:
+            self._refuse(request.client_index, request.request_id, str(e))
+        except Exception as e:  # its fault or ours, but no other request's
+            logger.exception("request %s could not be added", request.request_id)
+            self.abort_requests([request.request_id])
+            self._refuse(request.client_index, request.request_id, f"{type(e).__name__}: {e}")
+
+    def _refuse(self, client_index: int, request_id: str, message: str) -> None:
+        """Answer an ADD with an error; one whose id lives is a replay, and the answer would end the one that lives."""
+        if self.scheduler.has_request(request_id):
+            self.dropped.drop("replayed", f"request {request_id} of client {client_index} is being served")
+        else:
+            self._send_end(client_index, [request_id], FinishReason.ERROR, message)
+
+    def _handle_abort(self, request_ids: list[str]) -> None:
+        self._process_aborts_queue()  # has the same ids: left there they would meet a later request of that id
+        self.abort_requests(request_ids)
+
+    def _follow_link(self, link: ClientLink) -> None:
+        if not link.is_up:
+            self.abort_requests(self.scheduler.get_request_ids(link.client_index))
+        self.output_queue.put(link)
+
+    def _handle_utility(self, call: UtilityCall) -> None:
+        send = partial(self._send_utility_output, call.client_index)
+        if not self.is_running:
+            send(UtilityOutput(call.call_id, failure_message="Server shutting down", error_type="EngineDeadError"))
+            return
+        answer_utility(self, call.call_id, call.method, call.args, send)
+
+    def report_failure(self, why: str) -> None:
+        """The executor or a thread of the core is lost: the loop raises ServerError. From any thread."""
+        self.input_queue.put((EngineCoreRequestType.EXECUTOR_FAILED, why))
+
+    # -- output ------------------------------------------------------------------------------------------------
+
+    def _send_utility_output(self, client_index: int, output: UtilityOutput) -> None:
+        self.output_queue.put((client_index, EngineCoreOutputs(utility_output=output)))
+
+    def _send_end(self, client_index: int, request_ids: Iterable[str], reason: FinishReason, message: str) -> None:
+        """The last output of requests that no step will speak of."""
+        outputs = [EngineCoreOutput(i, [], finish_reason=reason, error_message=message) for i in request_ids]
+        batch = EngineCoreOutputs(outputs=outputs, finished_requests={output.request_id for output in outputs})
+        self.output_queue.put((client_index, batch))
+
+    def get_dropped_messages(self) -> dict[str, int]:
+        return dict(self.dropped.counts)
+
+    # -- the way out -------------------------------------------------------------------------------------------
+
+    def request_shutdown(self, now: bool = False) -> None:
+        """Finish or abort what runs, as configured, and end. `now`, or asking twice, aborts. From any thread, and from
+        a signal handler (SimpleQueue.put is reentrant)."""
+        if now or not self.is_running:
+            self._ends_now = True
+        if self.is_running:
+            self.shutdown_state = EngineShutdownState.REQUESTED
+        self.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+
+    def _handle_shutdown(self) -> bool:
+        """Whether the loop goes on."""
+        if self.shutdown_state is EngineShutdownState.RUNNING:
+            return True
+        if self.shutdown_state is EngineShutdownState.REQUESTED:
+            failpoint("core.shutdown")
+            self.shutdown_state = EngineShutdownState.SHUTTING_DOWN
+            drain_s = 0.0 if self._ends_now else self._drain_s
+            self._drain_end = time.monotonic() + drain_s
+            count = self.scheduler.get_num_unfinished_requests()
+            if count:
+                logger.info("shutting down: %d requests have %g s to finish", count, drain_s)
+            else:
+                logger.info("shutting down")
+        if self._ends_now or time.monotonic() >= self._drain_end or not self.has_work():
+            self._abort_all()
+        return self.has_work()
+
+    def _abort_all(self) -> None:
+        ended = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        by_client: defaultdict[int, list[str]] = defaultdict(list)
+        for request_id, client_index in ended:
+            by_client[client_index].append(request_id)
+        for client_index, request_ids in by_client.items():
+            self._send_end(client_index, request_ids, FinishReason.ABORT, SHUTTING_DOWN)
+
+    # -- threads -----------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        context: zmq.Context[Any],
+        addresses: EngineZmqAddresses,
+        *,
+        engine_index: int = 0,
+        incarnation: int = 0,
+        curve: CurveKeys | None = None,
+        launcher_pipe: int | None = None,
+        on_launcher_gone: Callable[[], None] | None = None,
+    ) -> None:
+        """Start the threads: clients hear that the core is ready. Raises RuntimeError if a socket cannot be made."""
+        self._output_thread = OutputThread(
+            context,
+            addresses.outputs,
+            self.output_queue,
+            engine_index=engine_index,
+            incarnation=incarnation,
+            on_failure=self.report_failure,
+            curve=curve,
+        )
+        ready = dataclasses.replace(self.ready_response, engine_index=engine_index, incarnation=incarnation)
+        self._input_thread = InputThread(
+            context,
+            addresses.inputs,
+            engine_index,
+            msgspec.msgpack.encode(ready),
+            MessageIntake(self.preprocess_add_request, self.input_queue, self.aborts_queue, self.dropped, self.pulse),
+            on_link=self._note_link,
+            on_failure=self.report_failure,
+            curve=curve,
+        )
+        if launcher_pipe is not None and on_launcher_gone is not None:
+            self._input_thread.watch_launcher(launcher_pipe, on_launcher_gone)
+        self._threads = self._output_thread, self._input_thread
+        for thread in self._threads:
+            thread.start()
+            thread.wait_open()
+
+    def _note_link(self, link: ClientLink) -> None:
+        self.input_queue.put((EngineCoreRequestType.WAKEUP, link))
+
+    def close(self) -> None:
+        """After `run_busy_loop`: answer what came too late, send everything, end the threads."""
+        self._input_thread.stop(THREAD_END_S)
+        while not self.input_queue.empty():
+            self._handle_client_request(*self.input_queue.get_nowait())
+        self.output_queue.put(None)
+        self._output_thread.join(THREAD_END_S)
+
+    def send_engine_dead(self) -> None:
+        """The last words of a core that cannot go on (checklist S3-EP-037). Bounded in time."""
+        self.output_queue.put(ENGINE_CORE_DEAD)
+        self._output_thread.join(THREAD_END_S)
+        if self._output_thread.is_alive():
+            logger.critical("clients could not be told within %g s that this core is dead", THREAD_END_S)
+
+
+class StopSignals:
+    """SIGTERM and SIGINT, from the start of the process on: during start-up they end it, then they ask the core."""
+
+    def __init__(self) -> None:
+        self.core: EngineCoreProc | None = None
+
+    def install(self) -> None:
+        """From the main thread."""
+        signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.core is None:
+            raise SystemExit(f"stopped by {signal.Signals(signum).name} while it was starting")
+        if not self.core.is_running:
+            watch_the_end()  # asked twice: now, and if a step takes for ever, without waiting for it
+        self.core.request_shutdown()
+
+
+def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
+    """Start a core, serve, end it; the exit code. Signals must be free to be handled: call it on the main thread."""
+    signals = StopSignals()
+    signals.install()
+    address, index = options.handshake_address, options.engine_index
+    curve = read_curve_keys(LAUNCHER_PIPE) if address.startswith("tcp://") else None
+    handshake = CoreHandshake(context, address, index, curve)
+    try:
+        arm_failpoints()
+        failpoint("core.start")
+        metadata = handshake.hello(LAUNCHER_PIPE)
+        signals.core = core = _make_core(metadata)
+        failpoint("core.ready")
+        core.open(
+            context,
+            metadata.addresses,
+            engine_index=index,
+            incarnation=metadata.incarnation,
+            curve=curve,
+            launcher_pipe=LAUNCHER_PIPE,
+            on_launcher_gone=partial(_end_without_launcher, core),
+        )
+        handshake.ready()
+    except (Exception, SystemExit) as e:
+        logger.error("the engine core cannot start: %s", e, exc_info=not isinstance(e, QuireError | SystemExit))
+        handshake.failed(e)
+        return 1
+    finally:
+        handshake.close()
+    return _serve(core)
+
+
+def _make_core(metadata: EngineHandshakeMetadata) -> EngineCoreProc:
+    page = None if metadata.heartbeat_path is None else HeartbeatPage.open(Path(metadata.heartbeat_path))
+    if page is not None:
+        page.incarnation = metadata.incarnation
+    pulse = Pulse(page)
+    pulse.starting()
+    config = decode_config(metadata.engine_config)
+    executor_class = resolve(config.parallel_config.executor_class)
+    core = EngineCoreProc(config, executor_class, metadata.log_stats, pulse=pulse)
+    pulse.calibrate(core.executor.execute_dummy_batch)
+    return core
+
+
+def _serve(core: EngineCoreProc) -> int:
+    try:
+        core.run_busy_loop()
+        watch_the_end()
+        core.close()
+        core.pulse.stopped()
+    except Exception:
+        watch_the_end()
+        logger.exception("the engine core has failed")
+        core.send_engine_dead()
+        return 1
+    finally:
+        core.shutdown()
+    return 0
+
+
+def _end_without_launcher(core: EngineCoreProc) -> None:
+    logger.error("the process that started this engine core is gone: it ends")
+    watch_the_end()
+    core.request_shutdown(now=True)
+
+
+def watch_the_end() -> None:
+    """From now on the process has END_S left, whatever hangs: a thread of C enforces it, with a traceback."""
+    if sys.stderr is not None:
+        faulthandler.dump_traceback_later(END_S, exit=True)
+
+
+def main() -> NoReturn:
+    """The process. It ends without Python's clean-up, where a thread of anyone's could hold it."""
+    options = parse_command_line(sys.argv[1:])
+    leave_terminal()
+    die_with_parent(options.parent_pid)
+    set_process_title("EngineCore" if options.engine_index == 0 else f"EngineCore_DP{options.engine_index}")
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        exit_code = run_engine_core(options, context)
+    except BaseException:
+        logger.exception("the engine core has failed")
+        exit_code = 1
+    watch_the_end()
+    term = threading.Thread(target=context.term, daemon=True)
+    term.start()
+    term.join(THREAD_END_S)  # what lingers in sockets is sent
+    logging.shutdown()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):  # whoever read them may be gone
+            stream.flush()
+    os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""How a core process begins: what its launcher tells it, and the handshake (checklist S3-EP-014…017).
+
+The core says HELLO and is answered with everything it needs. Then it is READY, or it has FAILED and says why: an error
+of ours travels by the name of its class, so that the frontend can raise the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+
+from quire.errors import ConfigError, ServerError, error_name
+from quire.wire.handshake import (
+    HANDSHAKE_LINGER_MS,
+    HANDSHAKE_TIMEOUT_S,
+    EngineHandshakeMetadata,
+    EngineStatus,
+    check_protocol_version,
+    engine_identity,
+)
+from quire.wire.sockets import CurveKeys, make_zmq_socket
+
+MAX_KEYS_BYTES = 4096
+"""The longest message with keys; one write of that size to a pipe arrives whole."""
+
+
+class LaunchOptions(NamedTuple):
+    """The command line of a core process."""
+
+    handshake_address: str
+    engine_index: int
+    parent_pid: int
+
+
+def parse_command_line(argv: Sequence[str]) -> LaunchOptions:
+    """Exits with a usage message if it is wrong: only a person at a terminal can have typed it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m quire.engine.proc", description="An engine core; started by Quire."
+    )
+    parser.add_argument("--handshake-address", required=True)
+    parser.add_argument("--engine-index", type=int, default=0)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    return LaunchOptions(**vars(parser.parse_args(argv)))
+
+
+def read_curve_keys(pipe: int, timeout_s: float = 10.0) -> CurveKeys:
+    """The keys the launcher writes into the pipe before anything else. Raises ConfigError if none come."""
+    data = b""
+    deadline = time.monotonic() + timeout_s
+    while len(data) < MAX_KEYS_BYTES and select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        more = os.read(pipe, MAX_KEYS_BYTES)
+        data += more
+        try:
+            return msgspec.msgpack.decode(data, type=CurveKeys)
+        except msgspec.DecodeError:
+            if not more:
+                break  # the other end is closed
+    raise ConfigError(f"no keys for the network came from the launcher within {timeout_s:g} s ({len(data)} bytes did)")
+
+
+class CoreHandshake:
+    """The core's side of the handshake socket. `hello` first, then `ready` or `failed`, then `close`."""
+
+    def __init__(
+        self, context: zmq.Context[Any], address: str, engine_index: int, curve: CurveKeys | None = None
+    ) -> None:
+        self._socket = make_zmq_socket(
+            context,
+            address,
+            zmq.DEALER,
+            bind=False,
+            identity=engine_identity(engine_index),
+            linger_ms=HANDSHAKE_LINGER_MS,
+            curve=curve,
+        )
+
+    def hello(self, launcher_pipe: int | None, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> EngineHandshakeMetadata:
+        """Introduce this process; what the frontend answers.
+
+        Raises ConfigError for one of another protocol version, ServerError if none comes or its launcher is gone.
+        """
+        self._send(EngineStatus("HELLO", pid=os.getpid()))
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        if launcher_pipe is not None:
+            poller.register(launcher_pipe, zmq.POLLIN)
+        ready = {source for source, _ in poller.poll(int(timeout_s * 1000))}
+        if self._socket in ready:
+            return _read_metadata(self._socket.recv())
+        what = "its launcher is gone" if ready else f"no frontend answered within {timeout_s:g} s"
+        raise ServerError(f"the engine core cannot start: {what}")
+
+    def ready(self) -> None:
+        """The core is up."""
+        self._send(EngineStatus("READY", pid=os.getpid()))
+
+    def failed(self, error: BaseException) -> None:
+        """The core will not come up."""
+        self._send(describe_failure(error))
+
+    def _send(self, status: EngineStatus) -> None:
+        self._socket.send(msgspec.msgpack.encode(status))
+
+    def close(self) -> None:
+        """What was said is still delivered."""
+        self._socket.close()
+
+
+class _Version(msgspec.Struct):
+    """The one field every version of `EngineHandshakeMetadata` has."""
+
+    protocol_version: int
+
+
+def _read_metadata(frame: bytes) -> EngineHandshakeMetadata:
+    try:
+        theirs = msgspec.msgpack.decode(frame, type=_Version).protocol_version
+        check_protocol_version(theirs, "the frontend")
+        return msgspec.msgpack.decode(frame, type=EngineHandshakeMetadata)
+    except msgspec.MsgspecError as e:
+        raise ConfigError(f"the frontend's answer to the handshake cannot be read: {e}") from e
+
+
+def describe_failure(error: BaseException) -> EngineStatus:
+    """FAILED, in words. A class that is not in `quire.errors` travels as its nearest base there, or in the words."""
+    name = error_name(error)
+    message = str(error) if name else f"{type(error).__name__}: {error}"
+    return EngineStatus("FAILED", pid=os.getpid(), error_type=name, message=message)

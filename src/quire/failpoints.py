@@ -1,0 +1,60 @@
+"""Named places where a test may make a process fail.
+
+The code calls `failpoint("engine.step.before_execute")` at such a place; nothing happens unless QUIRE_FAILPOINTS names
+it. What can happen, and the grammar, is `quire.testing.failpoints`. `FAILPOINTS` is the list of all names: one that is
+misspelt in the variable is refused, and a test checks that each is called somewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from quire import envs
+from quire.resolve import resolve
+
+FAILPOINTS: dict[str, str] = {
+    "core.start": "the process has begun, nothing is loaded",
+    "core.ready": "the core is up, its ready frame is not sent",
+    "core.input.decode": "input thread: a message has arrived, before it is decoded",
+    "core.input.queued": "input thread: a request is decoded and queued for the loop",
+    "core.loop.input": "the loop takes a message from its queue",
+    "core.step.schedule": "before the scheduler makes a step",
+    "core.step.execute": "before the executor gets a step; the key is the ids of its requests",
+    "core.step.update": "the model has run, its output is not taken in yet",
+    "core.output.queued": "outputs are queued for the output thread",
+    "core.output.send": "output thread: before a message is sent",
+    "core.shutdown": "the core has begun to drain",
+    "client.add.journaled": "frontend: a request is in the journal, not yet sent",
+    "client.output.received": "frontend: outputs have arrived, the journal has not seen them",
+    "client.resume": "frontend: a restarted core is ready, live requests are not yet sent again",
+}
+"""Every failpoint and where it is."""
+
+Hit = Callable[[str, str], None]
+"""What runs at a failpoint: (name, key)."""
+
+_hit: Hit | None = None
+
+
+def failpoint(name: str, key: str | Iterable[str] = "") -> None:
+    """A place to fail. `key` (or several, joined only when there is something to do) lets a test choose among hits:
+    it matches a part of it."""
+    if _hit is not None:
+        _hit(name, key if isinstance(key, str) else " ".join(key))
+
+
+def arm_failpoints() -> None:
+    """Called once where a process begins: reads QUIRE_FAILPOINTS. Raises ConfigError if it cannot be understood."""
+    text = envs.FAILPOINTS.get()
+    install(resolve("quire.testing.failpoints:arm")(text) if text else None)
+
+
+def install(hit: Hit | None) -> None:
+    """Run `hit` at every failpoint of this process; None for nothing. See `quire.testing.failpoints.injected`."""
+    global _hit
+    _hit = hit
+
+
+def installed() -> Hit | None:
+    """What runs at a failpoint now."""
+    return _hit

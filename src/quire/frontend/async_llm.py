@@ -1,0 +1,434 @@
+"""`AsyncLLM`: the engine for an asyncio program, one async iterator per request.
+
+::
+
+    async with AsyncLLM.from_engine_args(EngineArgs("path/to/checkpoint")) as llm:
+        async for output in llm.generate("Hello", SamplingParams(max_tokens=8), "my-id"):
+            print(output.outputs[0].text)
+
+The same composition as `LLMEngine`; instead of a caller's step loop, one task takes what the core sends and gives every
+request's outputs to its reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, cast
+
+from quire.config.engine import EngineConfig
+from quire.config.engine_args import EngineArgs
+from quire.errors import EngineDeadError
+from quire.frontend.admission import AdmissionControl, Reservation
+from quire.frontend.client.base import AsyncEngineCoreClient, make_async_client
+from quire.frontend.metrics.manager import StatLogger
+from quire.frontend.output_collector import Output, RequestOutputCollector
+from quire.frontend.output_handler import OutputHandler
+from quire.frontend.prompts import PromptType
+from quire.frontend.request_intake import RequestIntake
+from quire.frontend.request_pipeline import Params, RequestPipeline, load_tokenizer
+from quire.frontend.session_feed import Inputs
+from quire.frontend.tokenizer import Tokenizer
+from quire.lora_request import LoRARequest
+from quire.outputs import PoolingRequestOutput, RequestOutput
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import SamplingParams
+from quire.wire.engine_core import EngineCoreRequest, PauseMode
+
+
+class AsyncLLM:
+    """A model and the engine that runs it, for one event loop: that of its first call.
+
+    `client` is the engine core to use; without one a new core is started as `config` says, which blocks, and raises
+    ConfigError or ModelLoadError when that cannot work. Use it as an async context manager, or call `shutdown()`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log_stats: bool | None = None,
+        client: AsyncEngineCoreClient | None = None,
+        stat_loggers: Sequence[StatLogger] | None = None,
+    ) -> None:
+        self.model_config = config.model_config
+        self.log_stats = not config.observability_config.disable_log_stats if log_stats is None else log_stats
+        tokenizer = load_tokenizer(config.model_config)
+        self.engine_core = make_async_client(config, log_stats=self.log_stats) if client is None else client
+        self.pipeline = RequestPipeline(
+            config, tokenizer, self.engine_core.ready_response, log_stats=self.log_stats, stat_loggers=stat_loggers
+        )
+        self._intake = RequestIntake(config, self.engine_core, self.pipeline)
+        self._output_handler = OutputHandler(self.engine_core, self.pipeline)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    def from_engine_config(cls, config: EngineConfig, *, stat_loggers: Sequence[StatLogger] | None = None) -> AsyncLLM:
+        """An engine of a complete configuration."""
+        return cls(config, stat_loggers=stat_loggers)
+
+    @classmethod
+    def from_engine_args(
+        cls, engine_args: EngineArgs, *, usage: str = "serving", stat_loggers: Sequence[StatLogger] | None = None
+    ) -> AsyncLLM:
+        """An engine as the arguments say. `usage` picks the default budgets: "offline" or "serving"."""
+        return cls(engine_args.create_engine_config(usage), stat_loggers=stat_loggers)
+
+    def __repr__(self) -> str:
+        return f"AsyncLLM(model={self.model_config.model!r})"
+
+    async def __aenter__(self) -> AsyncLLM:
+        self._require_loop()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._end_requests()
+        await asyncio.to_thread(self.engine_core.shutdown)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: PromptType | EngineCoreRequest | Inputs,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        timeout_s: float | None = None,
+        reservation: Reservation | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a request as they come: whole so far, what is new, or the end only (`output_kind`).
+
+        A reader that is slower than the model gets fewer, longer outputs. Ending the iteration in any way (break, an
+        exception, cancellation, dropping the iterator) aborts the request. The iterator raises what `add_request`
+        does, at its first step; later GenerationError if the engine fails on this request, EngineDeadError if it dies
+        for good, DeadlineExceededError after `timeout_s` (default: --request-timeout-s), and SlowClientError if nobody
+        has taken output that lay ready for --slow-client-timeout-s.
+
+        `prompt` may be an async generator of `StreamingInput`: a session, whose inputs are answered one after the other
+        (`frontend/session.py`). It lasts until the generator ends and the last answer is given.
+        """
+        stream = self._stream(
+            lambda: self.add_request(
+                request_id,
+                prompt,
+                sampling_params,
+                lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
+                trace_headers=trace_headers,
+                priority=priority,
+                data_parallel_rank=data_parallel_rank,
+                prompt_text=prompt_text,
+                timeout_s=timeout_s,
+                reservation=reservation,
+            )
+        )
+        return cast("AsyncGenerator[RequestOutput, None]", stream)
+
+    def encode(
+        self,
+        prompt: PromptType | EngineCoreRequest,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        reservation: Reservation | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """The one output of a pooling request. Raises ValidationError where the model does not pool."""
+        stream = self._stream(
+            lambda: self.add_request(
+                request_id,
+                prompt,
+                pooling_params,
+                lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
+                trace_headers=trace_headers,
+                priority=priority,
+                timeout_s=timeout_s,
+                reservation=reservation,
+            )
+        )
+        return cast("AsyncGenerator[PoolingRequestOutput, None]", stream)
+
+    async def _stream(self, add: Callable[[], Awaitable[RequestOutputCollector]]) -> AsyncGenerator[Output, None]:
+        collector = await add()
+        try:
+            finished = False
+            while not finished:
+                while (output := collector.get_nowait()) is None:
+                    await collector.wait()
+                finished = output.finished
+                yield output
+        finally:
+            if not collector.is_final:
+                await self.abort(collector.request_id, internal=True)
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType | EngineCoreRequest | Inputs,
+        params: Params | None = None,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        prompt_text: str | None = None,
+        timeout_s: float | None = None,
+        reservation: Reservation | None = None,
+    ) -> RequestOutputCollector:
+        """Queue a request; where its outputs come out. `generate` is the same with its end taken care of.
+
+        `params` of None are the model's defaults. `reservation` is room in the queue that the caller took of
+        `admission`; it is used up. Raises OverloadedError, ValidationError, TypeError for an id that is not a str,
+        DeadlineExceededError, EngineDeadError.
+        """
+        try:
+            self._require_loop()
+            if self.dead_error is not None:
+                raise self.dead_error
+        except BaseException:
+            if reservation is not None:
+                reservation.release()
+            raise
+        self._output_handler.start()
+        return await self._intake.add(
+            request_id,
+            prompt,
+            params,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            prompt_text=prompt_text,
+            timeout_s=timeout_s,
+            reservation=reservation,
+        )
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Abort by the user's id, or several, or internal ones. Unknown and finished ids are ignored.
+
+        Whoever reads such a request gets its last output, with finish reason "abort".
+        """
+        await self._intake.abort([request_id] if isinstance(request_id, str) else request_id, internal)
+
+    @property
+    def admission(self) -> AdmissionControl:
+        """What waits, and the limits on it. A server reserves room here before it renders a prompt."""
+        return self._intake.admission
+
+    def check_admission(self, num_reqs: int = 1, num_tokens: int = 1) -> None:
+        """Raises OverloadedError if so much more would be refused now. Nothing is reserved."""
+        self.admission.check_admission(num_reqs, num_tokens)
+
+    def _require_loop(self) -> None:
+        """Raises RuntimeError on any loop but that of the first call."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise RuntimeError(
+                "this AsyncLLM belongs to another event loop, that of its first call; make one per loop, or hand "
+                "coroutines over with asyncio.run_coroutine_threadsafe"
+            )
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine serves nobody any more; None while it does."""
+        return self._output_handler.dead_error
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine is gone for good."""
+        return self.dead_error is not None or self.engine_core.engine_dead
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        """The opposite of `is_running`."""
+        return self.errored
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be worked on now: False while a core that died is being started again."""
+        return not self.errored and self.engine_core.is_ready
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if the engine is gone for good. Generates nothing: it answers at once, however busy
+        the engine is."""
+        if self.errored:
+            raise self.dead_error or EngineDeadError("the engine core is gone")
+
+    def get_num_unfinished_requests(self) -> int:
+        """Live requests; the n outputs of a prompt count one by one."""
+        return self.pipeline.output_processor.get_num_unfinished_requests()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None if the engine was started without one."""
+        return self.pipeline.tokenizer
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ValidationError if the engine was started without one."""
+        return self.pipeline.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses without parameters."""
+        return self.pipeline.input_processor.get_default_sampling_params()
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model is for: ("generate",) or pooling tasks."""
+        return self.engine_core.ready_response.supported_tasks
+
+    async def do_log_stats(self) -> None:
+        """Let the statistics loggers write now."""
+        self.pipeline.stat_loggers.log()
+
+    # -- control ------------------------------------------------------------------------------------------------------
+
+    async def pause_generation(
+        self,
+        *,
+        mode: PauseMode = "abort",
+        wait_for_inflight_requests: bool | None = None,
+        clear_cache: bool = True,
+    ) -> None:
+        """Stop generating; returns when nothing runs any more. New requests wait for `resume_generation`.
+
+        abort: end all requests. wait: let them end (so does `wait_for_inflight_requests`, the older name). keep:
+        freeze them.
+        """
+        await self.engine_core.pause_scheduler_async("wait" if wait_for_inflight_requests else mode, clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Generate again."""
+        await self.engine_core.resume_scheduler_async()
+
+    async def is_paused(self) -> bool:
+        """Whether new requests wait."""
+        return await self.engine_core.is_scheduler_paused_async()
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pause and give memory back: 0 none, 1 the KV cache, 2 the weights, too."""
+        await self.engine_core.sleep_async(level, mode)
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Take memory again, all of it or by tag; True once the engine serves."""
+        return await self.engine_core.wake_up_async(tags)
+
+    async def is_sleeping(self) -> bool:
+        """Between `sleep` and the `wake_up` that ends it."""
+        return await self.engine_core.is_sleeping_async()
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prefixes; False if running requests held blocks and nothing was done."""
+        return await self.engine_core.reset_prefix_cache_async(reset_running_requests, reset_connector)
+
+    async def reset_mm_cache(self) -> None:
+        """Forget processed images and sounds."""
+        await self.engine_core.reset_mm_cache_async()
+
+    async def reset_encoder_cache(self) -> None:
+        """Forget encoder outputs."""
+        await self.engine_core.reset_encoder_cache_async()
+
+    async def update_weights(self, path: str, version: str | None = None) -> str:
+        """Replace the weights by those of another checkpoint directory; the new weight version."""
+        return await self.engine_core.update_weights_async(path, version)
+
+    async def get_weight_version(self) -> str:
+        """Of the weights that are loaded; "0" for those of start-up."""
+        return await self.engine_core.get_weight_version_async()
+
+    async def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
+        """Pause and give back the KV cache only; `wake_up` takes it again."""
+        await self.engine_core.release_kv_cache_memory_async(mode)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter. Raises ClientError: none can be served yet."""
+        return await self.engine_core.add_lora_async(lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter."""
+        return await self.engine_core.remove_lora_async(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """Ids of the adapters that are loaded."""
+        return await self.engine_core.list_loras_async()
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter from being evicted."""
+        return await self.engine_core.pin_lora_async(lora_id)
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker class on every worker; one result per worker."""
+        return await self.engine_core.collective_rpc_async(method, timeout, args, kwargs)
+
+    async def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Start the workers' profiler. None for the counts means as --profiler-config says."""
+        await self.engine_core.profile_async(True, profile_prefix, delay_iterations, max_iterations)
+
+    async def stop_profile(self) -> None:
+        """Stop the workers' profiler."""
+        await self.engine_core.profile_async(False)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Abort what is live and release the core, which may take as long as a step. From any thread; idempotent."""
+        loop = self._loop
+        self._output_handler.note_shutdown()
+        if loop is None or _is_running_here(loop):
+            self._end_requests()
+        elif not loop.is_closed():
+            loop.call_soon_threadsafe(self._end_requests)
+        self.engine_core.shutdown()
+
+    def _end_requests(self) -> None:
+        """Every reader gets its last output, with finish reason "abort"; no request is taken from now on."""
+        self._intake.close()
+        self._output_handler.stop()
+
+
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+AsyncLLMEngine = AsyncLLM
+"""vLLM's older name for it."""

@@ -1,0 +1,64 @@
+"""An engine core in its own process, for a caller on an asyncio event loop: `AsyncLLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.frontend.client.base import AsyncEngineCoreClient
+from quire.frontend.client.mailbox import LoopMailbox
+from quire.frontend.client.mp import MPClient
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
+from quire.wire.handshake import ClientAddresses
+
+
+class AsyncMPClient(AsyncEngineCoreClient):
+    """As `SyncMPClient`, without waiting: coroutines of one event loop. Made on any thread, with or without a loop."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log_stats: bool,
+        client_addresses: ClientAddresses | None = None,
+        client_count: int = 1,
+    ) -> None:
+        self._sink = LoopMailbox()
+        self.mp = MPClient(
+            config, self._sink, log_stats=log_stats, client_addresses=client_addresses, client_count=client_count
+        )
+        self._finalizer = weakref.finalize(self, self.mp.resources.close)
+
+    @property
+    def ready_response(self) -> EngineCoreReadyResponse:
+        return self.mp.ready_response
+
+    @property
+    def is_ready(self) -> bool:
+        return self.mp.is_ready
+
+    @property
+    def engine_dead(self) -> bool:
+        return self.mp.engine_dead
+
+    @property
+    def core_pid(self) -> int | None:
+        """Of the core process that lives now; None between two, and where another process looks after it."""
+        return self.mp.core_pid
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._sink.take()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self.mp.add_request(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.mp.abort_requests(request_ids)
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        return await asyncio.wrap_future(self.mp.call_utility(method, args))
+
+    def shutdown(self) -> None:
+        self._finalizer()

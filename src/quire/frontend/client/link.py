@@ -1,0 +1,359 @@
+"""The protocol between a frontend and its engine core, over any number of deaths of that core, without a socket.
+
+`EngineLink` is a state machine: calls and messages go in, and it says what to send, what to hand to the caller and
+which control calls are answered. Whoever drives it owns sockets and threads (`mp.py`).
+
+::
+
+    DOWN ──on_ready──▶ RESTORING ──control state restored──▶ UP
+     ▲                                                        │
+     └───────────────────────on_death─────────────────────────┘        any ──on_gone──▶ GONE
+
+Invariants, whatever happens: what was handed on of a request is at every moment a prefix of its one correct output, and
+its last output, with a finish reason, is handed on exactly once, unless the caller aborted it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+from typing import Any, NamedTuple
+
+from quire.errors import EngineDeadError
+from quire.frontend.client.control_calls import Answer, ControlCalls
+from quire.frontend.core_death import CoreDeath
+from quire.frontend.journal import Journal, JournalEntry, Standing, num_tokens_of
+from quire.frontend.quarantine import Quarantine
+from quire.logger import init_logger
+from quire.wire.engine_core import (
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+    UtilityOutput,
+)
+
+logger = init_logger(__name__)
+
+
+class LinkState(Enum):
+    """Where the link stands."""
+
+    DOWN = "down"
+    """No core is connected; one is expected."""
+    RESTORING = "restoring"
+    """A core is connected and being brought into the state of the one before it."""
+    UP = "up"
+    GONE = "gone"
+    """For good."""
+
+
+class Message(NamedTuple):
+    """To be sent to the core, in order."""
+
+    type: EngineCoreRequestType
+    payload: Any
+
+
+class EngineLink:
+    """One client's side. Single-threaded. Take `messages`, `deliveries` and `answers` after each call.
+
+    `counts` says what happened: "stale", "corrupt", "repeated", "lost" messages and "unknown" outputs, which were
+    dropped; "deaths", "resumed_requests", "recomputed_tokens", "poisoned_requests".
+    """
+
+    def __init__(self, client_index: int = 0, *, is_shared: bool = False) -> None:
+        self.state = LinkState.DOWN
+        self.ready_response: EngineCoreReadyResponse | None = None
+        self.messages: list[Message] = []
+        self.deliveries: list[EngineCoreOutputs] = []
+        self.answers: list[Answer] = []
+        self.counts: Counter[str] = Counter()
+        self.gone_reason = ""
+        self.is_closing = False
+        """The caller ends the engine: a core that gives up its requests does as it is told."""
+        self._journal = Journal()
+        self._quarantine = Quarantine(is_shared)
+        self._calls = ControlCalls(client_index)
+        self._last_sequence: int | None = None
+
+    @property
+    def num_live_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._journal)
+
+    # -- the caller -----------------------------------------------------------------------------------------------
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Hand a request over, now or when a core is there. The next input of a session that has ended is ignored.
+
+        Raises ValueError for an id in use.
+        """
+        if request.continues_session:
+            self._continue_session(request)
+            return
+        entry = self._journal.add(request)
+        if self.state is LinkState.GONE:
+            self._fail([entry], self.gone_reason)
+        elif self.state is LinkState.UP and self._quarantine.is_empty:
+            self._send(entry, first_time=True)
+
+    def _continue_session(self, segment: EngineCoreRequest) -> None:
+        entry = self._journal.get(segment.request_id)
+        if entry is not None and entry.session is not None:
+            if self.state is LinkState.UP and entry.standing is not Standing.HELD:
+                self.messages.append(Message(EngineCoreRequestType.ADD, entry.rename(segment)))
+            entry.session.add_input(segment)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Forget requests: nothing more of them is delivered. Unknown ids are ignored."""
+        entries = [entry for i in request_ids if (entry := self._journal.get(i)) is not None]
+        on_core = [entry.wire_id for entry in entries if entry.standing is not Standing.HELD]
+        if on_core and self.state is LinkState.UP:
+            self.messages.append(Message(EngineCoreRequestType.ABORT, on_core))
+        for entry in entries:
+            self._forget(entry)
+        self._send_held()
+
+    def call_utility(self, method: str, args: tuple[Any, ...]) -> int:
+        """Call a control verb; the id its answer will have."""
+        call_id = self._calls.begin(method, args)
+        if self.state is LinkState.UP:
+            self._send_call(call_id)
+        elif self.state is LinkState.GONE:
+            self.answers += self._calls.end_all(self.gone_reason)
+        return call_id
+
+    # -- the core -------------------------------------------------------------------------------------------------
+
+    def on_ready(self, ready: EngineCoreReadyResponse) -> None:
+        """A core is connected: the first, a restarted one, or one that had lost this client and found it again."""
+        former = self.ready_response
+        if self.state is LinkState.GONE or (former is not None and ready.incarnation < former.incarnation):
+            self.counts["stale"] += 1
+            return
+        if self.state is not LinkState.DOWN:
+            self.on_death(CoreDeath("lost", "was lost and is back", None))
+        self._last_sequence = None if former is not None and former.incarnation == ready.incarnation else 0
+        self.ready_response = ready
+        self._journal.note_new_core()
+        self.state = LinkState.RESTORING
+        for call_id in self._calls.begin_restoring():
+            self._send_call(call_id)
+        self._go_up_if_restored()
+
+    def on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """A message of the core. What does not belong to the connected core or to a live request is dropped."""
+        ready = self.ready_response
+        if ready is None or outputs.incarnation != ready.incarnation or self.state is LinkState.GONE:
+            self.counts["stale"] += 1
+            return
+        if outputs.sequence and not self._is_next(outputs.sequence):
+            return
+        on_core = self._journal.on_core
+        num_dropped = 0
+        for output in outputs.outputs:
+            entry = on_core.get(output.request_id)
+            if entry is None or entry.standing or output.finish_reason is not None:
+                if not self._take_unusual(entry, output):
+                    output.request_id = ""
+                    num_dropped += 1
+                continue
+            try:
+                entry.output_token_ids.fromlist(output.new_token_ids)
+            except OverflowError:
+                self._refuse(entry, output)
+        if num_dropped:
+            self.counts["unknown"] += num_dropped
+            outputs.outputs = [output for output in outputs.outputs if output.request_id]
+        if outputs.outputs or outputs.scheduler_stats is not None:
+            self.deliveries.append(outputs)
+        if outputs.utility_output is not None:
+            self._on_answer(outputs.utility_output)
+
+    def on_corrupt_message(self) -> None:
+        """A message could not be decoded. Was it one of the core's? The number of its next message will tell."""
+        self.counts["corrupt"] += 1
+        if self.state is LinkState.UP and (call_id := self._calls.begin_probe()) is not None:
+            self._send_call(call_id)
+
+    def on_death(self, death: CoreDeath) -> None:
+        """The core is gone; another one may come. Outputs it had sent before may still arrive, and count."""
+        if self.state is LinkState.GONE:
+            return
+        if death.cause != "start":
+            self.counts["deaths"] += 1
+        guilty = self._quarantine.judge(death, self._journal)
+        if guilty is not None:
+            self.counts["poisoned_requests"] += 1
+            logger.error("request %s is failed alone: the engine core %s", guilty.request_id, death.description)
+            self._fail([guilty], _verdict(guilty, death))
+        self.state = LinkState.DOWN
+        self.answers += self._calls.end_unrepeatable(death)
+
+    def on_gone(self, reason: str) -> None:
+        """No core will come any more: everything live ends with an error that gives the reason."""
+        if self.state is LinkState.GONE:
+            return
+        self.state, self.gone_reason = LinkState.GONE, reason
+        self._fail(list(self._journal), reason)
+        self.answers += self._calls.end_all(reason)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def _send(self, entry: JournalEntry, *, first_time: bool = False) -> None:
+        self._journal.note_sent(entry, first_time=first_time)
+        requests = entry.make_requests()
+        self.messages += [Message(EngineCoreRequestType.ADD, request) for request in requests]
+        if entry.has_output:
+            self.counts["resumed_requests"] += 1
+            self.counts["recomputed_tokens"] += num_tokens_of(requests)
+
+    def _withdraw(self, entries: list[JournalEntry]) -> None:
+        """The core forgets these requests for now; they may be sent again under another name."""
+        wire_ids = [self._journal.note_withdrawn(entry) for entry in entries]
+        if wire_ids:
+            self.messages.append(Message(EngineCoreRequestType.ABORT, wire_ids))
+
+    def _send_held(self) -> None:
+        """Send what may be with the core now: everything, or the one suspect whose turn it is."""
+        if self.state is not LinkState.UP or self._quarantine.on_trial is not None:
+            return
+        tried = self._quarantine.begin_trial(self._journal)
+        if tried is None:
+            entries = [entry for entry in self._journal if entry.standing is Standing.HELD]
+        else:
+            self._withdraw(list(self._journal.on_core.values()))
+            entries = [tried]
+        for entry in entries:
+            self._send(entry)
+
+    def _take_unusual(self, entry: JournalEntry | None, output: EngineCoreOutput) -> bool:
+        """An output that ends its request, or of one that is watched. False if it is not to be handed on."""
+        if entry is None or (_is_farewell(output) and not self.is_closing):
+            return False
+        output.request_id = entry.request_id
+        if entry.standing is Standing.WATCHED and entry.has_output:
+            _strip_first_output(output)
+        try:
+            entry.take_in(output)
+        except OverflowError:
+            self._refuse(entry, output)
+        if output.finish_reason is not None:
+            self._forget(entry)
+            self._send_held()
+        elif output.new_token_ids:
+            self._note_progress(entry, len(output.new_token_ids))
+        return True
+
+    def _note_progress(self, entry: JournalEntry, num_tokens: int) -> None:
+        entry.num_deaths = 0
+        if not self._quarantine.note_tokens(entry, num_tokens) and not entry.rests:
+            return
+        if entry.wire_id == entry.request_id and entry.session is None:
+            entry.standing = Standing.SENT
+        if self._quarantine.clear(entry.request_id):
+            self._send_held()
+
+    def _refuse(self, entry: JournalEntry, output: EngineCoreOutput) -> None:
+        """The core sent a number that is no token id: the request cannot go on."""
+        output.new_token_ids, output.new_logprobs = [], None
+        output.finish_reason = FinishReason.ERROR
+        output.error_message = f"the engine sent a token id of more than 32 bits for request {_name(entry)}"
+        self._withdraw([entry])
+        self._forget(entry)
+
+    def _forget(self, entry: JournalEntry) -> None:
+        if self._journal.get(entry.request_id) is entry:
+            self._journal.remove(entry)
+            self._quarantine.clear(entry.request_id)
+
+    def _fail(self, entries: list[JournalEntry], message: str) -> None:
+        outputs = []
+        for entry in entries:
+            self._forget(entry)
+            outputs.append(
+                EngineCoreOutput(entry.request_id, [], finish_reason=FinishReason.ERROR, error_message=message)
+            )
+        if outputs:
+            self.deliveries.append(EngineCoreOutputs(outputs=outputs))
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def _is_next(self, sequence: int) -> bool:
+        """Whether a message is new. If there is a gap before it, every request is sent again: tokens are missing."""
+        last = self._last_sequence
+        if last is not None and sequence <= last:
+            self.counts["repeated"] += 1
+            return False
+        self._last_sequence = sequence
+        if last is not None and sequence > last + 1:
+            self.counts["lost"] += sequence - last - 1
+            logger.error("%d messages of the engine core were lost: its requests are sent again", sequence - last - 1)
+            self._resend_everything()
+        return True
+
+    def _resend_everything(self) -> None:
+        if self.state is LinkState.DOWN:
+            self._journal.note_new_core()  # these are the last messages of a dead one, and count no more
+            return
+        entries = list(self._journal.on_core.values())
+        self._withdraw(entries)
+        for entry in entries:
+            self._send(entry)
+        for call_id in self._calls.ids():
+            self._send_call(call_id)
+
+    # -- control calls --------------------------------------------------------------------------------------------
+
+    def _send_call(self, call_id: int) -> None:
+        self.messages.append(Message(EngineCoreRequestType.UTILITY, self._calls.make_payload(call_id)))
+
+    def _on_answer(self, output: UtilityOutput) -> None:
+        if output.error_type == EngineDeadError.__name__ and not self.is_closing:
+            return  # it is shutting down by itself and answers nothing any more; its death decides about the call
+        try:
+            answer = self._calls.take_answer(output)
+        except KeyError:
+            self.counts["unknown"] += 1
+        except EngineDeadError as e:
+            self.on_gone(str(e))
+        else:
+            self.answers += [] if answer is None else [answer]
+            self._go_up_if_restored()
+
+    def _go_up_if_restored(self) -> None:
+        if self.state is LinkState.RESTORING and self._calls.is_restored:
+            self.state = LinkState.UP
+            before = self.counts["recomputed_tokens"]
+            self._send_held()
+            if (num_tokens := self.counts["recomputed_tokens"] - before) > 0:
+                logger.info("%d requests go on, %d tokens are computed again", len(self._journal.on_core), num_tokens)
+            for call_id in self._calls.ids():
+                self._send_call(call_id)
+
+
+def _is_farewell(output: EngineCoreOutput) -> bool:
+    """Whether a core gives up a request because it is shutting down. Unless we told it to, the next core goes on."""
+    return output.finish_reason is FinishReason.ABORT and output.error_message is not None
+
+
+def _strip_first_output(output: EngineCoreOutput) -> None:
+    """Take away what a core sends with the first output of a request, and its user has had already."""
+    output.prefill_stats = output.new_prompt_logprobs_tensors = None
+    if output.events:
+        output.events = [event for event in output.events if event.type is EngineCoreEventType.PREEMPTED] or None
+
+
+def _name(entry: JournalEntry) -> str:
+    return entry.request.external_req_id or entry.request_id
+
+
+def _verdict(guilty: JournalEntry, death: CoreDeath) -> str:
+    return (
+        f"request {_name(guilty)} was in the last step of an engine core that failed, and when it was computed alone "
+        f"the engine core {death.description}: it is ended so that other requests go on; do not send it again unchanged"
+    )

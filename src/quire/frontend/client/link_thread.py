@@ -1,0 +1,326 @@
+"""The thread that owns a client's sockets and its `EngineLink` (checklist S2-CL-017, S2-CL-018).
+
+Nobody else touches either: other threads post commands. What the link says is to be sent, handed on or answered is
+done after every turn.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from quire.errors import EngineDeadError, QuireError, ServerError, make_error
+from quire.failpoints import failpoint
+from quire.frontend.client.control_calls import Answer
+from quire.frontend.client.link import EngineLink, LinkState
+from quire.frontend.client.wakeup import Wakeup
+from quire.frontend.core_death import CoreDeath
+from quire.logger import init_logger
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
+from quire.wire.handshake import ENGINE_CORE_DEAD, engine_identity
+from quire.wire.serial import Frame, MsgpackDecoder, MsgpackEncoder, WireError
+
+logger = init_logger(__name__)
+
+MESSAGES_PER_TURN = 64
+"""Messages of the core taken in before commands are looked at again."""
+_LOOK_INTERVAL_MS = 250
+"""How often an attached client looks whether its core is still connected."""
+
+
+class OutputSink(Protocol):
+    """Where outputs go. Called on the link's thread; must not block."""
+
+    def put_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """The outputs of a step."""
+
+    def put_end(self, error: EngineDeadError) -> None:
+        """There will be no more, because of `error`."""
+
+
+class LinkThread(threading.Thread):
+    """Runs one link. `post` and the futures are for any thread; everything else belongs to the thread itself.
+
+    `started` ends with the first core's ready response, or with the error that keeps it from coming.
+    """
+
+    def __init__(
+        self,
+        link: EngineLink,
+        input_socket: zmq.Socket[Any],
+        output_socket: zmq.Socket[Any],
+        sink: OutputSink,
+    ) -> None:
+        super().__init__(name="EngineCoreOutputQueueThread", daemon=True)
+        self.link = link
+        self.started: Future[EngineCoreReadyResponse] = Future()
+        self._input = input_socket
+        self._output = output_socket
+        self._sink = sink
+        self.on_gone: Callable[[], None] = lambda: None
+        """Called when there is no use for a core any more."""
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wakeup = Wakeup()
+        self._is_stopping = False
+        self._identity = engine_identity(0)
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._futures: dict[int, Future[Any]] = {}
+        self._encoded: tuple[EngineCoreRequest, list[Frame]] | None = None
+        """The request being added, as its caller has encoded it."""
+        self._has_ended = False
+        """The sink was told that the engine is gone."""
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Have the thread call `command`, after those posted before."""
+        self._commands.append(command)
+        self._wakeup.set()
+
+    def post_call(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        """Have the thread make a control call; its result, converted by nobody."""
+        future: Future[Any] = Future()
+        self.post(lambda: self._futures.__setitem__(self.link.call_utility(method, args), future))
+        return future
+
+    def was_connected(self, incarnation: int) -> bool:
+        """Whether the core of this number has said that it is ready."""
+        ready = self.link.ready_response
+        return ready is not None and ready.incarnation == incarnation
+
+    def begin_closing(self) -> None:
+        """The core is about to be asked to end: what it says of its requests is final."""
+        self.post(lambda: setattr(self.link, "is_closing", True))
+
+    def stop(self) -> None:
+        """End the thread, once it has taken in what the core has said. From any thread, and from a finalizer."""
+        self._is_stopping = True
+        self._wakeup.set()
+
+    # -- commands -------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: EngineCoreRequest, frames: list[Frame]) -> None:
+        """A command. `frames` are the request encoded, for the case that it goes out as it is."""
+        self._encoded = request, frames
+        self.link.add_request(request)
+
+    def fail(self, error: QuireError) -> None:
+        """A command: there will be no core any more."""
+        if not self.started.done():
+            self.started.set_exception(error)
+        self.link.on_gone(str(error))
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The thread's body. An error in it would be a bug: it ends the engine, in words (S2-CL-018)."""
+        try:
+            self._work()
+        except Exception as e:
+            logger.exception("the thread that speaks with the engine core has failed")
+            self._sink.put_end(EngineDeadError(f"the thread that speaks with the engine core has failed: {e}"))
+            self.on_gone()
+        finally:
+            for future in (*self._futures.values(), self.started):
+                if not future.done():
+                    future.set_exception(EngineDeadError("the engine has been shut down"))
+            self._close()
+
+    def _close(self) -> None:
+        self._input.close(linger=0)
+        self._output.close(linger=0)
+        self._wakeup.close()
+
+    def _work(self) -> None:
+        poller = zmq.Poller()
+        for source in self._sources():
+            poller.register(source, zmq.POLLIN)
+        while True:
+            ready = {source for source, _ in poller.poll(self._take_turn())}
+            if self._wakeup.fd in ready:
+                self._wakeup.clear()
+                is_stopping = self._is_stopping
+                self._run_commands()
+                if is_stopping:
+                    self._receive_outputs()
+                    self.fail(EngineDeadError("the engine has been shut down"))
+                    self._flush()
+                    return
+            if self._input in ready:
+                self._receive_ready()
+            if self._output in ready:
+                self._receive_outputs()
+            self._flush()
+
+    def _sources(self) -> list[Any]:
+        """What ends a wait."""
+        return [self._wakeup.fd, self._output, self._input]
+
+    def _take_turn(self) -> int | None:
+        """Before each wait: how long it may take, in milliseconds."""
+        return None
+
+    def _run_commands(self) -> None:
+        commands = self._commands
+        while commands:
+            commands.popleft()()
+            self._flush()
+
+    def _receive_ready(self) -> None:
+        frames = self._input.recv_multipart()
+        try:
+            if len(frames) != 2 or frames[0] != self._identity:
+                raise WireError(f"a message of {len(frames)} frames where the core's ready frame was expected")
+            ready = msgspec.msgpack.decode(frames[1], type=EngineCoreReadyResponse)
+        except (WireError, msgspec.MsgspecError) as e:
+            self._drop(e)
+            return
+        failpoint("client.resume")
+        self.link.on_ready(ready)
+        if not self.started.done():
+            self.started.set_result(ready)
+
+    def _receive_outputs(self) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                frames: list[Frame] = [self._output.recv(zmq.NOBLOCK)]
+            except zmq.Again:
+                return
+            while self._output.getsockopt(zmq.RCVMORE):
+                frames.append(self._output.recv(copy=False).buffer)
+            failpoint("client.output.received")
+            if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
+                self._note_farewell()
+                continue
+            try:
+                outputs = self._decoder.decode(frames)
+            except WireError as e:
+                self._drop(e)
+            else:
+                self.link.on_outputs(outputs)
+            self._flush()
+
+    def _drop(self, error: Exception) -> None:
+        """A message is not what it should be; it is logged if it is the first, second, fourth, eighth …"""
+        self.link.on_corrupt_message()
+        count = self.link.counts["corrupt"]
+        if count & (count - 1) == 0:
+            logger.error("a message was dropped, number %d: %s", count, error)
+
+    def _note_farewell(self) -> None:
+        """ENGINE_CORE_DEAD. The supervisor knows more of it, and sooner."""
+
+    def _flush(self) -> None:
+        """Do what the link says."""
+        link = self.link
+        if link.deliveries:
+            for outputs in link.deliveries:
+                self._sink.put_outputs(outputs)
+            link.deliveries.clear()
+        if link.messages:
+            self._send_messages()
+        if link.answers:
+            answers, link.answers = link.answers, []
+            for answer in answers:
+                self._resolve(answer)
+        if link.state is LinkState.GONE and not self._has_ended:
+            self._has_ended = True
+            self._sink.put_end(EngineDeadError(link.gone_reason))
+            self.on_gone()
+
+    def _send_messages(self) -> None:
+        messages, self.link.messages = self.link.messages, []
+        for message in messages:
+            if self._encoded is not None and message.payload is self._encoded[0]:
+                failpoint("client.add.journaled")
+                frames = self._encoded[1]
+            else:
+                frames = self._encoder.encode(message.payload)
+            self._input.send_multipart([self._identity, message.type.value, *frames], copy=False)
+        self._encoded = None
+
+    def _resolve(self, answer: Answer) -> None:
+        future = self._futures.pop(answer.call_id, None)
+        if future is None or not future.set_running_or_notify_cancel():
+            return
+        if isinstance(answer.output, EngineDeadError):
+            future.set_exception(answer.output)
+        elif answer.output.failure_message is not None:
+            output = answer.output
+            future.set_exception(make_error(output.error_type, output.failure_message or "", ServerError))
+        else:
+            future.set_result(answer.output.result)
+
+    def report_death(self, death: CoreDeath) -> None:
+        """A command: the core is dead."""
+        self.link.on_death(death)
+
+
+class AttachedLinkThread(LinkThread):
+    """The thread of a client whose core another process looks after: it hears of a death from the connection only.
+
+    If no core is there for `patience_s`, none is expected any more.
+    """
+
+    def __init__(
+        self,
+        link: EngineLink,
+        input_socket: zmq.Socket[Any],
+        output_socket: zmq.Socket[Any],
+        sink: OutputSink,
+        patience_s: float,
+    ) -> None:
+        super().__init__(link, input_socket, output_socket, sink)
+        self._patience_s = patience_s
+        self._monitor = input_socket.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
+        self._connections: set[int] = set()
+        self._down_since: float | None = None
+
+    def _sources(self) -> list[Any]:
+        return [*super()._sources(), self._monitor]
+
+    def _follow_connections(self) -> None:
+        """A core is lost with its last connection; that of the next one may be there by then."""
+        any_lost = False
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.Event.ACCEPTED:
+                self._connections.add(event["value"])
+            else:
+                self._connections.discard(event["value"])
+                any_lost = True
+        if any_lost and not self._connections:
+            self._lose_core("has disconnected")
+
+    def _take_turn(self) -> int | None:
+        self._follow_connections()
+        if self.link.state is not LinkState.DOWN:
+            self._down_since = None
+            return _LOOK_INTERVAL_MS
+        now = time.monotonic()
+        self._down_since = self._down_since or now
+        if now - self._down_since > self._patience_s:
+            self.fail(EngineDeadError(f"no engine core was there for {self._patience_s:g} s; restart the engine"))
+            self._flush()
+        return _LOOK_INTERVAL_MS
+
+    def _close(self) -> None:
+        self._input.disable_monitor()
+        self._monitor.close(linger=0)
+        super()._close()
+
+    def _note_farewell(self) -> None:
+        self._lose_core("said that it is dead")  # S2-CL-019
+
+    def _lose_core(self, how: str) -> None:
+        if self.link.state is not LinkState.DOWN:
+            self.report_death(CoreDeath("lost", how, None))

@@ -1,0 +1,72 @@
+"""Outputs from the thread that receives them to the event loop that processes them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+from quire.errors import EngineDeadError
+from quire.wire.engine_core import EngineCoreOutputs
+
+
+class LoopMailbox:
+    """One thread puts in and never blocks; coroutines of one loop, that of the first `take`, take out.
+
+    Whatever comes while the loop is busy wakes it once. `on_room` is called, on the loop, when a mailbox that was full
+    (`capacity` outputs; it takes more all the same) is so no longer.
+    """
+
+    def __init__(self, capacity: int = 0, on_room: Callable[[], None] | None = None) -> None:
+        self._capacity = capacity
+        self._on_room = on_room
+        self._held: deque[EngineCoreOutputs] = deque()
+        self._end: EngineDeadError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._wake_is_under_way = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether whoever puts in should wait. From any thread."""
+        return 0 < self._capacity <= len(self._held)
+
+    def put_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """The outputs of a step. From the other thread."""
+        self._held.append(outputs)
+        self._notify()
+
+    def put_end(self, error: EngineDeadError) -> None:
+        """There will be no more, because of `error`. From the other thread."""
+        self._end = error
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._loop is None or self._wake_is_under_way:
+            return
+        self._wake_is_under_way = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._wake_is_under_way = False
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> EngineCoreOutputs:
+        """The next outputs. Raises the error of the end, again and again, once all have been taken."""
+        self._loop = asyncio.get_running_loop()
+        while not self._held:
+            if self._end is not None:
+                raise self._end
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        was_full = self.is_full
+        outputs = self._held.popleft()
+        if was_full and self._on_room is not None:
+            self._on_room()
+        return outputs

@@ -1,0 +1,264 @@
+"""An engine core in a process of its own, as one client sees it: sockets, two threads, and their end.
+
+`MPClient` is the part that the synchronous and the asyncio client share. The client that starts the core has a
+supervisor, which keeps it alive; any number of others (`client_count`) may attach to the same core, each with its own
+sockets and its own journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import zmq
+
+from quire import envs
+from quire.config.engine import EngineConfig
+from quire.config.serial import encode_config
+from quire.errors import ConfigError, EngineDeadError, ServerError, ValidationError
+from quire.frontend.client.link import EngineLink, LinkState
+from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread, OutputSink
+from quire.frontend.launch import KILL_TIMEOUT_S, CoreLaunch
+from quire.frontend.supervisor import CoreSupervisor
+from quire.wire.engine_core import EngineCoreReadyResponse, EngineCoreRequest
+from quire.wire.handshake import ClientAddresses, EngineZmqAddresses
+from quire.wire.serial import Frame, MsgpackEncoder
+from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bound_address, make_zmq_socket
+
+IO_THREADS = 2
+"""Of the zmq context (checklist S2-CL-007)."""
+THREAD_END_S = 5.0
+
+
+class BackgroundResources:
+    """What must be given back when a client ends, however it ends. Knows nothing of the client (S2-CL-028)."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._is_closed = False
+        self.directory: SocketDirectory | None = None
+        self.context: zmq.Context[Any] = zmq.Context(io_threads=IO_THREADS)
+        self.door: CurveDoor | None = None
+        self.link_thread: LinkThread | None = None
+        self.supervisor: CoreSupervisor | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        """In a fork of the process that has made them: threads and core are not ours."""
+        return os.getpid() != self._pid
+
+    @property
+    def is_closed(self) -> bool:
+        """`close` was called."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """End the core, the threads and the sockets. Idempotent, bounded in time."""
+        if self._is_closed or self.is_foreign:
+            return
+        self._is_closed = True
+        if threading.current_thread() in (self.link_thread, self.supervisor):  # a finalizer runs wherever it likes
+            threading.Thread(target=self._close, name="EngineCoreCloser", daemon=True).start()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        if self.link_thread is not None:
+            self.link_thread.begin_closing()
+        all_ended = True
+        if self.supervisor is not None:
+            self.supervisor.stop()
+            all_ended &= _join(self.supervisor, self.supervisor.end_timeout_s)
+        if self.link_thread is not None:
+            self.link_thread.stop()
+            all_ended &= _join(self.link_thread, THREAD_END_S)
+        if all_ended:  # else it would wait for their sockets
+            self.context.term()
+        if self.directory is not None:
+            self.directory.remove()
+
+
+def _join(thread: threading.Thread, timeout_s: float) -> bool:
+    with contextlib.suppress(RuntimeError):  # it was never started
+        thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+class MPClient:
+    """One client of one core. Thread-safe. Raises, when made, what the core's start-up raises."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        sink: OutputSink,
+        *,
+        log_stats: bool,
+        client_addresses: ClientAddresses | None = None,
+        client_count: int = 1,
+    ) -> None:
+        self.resources = BackgroundResources()
+        self._encoder = MsgpackEncoder()
+        self._encoder_lock = threading.Lock()
+        try:
+            if client_addresses is None:
+                self._link_thread = self._launch(config, sink, log_stats, client_count)
+            else:
+                self._link_thread = self._attach(client_addresses, sink)
+            self.resources.link_thread = self._link_thread
+            self._link_thread.start()
+            if self.resources.supervisor is not None:
+                self.resources.supervisor.start()
+            self._wait_started()
+            self._pin_model_len(config)
+        except BaseException:
+            self.resources.close()
+            raise
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, config: EngineConfig, sink: OutputSink, log_stats: bool, client_count: int) -> LinkThread:
+        """Bind everything, and make the supervisor that will start the core (S2-CL-009)."""
+        host, context = config.parallel_config.engine_host, self.resources.context
+        if host is not None and client_count > 1:
+            raise ConfigError(f"--engine-host {host}: an engine core that is reached over TCP has one client")
+        directory = self.resources.directory = SocketDirectory()
+        ours, the_cores = CurveKeys.make_pair() if host is not None else (None, None)
+        if ours is not None:
+            self.resources.door = CurveDoor(context, [ours.peer_public])
+
+        def bind(name: str, socket_type: int) -> zmq.Socket[Any]:
+            address = f"tcp://{host}:0" if host is not None else directory.endpoint(name)
+            return make_zmq_socket(context, address, socket_type, bind=True, curve=ours)
+
+        input_socket, output_socket = bind("input-0", zmq.ROUTER), bind("output-0", zmq.PULL)
+        others = [self.get_client_addresses(index) for index in range(1, client_count)]
+        addresses = EngineZmqAddresses(
+            [bound_address(input_socket), *(other.input_address for other in others)],
+            [bound_address(output_socket), *(other.output_address for other in others)],
+        )
+        thread = LinkThread(EngineLink(is_shared=client_count > 1), input_socket, output_socket, sink)
+        launch = CoreLaunch(
+            addresses, encode_config(config), log_stats, envs.ENGINE_READY_TIMEOUT_S.number(), the_cores
+        )
+        self.resources.supervisor = supervisor = CoreSupervisor(
+            launch,
+            config.lifecycle_config,
+            bind("handshake", zmq.ROUTER),
+            directory.path,
+            on_death=lambda death: thread.post(lambda: thread.report_death(death)),
+            on_gone=lambda error: thread.post(lambda: thread.fail(error)),
+            was_connected=thread.was_connected,
+        )
+        thread.on_gone = supervisor.stop
+        return thread
+
+    def _attach(self, addresses: ClientAddresses, sink: OutputSink) -> LinkThread:
+        """Bind what the core has been told to connect to (S2-CL-008)."""
+        context = self.resources.context
+        input_socket = make_zmq_socket(context, addresses.input_address, zmq.ROUTER, bind=True)
+        output_socket = make_zmq_socket(context, addresses.output_address, zmq.PULL, bind=True)
+        link = EngineLink(addresses.client_index, is_shared=True)
+        return AttachedLinkThread(link, input_socket, output_socket, sink, envs.ENGINE_READY_TIMEOUT_S.number())
+
+    def _wait_started(self) -> None:
+        """Until the core is ready (S2-CL-011). Raises what keeps it from that."""
+        timeout_s = envs.ENGINE_READY_TIMEOUT_S.number() + KILL_TIMEOUT_S + THREAD_END_S
+        try:
+            self._link_thread.started.result(timeout_s)
+        except TimeoutError:
+            raise EngineDeadError(f"no engine core was ready within {timeout_s:g} s") from None
+
+    def _pin_model_len(self, config: EngineConfig) -> None:
+        """A restarted core fits the context to no less than this one has: live requests were promised it."""
+        model, model_len = config.model_config, self.ready_response.max_model_len
+        if self.resources.supervisor is not None and model_len != model.model_len:
+            pinned = dataclasses.replace(config, model_config=dataclasses.replace(model, max_model_len=model_len))
+            self.resources.supervisor.set_engine_config(encode_config(pinned))
+
+    def get_client_addresses(self, client_index: int) -> ClientAddresses:
+        """What client `client_index` (from 1) attaches to this core with. The core must know of it: `client_count`."""
+        directory = self.resources.directory
+        if directory is None:
+            raise ConfigError("only the client that starts the core knows the addresses of the others")
+        return ClientAddresses(
+            client_index, directory.endpoint(f"input-{client_index}"), directory.endpoint(f"output-{client_index}")
+        )
+
+    # -- the core -------------------------------------------------------------------------------------------------
+
+    @property
+    def ready_response(self) -> EngineCoreReadyResponse:
+        """What the core that was connected last discovered at its start-up."""
+        ready = self._link_thread.link.ready_response
+        assert ready is not None  # the constructor has waited for it
+        return ready
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a core is there."""
+        return self._link_thread.link.state is LinkState.UP and not self.resources.is_closed
+
+    @property
+    def engine_dead(self) -> bool:
+        """Whether no core is there any more, and none will be."""
+        return self._link_thread.link.state is LinkState.GONE or self.resources.is_closed
+
+    @property
+    def core_pid(self) -> int | None:
+        """Of the core process that lives now; None between two, and where another process looks after it."""
+        supervisor = self.resources.supervisor
+        return None if supervisor is None else supervisor.core_pid
+
+    @property
+    def num_live_requests(self) -> int:
+        """Requests in the journal: not ended, not aborted."""
+        return self._link_thread.link.num_live_requests
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What has happened so far, as `EngineLink.counts` has it: deaths, resumed requests, dropped messages."""
+        return self._link_thread.link.counts.copy()
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Restarts of the core by cause of the death before; empty for a client that attached to one."""
+        return {} if self.resources.supervisor is None else self.resources.supervisor.restarts
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Hand a request over. Raises EngineDeadError; ValidationError for a value that cannot be sent."""
+        self._check_usable()
+        frames = self._encode(request)
+        thread = self._link_thread
+        thread.post(lambda: thread.add_request(request, frames))
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Forget requests. Does nothing where there is no engine any more."""
+        if request_ids and not self.engine_dead and not self.resources.is_foreign:
+            link = self._link_thread.link
+            self._link_thread.post(lambda: link.abort_requests(request_ids))
+
+    def call_utility(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        """Call a control verb: its result. Raises EngineDeadError; ValidationError for what cannot be sent."""
+        self._check_usable()
+        self._encode(args)
+        return self._link_thread.post_call(method, args)
+
+    def _encode(self, value: Any) -> list[Frame]:
+        """Now, so that whoever gave the value hears of it, not the thread that sends it."""
+        try:
+            with self._encoder_lock:
+                return self._encoder.encode(value)
+        except (TypeError, ValueError, OverflowError) as e:
+            raise ValidationError(f"this cannot be sent to the engine core: {e}") from e
+
+    def _check_usable(self) -> None:
+        if self.resources.is_foreign:
+            raise ServerError("this engine belongs to the process that made it, not to a fork of it; make one here")
+        if self.engine_dead:
+            raise EngineDeadError(self._link_thread.link.gone_reason or "the engine has been shut down")

@@ -1,0 +1,150 @@
+"""What a frontend remembers of its live requests, so that a restarted engine core can go on with them.
+
+Per request: what was sent, and the output tokens that came back. Stop rules, penalties, random numbers, text and
+log-probabilities all follow from these, so nothing else is kept: 4 bytes per output token of a request, until it ends.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+
+import msgspec
+
+from quire.frontend.session import SessionRecord
+from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest
+
+
+class Standing(IntEnum):
+    """How a request stands with the connected core."""
+
+    SENT = 0
+    """With the core; what it answers is taken as it is."""
+    WATCHED = 1
+    """With the core; its outputs are looked at: it was sent again, under another name perhaps, or is a session."""
+    HELD = 2
+    """Here only: there is no core, or it is not this request's turn."""
+
+
+class JournalEntry:
+    """One live request."""
+
+    __slots__ = (
+        "num_acquittals",
+        "num_deaths",
+        "num_sends",
+        "output_token_ids",
+        "request",
+        "session",
+        "standing",
+        "wire_id",
+    )
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self.request = request
+        self.output_token_ids = array("i")
+        """What the core has generated; of a session, `session` knows."""
+        self.session = SessionRecord(request) if request.resumable else None
+        self.standing = Standing.HELD
+        self.wire_id = request.request_id
+        """What the core calls it: its id, with a number after it if this core has been given it more than once."""
+        self.num_sends = 0
+        """To the core that is connected now."""
+        self.num_deaths = 0
+        """Killed cores whose last step it was in, since its last token."""
+        self.num_acquittals = 0
+        """Trials in quarantine it has come through."""
+
+    @property
+    def request_id(self) -> str:
+        """The internal id."""
+        return self.request.request_id
+
+    @property
+    def has_output(self) -> bool:
+        """Whether its user has seen tokens of it (of a session: of the answer that is being given)."""
+        return bool(self.output_token_ids) if self.session is None else self.session.is_being_answered
+
+    @property
+    def rests(self) -> bool:
+        """A session that waits for its next input: a core has nothing to answer."""
+        return self.session is not None and self.session.rests
+
+    def take_in(self, output: EngineCoreOutput) -> None:
+        """The core has sent an output that does not end the request. Raises OverflowError for what is no token id."""
+        if self.session is None:
+            self.output_token_ids.fromlist(output.new_token_ids)
+        else:
+            self.session.take_in(output)
+
+    def make_requests(self) -> list[EngineCoreRequest]:
+        """What a core that knows nothing of it is to be sent, in order."""
+        if self.session is not None:
+            return [self.rename(request) for request in self.session.make_requests()]
+        if not self.output_token_ids and self.wire_id == self.request_id:
+            return [self.request]
+        output_token_ids = [*self.request.output_token_ids, *self.output_token_ids]
+        return [msgspec.structs.replace(self.request, request_id=self.wire_id, output_token_ids=output_token_ids)]
+
+    def rename(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """A request under the name by which the core knows this one."""
+        return msgspec.structs.replace(request, request_id=self.wire_id)
+
+
+def num_tokens_of(requests: Iterable[EngineCoreRequest]) -> int:
+    """What a core without a KV cache has to compute for them: prompts and outputs."""
+    return sum(len(request.prompt_token_ids or ()) + len(request.output_token_ids) for request in requests)
+
+
+class Journal:
+    """The live requests of one client, in the order in which they came. Single-threaded.
+
+    `on_core` finds an entry by the id an output of the connected core carries.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, JournalEntry] = {}
+        self.on_core: dict[str, JournalEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[JournalEntry]:
+        return iter(list(self._entries.values()))
+
+    def get(self, request_id: str) -> JournalEntry | None:
+        """By internal id; None for one that is not live."""
+        return self._entries.get(request_id)
+
+    def add(self, request: EngineCoreRequest) -> JournalEntry:
+        """Remember a request. An id that is in use already is the caller's mistake: ValueError."""
+        if request.request_id in self._entries:
+            raise ValueError(f"request id {request.request_id} is in use; ids of live requests are unique")
+        entry = self._entries[request.request_id] = JournalEntry(request)
+        return entry
+
+    def remove(self, entry: JournalEntry) -> None:
+        """Forget a request that has ended."""
+        del self._entries[entry.request_id]
+        self.on_core.pop(entry.wire_id, None)
+
+    def note_sent(self, entry: JournalEntry, *, first_time: bool) -> None:
+        """It goes to the connected core now; sets the id to use there."""
+        entry.wire_id = f"{entry.request_id}~{entry.num_sends}" if entry.num_sends else entry.request_id
+        entry.num_sends += 1
+        entry.standing = Standing.SENT if first_time and entry.session is None else Standing.WATCHED
+        self.on_core[entry.wire_id] = entry
+
+    def note_withdrawn(self, entry: JournalEntry) -> str:
+        """The connected core is to forget it; the id it is known by there. What it still sends of it is dropped."""
+        del self.on_core[entry.wire_id]
+        entry.standing = Standing.HELD
+        return entry.wire_id
+
+    def note_new_core(self) -> None:
+        """Another core is connected: it knows nothing."""
+        self.on_core.clear()
+        for entry in self._entries.values():
+            entry.standing = Standing.HELD
+            entry.num_sends = 0

@@ -1,0 +1,190 @@
+"""The way of a request into the engine, for asyncio: admission, tokenizing, a reader, a deadline, the core. And out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.errors import SlowClientError
+from quire.frontend.admission import AdmissionControl, Reservation, count_requests, estimate_num_tokens
+from quire.frontend.client.base import AsyncEngineCoreClient
+from quire.frontend.deadlines import TIMEOUT_S, deadline_error
+from quire.frontend.output_collector import RequestOutputCollector
+from quire.frontend.parallel_sampling import fan_out
+from quire.frontend.prompts import PromptType, text_of
+from quire.frontend.request_pipeline import Params, RequestPipeline
+from quire.frontend.request_timers import Expired, RequestTimers
+from quire.frontend.session_feed import Inputs, SessionFeed
+from quire.frontend.tokenizer import LONG_TEXT_CHARS
+from quire.wire.engine_core import EngineCoreRequest, FinishReason
+
+CHILDREN_PER_TURN = 64
+"""Of a request with many outputs, how many are sent before the loop may do something else."""
+
+
+class RequestIntake:
+    """Adds requests and ends them before their time. Whatever happens on the way, nothing of a request stays behind.
+
+    Belongs to one event loop. Long texts are tokenized on a thread, one after the other.
+    """
+
+    def __init__(self, config: EngineConfig, engine_core: AsyncEngineCoreClient, pipeline: RequestPipeline) -> None:
+        scheduler, frontend = config.scheduler_config, config.frontend_config
+        self.admission = AdmissionControl(scheduler.max_num_queued_reqs, scheduler.max_num_queued_tokens)
+        self._engine_core = engine_core
+        self._pipeline = pipeline
+        self._request_timeout_s = frontend.request_timeout_s
+        self._timers = RequestTimers(frontend.slow_client_timeout_s, self._expire)
+        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="quire-tokenizer")
+        self._aborts: set[asyncio.Task[None]] = set()
+        """Of expired requests, on their way to the core."""
+
+    async def add(
+        self, request_id: str, prompt: PromptType | EngineCoreRequest | Inputs, params: Params | None, **details: Any
+    ) -> RequestOutputCollector:
+        """Queue a request, or begin a streaming-input session; where its outputs come out.
+
+        `details` are `timeout_s`, `reservation` and further arguments of `RequestPipeline.prepare`. A reservation is
+        room the caller has made sure of beforehand; it is used up, whatever happens.
+        """
+        if isinstance(prompt, AsyncGenerator):
+            return await self._add_session(request_id, prompt, params, **details)
+        return await self._add(request_id, prompt, params, **details)
+
+    async def _add(
+        self,
+        request_id: str,
+        prompt: PromptType | EngineCoreRequest,
+        params: Params | None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        reservation: Reservation | None = None,
+        start: float | None = None,
+        **details: Any,
+    ) -> RequestOutputCollector:
+        """Its time counts from `start` on the loop's clock, or now."""
+        start = asyncio.get_running_loop().time() if start is None else start
+        if params is None:
+            params = self._pipeline.input_processor.get_default_sampling_params()
+        if reservation is None:
+            reservation = self.admission.reserve(count_requests(params), estimate_num_tokens(prompt))
+        try:
+            TIMEOUT_S.validate(timeout_s)
+            timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
+            if not isinstance(prompt, EngineCoreRequest):
+                prompt = await self._tokenize(prompt, tokenization_kwargs)
+            request, text = self._pipeline.prepare(
+                request_id, prompt, params, tokenization_kwargs=tokenization_kwargs, **details
+            )
+            reservation.correct(len(request.prompt_token_ids or ()))
+            if timeout_s is not None and start + timeout_s <= asyncio.get_running_loop().time():
+                raise deadline_error(timeout_s)
+            collector = RequestOutputCollector(request.params.output_kind)
+            await self._submit(request, text, collector, reservation)
+        except BaseException:
+            reservation.release()
+            raise
+        if not collector.is_final:
+            self._timers.watch(collector, start, timeout_s)
+        return collector
+
+    async def _add_session(
+        self,
+        request_id: str,
+        inputs: Inputs,
+        params: Params | None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        reservation: Reservation | None = None,
+        **details: Any,
+    ) -> RequestOutputCollector:
+        """The same for a session: its time begins with the wait for the first of `inputs`, whose size is admitted."""
+        params = self._pipeline.input_processor.get_default_sampling_params() if params is None else params
+        feed = SessionFeed(self._pipeline, self._engine_core, inputs, params, tokenization_kwargs, self._tokenize)
+        start = asyncio.get_running_loop().time()
+        try:
+            TIMEOUT_S.validate(timeout_s)
+            timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
+            async with asyncio.timeout_at(None if timeout_s is None else start + timeout_s):
+                first = await feed.first()
+            collector = await self._add(
+                request_id,
+                first.prompt,
+                params if first.sampling_params is None else first.sampling_params,
+                tokenization_kwargs=tokenization_kwargs,
+                timeout_s=timeout_s,
+                reservation=reservation,
+                start=start,
+                resumable=True,
+                **details,
+            )
+        except BaseException as e:
+            if reservation is not None:
+                reservation.release()
+            await feed.close()
+            if isinstance(e, TimeoutError) and timeout_s is not None:
+                raise deadline_error(timeout_s) from None
+            raise
+        if not collector.is_final:
+            feed.start(collector)
+        return collector
+
+    async def _tokenize(self, prompt: PromptType, tokenization_kwargs: Mapping[str, Any] | None) -> PromptType:
+        text = text_of(prompt)
+        if text is None or len(text) <= LONG_TEXT_CHARS:
+            return prompt
+        loop, processor = asyncio.get_running_loop(), self._pipeline.input_processor
+        return await loop.run_in_executor(self._tokenizer_thread, processor.tokenize, prompt, tokenization_kwargs)
+
+    async def _submit(
+        self,
+        request: EngineCoreRequest,
+        text: str | None,
+        collector: RequestOutputCollector,
+        reservation: Reservation,
+    ) -> None:
+        """Register a request here, then tell the core (checklist S2-LE-002); on failure neither knows it."""
+        self._pipeline.input_processor.assign_request_id(request)
+        collector.request_id = request.request_id
+        parent, children = fan_out(request)
+        output_processor = self._pipeline.output_processor
+        try:
+            for index, child in enumerate(children):
+                output_processor.add_request(child, text, parent, index, collector, reservation)
+            for index, child in enumerate(children, start=1):
+                if child.request_id in output_processor.request_states:  # not aborted meanwhile
+                    await self._engine_core.add_request_async(child)
+                if index % CHILDREN_PER_TURN == 0:
+                    await asyncio.sleep(0)
+        except BaseException:
+            await self.abort([child.request_id for child in children], internal=True)
+            raise
+
+    async def abort(self, request_ids: Iterable[str], internal: bool) -> None:
+        """Forget requests here, and have the core abort them. Their readers get a last output."""
+        await self._abort_in_core(self._pipeline.forget(request_ids, internal=internal))
+
+    async def _abort_in_core(self, request_ids: list[str]) -> None:
+        if request_ids and not self._engine_core.engine_dead:
+            await self._engine_core.abort_requests_async(request_ids)
+
+    def _expire(self, expired: Expired) -> None:
+        """End requests whose deadline has passed, or whose reader does not read: their readers are told why."""
+        aborts: list[str] = []
+        for collector, error in expired:
+            reason = FinishReason.ABORT if isinstance(error, SlowClientError) else FinishReason.ERROR
+            aborts += self._pipeline.fail([collector.request_id], error, reason).reqs_to_abort
+        task = asyncio.get_running_loop().create_task(self._abort_in_core(aborts))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    def close(self) -> None:
+        """Every reader gets its last output, with finish reason "abort". The core is not told: it ends, too."""
+        self._pipeline.forget(list(self._pipeline.output_processor.request_states), internal=True)
+        self._timers.stop()
+        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,190 @@
+"""What `LLMEngine` and `AsyncLLM` have in common: a request on its way down, its outputs on their way up.
+
+Everything but the engine core and the loop around it: validation, the state of live requests, statistics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.config.model import ModelConfig
+from quire.errors import PromptTooLongError, ValidationError
+from quire.frontend.input_processor import InputProcessor
+from quire.frontend.metrics.manager import StatLogger, StatLoggerManager
+from quire.frontend.metrics.stats import IterationStats
+from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
+from quire.frontend.prompts import PromptType, parse_prompt
+from quire.frontend.request_state import RequestState
+from quire.frontend.session import make_input
+from quire.frontend.tokenizer import Tokenizer
+from quire.lora_request import LoRARequest
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import SamplingParams
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, FinishReason
+
+Params = SamplingParams | PoolingParams
+
+
+class RequestPipeline:
+    """Owns the processors and the statistics of one frontend. Knows no engine core: it says what is to be sent."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        ready: EngineCoreReadyResponse,
+        *,
+        log_stats: bool,
+        stat_loggers: Sequence[StatLogger] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.log_stats = log_stats
+        self.input_processor = InputProcessor(
+            config.model_config, tokenizer, ready.max_model_len, ready.supported_tasks
+        )
+        self.output_processor = OutputProcessor(
+            tokenizer, log_stats=log_stats, stream_interval=config.scheduler_config.stream_interval
+        )
+        self.stat_loggers = StatLoggerManager(stat_loggers if log_stats else ())
+
+    # -- down ---------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: PromptType | EngineCoreRequest,
+        params: Params | None = None,
+        *,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        prompt_text: str | None = None,
+        resumable: bool = False,
+    ) -> tuple[EngineCoreRequest, str | None]:
+        """(a validated request, the text of its prompt). `params` of None are the model's defaults.
+
+        With `resumable` it opens a streaming-input session, to be gone on with by `prepare_input`.
+
+        An `EngineCoreRequest` made by the input processor is taken as it is, with `prompt_text` to show. Raises
+        ValidationError for what the request holds, TypeError for an id that is not a str.
+        """
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
+        if isinstance(prompt, EngineCoreRequest):
+            if prompt.request_id != request_id:
+                raise ValidationError(
+                    f"request_id {request_id!r} is not that of the request, {prompt.request_id!r}", param="request_id"
+                )
+            return prompt, prompt_text
+        request, text = self.input_processor.process_inputs(
+            request_id,
+            prompt,
+            self.input_processor.get_default_sampling_params() if params is None else params,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            resumable=resumable,
+        )
+        return request, text if prompt_text is None else prompt_text
+
+    def prepare_input(
+        self,
+        session: RequestState,
+        prompt: PromptType,
+        params: Params | None = None,
+        *,
+        resumable: bool = True,
+        arrival_time: float | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[EngineCoreRequest, str | None]:
+        """(the next input of a live session, the text of its prompt); the last one without `resumable`.
+
+        The last one may be empty: "" or []. Text gets no special tokens unless `tokenization_kwargs` ask for them.
+        Raises as `prepare`, and ValidationError for another cache salt than the session's, PromptTooLongError if the
+        context has no room for what is certain to come before it; the session goes on all the same.
+        """
+        parsed = parse_prompt(prompt)
+        if not resumable and not parsed.text and not parsed.token_ids:
+            now = time.time() if arrival_time is None else arrival_time
+            return make_input(session.request, [], session.request.sampling_params, now, resumable=False), None
+        request, text = self.input_processor.process_inputs(
+            session.external_req_id,
+            prompt,
+            self.input_processor.get_default_sampling_params() if params is None else params,
+            arrival_time=arrival_time,
+            tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
+            resumable=True,
+        )
+        if parsed.cache_salt not in (None, session.request.cache_salt):
+            raise ValidationError(
+                "the cache_salt of a session is that of its first input; leave it out of the others", param="cache_salt"
+            )
+        token_ids = request.prompt_token_ids or []
+        num_tokens, room = session.min_context_len + len(token_ids), self.input_processor.max_model_len - 1
+        if num_tokens > room:
+            raise PromptTooLongError(
+                f"with this input of {len(token_ids)} tokens the session has at least {num_tokens}; the context takes "
+                f"{room} and one output (max_model_len); end the session, or raise --max-model-len",
+                param="prompt",
+                value=len(token_ids),
+            )
+        segment = make_input(
+            session.request, token_ids, request.sampling_params, request.arrival_time, resumable=resumable
+        )
+        return segment, text
+
+    def forget(self, request_ids: Iterable[str], *, internal: bool) -> list[str]:
+        """Forget requests that are aborted; the internal ids the core must be told. Unknown ids are ignored."""
+        stats = IterationStats() if self.log_stats else None
+        aborted = self.output_processor.abort_requests(request_ids, internal=internal, iteration_stats=stats)
+        if aborted:
+            self.stat_loggers.record(None, stats)
+        return aborted
+
+    def fail(
+        self, request_ids: Iterable[str], error: Exception, reason: FinishReason = FinishReason.ERROR
+    ) -> OutputProcessorOutput:
+        """End requests (internal ids) with `error`: what to tell the core, and those who await no queue."""
+        stats = IterationStats() if self.log_stats else None
+        failed = self.output_processor.fail_requests(request_ids, error, reason=reason, iteration_stats=stats)
+        if failed.reqs_to_abort:
+            self.stat_loggers.record(None, stats)
+        return failed
+
+    # -- up -----------------------------------------------------------------------------------------------------------
+
+    def open_stats(self, outputs: EngineCoreOutputs) -> IterationStats | None:
+        """Where the processing of `outputs` is to be counted; None if nothing is."""
+        return IterationStats() if self.log_stats and outputs.outputs else None
+
+    def close_stats(self, outputs: EngineCoreOutputs, stats: IterationStats | None) -> None:
+        """`outputs` are processed: tell the statistics loggers."""
+        if outputs.scheduler_stats is not None or stats is not None:
+            self.stat_loggers.record(outputs.scheduler_stats, stats, outputs.engine_index)
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ValidationError if the engine was started without one."""
+        if self.tokenizer is None:
+            raise ValidationError("the engine was started with skip_tokenizer_init: it has no tokenizer")
+        return self.tokenizer
+
+
+def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
+    """Called before the core starts: a broken tokenizer should not cost the loading of a model."""
+    if model_config.skip_tokenizer_init:
+        return None
+    tokenizer = Tokenizer.from_dir(model_config.tokenizer_dir, model_config.tokenizer_mode)
+    if model_config.chat_template is not None:
+        tokenizer.use_chat_template(model_config.chat_template)
+    return tokenizer

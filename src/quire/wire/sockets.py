@@ -1,0 +1,183 @@
+"""ZMQ sockets, private by default (checklist S2-CL-003, -013, -014; promise P20).
+
+On one host: `ipc://` in a directory only this user may enter. Between hosts: `tcp://`, and then every connection is
+encrypted and authenticated with CURVE (RFC 26/ZMTP-CURVE) and keys both sides were given beforehand. The binding side
+also needs a `CurveDoor`: without one it lets nobody in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.utils.z85
+
+from quire.errors import ConfigError
+
+MAX_MESSAGE_BYTES = 1 << 30
+"""A longer frame ends its connection before it is read."""
+ZAP_DOMAIN = b"quire"
+BINDS_BY_DEFAULT = frozenset(t for t in zmq.SocketType if t not in (zmq.PUSH, zmq.SUB, zmq.XSUB))
+
+
+DIRECTORY_PREFIX = "quire-"
+OWNER_LOCK = "owner.lock"
+
+
+class CurveKeys(msgspec.Struct, frozen=True):
+    """What one side of an authenticated connection knows: its own pair and the other's public key (Z85 text)."""
+
+    public: bytes
+    secret: bytes
+    peer_public: bytes
+
+    @staticmethod
+    def make_pair() -> tuple[CurveKeys, CurveKeys]:
+        """Keys of the binding side and of the connecting side."""
+        server_public, server_secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        return (
+            CurveKeys(server_public, server_secret, client_public),
+            CurveKeys(client_public, client_secret, server_public),
+        )
+
+
+class CurveDoor:
+    """Lets exactly the peers with these public keys in, for all sockets of a context (RFC 27/ZAP). One per context,
+    made before its sockets are bound; its thread ends when the context is terminated."""
+
+    def __init__(self, context: zmq.Context[Any], allowed: Iterable[bytes]) -> None:
+        self._allowed = frozenset(zmq.utils.z85.decode(key) for key in allowed)
+        own_view: zmq.Context[Any] = zmq.Context.shadow(
+            context.underlying
+        )  # what closes the other's sockets leaves ours
+        self._socket = own_view.socket(zmq.REP)
+        self._socket.bind("inproc://zeromq.zap.01")
+        threading.Thread(target=self._run, name="CurveDoor", daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        self._socket.close(linger=0)
+
+    def _answer(self, question: list[bytes]) -> list[bytes]:
+        version, request_id, domain, _address, _identity, mechanism, *credentials = question
+        is_known = mechanism == b"CURVE" and domain == ZAP_DOMAIN and credentials[0] in self._allowed
+        verdict = [b"200", b"OK"] if is_known else [b"400", b"unknown key"]
+        return [version, request_id, *verdict, b"", b""]
+
+
+class SocketDirectory:
+    """A directory of mode 0700 for `ipc://` endpoints and the heartbeat page; `remove` deletes it with all in it.
+
+    Its owner holds a lock (flock(2)) in it. One whose owner was killed is deleted when the same user makes the next.
+    """
+
+    def __init__(self) -> None:
+        _remove_abandoned(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+        unlocked = self.path / "owner.new"  # never seen under its final name without the lock
+        self._lock: int | None = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unlocked.rename(self.path / OWNER_LOCK)
+
+    def endpoint(self, name: str) -> str:
+        """The address of a socket of this name. Raises ConfigError where the system allows no path that long."""
+        path = str(self.path / name)
+        if len(path.encode()) > zmq.IPC_PATH_MAX_LEN:
+            raise ConfigError(
+                f"the socket path {path} is longer than the {zmq.IPC_PATH_MAX_LEN} bytes the system allows; "
+                "set TMPDIR to a shorter directory"
+            )
+        return f"ipc://{path}"
+
+    def remove(self) -> None:
+        """Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for directory in parent.glob(f"{DIRECTORY_PREFIX}*"):
+        try:
+            status = directory.lstat()
+            if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+                continue
+            lock = os.open(directory / OWNER_LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # not one of ours, or gone meanwhile
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+        except BlockingIOError:
+            pass  # its owner lives
+        finally:
+            os.close(lock)
+
+
+def make_zmq_socket(
+    context: zmq.Context[Any],
+    address: str,
+    socket_type: int,
+    *,
+    bind: bool | None = None,
+    identity: bytes | None = None,
+    linger_ms: int = 0,
+    curve: CurveKeys | None = None,
+) -> zmq.Socket[Any]:
+    """A socket without a high-water mark of its own (what is queued is bounded by the requests admitted), bound or
+    connected. Raises ConfigError for TCP without keys."""
+    if address.startswith("tcp://") and curve is None:
+        raise ConfigError(f"{address} is a network address and needs CURVE keys; use ipc:// on one host")
+    socket: zmq.Socket[Any] = context.socket(socket_type)
+    try:
+        binds = socket_type in BINDS_BY_DEFAULT if bind is None else bind
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            socket.setsockopt(option, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.LINGER, linger_ms)
+        if socket_type == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted core takes over the identity of the dead one
+        if identity is not None:
+            socket.setsockopt(zmq.IDENTITY, identity)
+        if curve is not None:
+            _secure(socket, curve, is_server=binds)
+        if binds:
+            socket.bind(address)
+        else:
+            socket.connect(address)
+    except BaseException:
+        socket.close(linger=0)
+        raise
+    return socket
+
+
+def bound_address(socket: zmq.Socket[Any]) -> str:
+    """Where a socket is bound: the port the system chose, for `tcp://host:0`."""
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)  # a text option
+    return endpoint.rstrip(b"\0").decode()
+
+
+def _secure(socket: zmq.Socket[Any], keys: CurveKeys, *, is_server: bool) -> None:
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    if is_server:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no door: no entry
+    else:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.peer_public)

@@ -1,0 +1,101 @@
+"""Paged attention by the native library: bf16 and float32 on CPUs, row-invariant to the bit.
+
+A token's result is the same whether it was computed in a prompt, in a chunk of one, or while decoding, and whoever else
+was in the batch: csrc/attention.h says how.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.wire.kv_cache import AnyKVCacheSpec
+from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from quire.worker.kernels.base import Kernels
+from quire.worker.kernels.library import AttentionArgs
+from quire.worker.kernels.native import DTYPES, NativeKernels, with_packed_rows
+
+
+@dataclass(frozen=True)
+class NativeAttentionMetadata:
+    """A step: the batch's half of the arguments, and what they point to."""
+
+    args: AttentionArgs
+    query_lens: npt.NDArray[np.int64]
+    seq_lens: npt.NDArray[np.int64]
+    block_table: Tensor
+    slot_mapping: Tensor
+
+
+class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
+    """A layer's cache is 2 tensors [num_blocks, num_kv_heads, block_size * head_size]: pages in the library's order."""
+
+    name = "native"
+
+    def __init__(self, kernels: Kernels) -> None:
+        assert isinstance(kernels, NativeKernels)
+        self._context = kernels.context
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels) -> bool:
+        """Where there are native kernels, for a cache of the model's type."""
+        return isinstance(kernels, NativeKernels) and dtype in DTYPES and cache_dtype == dtype
+
+    def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int) -> KVCache:
+        """The first half of the storage holds keys, the second values."""
+        shape = (2, num_blocks, spec.num_kv_heads, spec.block_size * spec.head_size)
+        key, value = storage.view(getattr(torch, spec.dtype)).view(shape)
+        return KVCache(key, value)
+
+    def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> NativeAttentionMetadata:
+        """The batch's half of the arguments."""
+        query_lens, seq_lens = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.query_lens, batch.seq_lens))
+        table, slots = with_packed_rows(batch.block_table), batch.slot_mapping.contiguous()
+        args = AttentionArgs(
+            num_tokens=slots.shape[0],
+            num_reqs=len(query_lens),
+            block_size=spec.block_size,
+            query_lens=query_lens.ctypes.data,
+            seq_lens=seq_lens.ctypes.data,
+            block_table=table.data_ptr(),
+            block_table_stride=table.stride(0),
+            slots=slots.data_ptr(),
+        )
+        return NativeAttentionMetadata(args, query_lens, seq_lens, table, slots)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: KVCache,
+        metadata: NativeAttentionMetadata,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See AttentionBackend.forward."""
+        query, key, value = (with_packed_heads(t) for t in (query, key, value))
+        sinks = None if sinks is None else sinks.float()
+        y = torch.empty(query.shape, dtype=query.dtype)
+        args = metadata.args
+        args.dtype = DTYPES[query.dtype]
+        args.num_heads, args.num_kv_heads, args.head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
+        args.window, args.scale = spec.sliding_window or 0, spec.scale
+        args.soft_cap, args.sinks = spec.logits_soft_cap or 0.0, None if sinks is None else sinks.data_ptr()
+        args.query, args.query_stride = query.data_ptr(), query.stride(0)
+        args.key, args.key_stride = key.data_ptr(), key.stride(0)
+        args.value, args.value_stride = value.data_ptr(), value.stride(0)
+        args.key_cache, args.value_cache = kv_cache.key.data_ptr(), kv_cache.value.data_ptr()
+        args.y, args.y_stride = y.data_ptr(), y.stride(0)
+        self._context.library.cdll.qk_attention(self._context.handle, byref(args))
+        return y
+
+
+def with_packed_heads(x: Tensor) -> Tensor:
+    """x: [n, heads, head_size] itself if the heads of a token are neighbours, else a copy."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,0 +1,186 @@
+"""Finds and loads the native library (csrc/), and mirrors its C ABI for ctypes.
+
+The library lies beside this file: the package's build puts it there. Where there is none, or none that fits, Quire runs
+on the torch reference. `quire_kernels.h` is the truth about the structs below; sizes and version are compared at load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from quire import envs
+from quire.logger import init_logger
+
+logger = init_logger(__name__)
+
+ABI_VERSION = 1
+UNTRIED = frozenset({"amx"})
+"""Instruction sets whose kernels have been compiled and never run on a CPU that has them. `QUIRE_CPU_KERNELS=amx
+pytest tests/unit/worker` is the trial; when it has passed, the name goes."""
+LIBRARY = Path(__file__).with_name("libquire_kernels.so")
+
+
+class PackArgs(Structure):
+    """qk_pack_args"""
+
+    _fields_ = (
+        ("n", c_int64), ("k", c_int64), ("dtype", c_int32), ("gated", c_int32),
+        ("weights", c_void_p), ("stride", c_int64), ("packed", c_void_p),
+    )  # fmt: skip
+
+
+class LinearArgs(Structure):
+    """qk_linear_args"""
+
+    _fields_ = (
+        ("m", c_int64), ("n", c_int64), ("k", c_int64),
+        ("dtype", c_int32), ("out_dtype", c_int32), ("gated", c_int32), ("activation", c_int32),
+        ("divisor", c_float), ("soft_cap", c_float),
+        ("packed", c_void_p), ("bias", c_void_p),
+        ("residual", c_void_p), ("residual_stride", c_int64),
+        ("x", c_void_p), ("x_stride", c_int64), ("y", c_void_p), ("y_stride", c_int64),
+    )  # fmt: skip
+
+
+class RmsNormArgs(Structure):
+    """qk_rms_norm_args"""
+
+    _fields_ = (
+        ("rows", c_int64), ("dim", c_int64), ("dtype", c_int32), ("scale_in_float32", c_int32),
+        ("eps", c_float), ("offset", c_float), ("weight", c_void_p),
+        ("residual", c_void_p), ("residual_stride", c_int64),
+        ("x", c_void_p), ("x_stride", c_int64), ("y", c_void_p), ("y_stride", c_int64),
+    )  # fmt: skip
+
+
+class RotateArgs(Structure):
+    """qk_rotate_args"""
+
+    _fields_ = (
+        ("tokens", c_int64), ("dtype", c_int32), ("table_dtype", c_int32),
+        ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_size", c_int32), ("rotary_half", c_int32),
+        ("scale_in_float32", c_int32), ("eps", c_float), ("offset", c_float),
+        ("query_norm", c_void_p), ("key_norm", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
+        ("query", c_void_p), ("query_stride", c_int64), ("key", c_void_p), ("key_stride", c_int64),
+    )  # fmt: skip
+
+
+class ActivationArgs(Structure):
+    """qk_activation_args"""
+
+    _fields_ = (
+        ("rows", c_int64), ("dim", c_int64), ("dtype", c_int32), ("gated", c_int32),
+        ("activation", c_int32), ("reserved", c_int32),
+        ("x", c_void_p), ("x_stride", c_int64), ("y", c_void_p), ("y_stride", c_int64),
+    )  # fmt: skip
+
+
+class GatherArgs(Structure):
+    """qk_gather_args"""
+
+    _fields_ = (
+        ("rows", c_int64), ("dim", c_int64), ("dtype", c_int32), ("packed", c_int32),
+        ("table", c_void_p), ("ids", c_void_p), ("y", c_void_p),
+    )  # fmt: skip
+
+
+class AttentionArgs(Structure):
+    """qk_attention_args"""
+
+    _fields_ = (
+        ("num_tokens", c_int64), ("num_reqs", c_int64), ("dtype", c_int32),
+        ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_size", c_int32), ("block_size", c_int32),
+        ("window", c_int32), ("scale", c_float), ("soft_cap", c_float), ("sinks", c_void_p),
+        ("query_lens", c_void_p), ("seq_lens", c_void_p),
+        ("block_table", c_void_p), ("block_table_stride", c_int64), ("slots", c_void_p),
+        ("query", c_void_p), ("query_stride", c_int64), ("key", c_void_p), ("key_stride", c_int64),
+        ("value", c_void_p), ("value_stride", c_int64), ("key_cache", c_void_p), ("value_cache", c_void_p),
+        ("y", c_void_p), ("y_stride", c_int64),
+    )  # fmt: skip
+
+
+_STRUCTS: tuple[type[Structure], ...] = (
+    PackArgs, LinearArgs, RmsNormArgs, RotateArgs, ActivationArgs, GatherArgs, AttentionArgs,
+)  # fmt: skip
+_KERNELS = {
+    "qk_pack": PackArgs,
+    "qk_unpack": PackArgs,
+    "qk_linear": LinearArgs,
+    "qk_rms_norm": RmsNormArgs,
+    "qk_rotate": RotateArgs,
+    "qk_activation": ActivationArgs,
+    "qk_gather": GatherArgs,
+    "qk_attention": AttentionArgs,
+}
+
+
+class NativeLibrary:
+    """The loaded library. Raises OSError if `path` is no library that fits this version of Quire."""
+
+    def __init__(self, path: Path) -> None:
+        self.cdll = ctypes.CDLL(str(path))
+        try:
+            self._declare()
+        except AttributeError as e:
+            raise OSError(f"{path} is no library of Quire's kernels: {e}") from None
+        version = self.cdll.qk_abi_version()
+        sizes = [self.cdll.qk_struct_size(n) for n in range(len(_STRUCTS) + 1)]
+        if version != ABI_VERSION or sizes != [*map(ctypes.sizeof, _STRUCTS), 0]:
+            raise OSError(f"{path} has another ABI (version {version}, not {ABI_VERSION}): build it again")
+
+    def _declare(self) -> None:
+        cdll = self.cdll
+        cdll.qk_struct_size.restype = c_int64
+        cdll.qk_instruction_set.restype = c_char_p
+        cdll.qk_create.argtypes, cdll.qk_create.restype = (c_int32, c_char_p), c_void_p
+        cdll.qk_destroy.argtypes, cdll.qk_destroy.restype = (c_void_p,), None
+        cdll.qk_packed_bytes.argtypes, cdll.qk_packed_bytes.restype = (c_int64, c_int64, c_int32, c_int32), c_int64
+        cdll.qk_read_memory.argtypes, cdll.qk_read_memory.restype = (c_void_p, c_void_p, c_int64), None
+        cdll.qk_multiply_bf16.argtypes, cdll.qk_multiply_bf16.restype = (c_void_p, c_int64), c_int64
+        for name, struct in _KERNELS.items():
+            function = getattr(cdll, name)
+            function.argtypes, function.restype = (c_void_p, POINTER(struct)), None
+
+    def instruction_sets(self) -> list[str]:
+        """Those that it has kernels for and this CPU can run, the best first. Of the `UNTRIED` only one that
+        QUIRE_CPU_KERNELS asks for."""
+        found = map(self.cdll.qk_instruction_set, itertools.count())
+        names = [name.decode() for name in itertools.takewhile(lambda name: name is not None, found)]
+        return [name for name in names if name not in UNTRIED or name == envs.CPU_KERNELS.get()]
+
+
+class Context:
+    """Threads and scratch memory of the kernels of one instruction set. One thread at a time may use it.
+
+    `num_threads` counts the caller's. Raises ValueError if this CPU lacks the instruction set.
+    """
+
+    def __init__(self, library: NativeLibrary, num_threads: int, instruction_set: str) -> None:
+        cdll = library.cdll
+        handle = cdll.qk_create(num_threads, instruction_set.encode())
+        if handle is None:
+            known = ", ".join(library.instruction_sets())
+            raise ValueError(f"this CPU has no instruction set {instruction_set!r} with kernels; it has {known}")
+        self.library = library
+        self.handle = c_void_p(handle)
+        self.num_threads = num_threads
+        self.instruction_set = instruction_set
+        weakref.finalize(self, cdll.qk_destroy, self.handle)
+
+
+@cache
+def native_library() -> NativeLibrary | None:
+    """The library beside this file; None, with a line in the log, if there is none that fits."""
+    if not LIBRARY.exists():
+        logger.info("no native kernels: the package was built without a C++ compiler")
+        return None
+    try:
+        return NativeLibrary(LIBRARY)
+    except OSError as e:
+        logger.warning("no native kernels: %s", e)
+        return None

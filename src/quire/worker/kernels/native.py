@@ -1,0 +1,277 @@
+"""The kernels of the native library: row-invariant to the bit, on packed weights.
+
+Each kernel holds the struct its C function takes, filled in once; a call sets what changes and passes one pointer.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quire.worker.kernels.base import (
+    PLAIN,
+    ActivationKernel,
+    EmbeddingKernel,
+    Kernels,
+    LinearKernel,
+    LinearSpec,
+    NormKernel,
+    NormSpec,
+    RotationKernel,
+)
+from quire.worker.kernels.library import (
+    ActivationArgs,
+    Context,
+    GatherArgs,
+    LinearArgs,
+    PackArgs,
+    RmsNormArgs,
+    RotateArgs,
+)
+from quire.worker.kernels.memory import take_memory
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4}
+
+
+class NativeKernels(Kernels):
+    """Makes kernels that share one context: its instruction set and its threads."""
+
+    name: ClassVar[str] = "native"
+    keeps_weights: ClassVar[bool] = False
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
+        """See Kernels.linear."""
+        return NativeLinear(Matrix.pack(self.context, weight, is_gated=spec.gated), bias, spec)
+
+    def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
+        """See Kernels.embedding."""
+        return NativeEmbedding(self.context, table, head)
+
+    def rms_norm(self, weight: Tensor, spec: NormSpec) -> NormKernel:
+        """See Kernels.rms_norm."""
+        return NativeRmsNorm(self.context, weight, spec)
+
+    def rotation(
+        self,
+        head_size: int,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+        spec: NormSpec | None = None,
+    ) -> RotationKernel:
+        """See Kernels.rotation."""
+        return NativeRotation(self.context, head_size, query_norm, key_norm, spec)
+
+    def activation(self, name: str, gated: bool = False) -> ActivationKernel:
+        """See Kernels.activation."""
+        return NativeActivation(self.context, name, gated)
+
+
+class Matrix:
+    """A weight in the library's layout (csrc/layout.h), the same for every instruction set."""
+
+    def __init__(self, context: Context, n: int, k: int, dtype: torch.dtype, is_gated: bool) -> None:
+        self.context = context
+        self.n, self.k, self.dtype, self.is_gated = n, k, dtype, is_gated
+        size = context.library.cdll.qk_packed_bytes(n, k, DTYPES[dtype], is_gated)
+        self.data = take_memory(size)
+
+    @staticmethod
+    def pack(context: Context, weight: Tensor, *, is_gated: bool = False) -> Matrix:
+        """weight: [n, k], or [2 * n, k] if gated."""
+        rows, k = weight.shape
+        matrix = Matrix(context, rows // 2 if is_gated else rows, k, weight.dtype, is_gated)
+        matrix._move(context.library.cdll.qk_pack, weight)
+        return matrix
+
+    def unpack(self) -> Tensor:
+        """The weight as it was."""
+        weight = torch.empty(self.n * (2 if self.is_gated else 1), self.k, dtype=self.dtype)
+        self._move(self.context.library.cdll.qk_unpack, weight)
+        return weight
+
+    def _move(self, function: object, weight: Tensor) -> None:
+        assert weight.stride(1) == 1
+        assert callable(function)
+        function(
+            self.context.handle,
+            byref(
+                PackArgs(
+                    n=self.n,
+                    k=self.k,
+                    dtype=DTYPES[self.dtype],
+                    gated=self.is_gated,
+                    weights=weight.data_ptr(),
+                    stride=weight.stride(0),
+                    packed=self.data.data_ptr(),
+                )
+            ),
+        )
+
+
+class NativeLinear:
+    """See LinearKernel."""
+
+    def __init__(self, matrix: Matrix, bias: Tensor | None, spec: LinearSpec) -> None:
+        self._matrix = matrix
+        self._bias = None if bias is None else bias.float()
+        self._out_dtype = torch.float32 if spec.float32_output else matrix.dtype
+        self._args = LinearArgs(
+            n=matrix.n,
+            k=matrix.k,
+            dtype=DTYPES[matrix.dtype],
+            out_dtype=DTYPES[self._out_dtype],
+            gated=matrix.is_gated,
+            activation=ACTIVATIONS[spec.activation],
+            divisor=spec.divisor,
+            soft_cap=spec.soft_cap or 0.0,
+            packed=matrix.data.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            y_stride=matrix.n,
+        )
+        self._pointer = byref(self._args)
+        self._function = matrix.context.library.cdll.qk_linear
+        self._handle = matrix.context.handle
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See LinearKernel."""
+        x = with_packed_rows(x)
+        args, n = self._args, x.shape[0]
+        y = torch.empty((n, self._matrix.n), dtype=self._out_dtype)
+        args.m, args.x, args.x_stride, args.y = n, x.data_ptr(), x.stride(0), y.data_ptr()
+        if residual is None:
+            args.residual = None
+        else:
+            residual = with_packed_rows(residual)
+            args.residual, args.residual_stride = residual.data_ptr(), residual.stride(0)
+        self._function(self._handle, self._pointer)
+        return y
+
+
+class NativeEmbedding:
+    """See EmbeddingKernel. A table that is also the logits head is kept once, packed."""
+
+    def __init__(self, context: Context, table: Tensor, head: LinearSpec | None) -> None:
+        matrix = None if head is None else Matrix.pack(context, table)
+        self._head = None if matrix is None else NativeLinear(matrix, None, head or PLAIN)
+        self._table = table if matrix is None else matrix.data
+        self._dim, self._dtype = table.shape[1], table.dtype
+        self._args = GatherArgs(
+            dim=self._dim, dtype=DTYPES[table.dtype], packed=matrix is not None, table=self._table.data_ptr()
+        )
+        self._context = context
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """See EmbeddingKernel.lookup."""
+        y = torch.empty((ids.shape[0], self._dim), dtype=self._dtype)
+        args = self._args
+        args.rows, args.ids, args.y = ids.shape[0], ids.data_ptr(), y.data_ptr()
+        self._context.library.cdll.qk_gather(self._context.handle, byref(args))
+        return y
+
+    def project(self, x: Tensor) -> Tensor:
+        """See EmbeddingKernel.project."""
+        assert self._head is not None, "this table is no logits head"
+        return self._head(x)
+
+
+class NativeRmsNorm:
+    """See NormKernel."""
+
+    def __init__(self, context: Context, weight: Tensor, spec: NormSpec) -> None:
+        self._weight = weight
+        self._args = RmsNormArgs(
+            dim=weight.shape[0],
+            dtype=DTYPES[weight.dtype],
+            scale_in_float32=spec.scale_in_float32,
+            eps=spec.eps,
+            offset=spec.weight_offset,
+            weight=weight.data_ptr(),
+            y_stride=weight.shape[0],
+        )
+        self._pointer = byref(self._args)
+        self._function = context.library.cdll.qk_rms_norm
+        self._handle = context.handle
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See NormKernel. x: [n, dim]."""
+        x = with_packed_rows(x)
+        args, n = self._args, x.shape[0]
+        y = torch.empty(x.shape, dtype=x.dtype)
+        args.rows, args.x, args.x_stride, args.y = n, x.data_ptr(), x.stride(0), y.data_ptr()
+        if residual is None:
+            args.residual = None
+        else:
+            residual = with_packed_rows(residual)
+            args.residual, args.residual_stride = residual.data_ptr(), residual.stride(0)
+        self._function(self._handle, self._pointer)
+        return y
+
+
+class NativeRotation:
+    """See RotationKernel. Works in place."""
+
+    def __init__(
+        self,
+        context: Context,
+        head_size: int,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        spec: NormSpec | None,
+    ) -> None:
+        self._norms = query_norm, key_norm
+        self._head_size = head_size
+        self._args = RotateArgs(head_size=head_size)
+        if spec is not None and query_norm is not None and key_norm is not None:
+            self._args.scale_in_float32, self._args.eps = spec.scale_in_float32, spec.eps
+            self._args.offset = spec.weight_offset
+            self._args.query_norm, self._args.key_norm = query_norm.data_ptr(), key_norm.data_ptr()
+        self._pointer = byref(self._args)
+        self._function = context.library.cdll.qk_rotate
+        self._handle = context.handle
+
+    def __call__(self, query: Tensor, key: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See RotationKernel."""
+        args = self._args
+        query, key = with_packed_rows(query), with_packed_rows(key)
+        args.tokens, args.dtype = query.shape[0], DTYPES[query.dtype]
+        args.num_heads, args.num_kv_heads = query.shape[1] // self._head_size, key.shape[1] // self._head_size
+        args.query, args.query_stride = query.data_ptr(), query.stride(0)
+        args.key, args.key_stride = key.data_ptr(), key.stride(0)
+        if cos is None or sin is None:
+            args.rotary_half = 0
+        else:
+            args.rotary_half, args.table_dtype = cos.shape[-1], DTYPES[cos.dtype]
+            args.cos, args.sin = cos.data_ptr(), sin.data_ptr()
+        self._function(self._handle, self._pointer)
+        return query, key
+
+
+class NativeActivation:
+    """See ActivationKernel."""
+
+    def __init__(self, context: Context, name: str, is_gated: bool) -> None:
+        self._is_gated = is_gated
+        self._args = ActivationArgs(gated=is_gated, activation=ACTIVATIONS[name])
+        self._context = context
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See ActivationKernel."""
+        x = with_packed_rows(x)
+        n, dim = x.shape[0], x.shape[1] // 2 if self._is_gated else x.shape[1]
+        y, args = torch.empty((n, dim), dtype=x.dtype), self._args
+        args.rows, args.dim, args.dtype, args.y_stride = n, dim, DTYPES[x.dtype], dim
+        args.x, args.x_stride, args.y = x.data_ptr(), x.stride(0), y.data_ptr()
+        self._context.library.cdll.qk_activation(self._context.handle, byref(args))
+        return y
+
+
+def with_packed_rows(x: Tensor) -> Tensor:
+    """x: [n, dim] itself if the elements of a row are neighbours, else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()

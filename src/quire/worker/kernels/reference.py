@@ -1,0 +1,140 @@
+"""The kernels in plain torch, on any device: the reference for others, and what runs where nothing else can."""
+
+from __future__ import annotations
+
+import functools
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.worker.kernels.base import (
+    LOGITS,
+    PLAIN,
+    ActivationKernel,
+    EmbeddingKernel,
+    Kernels,
+    LinearKernel,
+    LinearSpec,
+    NormKernel,
+    NormSpec,
+    RotationKernel,
+)
+from quire.worker.layers.activation import gated, get_activation, soft_cap
+
+
+class TorchKernels(Kernels):
+    """Everything by torch's own functions."""
+
+    name: ClassVar[str] = "torch"
+    keeps_weights: ClassVar[bool] = True
+
+    def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
+        """See Kernels.linear."""
+        return functools.partial(linear, weight=weight, bias=bias, spec=spec)
+
+    def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
+        """See Kernels.embedding."""
+        return TorchEmbedding(table, head or LOGITS)
+
+    def rms_norm(self, weight: Tensor, spec: NormSpec) -> NormKernel:
+        """See Kernels.rms_norm."""
+        return functools.partial(rms_norm, weight=weight, spec=spec)
+
+    def rotation(
+        self,
+        head_size: int,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+        spec: NormSpec | None = None,
+    ) -> RotationKernel:
+        """See Kernels.rotation."""
+        return functools.partial(turn_heads, head_size=head_size, query_norm=query_norm, key_norm=key_norm, spec=spec)
+
+    def activation(self, name: str, gated: bool = False) -> ActivationKernel:
+        """See Kernels.activation."""
+        return functools.partial(activate, name=name, is_gated=gated)
+
+
+class TorchEmbedding:
+    """See EmbeddingKernel."""
+
+    def __init__(self, table: Tensor, head: LinearSpec) -> None:
+        self._table = table
+        self._head = head
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """See EmbeddingKernel.lookup."""
+        return functional.embedding(ids, self._table)
+
+    def project(self, x: Tensor) -> Tensor:
+        """See EmbeddingKernel.project."""
+        return linear(x, weight=self._table, bias=None, spec=self._head)
+
+
+def linear(
+    x: Tensor, residual: Tensor | None = None, *, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN
+) -> Tensor:
+    """See LinearKernel."""
+    y = functional.linear(x, weight, bias)
+    if spec.float32_output:
+        y = y.float()
+    if spec.divisor != 1.0:
+        y = y / spec.divisor
+    y = soft_cap(y, spec.soft_cap)
+    if spec.activation is not None:
+        y = activate(y, name=spec.activation, is_gated=spec.gated)
+    return y if residual is None else residual + y
+
+
+def rms_norm(x: Tensor, residual: Tensor | None = None, *, weight: Tensor, spec: NormSpec) -> Tensor:
+    """See NormKernel."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps)
+    if spec.scale_in_float32:
+        y = (wide * (spec.weight_offset + weight.float())).to(x.dtype)
+    else:
+        y = weight * wide.to(x.dtype)
+    return y if residual is None else residual + y
+
+
+def turn_heads(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    *,
+    head_size: int,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    spec: NormSpec | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See RotationKernel."""
+    n = query.shape[0]
+    q, k = query.view(n, -1, head_size), key.view(n, -1, head_size)  # [n, heads, head_size]
+    if spec is not None and query_norm is not None and key_norm is not None:
+        q, k = rms_norm(q, weight=query_norm, spec=spec), rms_norm(k, weight=key_norm, spec=spec)
+    if cos is not None and sin is not None:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return q.reshape(n, -1), k.reshape(n, -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first rotary_dim elements of each head, keep the rest.
+
+    x: [num_tokens, num_heads, head_size]; cos, sin: [num_tokens, 1, rotary_dim / 2]. The products are in the type of
+    cos and sin, the result in that of x.
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
+
+
+def activate(x: Tensor, *, name: str, is_gated: bool) -> Tensor:
+    """See ActivationKernel."""
+    function = get_activation(name)
+    return gated(function, x) if is_gated else function(x)
+
+
+TORCH_KERNELS = TorchKernels()

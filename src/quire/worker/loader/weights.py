@@ -1,0 +1,142 @@
+"""The weights of a model that is in use: given back, taken again, replaced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.checkpoint import TensorInfo
+from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.errors import ModelLoadError
+from quire.logger import init_logger
+from quire.worker.layers.weights import Prepared, allocate
+from quire.worker.loader.load import Placement, fill_weights, find_tensors
+
+logger = init_logger(__name__)
+
+_META = torch.device("meta")
+NOT_THE_MODELS = frozenset(
+    {
+        *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range"),
+        *("bos_token_id", "eos_token_id", "pad_token_id"),
+        *("rope_theta", "rope_scaling", "rope_parameters"),
+    }
+)
+"""Keys of config.json that may differ between two checkpoints of one model: notes, the frontend's business (which keeps
+what the engine was started with), and rotary embeddings, which have several spellings and are compared as a whole."""
+
+
+class ModelWeights:
+    """Owns where the weights of `model` come from and whether they are in memory; the module tree stays the same.
+
+    A weight that is given back leaves its shape behind, on torch's meta device, and its kernels are gone: a forward
+    pass would fail, not lie.
+    """
+
+    def __init__(
+        self, model: nn.Module, model_config: ModelConfig, load_config: LoadConfig, placement: Placement
+    ) -> None:
+        self._model = model
+        self._config = model_config
+        self._placement = placement
+        self._source: Path | None = None if load_config.load_format == "dummy" else model_config.model_dir
+        """A checkpoint directory; None for noise."""
+        self._offloaded: dict[str, Tensor] | None = None
+        self._are_whole = True
+        """Whether the model can run: not while they are elsewhere, and not when reading them broke off half-way."""
+
+    @property
+    def _live_in_main_memory(self) -> bool:
+        return self._placement.device.type == "cpu"
+
+    def offload(self) -> None:
+        """Move them to main memory. On a CPU they are there, and stay where they are."""
+        if self._live_in_main_memory or not self._are_whole:
+            return
+        self._offloaded = {name: parameter.data.cpu() for name, parameter in self._model.named_parameters()}
+        self._release()
+
+    def drop(self) -> None:
+        """Give their memory back, that of an offloaded copy as well."""
+        self._offloaded = None
+        self._release()
+
+    def restore(self) -> None:
+        """Back in their place: from main memory, or read again from where they came from. Raises ModelLoadError."""
+        if self._are_whole:
+            return
+        if self._offloaded is None:
+            self._load(self._source)
+            return
+        self._allocate(self._placement.device)
+        for name, parameter in self._model.named_parameters():
+            parameter.data.copy_(self._offloaded[name])
+        for module in self._model.modules():
+            if isinstance(module, Prepared):
+                module.prepare(self._placement.kernels)
+        self._offloaded = None
+        self._are_whole = True
+
+    def check(self, directory: Path) -> None:
+        """Raise ModelLoadError unless checkpoint `directory` fits this model: tensors, shapes, architecture."""
+        self._find(directory)
+
+    def replace(self, directory: Path | None = None) -> None:
+        """Read the weights of another checkpoint into this model; None: again those it had. Raises ModelLoadError.
+
+        In place: no second copy is taken. If reading breaks off half-way, `restore` reads the ones it had.
+        """
+        self._load(self._source if directory is None else directory)
+        self._source = self._source if directory is None else directory
+
+    def _load(self, source: Path | None) -> None:
+        start = time.monotonic()
+        stored = None if source is None else self._find(source)
+        self._are_whole, self._offloaded = False, None
+        fill_weights(self._model, stored, self._config.seed, self._placement)
+        self._are_whole = True
+        logger.info("Weights of %s in place after %.2f s", source or "random noise", time.monotonic() - start)
+
+    def _release(self) -> None:
+        self._are_whole = False
+        for module in self._model.modules():
+            if isinstance(module, Prepared):
+                module.discard()
+        self._allocate(_META)
+
+    def _allocate(self, device: torch.device) -> None:
+        for module in self._model.modules():
+            allocate(module, device, self._placement.dtype)
+
+    def _find(self, directory: Path) -> Mapping[str, TensorInfo]:
+        if not directory.is_dir():
+            raise ModelLoadError(f"{directory} is not a directory; weights come from a local checkpoint")
+        if (directory / "config.json").exists():
+            _check_same_model(self._config.hf_config, HFConfig.from_dir(directory, self._config.hf_overrides))
+        return find_tensors(self._model, self._config.hf_config, directory)
+
+
+def _check_same_model(ours: HFConfig, other: HFConfig) -> None:
+    """Raise ModelLoadError if two config.json describe models that compute something different.
+
+    A key that only one of them has is not compared: transformers leaves out what is the family's default.
+    """
+    mine, theirs = _facts(ours), _facts(other)
+    for key in sorted(mine.keys() & theirs.keys()):
+        if mine[key] != theirs[key]:
+            raise ModelLoadError(
+                f"{other.path} has {key} = {theirs[key]!r}, the model that is loaded {mine[key]!r}: the weights of "
+                "another model cannot take its place; start an engine for it"
+            )
+
+
+def _facts(hf: HFConfig) -> dict[str, Any]:
+    facts = {key: value for key, value in hf.raw.items() if key not in NOT_THE_MODELS and "dropout" not in key}
+    return facts | {f"rope of {kind}": hf.rope(kind) for kind in (FULL_ATTENTION, SLIDING_ATTENTION)}

@@ -1,0 +1,142 @@
+"""Every example runs as its reader would run it, and shows what it says it shows."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*argv: str) -> str:
+    """Standard output of a command of the examples' README, run from the project's root."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, *(["-m", *argv] if argv[0] == "quire" else argv)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_generate(out: str) -> None:
+    lines = out.splitlines()
+    assert [line.partition(" -> ")[0] for line in lines] == [
+        "'What is prefix caching?'",
+        "'What is a KV block?'",
+        "'What does num_preemptions mean?'",
+    ]
+    assert all(len(line.partition(" -> ")[2]) > 20 for line in lines)
+
+
+def check_chat(out: str) -> None:
+    assert re.findall(r"^(\w+): \S", out, flags=re.MULTILINE) == ["user", "assistant", "user", "assistant"]
+
+
+def check_sampling(out: str) -> None:
+    answers = re.findall(r"^answer \d: (.+)$", out, flags=re.MULTILINE)
+    assert len(set(answers)) == 3
+    assert "again: True\nalone: True\n" in out
+    assert len(re.findall(r"^token \d+: .+ -?\d+\.\d\d, not .+ -\d+\.\d\d$", out, flags=re.MULTILINE)) == 5
+
+
+def check_prefix_caching(out: str) -> None:
+    (num_first, cached_first), *others = [tuple(map(int, line.split()[:2])) for line in out.splitlines()[1:]]
+    assert num_first > 100
+    assert cached_first == 0
+    assert len(others) == 3
+    assert all(cached > 0.8 * num_first for _, cached in others)
+
+
+def check_new_weights(out: str) -> None:
+    first, second, third = out.splitlines()
+    assert first.startswith("version 0: ")
+    assert second.startswith("version step 1: ")
+    assert first.partition(": ")[2] != second.partition(": ")[2]
+    assert third == "version the old ones: the same answer as at first: True"
+
+
+def check_streams(out: str) -> None:
+    *answers, first = out.splitlines()
+    assert len(answers) == 3
+    assert all(int(line.split()[-2]) > 5 for line in answers)
+    assert first.startswith("first piece: ")
+
+
+def check_kill_the_core(out: str) -> None:
+    assert len(re.findall(r"^Core process \d+ is killed\.$", out, flags=re.MULTILINE)) == 3
+    assert len(set(re.findall(r"^Core process (\d+) takes its place\.$", out, flags=re.MULTILINE))) == 3
+    assert len(re.findall(r"^equal: .+ '.{20,}'$", out, flags=re.MULTILINE)) == 8
+    assert out.endswith("8 of 8 texts are equal to those of the undisturbed run.\n")
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    "generate": check_generate,
+    "chat": check_chat,
+    "sampling": check_sampling,
+    "prefix_caching": check_prefix_caching,
+    "new_weights": check_new_weights,
+    "streams": check_streams,
+    "kill_the_core": check_kill_the_core,
+}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_example(path: Path) -> None:
+    CHECKS[path.stem](run(str(path.relative_to(ROOT))))
+
+
+def test_kill_the_core_on_a_terminal() -> None:
+    """There it draws the streams in place, four beside one another."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm"}
+    for name in ("COLUMNS", "LINES"):
+        env.pop(name, None)
+    with subprocess.Popen(
+        [sys.executable, "examples/kill_the_core.py"], cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        out = b""
+        while True:
+            try:
+                data = os.read(ours, 65536)
+            except OSError:  # the other end is closed (Linux)
+                break
+            if not data:
+                break
+            out += data
+        os.close(ours)
+        assert process.wait(120) == 0, out[-2000:]
+    text = out.decode().replace("\r\n", "\n")
+    assert text.endswith("8 of 8 texts are equal to those of the undisturbed run.\n")
+    frames = re.split(r"\x1b\[\d+F", text)
+    assert len(frames) > 10
+    assert "What is prefix caching?  What is a KV block?" in frames[-1]
+    assert all(len(re.sub(r"\x1b\[2K", "", line)) <= 100 for line in frames[5].split("\n"))
+
+
+def test_batch_file(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    for _ in range(2):  # the second time there is nothing left to do
+        run("quire", "batch", "examples/batch.jsonl", "-o", str(results))
+        rows = {row["custom_id"]: row for row in map(json.loads, results.read_text(encoding="utf-8").splitlines())}
+        assert sorted(rows) == ["block", "caching", "seeds", "text"]
+        assert [row["error"] for row in rows.values()] == [None] * 4
+        assert len(rows["seeds"]["response"]["body"]["choices"]) == 2
+
+
+def test_the_page_names_every_example() -> None:
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"examples/([\w.]+)", page)) - {"README.md"}
+    assert named == {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}

@@ -1,0 +1,82 @@
+"""Executors for core processes of the tests; named by dotted string, so importable there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.errors import ModelLoadError
+from quire.testing.fake_executor import FakeExecutor
+
+
+class Quick(FakeExecutor):
+    """A fake model with room for 256 requests, whose steps take no time."""
+
+    available_bytes = 1 << 24
+
+
+class Steady(Quick):
+    """Steps of 2 ms: slow enough to be watched."""
+
+    step_time_s = 0.002
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """`echo`, `fail` and `weird` (a result that cannot be sent) are its methods."""
+        match method:
+            case "echo":
+                return [list(args)]
+            case "fail":
+                raise RuntimeError("asked to fail")
+            case "weird":
+                return [object()]
+        return super().collective_rpc(method, timeout, args, kwargs)
+
+
+class Unloadable(Quick):
+    """Its weights are missing."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        raise ModelLoadError("model.safetensors has no tensor 'lm_head.weight'")
+
+
+class Broken(Quick):
+    """Fails at start-up with an error nobody planned."""
+
+    def determine_available_memory(self) -> list[int]:
+        raise KeyError("surprise")
+
+
+class Mortal(Quick):
+    """Fails in its fifth step."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._steps_left = 5
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self._steps_left -= 1
+        if not self._steps_left:
+            raise RuntimeError("the fifth step fails")
+        return super().execute_model(*args, **kwargs)
+
+
+class SlowToLoad(Quick):
+    """Takes long to start."""
+
+    def determine_available_memory(self) -> list[int]:
+        time.sleep(60)
+        return super().determine_available_memory()
+
+
+class Leisurely(Quick):
+    """Steps of 20 ms: a stream that lasts."""
+
+    step_time_s = 0.02

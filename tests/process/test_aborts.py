@@ -1,0 +1,167 @@
+"""Promise P6: a request that is aborted has given back all its blocks within a step, at whatever point of its life.
+
+The point is held open by a failpoint that sleeps there. Right after the abort the core is asked to reset its prefix
+cache, which it can only do while no request holds a block; the call takes its place behind the abort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from quire import RequestOutputKind, SamplingParams
+from quire.failpoints import FAILPOINTS
+from quire.testing.failpoints import injected
+from quire.testing.history import History
+
+from .harness import Engine, fake_args, read, running
+
+HOLD_S = 0.03
+"""How long the core stays at the failpoint."""
+VARIANTS = [(kind, n) for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY) for n in (1, 4)]
+"""Streaming or not, one output or four."""
+IN_CORE = [f for f in FAILPOINTS if f.startswith("core.") and f not in ("core.start", "core.ready", "core.shutdown")]
+IN_CLIENT = ["client.add.journaled", "client.output.received"]
+AT_RESTART = ["core.start", "core.ready", "client.resume"]
+
+
+async def _poll(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def _abort_one(engine: Engine, name: str, kind: RequestOutputKind, n: int, is_there: Callable[[], bool]) -> None:
+    """Start a request, and abort it when `is_there`."""
+    history = History(kind)
+    params = SamplingParams(max_tokens=500, n=n, temperature=1.0, ignore_eos=True, output_kind=kind)
+    reader = asyncio.create_task(read(engine, history, name, {"prompt_token_ids": [1, 2, 3] * 20}, params))
+    await _poll(is_there)
+    if n == 1:  # one way to leave, and the other
+        await engine.llm.abort(name)
+        await reader
+        assert {s.finish_reason for s in history.streams.values()} <= {"abort"}
+    else:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+
+
+async def _check_free(engine: Engine) -> None:
+    assert await engine.llm.reset_prefix_cache(), "blocks are still held"
+    assert engine.llm.get_num_unfinished_requests() == 0
+    assert engine.client.mp.num_live_requests == 0
+
+
+def test_every_failpoint_is_among_them() -> None:
+    assert sorted([*IN_CORE, *IN_CLIENT, *AT_RESTART, "core.shutdown"]) == sorted(FAILPOINTS)
+
+
+@pytest.mark.parametrize("place", IN_CORE)
+def test_aborted_in_the_core(place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tally = tmp_path / "tally"
+    monkeypatch.setenv("QUIRE_FAILPOINTS", f"{place}=sleep({HOLD_S}),tally={tally}")
+
+    async def run() -> None:
+        async with running(fake_args()) as engine:
+            for number, (kind, n) in enumerate(VARIANTS):
+                before = _size(tally)
+                await _abort_one(engine, f"r{number}", kind, n, partial(_has_grown, tally, before))
+                await _check_free(engine)
+
+    asyncio.run(run())
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _has_grown(path: Path, size: int) -> bool:
+    return _size(path) > size
+
+
+@pytest.mark.parametrize("place", IN_CLIENT)
+def test_aborted_in_the_frontend(place: str) -> None:
+    hits: list[str] = []
+
+    async def run() -> None:
+        async with running(fake_args()) as engine:
+            for number, (kind, n) in enumerate(VARIANTS):
+                hits.clear()
+                await _abort_one(engine, f"r{number}", kind, n, lambda: bool(hits))
+                await _check_free(engine)
+
+    with injected(place, lambda name, _: hits.append(name)):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("place", AT_RESTART)
+def test_aborted_while_the_core_is_being_replaced(place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is not sent to the next core, or withdrawn from it."""
+    tally, deaths = tmp_path / "tally", tmp_path / "deaths"
+    if place.startswith("core."):
+        monkeypatch.setenv("QUIRE_FAILPOINTS", f"{place}=sleep({5 * HOLD_S}),after={deaths},tally={tally}")
+
+    async def run() -> None:
+        async with running(fake_args()) as engine:
+            for number, (kind, n) in enumerate(VARIANTS):
+                before = _size(tally)
+
+                def is_there(before: int = before, n: int = n) -> bool:
+                    if not deaths.exists() and engine.client.mp.num_live_requests == n:
+                        deaths.touch()
+                        engine.signal_core()
+                    return _has_grown(tally, before)
+
+                await _abort_one(engine, f"r{number}", kind, n, is_there)
+                deaths.unlink()
+                await _check_free(engine)
+
+    with injected("client.resume", lambda *_: deaths.exists() and place == "client.resume" and _add_byte(tally)):
+        asyncio.run(run())
+
+
+def _add_byte(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b".")
+
+
+@pytest.mark.parametrize(("kind", "n"), VARIANTS)
+def test_aborted_while_the_core_drains(kind: RequestOutputKind, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that was told to stop by somebody else, and waits for its last request, need not wait any more."""
+
+    async def run() -> None:
+        async with running(fake_args(shutdown_timeout=60.0)) as engine:
+            drained = engine.core_pid
+
+            def is_there() -> bool:
+                if engine.client.mp.num_live_requests < n:
+                    return False
+                engine.signal_core(signal.SIGTERM)
+                return True
+
+            await _abort_one(engine, "r", kind, n, is_there)
+            await _poll(lambda: engine.core_pid not in (None, drained) and engine.llm.is_ready)
+            await _check_free(engine)
+
+    asyncio.run(run())
+
+
+def test_the_check_can_fail() -> None:
+    """With a live request the cache is not reset, so what is read above says something."""
+
+    async def run() -> None:
+        async with running(fake_args()) as engine:
+            stream = engine.llm.generate(
+                {"prompt_token_ids": [1]}, SamplingParams(max_tokens=900, ignore_eos=True), "r"
+            )
+            await anext(stream)
+            assert not await engine.llm.reset_prefix_cache()
+            await stream.aclose()
+            await _check_free(engine)
+
+    asyncio.run(run())

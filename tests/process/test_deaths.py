@@ -1,0 +1,222 @@
+"""Promises P1, P2 and P3: every way a core can die or hang, by failpoint, and the one request that is to blame."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.errors import EngineDeadError
+from quire.failpoints import FAILPOINTS
+from quire.sampling_params import SamplingParams
+from quire.testing.history import History
+
+from .harness import Engine, FakeLoad, fake_args, read, running
+
+HANG_TIMEOUT_S = 1.0
+"""The least that can be set."""
+NUM_NEIGHBOURS = 31
+
+
+class Faults:
+    """What QUIRE_FAILPOINTS says to the cores started from now on, and how often it came to pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+        self._monkeypatch = monkeypatch
+        self._tally = directory / "tally"
+
+    def set(self, fault: str) -> None:
+        """Firings are counted over all cores."""
+        self._monkeypatch.setenv("QUIRE_FAILPOINTS", f"{fault},tally={self._tally}")
+
+    @property
+    def num_fired(self) -> int:
+        return self._tally.stat().st_size if self._tally.exists() else 0
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Faults]:
+    return Faults(monkeypatch, tmp_path)
+
+
+async def _read_all(engine: Engine, history: History, load: FakeLoad, num_streams: int) -> None:
+    requests = [load.make() for _ in range(num_streams)]
+    await asyncio.gather(
+        *(read(engine, history, name, {"prompt_token_ids": p}, params) for name, p, params in requests)
+    )
+
+
+def _check(history: History, load: FakeLoad) -> None:
+    assert history.problems() == []
+    assert history.token_differences(load.expected) == []
+    assert len(history.streams) == len(load.expected)
+
+
+# -- one death, everywhere -----------------------------------------------------------------------------------------
+
+LIVE_CORE = [
+    name
+    for name in FAILPOINTS
+    if name.startswith("core.") and name not in ("core.start", "core.ready", "core.shutdown")
+]
+"""Failpoints a serving core passes."""
+
+
+def _survive(faults: Faults, fault: str, num_deaths: int = 1, num_streams: int = 16) -> None:
+    """Streams end as they should although the fault has come to pass, and cost so many cores."""
+    faults.set(fault)
+    history, load = History(), FakeLoad(random.Random(fault))
+
+    async def run() -> int:
+        async with running(fake_args(core_hang_timeout_s=HANG_TIMEOUT_S)) as engine:
+            await _read_all(engine, history, load, num_streams)
+            assert engine.counts["poisoned_requests"] == 0
+            return engine.counts["deaths"]
+
+    assert asyncio.run(run()) == num_deaths
+    _check(history, load)
+    assert faults.num_fired >= 1
+
+
+@pytest.mark.parametrize("place", LIVE_CORE)
+@pytest.mark.parametrize("action", ["kill", "raise"])
+def test_a_death_anywhere_is_not_noticed(faults: Faults, place: str, action: str) -> None:
+    _survive(faults, f"{place}={action},skip=7,times=1")
+
+
+@pytest.mark.parametrize("action", ["exit(0)", "exit(3)", "abort", "segv", "memory(32)"])
+def test_a_death_of_any_kind_is_not_noticed(faults: Faults, action: str) -> None:
+    if action.startswith("memory") and not sys.platform.startswith("linux"):
+        pytest.skip("RLIMIT_AS is not enforced here")
+    _survive(faults, f"core.step.execute={action},skip=7,times=1")
+
+
+HANGS = [
+    ("core.step.execute", "hang"),
+    ("core.step.schedule", "stop"),
+    ("core.output.send", "hang"),
+    ("core.input.decode", "hang"),
+]
+RARER_HANGS = [
+    ("core.step.execute", "freeze"),
+    ("core.step.update", "hang"),
+    ("core.loop.input", "hang"),
+    ("core.output.send", "freeze"),
+    ("core.input.queued", "hang"),
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "action"), [*HANGS, *(pytest.param(*hang, marks=pytest.mark.slow) for hang in RARER_HANGS)]
+)
+def test_a_hang_anywhere_is_not_noticed(faults: Faults, place: str, action: str) -> None:
+    _survive(faults, f"{place}={action},skip=7,times=1")
+
+
+def test_an_idle_core_that_is_stopped_is_replaced(faults: Faults) -> None:
+    history, load = History(), FakeLoad(random.Random(1))
+
+    async def run() -> None:
+        async with running(fake_args(core_hang_timeout_s=2.0)) as engine:
+            await _read_all(engine, history, load, 4)
+            stopped = engine.signal_core(19)
+            await _read_all(engine, history, load, 4)
+            assert engine.counts["deaths"] == 1
+            assert engine.core_pid != stopped
+
+    asyncio.run(run())
+    _check(history, load)
+
+
+def test_a_slow_step_is_no_hang(faults: Faults) -> None:
+    _survive(faults, "core.step.execute=sleep(0.6),times=4", num_deaths=0)
+
+
+def test_a_core_that_dies_over_its_own_restart_is_tried_again(faults: Faults, tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    faults.set(
+        f"core.start=exit(3),after={tmp_path / 'tally'},times=2,tally={starts};core.step.execute=kill,skip=5,times=1"
+    )
+    history, load = History(), FakeLoad(random.Random(2))
+
+    async def run() -> None:
+        async with running(fake_args()) as engine:
+            await _read_all(engine, history, load, 16)
+
+    asyncio.run(run())
+    _check(history, load)
+    assert (faults.num_fired, starts.stat().st_size) == (1, 2)
+
+
+# -- poison --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "max_deaths"),
+    [
+        ("core.step.execute=raise", 2),
+        ("core.step.execute=abort", 2),
+        ("core.step.execute=segv", 2),
+        ("core.step.execute=exit(0)", 4),
+        pytest.param("core.step.execute=memory(32)", 2, marks=pytest.mark.slow),
+        ("core.step.execute=hang", 2),
+        pytest.param("core.step.execute=freeze", 2, marks=pytest.mark.slow),
+        ("core.step.execute=stop", 2),
+        ("core.input.queued=segv", 2),
+        ("core.step.execute=raise,skip=3", 5),  # only some steps after each restart
+        ("core.step.execute=kill", 4),  # nobody's fault at first: an operator may have done it, or the system
+    ],
+)
+def test_a_poison_fails_alone(faults: Faults, fault: str, max_deaths: int) -> None:
+    """One request among 32 kills every core that computes it: it gets an error that says so, the others all they
+    asked for."""
+    action, comma, options = fault.partition(",")
+    faults.set(f"{action},key=poison{comma}{options}")
+    history, load, poisoned = History(), FakeLoad(random.Random(3)), History()
+
+    async def run() -> int:
+        async with running(fake_args(core_hang_timeout_s=HANG_TIMEOUT_S)) as engine:
+            await _read_all(engine, history, load, NUM_NEIGHBOURS)  # so that it knows how long a step takes
+            poison = read(engine, poisoned, "poison", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=50))
+            await asyncio.gather(_read_all(engine, history, load, NUM_NEIGHBOURS), poison)
+            await _read_all(engine, history, load, 2)  # and life goes on
+            assert engine.counts["poisoned_requests"] == 1
+            return engine.counts["deaths"]
+
+    assert 2 <= asyncio.run(run()) <= max_deaths
+    _check(history, load)
+    assert list(poisoned.problems()) == [f"poison: {poisoned.errors['poison']}"]
+    for words in ("poison", "alone", "do not send it again"):
+        assert words in str(poisoned.errors["poison"])
+
+
+# -- the end of the budget -----------------------------------------------------------------------------------------
+
+
+def test_past_the_budget_the_engine_answers_with_errors_and_stays_up(faults: Faults) -> None:
+    faults.set("core.step.execute=kill,skip=3")
+    history = History()
+
+    async def run() -> None:
+        args = fake_args(core_restart_limit=2, core_restart_window_s=60.0)
+        async with running(args) as engine:
+            requests = [("a", 100), ("b", 200)]
+            reads = (
+                read(engine, history, i, {"prompt_token_ids": [1]}, SamplingParams(max_tokens=n, ignore_eos=True))
+                for i, n in requests
+            )
+            await asyncio.gather(*reads)
+            assert not engine.llm.is_ready
+            with pytest.raises(EngineDeadError):
+                await engine.llm.check_health()
+            with pytest.raises(EngineDeadError, match="2 restarts in 60 s"):
+                await read(engine, history, "late", {"prompt_token_ids": [1]}, SamplingParams())
+
+    asyncio.run(run())
+    for request_id in ("a", "b"):
+        assert "--core-restart-limit" in str(history.errors[request_id])
+        assert history.streams[request_id, 0].token_ids, "it had got something before"

@@ -1,0 +1,63 @@
+"""Promise P1 on the fake model: the core is killed at random moments, and no reader can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import msgspec
+import pytest
+
+from quire.frontend.journal import JournalEntry
+from quire.testing.history import History
+from quire.wire.engine_core import EngineCoreRequest
+
+from .harness import Assassin, FakeLoad, fake_args, read, running
+
+NUM_STREAMS = 64
+
+
+async def _run(num_kills: int, seed: int, max_gap: int) -> None:
+    rng = random.Random(seed)
+    history, load = History(), FakeLoad(rng)
+    async with running(fake_args()) as engine:
+        assassin = Assassin(engine, history, rng, num_kills, max_gap)
+
+        async def read_on() -> None:
+            while not assassin.is_done:
+                request_id, prompt, params = load.make()
+                await read(engine, history, request_id, {"prompt_token_ids": prompt}, params, assassin.on_progress)
+
+        await asyncio.gather(*(read_on() for _ in range(NUM_STREAMS)))
+        counts = engine.counts
+        assert engine.llm.get_num_unfinished_requests() == 0
+    assert history.problems() == []
+    assert history.token_differences(load.expected) == []
+    assert len(history.streams) == len(load.expected) >= NUM_STREAMS
+    assert counts["resumed_requests"] > num_kills, "kills met no live streams"
+    assert counts["poisoned_requests"] == 0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_64_streams_survive_15_kills(seed: int) -> None:
+    asyncio.run(_run(15, seed, max_gap=6000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_64_streams_survive_1000_kills(seed: int) -> None:
+    asyncio.run(_run(50, seed, max_gap=(300, 6000, 30_000)[seed % 3]))
+
+
+@pytest.mark.parametrize("forgotten", [slice(0, -1), slice(1, None)], ids=["the last token", "the first token"])
+def test_a_journal_that_forgets_a_token_is_found_out(forgotten: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge is not asleep: with a resumption that is off by one token the test above fails."""
+    make_requests = JournalEntry.make_requests
+
+    def forgetful(entry: JournalEntry) -> list[EngineCoreRequest]:
+        first, *segments = make_requests(entry)
+        return [msgspec.structs.replace(first, output_token_ids=first.output_token_ids[forgotten]), *segments]
+
+    monkeypatch.setattr(JournalEntry, "make_requests", forgetful)
+    with pytest.raises(AssertionError, match=r"tokens|ends"):
+        asyncio.run(_run(2, 3, max_gap=6000))

@@ -1,0 +1,165 @@
+"""Programs as users write them: however they end, the engine ends with them, and nothing is left (promise P23)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 60.0
+MAKE_LLM = """
+import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
+from quire import LLM, SamplingParams
+llm = LLM("demo", distributed_executor_backend="tests.process.executors:Steady", max_model_len=4096,
+          num_gpu_blocks_override=2000)
+LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
+def generate(params, n=4):
+    return llm.generate([f"prompt {i}" for i in range(n)], params, use_tqdm=False)
+resources = llm.llm_engine.engine_core.mp.resources
+print("core", resources.supervisor.core_pid, resources.directory.path, flush=True)
+"""
+
+
+class Program:
+    """A user's script and what it says."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        path.write_text(MAKE_LLM + text)
+        self.process = subprocess.Popen(
+            [sys.executable, str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+            start_new_session=True,  # so that a Ctrl-C can be sent to its whole terminal
+        )
+        _, pid, directory = self.read_line().split()
+        self.core_pid, self.directory = int(pid), Path(directory)
+
+    def read_line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            _, errors = self.process.communicate(timeout=DEADLINE_S)
+            pytest.fail(f"the program has ended:\n{errors}")
+        return line.strip()
+
+    def wait(self) -> int:
+        """Its exit code."""
+        self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode
+
+    @property
+    def is_core_running(self) -> bool:
+        try:
+            os.kill(self.core_pid, 0)
+        except ProcessLookupError:
+            return False
+        # Of a killed program the core is an orphan; until the system's first process has buried it, it is a zombie.
+        stat = Path(f"/proc/{self.core_pid}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
+    started = []
+
+    def start(text: str) -> Program:
+        started.append(Program(tmp_path / "script.py", text))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_code"),
+    [
+        ("generate(SHORT)", 0),
+        ("generate(SHORT)\nsys.exit(3)", 3),
+        ("raise RuntimeError('a bug of the user')", 1),
+        ("threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT)).start()\ngenerate(LONG)", -signal.SIGINT),
+        ("llm.shutdown()\nllm.shutdown()", 0),
+        ("del llm\nprint(llm)", 1),
+        ("global_cycle = [llm]\nglobal_cycle.append(global_cycle)\ndel llm", 0),
+        ("llm.llm_engine.add_request('a', 'x', LONG)", 0),
+    ],
+    ids=["end", "exit", "error", "interrupt", "shutdown", "del", "cycle", "live request"],
+)
+def test_the_engine_ends_with_its_program(program: Callable[[str], Program], text: str, exit_code: int) -> None:
+    running = program(text)
+    start = time.monotonic()
+    assert running.wait() in (exit_code, 130 if exit_code == -signal.SIGINT else exit_code)
+    assert time.monotonic() - start < 20
+    assert not running.is_core_running
+    assert not running.directory.exists()
+
+
+@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(5)"])
+def test_a_program_that_is_gone_at_once_leaves_no_core(program: Callable[[str], Program], ending: str) -> None:
+    running = program(f"llm.llm_engine.add_request('a', 'x', LONG)\n{ending}")
+    running.wait()
+    deadline = time.monotonic() + 2.0
+    while running.is_core_running:
+        assert time.monotonic() < deadline, "promise P23: within 2 s"
+        time.sleep(0.01)
+
+
+def test_ctrl_c_stops_the_prompts_and_leaves_the_engine_usable(program: Callable[[str], Program]) -> None:
+    """As with the core in this process. The terminal sends it to every process: the core must not hear of it."""
+    running = program(
+        """
+before = [output.outputs[0].token_ids for output in generate(SHORT)]
+print("go", flush=True)
+try:
+    generate(LONG)
+except KeyboardInterrupt:
+    print("stopped", llm.llm_engine.has_unfinished_requests(), flush=True)
+after = [output.outputs[0].token_ids for output in generate(SHORT)]
+print("same", after == before, resources.supervisor.core_pid, flush=True)
+"""
+    )
+    assert running.read_line() == "go"
+    time.sleep(0.2)  # in the middle of 4000 steps of 2 ms, wherever that is
+    os.killpg(running.process.pid, signal.SIGINT)
+    assert running.read_line() == "stopped False"
+    assert running.read_line() == f"same True {running.core_pid}"
+    assert running.wait() == 0
+
+
+def test_a_program_that_forks_and_spawns_needs_no_guard(program: Callable[[str], Program]) -> None:
+    """No `if __name__ == "__main__"`: the core is not made by multiprocessing. A fork does not end the engine."""
+    running = program(
+        """
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # runs what a program runs at its end
+os.waitpid(child, 0)
+print(len(generate(SHORT)), flush=True)
+"""
+    )
+    assert running.read_line() == "4"
+    assert running.wait() == 0
+    assert not running.directory.exists()
+
+
+def test_a_file_named_like_a_module_in_the_working_directory_does_no_harm(
+    program: Callable[[str], Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("json", "msgspec", "quire"):
+        (elsewhere / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(elsewhere)
+    assert program("generate(SHORT)").wait() == 0

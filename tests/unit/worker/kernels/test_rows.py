@@ -1,0 +1,98 @@
+"""Native norms, rotations and activations against the torch reference, row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.worker.kernels.base import NormSpec
+from quire.worker.kernels.reference import activate, rms_norm, turn_heads
+from quire.worker.layers.activation import ACTIVATIONS
+
+from ..conftest import MakeKernels
+
+DTYPES = [torch.bfloat16, torch.float32]
+NORMS = [NormSpec(eps=1e-5), NormSpec(eps=1e-6, weight_offset=1.0, scale_in_float32=True)]
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Within a unit in the last place of the type, or two for a value that was rounded twice."""
+    assert found.dtype == expected.dtype
+    tolerance = 2**-7 if found.dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", NORMS, ids=str)
+@pytest.mark.parametrize("dim", [1, 12, 48, 64, 200, 896])
+def test_rms_norm(make_kernels: MakeKernels, dim: int, spec: NormSpec, dtype: torch.dtype) -> None:
+    x, weight, residual = randn(1, 40, dim, dtype=dtype), randn(2, dim, dtype=dtype), randn(3, 40, dim, dtype=dtype)
+    for r in (None, residual):
+        y = make_kernels(3).rms_norm(weight, spec)(x, r)
+        assert_close(y, rms_norm(x, r, weight=weight, spec=spec))
+        alone = [
+            make_kernels(1).rms_norm(weight, spec)(x[i : i + 1], None if r is None else r[i : i + 1]) for i in range(40)
+        ]
+        assert torch.equal(y, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_a_strided_view(make_kernels: MakeKernels, dtype: torch.dtype) -> None:
+    wide, weight = randn(4, 7, 200, dtype=dtype), randn(5, 64, dtype=dtype)
+    norm = make_kernels(1).rms_norm(weight, NORMS[0])
+    assert torch.equal(norm(wide[:, 70:134]), norm(wide[:, 70:134].contiguous()))
+
+
+@pytest.mark.parametrize("norm", [None, *NORMS], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "table_dtype"), [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2]
+)
+@pytest.mark.parametrize(("head_size", "half"), [(64, 32), (64, 16), (12, 6), (80, 10), (128, 0)])
+def test_rotation(
+    make_kernels: MakeKernels,
+    head_size: int,
+    half: int,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    norm: NormSpec | None,
+) -> None:
+    n, heads, kv_heads = 33, 4, 2
+    qkv = randn(6, n, (heads + 2 * kv_heads) * head_size, dtype=dtype)
+    cos, sin = (
+        t.to(table_dtype)
+        for t in (randn(7, n, 1, half, dtype=torch.float32), randn(8, n, 1, half, dtype=torch.float32))
+    )
+    tables = (cos, sin) if half else (None, None)
+    norms = (randn(9, head_size, dtype=dtype), randn(10, head_size, dtype=dtype), norm) if norm else (None, None, None)
+    sizes = (heads * head_size, kv_heads * head_size, kv_heads * head_size)
+    q, k, v = qkv.split(sizes, dim=1)
+    expected = turn_heads(q, k, *tables, head_size=head_size, query_norm=norms[0], key_norm=norms[1], spec=norms[2])
+    in_place = qkv.clone()
+    found = make_kernels(2).rotation(head_size, *norms)(*in_place.split(sizes, dim=1)[:2], *tables)
+    for f, e in zip(found, expected, strict=True):
+        tolerance = 2**-5 if dtype == torch.bfloat16 else 4e-6  # the reference rounds each product
+        torch.testing.assert_close(f, e, rtol=tolerance, atol=tolerance)
+    assert torch.equal(in_place.split(sizes, dim=1)[2], v)
+    for i in (0, 17):
+        one = qkv[i : i + 1].clone().split(sizes, dim=1)[:2]
+        row_tables = (cos[i : i + 1], sin[i : i + 1]) if half else (None, None)
+        alone = make_kernels(1).rotation(head_size, *norms)(*one, *row_tables)
+        assert all(torch.equal(a, f[i : i + 1]) for a, f in zip(alone, found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_activations(make_kernels: MakeKernels, name: str, is_gated: bool, dtype: torch.dtype) -> None:
+    edges = torch.tensor([-1e30, -100.0, -20.0, -1e-3, -0.0, 0.0, 1e-3, 0.624, 0.626, 20.0, 100.0, 1e30, 1e-30, 3.0])
+    x = torch.cat([edges.repeat(20, 1), randn(11, 20, 200, dtype=torch.float32) * 4], dim=1).to(dtype)  # [20, 214]
+    y = make_kernels(3).activation(name, is_gated)(x)
+    expected = activate(x.double(), name=name, is_gated=is_gated)
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(y.double(), expected.to(dtype).double(), rtol=tolerance, atol=tolerance)
+    assert torch.equal(torch.cat([make_kernels(1).activation(name, is_gated)(row) for row in x.split(1)]), y)

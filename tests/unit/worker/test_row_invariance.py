@@ -1,0 +1,98 @@
+"""The promise of the native kernels, on whole models: the logits of a request are the same to the last bit alone or in
+a batch, in one prompt or in chunks, preempted and added again with its output tokens, on any number of threads."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config.engine_args import EngineArgs
+from quire.sampling_params import SamplingParams
+from quire.testing.tiny_models import FAMILIES, VOCAB_SIZE
+from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
+from quire.worker import model_runner
+from quire.worker.kernels.library import Context, NativeLibrary
+from quire.worker.kernels.native import NativeKernels
+from quire.worker.sample.sampler import sample
+from quire.worker.worker import Worker
+
+from .conftest import MakeCheckpoint
+from .toy import RandomScheduler, ToyRequest, run_step
+
+NUM_BLOCKS, MAX_REQS, OUTPUT_LEN = 400, 6, 6
+PROMPT_LENS = (1, 2, 15, 17, 33, 50, 70, 261)
+"""Around the block size, beyond the window of 32, beyond a chunk of 256 keys."""
+
+
+class LogitsOfRequests:
+    """Runs requests under a random scheduler and keeps the logits each output was sampled from."""
+
+    def __init__(self, path: Path, dtype: str, kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+        flags: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": MAX_REQS, "device": "cpu", "dtype": dtype}
+        self._worker = Worker(EngineArgs(str(path), **flags).create_engine_config())
+        monkeypatch.setattr("quire.worker.worker.choose_kernels", lambda *_: kernels)
+        monkeypatch.setattr(model_runner, "sample", self._sample)
+        self._worker.init_device()
+        assert self._worker.backend.name == "native"
+        specs = self._worker.get_kv_cache_spec()
+        kinds = list(dict.fromkeys(specs.values()))
+        self._windows = tuple(s.sliding_window if isinstance(s, SlidingWindowSpec) else None for s in kinds)
+        self._config = KVCacheConfig(
+            NUM_BLOCKS,
+            [KVCacheTensor(NUM_BLOCKS * spec.page_size_bytes, [name]) for name, spec in specs.items()],
+            [KVCacheGroupSpec([n for n, s in specs.items() if s == kind], kind) for kind in kinds],
+        )
+        self._step_logits = torch.empty(0)
+
+    def _sample(self, logits: torch.Tensor, *args: Any) -> Any:
+        self._step_logits = logits.clone()
+        return sample(logits, *args)
+
+    def run(self, prompts: list[list[int]], seed: int, max_num_reqs: int) -> tuple[list[torch.Tensor], int]:
+        """[OUTPUT_LEN, vocab] of each request, and how many times one was preempted."""
+        self._worker.initialize_from_config(self._config)
+        scheduler = RandomScheduler(seed, NUM_BLOCKS, max_num_reqs, self._windows, 16)
+        greedy = SamplingParams(temperature=0, ignore_eos=True)
+        scheduler.waiting = [
+            ToyRequest(str(i), prompt, greedy, blocks=tuple([] for _ in self._windows))
+            for i, prompt in enumerate(prompts)
+        ]
+        logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+        num_done = 0
+        while num_done < len(prompts):
+            scheduled = scheduler.schedule()
+            output = run_step(self._worker.runner, scheduled)
+            sampling = [req_id for req_id, ids in zip(output.req_ids, output.sampled_token_ids, strict=True) if ids]
+            for req_id, row in zip(sampling, self._step_logits if sampling else [], strict=True):
+                logits[int(req_id)].append(row)
+            num_done += len(scheduler.update(scheduled, output, OUTPUT_LEN))
+        return [torch.stack(rows) for rows in logits], scheduler.num_preemptions
+
+
+def make_prompts() -> list[list[int]]:
+    rng = random.Random(4)
+    return [rng.choices(range(6, VOCAB_SIZE), k=n) for n in PROMPT_LENS]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_do_not_depend_on_company_chunks_preemption_or_threads(
+    family: str, dtype: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, instruction_set = make_prompts(), library.instruction_sets()[0]
+    path = tiny_checkpoint(family)
+    one_thread = LogitsOfRequests(path, dtype, NativeKernels(Context(library, 1, instruction_set)), monkeypatch)
+    alone, _ = one_thread.run(prompts, seed=0, max_num_reqs=1)
+    assert len({rows[-1].tolist().__repr__() for rows in alone}) == len(prompts)
+    three_threads = LogitsOfRequests(path, dtype, NativeKernels(Context(library, 3, instruction_set)), monkeypatch)
+    num_preemptions = 0
+    for seed in (1, 2):
+        together, n = three_threads.run(prompts, seed, MAX_REQS)
+        num_preemptions += n
+        for i, (a, b) in enumerate(zip(alone, together, strict=True)):
+            assert torch.equal(a, b), f"request {i}, seed {seed}"
+    assert num_preemptions > 0

@@ -1,0 +1,230 @@
+"""One value of every struct that crosses a process boundary, with every field set to something else than its default,
+and one with nothing but what must be given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quire.lora_request import LoRARequest
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from quire.wire.elastic import ReconfigureDistributedRequest, ReconfigureRankType
+from quire.wire.engine_core import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    FinishReason,
+    UtilityOutput,
+)
+from quire.wire.execution import (
+    CachedRequestData,
+    DraftTokenIds,
+    GrammarOutput,
+    LogprobsLists,
+    LogprobsTensors,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from quire.wire.handshake import ClientAddresses, EngineHandshakeMetadata, EngineStatus, EngineZmqAddresses
+from quire.wire.kv_cache import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from quire.wire.sockets import CurveKeys
+from quire.wire.stats import (
+    BaseCacheStats,
+    KVCacheEvictionEvent,
+    PrefillStats,
+    PrefixCacheStats,
+    SchedulerStats,
+    SpecDecodingStats,
+)
+
+LORA = LoRARequest("adapter", 3, "adapters/three")
+REPETITION = RepetitionDetectionParams(max_pattern_size=8, min_pattern_size=2, min_count=3)
+SAMPLING = SamplingParams(
+    n=2,
+    presence_penalty=0.5,
+    frequency_penalty=-0.25,
+    repetition_penalty=1.5,
+    temperature=0.75,
+    top_p=0.5,
+    top_k=40,
+    min_p=0.125,
+    seed=7,
+    stop=["\n\n", "ß"],
+    stop_token_ids=[1, 300],
+    ignore_eos=True,
+    max_tokens=None,
+    min_tokens=4,
+    logprobs=5,
+    prompt_logprobs=0,
+    logprob_token_ids=[9],
+    flat_logprobs=True,
+    skip_special_tokens=False,
+    spaces_between_special_tokens=False,
+    include_stop_str_in_output=True,
+    output_kind=RequestOutputKind.DELTA,
+    stream_interval=3,
+    skip_clone=True,
+    logit_bias={5: -1.5},
+    allowed_token_ids=[5, 6],
+    bad_words=["no"],
+    repetition_detection=REPETITION,
+    skip_reading_prefix_cache=True,
+    extra_args={"key": [1, "two", 3.5, None]},
+    eos_token_id=2,
+    bad_words_token_ids=[[10, 11]],
+)
+UNTEXTED = SamplingParams(detokenize=False)
+POOLING = PoolingParams(
+    use_activation=False,
+    dimensions=64,
+    step_tag_id=4,
+    returned_token_ids=[1],
+    task="embed",
+    skip_reading_prefix_cache=True,
+    extra_kwargs={"a": 1},
+    output_kind=RequestOutputKind.CUMULATIVE,
+)
+SMALL_ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
+"""Travels inside the msgpack."""
+LARGE_ARRAY = np.arange(200, dtype=np.int32).reshape(4, 50)
+"""Travels in a frame of its own."""
+LOGPROBS = LogprobsLists([[4, 5]], [[-0.5, -1.0]], [2])
+PROMPT_LOGPROBS = LogprobsTensors(
+    LARGE_ARRAY,
+    np.linspace(-4, 0, 200, dtype=np.float32).reshape(4, 50),
+    np.array([1, 2, 3, 4], dtype=np.int32),
+)
+PREFIX_STATS = PrefixCacheStats(True, 1, 20, 16, 2, 40, 32)
+EVICTION = KVCacheEvictionEvent(1.5, 0.25, (0.5, 0.125))
+SPEC_STATS = SpecDecodingStats(3, 2, 6, 4, [2, 1, 1])
+PREFILL_STATS = PrefillStats(10, 4, 5, 1)
+SCHEDULER_STATS = SchedulerStats(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130)
+EVENT = EngineCoreEvent(EngineCoreEventType.PREEMPTED, 12.5)
+OUTPUT = EngineCoreOutput(
+    "0_request",
+    [8, 9],
+    new_logprobs=LOGPROBS,
+    new_prompt_logprobs_tensors=PROMPT_LOGPROBS,
+    pooling_output=SMALL_ARRAY,
+    finish_reason=FinishReason.ERROR,
+    stop_reason="</s>",
+    segment_finish_reason=FinishReason.LENGTH,
+    events=[EVENT],
+    prefill_stats=PREFILL_STATS,
+    trace_headers={"traceparent": "00-1"},
+    kv_transfer_params={"remote": [1, {"x": None}]},
+    routed_experts=np.array([[1, 2]], dtype=np.uint8),
+    num_nans_in_logits=1,
+    error_message="it failed",
+)
+ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
+FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
+NEW_REQUEST = NewRequestData("r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA)
+CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32])
+
+FULL: dict[str, Any] = {
+    "LoRARequest": LORA,
+    "RepetitionDetectionParams": REPETITION,
+    "SamplingParams": SAMPLING,
+    "PoolingParams": POOLING,
+    "EngineCoreRequest": EngineCoreRequest(
+        "0_request",
+        [1, 200, 70000],
+        SAMPLING,
+        POOLING,
+        1700000000.5,
+        lora_request=LORA,
+        cache_salt="",
+        data_parallel_rank=1,
+        prompt_embeds=PROMPT_LOGPROBS.logprobs,
+        mm_features=["feature"],
+        client_index=1,
+        current_wave=2,
+        priority=-3,
+        trace_headers={"traceparent": "00-1"},
+        resumable=True,
+        continues_session=True,
+        external_req_id="request",
+        output_token_ids=[5, 6],
+        prompt_is_token_ids=[True, False, True],
+        reasoning_ended=True,
+        reasoning_parser_kwargs={"a": 1},
+    ),
+    "ReconfigureDistributedRequest": ReconfigureDistributedRequest(
+        4, 1, ReconfigureRankType.KEEP_CURRENT_RANK, "127.0.0.1", 5000, [5001, 5002], 5003
+    ),
+    "EngineCoreEvent": EVENT,
+    "EngineCoreOutput": OUTPUT,
+    "UtilityOutput": UtilityOutput(-5, "no", {"result": [1, 2.5, "x", None, True]}, "ServerError"),
+    "EngineCoreOutputs": EngineCoreOutputs(
+        1, [OUTPUT], SCHEDULER_STATS, 99.5, UtilityOutput(1, None, [True]), {"0_request"}, 3, 4, 2, 1234
+    ),
+    "EngineCoreReadyResponse": EngineCoreReadyResponse(
+        4096, 1000, 16, 15984, 3.9, ("generate",), dp_stats_address="ipc:///s", engine_index=1, incarnation=2
+    ),
+    "NewRequestData": NEW_REQUEST,
+    "CachedRequestData": CACHED,
+    "SchedulerOutput": SchedulerOutput(
+        [NEW_REQUEST], CACHED, {"r": 2, "s": 1}, 3, {"s": [7]}, {"gone"}, {"preempted"}, True, True
+    ),
+    "GrammarOutput": GrammarOutput(["r"], np.array([[-1, 3]], dtype=np.int32)),
+    "LogprobsLists": LOGPROBS,
+    "LogprobsTensors": PROMPT_LOGPROBS,
+    "ModelRunnerOutput": ModelRunnerOutput(
+        ["r"], [[5]], {"r": LOGPROBS}, {"r": PROMPT_LOGPROBS}, {"r": SMALL_ARRAY}, {"r": 1}
+    ),
+    "DraftTokenIds": DraftTokenIds(["r"], [[1, 2]]),
+    "EngineZmqAddresses": ADDRESSES,
+    "ClientAddresses": ClientAddresses(1, "ipc:///a", "ipc:///b"),
+    "EngineStatus": EngineStatus("FAILED", False, True, 9, 4711, "ModelLoadError", "no such file", "abc"),
+    "EngineHandshakeMetadata": EngineHandshakeMetadata(
+        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}
+    ),
+    "FullAttentionSpec": FULL_SPEC,
+    "SlidingWindowSpec": SlidingWindowSpec(16, 2, 64, "float16", 128),
+    "KVCacheGroupSpec": KVCacheGroupSpec(["layer.0"], FULL_SPEC),
+    "KVCacheTensor": KVCacheTensor(4096, ["layer.0"]),
+    "KVCacheConfig": KVCacheConfig(8, [KVCacheTensor(4096, ["layer.0"])], [KVCacheGroupSpec(["layer.0"], FULL_SPEC)]),
+    "CurveKeys": CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40),
+    "BaseCacheStats": BaseCacheStats(True, 1, 2, 3, 4, 5, 6),
+    "PrefixCacheStats": PREFIX_STATS,
+    "KVCacheEvictionEvent": EVICTION,
+    "SpecDecodingStats": SPEC_STATS,
+    "PrefillStats": PREFILL_STATS,
+    "SchedulerStats": SCHEDULER_STATS,
+}
+"""By class name."""
+LEFT_AT_DEFAULT = {"SamplingParams": {"detokenize"}}
+"""Fields that a full sample cannot set: stop strings need the text."""
+
+PLAIN: dict[str, Any] = {
+    "SamplingParams": UNTEXTED,
+    "PoolingParams": PoolingParams(),
+    "EngineCoreRequest": EngineCoreRequest("0_request", [1, 2, 3], SamplingParams(), None, 1700000000.5),
+    "EngineCoreOutput": EngineCoreOutput("0_request", [8]),
+    "EngineCoreOutputs": EngineCoreOutputs(outputs=[EngineCoreOutput("0_request", [8])], timestamp=99.5),
+    "UtilityOutput": UtilityOutput(1),
+    "SchedulerOutput": SchedulerOutput(),
+    "ModelRunnerOutput": ModelRunnerOutput(),
+    "EngineStatus": EngineStatus("HELLO"),
+    "EngineHandshakeMetadata": EngineHandshakeMetadata(EngineZmqAddresses(["i"], ["o"]), b""),
+    "ABORT": ["0_request", "1_request"],
+    "UTILITY": (0, 77, "reset_prefix_cache", (True,)),
+}
+"""With nothing set but what must be; and the two messages that are no struct."""
+
+SAMPLES: dict[str, Any] = {f"{name}.full": value for name, value in FULL.items()} | {
+    f"{name}.plain": value for name, value in PLAIN.items()
+}
