@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from quire import timeline as timeline  # first of all: its first stamp says when the interpreter was up
+
 if TYPE_CHECKING:
     from quire.config.engine_args import AsyncEngineArgs as AsyncEngineArgs
     from quire.config.engine_args import EngineArgs as EngineArgs

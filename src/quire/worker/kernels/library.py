@@ -15,6 +15,7 @@ from pathlib import Path
 
 from quire import envs
 from quire.logger import init_logger
+from quire.worker.kernels.packs import FRESH_PACKS, Packs
 
 logger = init_logger(__name__)
 
@@ -170,6 +171,8 @@ class Context:
         self.handle = c_void_p(handle)
         self.num_threads = num_threads
         self.instruction_set = instruction_set
+        self.packs: Packs = FRESH_PACKS
+        """Where kernels that are made now get the memory of what they pack: `Kernels.packing`."""
         weakref.finalize(self, cdll.qk_destroy, self.handle)
 
 
