@@ -7,14 +7,14 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from quire import __version__, envs
 from quire.cli.command_line import CommandLine
 from quire.cli.engine_options import engine_args, engine_options, flag_option
 from quire.cli.options import Arguments, Positional
-from quire.config.engine import EngineConfig
 from quire.config.flags import flags_of
 from quire.config.server import ServerConfig, read_api_keys
 from quire.logger import init_logger
@@ -57,9 +57,19 @@ def run(args: Arguments) -> int:
     listeners = resolve("quire.frontend.openai.server:Listeners").bind(config)
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)
-        engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config)
+        metrics = resolve("quire.frontend.metrics.prometheus:PrometheusStatLogger")(engine_config.model_config.name)
+        loggers = [resolve("quire.frontend.metrics.manager:LoggingStatLogger")(), metrics]
+        engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config, stat_loggers=loggers)
         try:
-            main = _serve(engine, engine_config, config, keys, listeners, start)
+            make_state = partial(
+                resolve("quire.frontend.openai.state:ServerState"),
+                engine,
+                config,
+                key_digests=keys,
+                stall_s=engine_config.frontend_config.slow_client_timeout_s,
+                metrics=metrics if engine.log_stats else None,
+            )
+            main = _serve(make_state, listeners, engine_config.lifecycle_config.shutdown_timeout, start)
             with asyncio.Runner(loop_factory=resolve("uvloop:new_event_loop")) as runner:
                 runner.run(main)
         finally:
@@ -70,11 +80,8 @@ def run(args: Arguments) -> int:
     return 0
 
 
-async def _serve(
-    engine: Any, engine_config: EngineConfig, config: ServerConfig, keys: Sequence[bytes], listeners: Any, start: float
-) -> None:
-    stall_s = engine_config.frontend_config.slow_client_timeout_s
-    state = resolve("quire.frontend.openai.state:ServerState")(engine, config, key_digests=keys, stall_s=stall_s)
+async def _serve(make_state: Callable[[], Any], listeners: Any, shutdown_timeout_s: float, start: float) -> None:
+    state = make_state()
 
     def tell() -> None:
         admin = f"; admin routes on {listeners.admin_url}" if listeners.admin_url else ""
@@ -83,7 +90,6 @@ async def _serve(
             "quire %s: serving %s on %s%s (%.1f s)", __version__, state.model_name, listeners.url, admin, took_s
         )
 
-    await resolve("quire.frontend.openai.server:serve")(
-        state, listeners, shutdown_timeout_s=engine_config.lifecycle_config.shutdown_timeout, on_ready=tell
-    )
+    run_server = resolve("quire.frontend.openai.server:serve")
+    await run_server(state, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=tell)
     state.renderer.close()

@@ -5,7 +5,6 @@ A new endpoint is a file under `routes/` with its `ENDPOINTS`, and a row in `ROU
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
@@ -16,21 +15,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire import __version__
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint
 from quire.frontend.openai.errors import error_response, http_status_error, unknown_route
-from quire.frontend.openai.routes import chat, completions, health, models, tokens
+from quire.frontend.openai.routes import admin, chat, completions, documents, health, metrics, models, tokens
 from quire.frontend.openai.state import ServerState
+from quire.resolve import resolve
+from quire.version import __version__
 
 ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     health.ENDPOINTS,
+    metrics.ENDPOINTS,
     models.ENDPOINTS,
     tokens.ENDPOINTS,
     completions.ENDPOINTS,
     chat.ENDPOINTS,
+    documents.ENDPOINTS,
+    admin.ENDPOINTS,
 )
 """Every endpoint there is, one row per file of `routes/`."""
 
@@ -56,7 +59,8 @@ def build_app(state: ServerState, *, is_admin: bool = False) -> FastAPI:
         root_path=config.root_path or "",
     )
     app.state.server = state
-    for endpoint in endpoints_of(config, is_admin=is_admin):
+    app.state.endpoints = endpoints_of(config, is_admin=is_admin)
+    for endpoint in app.state.endpoints:
         add_endpoint(app, endpoint)
     app.add_exception_handler(HTTPException, _on_http_exception)
     if config.allowed_origins and not is_admin:
@@ -95,10 +99,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 def _add_middleware(app: FastAPI, name: str) -> None:
     """--middleware: a class, or an async function of (request, call_next), by dotted name."""
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
-    try:
-        found: Any = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError):
-        raise ConfigError(f"--middleware {name}: there is no such thing to import") from None
+    found: Any = resolve(f"{module_name}:{attribute}")
     if inspect.isclass(found):
         app.add_middleware(found)  # type: ignore[arg-type]  # whatever the operator names
     elif inspect.iscoroutinefunction(found):

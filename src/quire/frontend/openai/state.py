@@ -7,13 +7,14 @@ import hashlib
 import time
 from collections.abc import Sequence
 
-from quire import __version__
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.metrics.prometheus import PrometheusStatLogger
 from quire.frontend.openai.auth import Gatekeeper
 from quire.frontend.openai.errors import UnavailableError
 from quire.frontend.openai.rendering import PromptRenderer
+from quire.version import __version__
 
 
 class Lifecycle:
@@ -57,9 +58,11 @@ class ServerState:
         *,
         key_digests: Sequence[bytes] = (),
         stall_s: float = 60.0,
+        metrics: PrometheusStatLogger | None = None,
     ) -> None:
         self.engine = engine
         self.config = config
+        self.metrics = metrics
         self.stall_s = stall_s
         """How long a stream may wait for its reader (--slow-client-timeout-s); 0 for ever."""
         self.gatekeeper = Gatekeeper(key_digests, protect_metrics=config.protect_metrics, admin_host=config.admin_host)

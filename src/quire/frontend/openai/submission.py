@@ -47,7 +47,7 @@ class Submission:
             for index, prompt in enumerate(prompts):
                 collectors.append(
                     await engine.add_request(
-                        request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                        request_id,
                         prompt,
                         params,
                         trace_headers=context.trace_headers,

@@ -73,19 +73,23 @@ Test = Callable[[Server], Awaitable[None]]
 def check(
     test: Test,
     *,
-    executor: str = "Quick",
+    executor: str | None = "Quick",
     keys: Sequence[bytes] = (),
     engine_flags: dict[str, Any] | None = None,
     **flags: Any,
 ) -> None:
-    """Run `test` against a fresh server with these flags; afterwards nothing is left of any request."""
+    """Run `test` against a fresh server with these flags; afterwards nothing is left of any request.
+
+    An `executor` of None runs the real model.
+    """
+    fake = {} if executor is None else {"distributed_executor_backend": f"tests.process.executors:{executor}"}
 
     async def run() -> None:
         args = EngineArgs(
             MODEL,
-            distributed_executor_backend=f"tests.process.executors:{executor}",
             max_model_len=MAX_MODEL_LEN,
-            **(engine_flags or {}),
+            num_gpu_blocks_override=256,
+            **{**fake, **(engine_flags or {})},
         )
         async with AsyncLLM.from_engine_args(args) as engine:
             server = Server(engine, ServerConfig(**flags), keys)

@@ -38,4 +38,6 @@ class TokenCount:
 
     def in_answer(self) -> dict[str, Any]:
         """As whole answers show it."""
-        return {"prompt_tokens_details": None, "completion_tokens_details": None} | self.in_chunk()
+        counts = self.in_chunk()
+        counts.setdefault("prompt_tokens_details", None)
+        return counts | {"completion_tokens_details": None}

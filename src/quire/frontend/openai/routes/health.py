@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from quire import __version__
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.errors import UnavailableError
+from quire.version import __version__
 
 
 async def health(context: RequestContext) -> Response:
