@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from quire import timeline as timeline  # first of all: its first stamp says when the interpreter was up
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.config.engine_args import AsyncEngineArgs as AsyncEngineArgs
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from quire.sampling_params import RequestOutputKind as RequestOutputKind
     from quire.sampling_params import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
 
 _EXPORTS: dict[str, str] = {
     "LLM": "quire.frontend.llm",

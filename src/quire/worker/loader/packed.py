@@ -182,7 +182,7 @@ class CacheWriter(threading.Thread):
     def _write_all(self, writer: PackedFileWriter) -> bool:
         while not self._is_cancelled and (layer := self._layers.get()) is not None:
             name, memory = layer
-            writer.add(name, memoryview(memory.numpy()))
+            writer.add(name, memoryview(memory.numpy()))  # type: ignore[arg-type]  # an array is a buffer
         return not self._is_cancelled
 
 
