@@ -64,6 +64,11 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._arena = arena
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; keeping the compiler out would first import it, which takes a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What torch calls for every operation."""
         if func is torch.ops.aten.empty.memory_format:
