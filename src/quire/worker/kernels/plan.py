@@ -57,11 +57,11 @@ class Arena:
         return start
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """Inside it torch makes views, and new tensors in the arena; it computes nothing."""
 
     def __init__(self, arena: Arena) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
         self._arena = arena
 
     @classmethod
