@@ -10,11 +10,11 @@ them down.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from ceilings import MEMORY_BYTES, best_seconds, ceilings
 from models import SHAPES
 from torch.nn import functional
 
@@ -27,33 +27,6 @@ from quire.worker.kernels.base import LinearSpec
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.reference import TORCH_KERNELS
-
-MEMORY_BYTES = 1 << 28
-"""More than any cache; weights are cycled through copies of as much in all, so that none is found in a cache."""
-
-
-def best_seconds(*runs: Callable[[], object], at_least: float = 0.3) -> list[float]:
-    """The best time of each, all taking turns."""
-    times: list[list[float]] = [[] for _ in runs]
-    deadline = time.perf_counter() + at_least * len(runs)
-    while time.perf_counter() < deadline or len(times[0]) < 3:
-        for run, taken in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
-    return [min(taken) for taken in times]
-
-
-def ceilings(context: Context) -> tuple[float, float]:
-    """Bytes read per second, and bfloat16 operations per second."""
-    memory = torch.zeros(MEMORY_BYTES, dtype=torch.uint8)
-    cdll = context.library.cdll
-    operations = cdll.qk_multiply_bf16(context.handle, 256)
-    read, multiply = best_seconds(
-        lambda: cdll.qk_read_memory(context.handle, memory.data_ptr(), MEMORY_BYTES),
-        lambda: cdll.qk_multiply_bf16(context.handle, 256),
-    )
-    return MEMORY_BYTES / read, operations / multiply
 
 
 def linear_shapes(model: str) -> dict[str, tuple[int, int, bool]]:
