@@ -121,7 +121,7 @@ class RouterKernel(Protocol):
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits: [n, num_experts] float32. Returns the k experts of each token, the best first: ids [n, k] int64, and
-        their weights [n, k] float32, from a softmax over all experts."""
+        their weights [n, k], from a softmax over all experts, for the experts kernel of the same `Kernels`."""
         ...
 
 
@@ -129,8 +129,8 @@ class ExpertsKernel(Protocol):
     """The gated MLPs of a mixture of experts."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x: [n, hidden]; ids: [n, k] int64; weights: [n, k] float32. Each token's weighted sum of its experts'
-        answers, [n, hidden], added in the order of `ids`; `residual`, of that shape, is added. An expert nobody chose
+        """x: [n, hidden]; ids: [n, k] int64; weights: [n, k]. Each token's weighted sum of its experts' answers,
+        [n, hidden], added in the order of `ids`; `residual`, of that shape, is added. An expert nobody chose
         is not touched."""
         ...
 

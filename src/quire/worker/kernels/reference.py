@@ -149,11 +149,11 @@ def activate(x: Tensor, *, name: str, is_gated: bool) -> Tensor:
 
 
 def route(logits: Tensor, *, spec: RouterSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See RouterKernel."""
+    """See RouterKernel. Weights that are rounded have the model's type: products with them are rounded, too."""
     weights, ids = logits.softmax(dim=-1).topk(spec.num_experts_per_token, dim=-1)  # [n, k] each
     if spec.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return ids, weights if spec.weights_in_float32 else weights.to(dtype).to(logits.dtype)
+    return ids, weights if spec.weights_in_float32 else weights.to(dtype)
 
 
 def ask_experts(

@@ -114,7 +114,7 @@ def test_router(make_kernels: MakeKernels, experts: int, k: int, normalize: bool
     assert torch.equal(ids, expected_ids)
     assert weights.dtype == torch.float32
     tolerance = 1e-6 if in_float32 else 2**-8
-    torch.testing.assert_close(weights.double(), expected, rtol=tolerance, atol=1e-9)
+    torch.testing.assert_close(weights.double(), expected.double(), rtol=tolerance, atol=1e-9)
     if not in_float32:
         assert torch.equal(weights, weights.bfloat16().float())
     rows = [make_kernels(1).router(spec, torch.bfloat16)(row) for row in logits.split(1)]
