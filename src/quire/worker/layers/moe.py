@@ -68,8 +68,8 @@ class Experts(nn.Module):
         """Weighted sum of each token's experts.
 
         x: [num_tokens, hidden]; expert_ids: [num_tokens, k] int64; expert_weights: [num_tokens, k]. An expert runs
-        once, on its own tokens, and idle experts cost nothing. A token's answers are added in the order of its own choices,
-        whatever else is in the batch; `residual`, of x's shape, is added, too.
+        once, on its own tokens, and idle experts cost nothing. A token's answers are added in the order of its own
+        choices, whatever else is in the batch; `residual`, of x's shape, is added, too.
         """
         return (self._kernel or self.prepare(TORCH_KERNELS))(x, expert_ids, expert_weights, residual)
 
