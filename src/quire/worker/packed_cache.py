@@ -178,11 +178,8 @@ class PackedCache:
 
     @staticmethod
     def default() -> PackedCache:
-        """That of this user: QUIRE_CACHE_ROOT, or quire in XDG_CACHE_HOME or ~/.cache."""
-        root = envs.CACHE_ROOT.get()
-        if not root:
-            root = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "quire"))
-        return PackedCache(Path(root).expanduser() / "packed")
+        """That of this user."""
+        return PackedCache(cache_root() / "packed")
 
     def path_of(self, key: Key) -> Path:
         """Where the file of `key` is, or would be."""
@@ -230,6 +227,12 @@ class PackedCache:
     def _listing(self, suffix: str) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             yield from (path for path in self.directory.iterdir() if path.name.endswith(suffix))
+
+
+def cache_root() -> Path:
+    """Where Quire keeps what may be deleted: QUIRE_CACHE_ROOT, or quire in XDG_CACHE_HOME or ~/.cache."""
+    root = envs.CACHE_ROOT.get() or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "quire")
+    return Path(root).expanduser()
 
 
 def max_cache_bytes() -> int:
