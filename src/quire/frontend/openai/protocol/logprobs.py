@@ -24,10 +24,11 @@ class TokenNames:
 
 def text_logprobs(
     token_ids: Sequence[int], positions: Iterable[Position | None], name: TokenNames, first_offset: int = 0
-) -> dict[str, Any]:
-    """The shape of /v1/completions. A position of None is the first token of a prompt, which nothing precedes.
+) -> tuple[dict[str, Any], int]:
+    """(the shape of /v1/completions, the offset of what follows).
 
-    `first_offset` is how much of the text came before.
+    A position of None is the first token of a prompt, which nothing precedes. `first_offset` is how long the texts of
+    the tokens before are.
     """
     offsets: list[int] = []
     values: list[float | None] = []
@@ -42,7 +43,7 @@ def text_logprobs(
         values.append(None if position is None else shown(entry.logprob))
         tops.append(None if position is None else {name(i, x): shown(x.logprob) for i, x in position.items()})
         offset += len(entry.decoded_token or "") if position is not None else len(text)
-    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
+    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}, offset
 
 
 def chat_logprobs(
