@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import Logprob, PromptLogprobs
 
 MIN_LOGPROB = -9999.0
@@ -15,11 +16,18 @@ Position = dict[int, Logprob]
 class TokenNames:
     """How tokens are written: their text, or `token_id:N` where a client wants to tell equal texts apart."""
 
-    def __init__(self, as_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
         self._as_ids = as_ids
 
     def __call__(self, token_id: int, entry: Logprob) -> str:
-        return f"token_id:{token_id}" if self._as_ids else entry.decoded_token or ""
+        return f"token_id:{token_id}" if self._as_ids else self.text(token_id, entry)
+
+    def text(self, token_id: int, entry: Logprob) -> str:
+        """What it adds to the text."""
+        if entry.decoded_token is not None or self._tokenizer is None:
+            return entry.decoded_token or ""
+        return self._tokenizer.token_text(token_id)
 
 
 def text_logprobs(
@@ -37,12 +45,11 @@ def text_logprobs(
     offset = first_offset
     for token_id, position in zip(token_ids, positions, strict=True):
         entry = Logprob(0.0) if position is None else position[token_id]
-        text = name(token_id, entry)
         offsets.append(offset)
-        tokens.append(text)
+        tokens.append(name(token_id, entry))
         values.append(None if position is None else shown(entry.logprob))
         tops.append(None if position is None else {name(i, x): shown(x.logprob) for i, x in position.items()})
-        offset += len(entry.decoded_token or "") if position is not None else len(text)
+        offset += len(name.text(token_id, entry))
     return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}, offset
 
 

@@ -88,7 +88,8 @@ class CompletionWriter:
         self._num_outputs = params.n
         self._fingerprint = context.state.fingerprint
         self._head = {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": model}
-        self._name = TokenNames(bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids)
+        as_ids = bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids
+        self._name = TokenNames(context.state.engine.tokenizer, as_ids=as_ids)
         self._shows_nothing = body.max_tokens == 0
         self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details)
         self._sends_usage = body.wants_usage or config.enable_force_include_usage
