@@ -38,7 +38,8 @@ int32_t qk_abi_version(void) { return QK_ABI_VERSION; }
 int64_t qk_struct_size(int32_t n) {
     constexpr int64_t sizes[] = {sizeof(qk_pack_args),       sizeof(qk_linear_args), sizeof(qk_rms_norm_args),
                                  sizeof(qk_rotate_args),     sizeof(qk_activation_args),
-                                 sizeof(qk_gather_args),     sizeof(qk_attention_args)};
+                                 sizeof(qk_gather_args),     sizeof(qk_attention_args),
+                                 sizeof(qk_pack_quantized_args), sizeof(qk_quantized_linear_args)};
     return n >= 0 && n < int32_t(sizeof sizes / sizeof *sizes) ? sizes[n] : 0;
 }
 
@@ -56,6 +57,9 @@ qk_context* qk_create(int32_t num_threads, const char* instruction_set) {
 void qk_destroy(qk_context* context) { delete context; }
 
 void qk_linear(qk_context* context, const qk_linear_args* args) { context->kernels.linear(*context, *args); }
+void qk_quantized_linear(qk_context* context, const qk_quantized_linear_args* args) {
+    context->kernels.quantized_linear(*context, *args);
+}
 void qk_rms_norm(qk_context* context, const qk_rms_norm_args* args) { context->kernels.rms_norm(*context, *args); }
 void qk_rotate(qk_context* context, const qk_rotate_args* args) { context->kernels.rotate(*context, *args); }
 void qk_activation(qk_context* context, const qk_activation_args* args) { context->kernels.activation(*context, *args); }

@@ -11,6 +11,7 @@ void rotate(qk_context& context, const qk_rotate_args& args);
 void activation(qk_context& context, const qk_activation_args& args);
 void attention(qk_context& context, const qk_attention_args& args);
 void read_memory(qk_context& context, const void* memory, int64_t bytes);
+void quantized_linear(qk_context& context, const qk_quantized_linear_args& args);
 int64_t multiply_bf16(qk_context& context, int64_t rounds);  // floating-point operations done
 
 }  // namespace QK_ISA

@@ -104,8 +104,27 @@ class AttentionArgs(Structure):
     )  # fmt: skip
 
 
+class PackQuantizedArgs(Structure):
+    """qk_pack_quantized_args"""
+
+    _fields_ = (
+        ("n", c_int64), ("k", c_int64), ("form", c_int32), ("gated", c_int32),
+        ("values", c_void_p), ("stride", c_int64), ("packed", c_void_p),
+    )  # fmt: skip
+
+
+class QuantizedLinearArgs(Structure):
+    """qk_quantized_linear_args"""
+
+    _fields_ = (
+        ("linear", LinearArgs), ("form", c_int32), ("reserved", c_int32), ("group_size", c_int64),
+        ("scales", c_void_p), ("zeros", c_void_p), ("corrections", c_void_p),
+    )  # fmt: skip
+
+
 _STRUCTS: tuple[type[Structure], ...] = (
     PackArgs, LinearArgs, RmsNormArgs, RotateArgs, ActivationArgs, GatherArgs, AttentionArgs,
+    PackQuantizedArgs, QuantizedLinearArgs,
 )  # fmt: skip
 _KERNELS = {
     "qk_pack": PackArgs,
@@ -116,6 +135,8 @@ _KERNELS = {
     "qk_activation": ActivationArgs,
     "qk_gather": GatherArgs,
     "qk_attention": AttentionArgs,
+    "qk_pack_quantized": PackQuantizedArgs,
+    "qk_quantized_linear": QuantizedLinearArgs,
 }
 
 
@@ -140,6 +161,8 @@ class NativeLibrary:
         cdll.qk_create.argtypes, cdll.qk_create.restype = (c_int32, c_char_p), c_void_p
         cdll.qk_destroy.argtypes, cdll.qk_destroy.restype = (c_void_p,), None
         cdll.qk_packed_bytes.argtypes, cdll.qk_packed_bytes.restype = (c_int64, c_int64, c_int32, c_int32), c_int64
+        sizes = (c_int64, c_int64, c_int32, c_int32)
+        cdll.qk_quantized_bytes.argtypes, cdll.qk_quantized_bytes.restype = sizes, c_int64
         cdll.qk_read_memory.argtypes, cdll.qk_read_memory.restype = (c_void_p, c_void_p, c_int64), None
         cdll.qk_multiply_bf16.argtypes, cdll.qk_multiply_bf16.restype = (c_void_p, c_int64), c_int64
         for name, struct in _KERNELS.items():

@@ -32,6 +32,8 @@ from quire.worker.kernels.library import (
     RotateArgs,
 )
 from quire.worker.kernels.memory import take_memory
+from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
+from quire.worker.quantization.weight import QuantizedWeight
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4}
@@ -49,6 +51,15 @@ class NativeKernels(Kernels):
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
         """See Kernels.linear."""
         return NativeLinear(Matrix.pack(self.context, weight, is_gated=spec.gated), bias, spec)
+
+    def can_quantize(self, weight: QuantizedWeight) -> bool:
+        """See Kernels.can_quantize."""
+        return can_pack(weight)
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
+        """See Kernels.quantized_linear."""
+        matrix = QuantizedMatrix(self.context, weight, is_gated=spec.gated)
+        return NativeQuantizedLinear(matrix, bias, spec, ACTIVATIONS[spec.activation])
 
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
         """See Kernels.embedding."""
