@@ -17,6 +17,7 @@ from quire.config.engine import EngineConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.config.quantization import quantization_method
+from quire.config.stored_quantization import read_stored_scheme
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
 from quire.errors import ConfigError
 from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
@@ -71,7 +72,10 @@ def _unsupported(model: ModelConfig) -> list[str]:
     if hf.architecture not in MODELS:
         problems.append(f"architecture {hf.architecture!r} is not implemented; known are {', '.join(sorted(MODELS))}")
     try:
-        quantization_method(model.quantization, hf.get("quantization_config"), hf.path)
+        stored = hf.get("quantization_config")
+        quantization_method(model.quantization, stored, hf.path)
+        if stored:
+            read_stored_scheme(stored, hf.path)
     except ConfigError as e:
         problems.append(str(e))
     return problems

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 
 WEIGHT_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
 """Methods that quantize at load, and their bits per weight."""
@@ -45,7 +45,7 @@ def group_size_for(in_features: int) -> int:
     return next((size for size in GROUP_SIZES if in_features % size == 0), GROUP_SIZES[-1])
 
 
-def quantization_method(asked: str | None, stored: Mapping[str, Any] | None, path: Path) -> str | None:
+def quantization_method(asked: str | None, stored: Any, path: Path) -> str | None:
     """The method that applies: that of the checkpoint whose config.json is at `path`, if its weights are quantized,
     else what --quantization asks for. Raises ConfigError if the two contradict each other."""
     if not stored:
@@ -55,6 +55,8 @@ def quantization_method(asked: str | None, stored: Mapping[str, Any] | None, pat
                 f"leave the flag out, or quantize them at load with {' or '.join(WEIGHT_BITS)}"
             )
         return asked
+    if not isinstance(stored, Mapping):
+        raise ModelLoadError(f"{path} has a quantization_config that is no object: {stored!r}")
     method = str(stored.get("quant_method"))
     if asked not in (None, method):
         raise ConfigError(

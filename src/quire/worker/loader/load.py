@@ -26,6 +26,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.quantization import WEIGHT_BITS, quantization_method, scheme_of
+from quire.config.stored_quantization import read_stored_scheme
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
 from quire.logger import init_logger
 from quire.worker.kernels.base import Kernels
@@ -36,7 +37,7 @@ from quire.worker.layers.weights import Prepared, allocate, checkpoint_tensors, 
 from quire.worker.loader.dummy import Noise
 from quire.worker.models.registry import get_model_class
 from quire.worker.platform import release_free_memory
-from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat, get_format
+from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat, make_format
 from quire.worker.quantization.layers import plan_quantization
 from quire.worker.quantization.stored import Stored, StoredMatrix, gather_matrices, same_kind
 from quire.worker.quantization.weight import QuantizedWeight
@@ -66,7 +67,7 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, placement: Pl
     hf = dataclasses.replace(model_config.hf_config, max_model_len=model_config.model_len)
     model = _build(hf)
     method = quantization_method(model_config.quantization, hf.get("quantization_config"), hf.path)
-    if method in WEIGHT_BITS:
+    if method is not None and method in WEIGHT_BITS:
         plan_quantization(model, scheme_of(method))
     if load_config.load_format == "dummy":
         stored = None
@@ -145,10 +146,10 @@ def _build(hf: HFConfig) -> nn.Module:
 def find_tensors(model: nn.Module, hf: HFConfig, directory: Path) -> dict[str, Stored]:
     """What `directory`, whose config.json is `hf`, stores for each tensor the model wants. Reads headers only.
 
-    Raises as `match_tensors` and `get_format` do.
+    Raises as `match_tensors` and `read_stored_scheme` do.
     """
     index, quantization = CheckpointIndex.from_dir(directory), hf.get("quantization_config")
-    format = get_format(quantization, hf.path) if quantization else None
+    format = make_format(read_stored_scheme(quantization, hf.path)) if quantization else None
     return match_tensors(checkpoint_tensors(model), index, tied_head=hf.tie_word_embeddings, format=format)
 
 

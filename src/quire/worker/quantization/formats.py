@@ -16,12 +16,13 @@ Unsigned values are shifted to signed ones, and zero points with them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.config.checkpoint import TensorInfo
+from quire.config.stored_quantization import StoredScheme
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.worker.quantization.weight import QuantizedWeight
 
@@ -246,64 +247,14 @@ def _two(info: TensorInfo) -> tuple[int, int]:
     return info.shape[0], info.shape[1]
 
 
-def get_format(config: Mapping[str, Any], source: Any) -> StoredFormat:
-    """The format that the quantization_config of a checkpoint describes; `source` is its file, for messages.
-
-    Raises UnsupportedModelError for one that cannot be read, saying which can.
-    """
-    method = config.get("quant_method")
-    if method not in _READERS:
-        raise UnsupportedModelError(
-            f"{source} has a quantization_config of method {method!r}; those that can be read are {', '.join(_READERS)}"
-        )
-    return _READERS[method](config, source)
-
-
-def _gptq(config: Mapping[str, Any], source: Any) -> StoredFormat:
-    version = config.get("checkpoint_format", "gptq")
-    if version not in ("gptq", "gptq_v2"):
-        raise UnsupportedModelError(f"{source}: GPTQ in the format {version!r}; gptq and gptq_v2 can be read")
-    if config.get("dynamic"):
-        raise UnsupportedModelError(f"{source}: GPTQ with other bits for some layers ('dynamic') cannot be read")
-    return Gptq(_bits(config.get("bits"), source), zero_offset=1 if version == "gptq" else 0)
-
-
-def _awq(config: Mapping[str, Any], source: Any) -> StoredFormat:
-    version = str(config.get("version", "gemm")).lower()
-    if version != "gemm" or config.get("bits", config.get("w_bit", 4)) != 4:
-        raise UnsupportedModelError(f"{source}: AWQ of version {version!r}; the version gemm with 4 bits can be read")
-    return AwqGemm()
-
-
-def _compressed(config: Mapping[str, Any], source: Any) -> StoredFormat:
-    groups = list((config.get("config_groups") or {}).values())
-    schemes = [(group.get("weights") or {}, group.get("input_activations")) for group in groups]
-    bits = {weights.get("num_bits") for weights, _ in schemes}
-    if not schemes or len(bits) != 1 or any(weights.get("type", "int") != "int" for weights, _ in schemes):
-        raise UnsupportedModelError(f"{source}: compressed-tensors of one integer type can be read; this has {groups}")
-    inputs = [inputs for _, inputs in schemes if inputs]
-    if any(
-        scheme.get("num_bits") != 8 or scheme.get("type") != "int" or not scheme.get("dynamic") for scheme in inputs
-    ):
-        raise UnsupportedModelError(
-            f"{source}: int8 activations by the maximum of each token (dynamic) can be computed with; this has {inputs}"
-        )
-    if inputs and bits != {8}:
-        raise UnsupportedModelError(f"{source}: int8 activations with weights of {bits} bits cannot be computed with")
-    layout = config.get("format")
-    if layout == "pack-quantized":
-        return CompressedPacked(_bits(bits.pop(), source), quantizes_inputs=bool(inputs))
-    if layout in ("int-quantized", "naive-quantized") and bits == {8}:
-        return CompressedInt8(quantizes_inputs=bool(inputs))
-    raise UnsupportedModelError(
-        f"{source}: compressed-tensors in the format {layout!r}; pack-quantized and int-quantized can be read"
-    )
-
-
-def _bits(bits: Any, source: Any) -> int:
-    if bits not in (4, 8):
-        raise UnsupportedModelError(f"{source}: weights of {bits!r} bits; those of 4 and 8 can be read")
-    return int(bits)
-
-
-_READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
+def make_format(scheme: StoredScheme) -> StoredFormat:
+    """What reads matrices stored as `scheme` says."""
+    match scheme.layout:
+        case "int8":
+            return CompressedInt8(scheme.quantizes_inputs)
+        case "packed":
+            return CompressedPacked(scheme.bits, scheme.quantizes_inputs)
+        case "gptq":
+            return Gptq(scheme.bits, scheme.zero_offset)
+        case "awq":
+            return AwqGemm()

@@ -165,13 +165,15 @@ def test_new_weights_may_be_stored_in_another_way(tiny_checkpoint: Make, tmp_pat
         ({**GPTQ_CONFIG, "checkpoint_format": "marlin"}, "GPTQ in the format 'marlin'"),
         ({**GPTQ_CONFIG, "dynamic": {"-:x": {}}}, "other bits for some layers"),
         ({**AWQ_CONFIG, "version": "gemv"}, "AWQ of version 'gemv'"),
+        ({"quant_method": "compressed-tensors", "config_groups": ["x"]}, "quantization_config that is not understood"),
+        (["gptq"], "quantization_config that is no object"),
         (compressed_config("marlin-24", 4, "group", False), "format 'marlin-24'"),
         (compressed_config("pack-quantized", 4, "group", True), "int8 activations with weights of"),
     ],
 )
 def test_formats_that_cannot_be_read(tiny_checkpoint: Make, tmp_path: Path, config: Any, message: str) -> None:
     stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, zeros4, gptq, config)
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(ModelLoadError, match=message):
         load(stored)
 
 
