@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.worker.kernels.abi import ACTIVATIONS, DTYPES, with_packed_rows
 from quire.worker.kernels.base import LinearSpec
 from quire.worker.kernels.library import Context, LinearArgs, PackQuantizedArgs, QuantizedLinearArgs
 from quire.worker.kernels.memory import take_memory
@@ -80,7 +81,7 @@ class QuantizedMatrix:
 class NativeQuantizedLinear:
     """See LinearKernel. `dtype` is that of the inputs."""
 
-    def __init__(self, matrix: QuantizedMatrix, bias: Tensor | None, spec: LinearSpec, activation: int) -> None:
+    def __init__(self, matrix: QuantizedMatrix, bias: Tensor | None, spec: LinearSpec) -> None:
         self._matrix = matrix
         self._spec = spec
         self._bias = None if bias is None else bias.float()
@@ -89,7 +90,7 @@ class NativeQuantizedLinear:
                 n=matrix.n,
                 k=matrix.k,
                 gated=matrix.is_gated,
-                activation=activation,
+                activation=ACTIVATIONS[spec.activation],
                 divisor=spec.divisor,
                 soft_cap=spec.soft_cap or 0.0,
                 packed=matrix.values.data_ptr(),
@@ -108,16 +109,16 @@ class NativeQuantizedLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See LinearKernel."""
-        x = x if x.stride(-1) == 1 else x.contiguous()
+        x = with_packed_rows(x)
         args, n = self._args.linear, x.shape[0]
         out_dtype = torch.float32 if self._spec.float32_output else x.dtype
         y = torch.empty((n, self._matrix.n), dtype=out_dtype)
-        args.dtype, args.out_dtype = int(x.dtype == torch.bfloat16), int(out_dtype == torch.bfloat16)
+        args.dtype, args.out_dtype = DTYPES[x.dtype], DTYPES[out_dtype]
         args.m, args.x, args.x_stride, args.y = n, x.data_ptr(), x.stride(0), y.data_ptr()
         if residual is None:
             args.residual = None
         else:
-            residual = residual if residual.stride(-1) == 1 else residual.contiguous()
+            residual = with_packed_rows(residual)
             args.residual, args.residual_stride = residual.data_ptr(), residual.stride(0)
         self._function(self._handle, self._pointer)
         return y
