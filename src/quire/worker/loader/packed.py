@@ -28,6 +28,7 @@ from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.memory import take_memory
 from quire.worker.kernels.packs import FRESH_PACKS, Fill, Packs
 from quire.worker.packed_cache import GIB, Key, PackedCache, PackedFile, PackedFileWriter, max_cache_bytes
+from quire.worker.quantization.stored import Stored, StoredMatrix
 
 logger = init_logger(__name__)
 
@@ -45,7 +46,7 @@ class MismatchError(Exception):
 
 
 def make_key(
-    stored: Mapping[str, TensorInfo], hf: HFConfig, load_config: LoadConfig, dtype: torch.dtype, kernels: Kernels
+    stored: Mapping[str, Stored], hf: HFConfig, load_config: LoadConfig, dtype: torch.dtype, kernels: Kernels
 ) -> Key:
     """What the packed bytes depend on: the checkpoint's files, the model they are put into, how it packs, and the code
     that does. Raises OSError.
@@ -53,7 +54,7 @@ def make_key(
     A file is known by size, inode and the times of its last changes. ctime cannot be set: a file that is overwritten in
     place is another one, whatever its mtime says. Paths do not count.
     """
-    files = sorted({info.file for info in stored.values()})
+    files = sorted({info.file for info in _infos(stored)})
     root = Path(quire.worker.__file__).parent
     code = [file for file in root.rglob("*") if file.suffix in (".py", ".so")]
     return {
@@ -71,9 +72,15 @@ def _identity(file: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def is_settled(stored: Mapping[str, TensorInfo]) -> bool:
+def is_settled(stored: Mapping[str, Stored]) -> bool:
     """Whether nothing has changed the checkpoint lately. Raises OSError."""
-    return time.time() - max(info.file.stat().st_ctime for info in stored.values()) > SETTLED_S
+    return time.time() - max(file.stat().st_ctime for file in {info.file for info in _infos(stored)}) > SETTLED_S
+
+
+def _infos(stored: Mapping[str, Stored]) -> Iterator[TensorInfo]:
+    """Every tensor of the checkpoint that is read."""
+    for tensor in stored.values():
+        yield from tensor.infos.values() if isinstance(tensor, StoredMatrix) else (tensor,)
 
 
 class MappedPacks:
@@ -201,7 +208,7 @@ class WeightCache:
 
     @contextmanager
     def packs(
-        self, stored: Mapping[str, TensorInfo] | None, dtype: torch.dtype, kernels: Kernels, *, keep: bool
+        self, stored: Mapping[str, Stored] | None, dtype: torch.dtype, kernels: Kernels, *, keep: bool
     ) -> Iterator[tuple[Packs, bool]]:
         """Where layers take their memory while a model is filled from `stored`, and whether that has everything they
         packed before. With `keep` what is packed anew is written to the cache."""
@@ -227,10 +234,10 @@ class WeightCache:
             yield FRESH_PACKS, False
 
     def _record(
-        self, key: Key, stored: Mapping[str, TensorInfo], dtype: torch.dtype, kernels: Kernels
+        self, key: Key, stored: Mapping[str, Stored], dtype: torch.dtype, kernels: Kernels
     ) -> Iterator[tuple[Packs, bool]]:
         assert self._cache is not None
-        source = str(next(iter(stored.values())).file.parent)
+        source = str(next(_infos(stored)).file.parent)
         self._writer = writer = CacheWriter(self._cache, key, source)
         try:
             yield RecordedPacks(writer), False
@@ -242,9 +249,9 @@ class WeightCache:
         else:
             self.cancel()  # somebody wrote to the checkpoint while we read it
 
-    def _has_room(self, stored: Mapping[str, TensorInfo]) -> bool:
+    def _has_room(self, stored: Mapping[str, Stored]) -> bool:
         assert self._cache is not None
-        needed = sum(info.nbytes for info in stored.values()) + SPARE_DISK_BYTES
+        needed = sum(info.nbytes for info in _infos(stored)) + SPARE_DISK_BYTES
         place = self._cache.directory
         while not place.exists() and place != place.parent:
             place = place.parent
