@@ -36,10 +36,15 @@ def silent(text: str) -> None:
 
 
 def is_alive(pid: int) -> bool:
+    return state(pid) not in ("", "Z")
+
+
+def state(pid: int) -> str:
+    """The letter of a process's state, as ps shows it; empty if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -238,8 +243,7 @@ def test_an_engine_answers_and_is_frozen_in_between(fake: Callable[[str], Engine
     assert (single.wall_s, single.ttft_s, single.tpot_s) == (5.0, 1.0, 0.5)
     assert engine.version == "fake 2"
     child = int((tmp_path / "child").read_text())
-    state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-    assert state == "T"  # stopped, though it left the session of its parent
+    wait_until(lambda: state(child) == "T")  # stopped, though it left the session of its parent
     assert engine._log.read_text() == "this is no answer\n"
 
 
