@@ -69,14 +69,16 @@ class ManagedProcess:
         self._signal(signal.SIGCONT)
 
     def close(self, patience_s: float = 10.0) -> None:
-        """End the tree: politely, then not."""
+        """End the tree: first what was started here, which may know how to end the others, then all, then by force."""
         self.resume()
         for stream in (self.popen.stdin, self.popen.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        if self.popen.stdin is not None:  # it ends by itself at the end of its input
-            self._wait(patience_s)
+        if self.popen.stdin is None:  # otherwise it ends by itself at the end of its input
+            self.popen.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(patience_s)
         for sign in (signal.SIGTERM, signal.SIGKILL):
             if self.tree():
                 self._signal(sign)
