@@ -26,7 +26,8 @@ def test_steps_are_counted() -> None:
             assert {PREFIX + spec.name, f"{PREFIX}{spec.name}_total", f"{PREFIX}{spec.name}_count"} & names
     finished = FinishedRequestStats(
         request_id="x", finish_reason=FinishReason.LENGTH, e2e_latency=2.0, num_prompt_tokens=5,
-        num_generation_tokens=3, max_tokens_param=3, queued_time=0.0, prefill_time=0.0, decode_time=0.0, inference_time=0.0,
+        num_generation_tokens=3, max_tokens_param=3, queued_time=0.0, prefill_time=0.0,
+        decode_time=0.0, inference_time=0.0,
         mean_time_per_output_token=0.0, num_cached_tokens=0, num_preemptions=0, is_corrupted=False,
     )  # fmt: skip
     for _ in range(2):
