@@ -38,7 +38,8 @@ int32_t qk_abi_version(void) { return QK_ABI_VERSION; }
 int64_t qk_struct_size(int32_t n) {
     constexpr int64_t sizes[] = {sizeof(qk_pack_args),       sizeof(qk_linear_args), sizeof(qk_rms_norm_args),
                                  sizeof(qk_rotate_args),     sizeof(qk_activation_args),
-                                 sizeof(qk_gather_args),     sizeof(qk_attention_args)};
+                                 sizeof(qk_gather_args),     sizeof(qk_attention_args),
+                                 sizeof(qk_sample_args),     sizeof(qk_logprobs_args)};
     return n >= 0 && n < int32_t(sizeof sizes / sizeof *sizes) ? sizes[n] : 0;
 }
 
@@ -60,6 +61,8 @@ void qk_rms_norm(qk_context* context, const qk_rms_norm_args* args) { context->k
 void qk_rotate(qk_context* context, const qk_rotate_args* args) { context->kernels.rotate(*context, *args); }
 void qk_activation(qk_context* context, const qk_activation_args* args) { context->kernels.activation(*context, *args); }
 void qk_attention(qk_context* context, const qk_attention_args* args) { context->kernels.attention(*context, *args); }
+void qk_sample(qk_context* context, const qk_sample_args* args) { context->kernels.sample(*context, *args); }
+void qk_logprobs(qk_context* context, const qk_logprobs_args* args) { context->kernels.logprobs(*context, *args); }
 void qk_read_memory(qk_context* context, const void* memory, int64_t bytes) {
     context->kernels.read_memory(*context, memory, bytes);
 }

@@ -17,6 +17,8 @@ struct KernelTable {
     void (*rotate)(qk_context&, const qk_rotate_args&);
     void (*activation)(qk_context&, const qk_activation_args&);
     void (*attention)(qk_context&, const qk_attention_args&);
+    void (*sample)(qk_context&, const qk_sample_args&);
+    void (*logprobs)(qk_context&, const qk_logprobs_args&);
     void (*read_memory)(qk_context&, const void* memory, int64_t bytes);
     int64_t (*multiply_bf16)(qk_context&, int64_t rounds);
 };

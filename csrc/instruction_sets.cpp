@@ -10,8 +10,9 @@
 #include "kernels.h"
 #undef QK_ISA
 
-#define QK_ROWS_AND_ATTENTION(isa) isa::rms_norm, isa::rotate, isa::activation, isa::attention, isa::read_memory
-#define QK_ALL(isa) {#isa, isa::linear, QK_ROWS_AND_ATTENTION(isa), isa::multiply_bf16}
+#define QK_ALL_BUT_PRODUCTS(isa) \
+    isa::rms_norm, isa::rotate, isa::activation, isa::attention, isa::sample, isa::logprobs, isa::read_memory
+#define QK_ALL(isa) {#isa, isa::linear, QK_ALL_BUT_PRODUCTS(isa), isa::multiply_bf16}
 
 #ifdef QK_X86
 #define QK_DECLARE(isa)                                                     \
@@ -21,6 +22,8 @@
     void rotate(qk_context& context, const qk_rotate_args& args);           \
     void activation(qk_context& context, const qk_activation_args& args);   \
     void attention(qk_context& context, const qk_attention_args& args);     \
+    void sample(qk_context& context, const qk_sample_args& args);           \
+    void logprobs(qk_context& context, const qk_logprobs_args& args);       \
     void read_memory(qk_context& context, const void* memory, int64_t bytes); \
     int64_t multiply_bf16(qk_context& context, int64_t rounds);             \
     }
@@ -81,14 +84,14 @@ struct InstructionSet {
 
 const InstructionSet INSTRUCTION_SETS[] = {
 #ifdef QK_X86
-    {{"amx", linear_on_amx, QK_ROWS_AND_ATTENTION(avx512_bf16), amx::multiply_bf16}, has_amx},
+    {{"amx", linear_on_amx, QK_ALL_BUT_PRODUCTS(avx512_bf16), amx::multiply_bf16}, has_amx},
     {QK_ALL(avx512_bf16), has_avx512_bf16},
     {QK_ALL(avx512), has_avx512},
     {QK_ALL(avx2), has_avx2},
 #endif
     {QK_ALL(portable), always},
 #ifdef QK_WITH_SIMULATED_AMX
-    {{"amx_simulated", linear_on_simulated_amx, QK_ROWS_AND_ATTENTION(portable), amx_simulated::multiply_bf16}, always},
+    {{"amx_simulated", linear_on_simulated_amx, QK_ALL_BUT_PRODUCTS(portable), amx_simulated::multiply_bf16}, always},
 #endif
 };
 

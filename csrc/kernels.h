@@ -10,6 +10,8 @@ void rms_norm(qk_context& context, const qk_rms_norm_args& args);
 void rotate(qk_context& context, const qk_rotate_args& args);
 void activation(qk_context& context, const qk_activation_args& args);
 void attention(qk_context& context, const qk_attention_args& args);
+void sample(qk_context& context, const qk_sample_args& args);
+void logprobs(qk_context& context, const qk_logprobs_args& args);
 void read_memory(qk_context& context, const void* memory, int64_t bytes);
 int64_t multiply_bf16(qk_context& context, int64_t rounds);  // floating-point operations done
 

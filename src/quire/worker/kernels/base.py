@@ -12,6 +12,8 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from quire.worker.sample.kernel import SamplingKernel
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpec:
@@ -120,3 +122,7 @@ class Kernels(ABC):
     @abstractmethod
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         """`name` is one of layers/activation.py."""
+
+    @abstractmethod
+    def sampling(self) -> SamplingKernel:
+        """From logits to tokens."""

@@ -104,8 +104,29 @@ class AttentionArgs(Structure):
     )  # fmt: skip
 
 
+class SampleArgs(Structure):
+    """qk_sample_args"""
+
+    _fields_ = (
+        ("rows", c_int64), ("vocab", c_int64), ("logits", c_void_p), ("stride", c_int64),
+        ("temperature", c_void_p), ("min_p", c_void_p), ("top_k", c_void_p), ("top_p", c_void_p),
+        ("seeds", c_void_p), ("indices", c_void_p), ("token_ids", c_void_p),
+    )  # fmt: skip
+
+
+class LogprobsArgs(Structure):
+    """qk_logprobs_args"""
+
+    _fields_ = (
+        ("rows", c_int64), ("vocab", c_int64), ("num_top", c_int64), ("logits", c_void_p), ("stride", c_int64),
+        ("which", c_void_p), ("selected", c_void_p),
+        ("token_ids", c_void_p), ("logprobs", c_void_p), ("ranks", c_void_p), ("log_totals", c_void_p),
+    )  # fmt: skip
+
+
 _STRUCTS: tuple[type[Structure], ...] = (
-    PackArgs, LinearArgs, RmsNormArgs, RotateArgs, ActivationArgs, GatherArgs, AttentionArgs,
+    PackArgs, LinearArgs, RmsNormArgs, RotateArgs, ActivationArgs, GatherArgs, AttentionArgs, SampleArgs,
+    LogprobsArgs,
 )  # fmt: skip
 _KERNELS = {
     "qk_pack": PackArgs,
@@ -116,6 +137,8 @@ _KERNELS = {
     "qk_activation": ActivationArgs,
     "qk_gather": GatherArgs,
     "qk_attention": AttentionArgs,
+    "qk_sample": SampleArgs,
+    "qk_logprobs": LogprobsArgs,
 }
 
 

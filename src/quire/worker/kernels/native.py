@@ -32,6 +32,8 @@ from quire.worker.kernels.library import (
     RotateArgs,
 )
 from quire.worker.kernels.memory import take_memory
+from quire.worker.kernels.native_sampling import NativeSampling
+from quire.worker.sample.kernel import SamplingKernel
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4}
@@ -71,6 +73,10 @@ class NativeKernels(Kernels):
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         """See Kernels.activation."""
         return NativeActivation(self.context, name, gated)
+
+    def sampling(self) -> SamplingKernel:
+        """See Kernels.sampling."""
+        return NativeSampling(self.context)
 
 
 class Matrix:

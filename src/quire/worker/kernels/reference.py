@@ -22,6 +22,8 @@ from quire.worker.kernels.base import (
     RotationKernel,
 )
 from quire.worker.layers.activation import gated, get_activation, soft_cap
+from quire.worker.sample.kernel import SamplingKernel
+from quire.worker.sample.torch_kernel import TorchSampling
 
 
 class TorchKernels(Kernels):
@@ -55,6 +57,10 @@ class TorchKernels(Kernels):
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         """See Kernels.activation."""
         return functools.partial(activate, name=name, is_gated=gated)
+
+    def sampling(self) -> SamplingKernel:
+        """See Kernels.sampling."""
+        return TorchSampling()
 
 
 class TorchEmbedding:
