@@ -3,13 +3,16 @@
     python benchmarks/models.py DIRECTORY [tiny half oneb]
 
 tiny is a Llama of 6.8 million parameters, half has the shape of Qwen2.5-0.5B and oneb that of Llama-3.2-1B; weights are
-bfloat16. There is no tokenizer: benchmark prompts are token ids (`--skip-tokenizer-init`, which quire bench sets).
-Needs transformers.
+bfloat16. The tokenizer is a byte-level BPE of Python's own source text, for the servers and formats that insist on one:
+benchmark prompts are token ids. Needs transformers.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +35,27 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Ids 0, 1, 2, as `_COMMON` says."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRAINED_VOCABULARY = 8192
+"""Tokens that text can become; ids beyond have made-up texts, so that each can be detokenized."""
+
 
 def make_checkpoint(name: str, directory: Path) -> Path:
     """Write checkpoint `name` of `SHAPES` under `directory`, unless it is there already; its path."""
     path = directory / name
-    if (path / "model.safetensors").exists():
-        return path
+    if not (path / "model.safetensors").exists():
+        _write_model(name, path)
+    if not (path / "tokenizer.json").exists():
+        _write_tokenizer(SHAPES[name]["vocab_size"], path)
+    return path
+
+
+def _write_model(name: str, path: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,7 +65,37 @@ def make_checkpoint(name: str, directory: Path) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config.update(bos_token_id=0, eos_token_id=2, pad_token_id=0)
     model.save_pretrained(path)
-    return path
+
+
+def _write_tokenizer(vocab_size: int, path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TRAINED_VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_source_texts(), trainer)
+    content = json.loads(tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    vocabulary.update({f"Ġ§{i}": i for i in range(len(vocabulary), vocab_size)})  # no merge makes them
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)),
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=32768,
+    )  # fmt: skip
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+
+
+def _source_texts() -> Iterator[str]:
+    """The modules of Python's standard library."""
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        yield file.read_text(encoding="utf-8", errors="ignore")
 
 
 def main(argv: list[str]) -> int:

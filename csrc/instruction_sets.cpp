@@ -10,18 +10,22 @@
 #include "kernels.h"
 #undef QK_ISA
 
-#define QK_ALL_BUT_PRODUCTS(isa) \
-    isa::rms_norm, isa::rotate, isa::activation, isa::attention, isa::sample, isa::logprobs, isa::read_memory
-#define QK_ALL(isa) {#isa, isa::linear, QK_ALL_BUT_PRODUCTS(isa), isa::multiply_bf16}
+#define QK_ALL_BUT_PRODUCTS(isa)                                                                              \
+    isa::rms_norm, isa::rotate, isa::activation, isa::attention, isa::route, isa::experts, isa::sample, \
+        isa::logprobs, isa::read_memory
+#define QK_ALL(isa) {#isa, isa::linear, isa::grouped_linear, QK_ALL_BUT_PRODUCTS(isa), isa::multiply_bf16}
 
 #ifdef QK_X86
 #define QK_DECLARE(isa)                                                     \
     namespace isa {                                                         \
     void linear(qk_context& context, const qk_linear_args& args);           \
+    void grouped_linear(qk_context& context, const qk::GroupedLinearArgs& args); \
     void rms_norm(qk_context& context, const qk_rms_norm_args& args);       \
     void rotate(qk_context& context, const qk_rotate_args& args);           \
     void activation(qk_context& context, const qk_activation_args& args);   \
     void attention(qk_context& context, const qk_attention_args& args);     \
+    void route(qk_context& context, const qk_route_args& args);             \
+    void experts(qk_context& context, const qk_experts_args& args);         \
     void sample(qk_context& context, const qk_sample_args& args);           \
     void logprobs(qk_context& context, const qk_logprobs_args& args);       \
     void read_memory(qk_context& context, const void* memory, int64_t bytes); \
@@ -44,6 +48,10 @@ namespace {
 // On AMX only bfloat16 matrices differ from AVX-512 with bfloat16.
 void linear_on_amx(qk_context& context, const qk_linear_args& args) {
     args.dtype == QK_BFLOAT16 ? amx::linear(context, args) : avx512_bf16::linear(context, args);
+}
+
+void grouped_linear_on_amx(qk_context& context, const GroupedLinearArgs& args) {
+    args.linear.dtype == QK_BFLOAT16 ? amx::grouped_linear(context, args) : avx512_bf16::grouped_linear(context, args);
 }
 
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
@@ -71,6 +79,9 @@ bool has_amx() {
 void linear_on_simulated_amx(qk_context& context, const qk_linear_args& args) {
     args.dtype == QK_BFLOAT16 ? amx_simulated::linear(context, args) : portable::linear(context, args);
 }
+void grouped_linear_on_simulated_amx(qk_context& context, const GroupedLinearArgs& args) {
+    args.linear.dtype == QK_BFLOAT16 ? amx_simulated::grouped_linear(context, args) : portable::grouped_linear(context, args);
+}
 #endif
 
 #endif
@@ -84,14 +95,16 @@ struct InstructionSet {
 
 const InstructionSet INSTRUCTION_SETS[] = {
 #ifdef QK_X86
-    {{"amx", linear_on_amx, QK_ALL_BUT_PRODUCTS(avx512_bf16), amx::multiply_bf16}, has_amx},
+    {{"amx", linear_on_amx, grouped_linear_on_amx, QK_ALL_BUT_PRODUCTS(avx512_bf16), amx::multiply_bf16}, has_amx},
     {QK_ALL(avx512_bf16), has_avx512_bf16},
     {QK_ALL(avx512), has_avx512},
     {QK_ALL(avx2), has_avx2},
 #endif
     {QK_ALL(portable), always},
 #ifdef QK_WITH_SIMULATED_AMX
-    {{"amx_simulated", linear_on_simulated_amx, QK_ALL_BUT_PRODUCTS(portable), amx_simulated::multiply_bf16}, always},
+    {{"amx_simulated", linear_on_simulated_amx, grouped_linear_on_simulated_amx, QK_ALL_BUT_PRODUCTS(portable),
+      amx_simulated::multiply_bf16},
+     always},
 #endif
 };
 

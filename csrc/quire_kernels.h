@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 1
+#define QK_ABI_VERSION 3
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -106,7 +106,8 @@ typedef struct {
     float eps, offset;
     const void* query_norm; /* [head_size]; NULL for none */
     const void* key_norm;
-    const void* cos; /* [tokens, rotary_half] */
+    const int64_t* positions; /* [tokens] rows of cos and sin */
+    const void* cos; /* [..., rotary_half] */
     const void* sin;
     void* query; /* [tokens, num_heads * head_size] */
     int64_t query_stride;
@@ -140,6 +141,40 @@ typedef struct {
 } qk_gather_args;
 QK_EXPORT void qk_gather(qk_context* context, const qk_gather_args* args);
 
+/* -- mixture of experts ------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    /* Softmax of each row of logits; its `chosen` largest, the largest first (of equal ones the first), and their ids. */
+    int64_t tokens;
+    int32_t num_experts, chosen;
+    int32_t normalize;     /* scale the chosen to a sum of 1 */
+    int32_t round_to_bf16; /* round them to bfloat16 at the end, still stored as float32 */
+    const float* logits;   /* [tokens, num_experts] */
+    int64_t* ids;          /* [tokens, chosen] */
+    float* weights;        /* [tokens, chosen] */
+} qk_route_args;
+QK_EXPORT void qk_route(qk_context* context, const qk_route_args* args);
+
+typedef struct {
+    /* y = residual + the sum over a token's experts, in the order of `ids`, of weight * down(activation(gate(x)) * up(x)). What the
+     * experts answer is kept in float32 and rounded once, with the residual. */
+    int64_t tokens, hidden, expert_size;
+    int32_t dtype;
+    int32_t num_experts, chosen;
+    int32_t activation;
+    const void* gate_up;  /* packed, gated, one expert after another */
+    const void* down;     /* packed, one expert after another */
+    const int64_t* ids;   /* [tokens, chosen], each below num_experts */
+    const float* weights; /* [tokens, chosen] */
+    const void* residual; /* [tokens, hidden]; NULL for none; may be y */
+    int64_t residual_stride;
+    const void* x; /* [tokens, hidden] */
+    int64_t x_stride;
+    void* y; /* [tokens, hidden] */
+    int64_t y_stride;
+} qk_experts_args;
+QK_EXPORT void qk_experts(qk_context* context, const qk_experts_args* args);
+
 /* -- attention -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -168,6 +203,26 @@ typedef struct {
     int64_t y_stride;
 } qk_attention_args;
 QK_EXPORT void qk_attention(qk_context* context, const qk_attention_args* args);
+
+/* -- plans: the calls of a step, recorded once, run many times --------------------------------------------------------- */
+
+typedef struct {
+    int64_t num_tokens;
+    const int64_t* ids;       /* [num_tokens] */
+    const int64_t* positions; /* [num_tokens] */
+    int64_t num_batches;
+    const qk_attention_args* const* batches; /* of each group of layers that share a block table: what of its arguments is the batch's */
+} qk_step_args;
+
+typedef struct qk_plan qk_plan;
+
+/* From here to qk_end_plan kernels are not run, but recorded. `example` is what they are called for; it names ids, positions and
+ * batches (by their slots) by address. A run may have as many tokens, or fewer. Results go where the recorded calls put them. */
+QK_EXPORT qk_plan* qk_begin_plan(qk_context* context, const qk_step_args* example);
+/* 0 if some call was not for each token, or for other ids, positions or batches: such a plan must not be run. */
+QK_EXPORT int32_t qk_end_plan(qk_context* context);
+QK_EXPORT void qk_run_plan(qk_context* context, qk_plan* plan, const qk_step_args* step);
+QK_EXPORT void qk_destroy_plan(qk_plan* plan);
 
 /* -- from logits to tokens -------------------------------------------------------------------------------------------- */
 

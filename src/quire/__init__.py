@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from quire.version import __version__
+
 if TYPE_CHECKING:
     from quire.config.engine_args import AsyncEngineArgs as AsyncEngineArgs
     from quire.config.engine_args import EngineArgs as EngineArgs
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from quire.sampling_params import RequestOutputKind as RequestOutputKind
     from quire.sampling_params import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
 
 _EXPORTS: dict[str, str] = {
     "LLM": "quire.frontend.llm",

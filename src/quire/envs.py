@@ -68,6 +68,7 @@ ENABLE_MULTIPROCESSING = EnvVar(
     "0 runs the engine core in the process of its user instead of one of its own.",
 )
 ENGINE_READY_TIMEOUT_S = EnvVar("QUIRE_ENGINE_READY_TIMEOUT_S", "600", "Longest start of an engine core, in seconds.")
+API_KEY = EnvVar("QUIRE_API_KEY", "", "A key that clients of `quire serve` must show, beside those of --api-key.")
 FAILPOINTS = EnvVar(
     "QUIRE_FAILPOINTS",
     "",

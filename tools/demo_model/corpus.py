@@ -144,8 +144,8 @@ def _opening(rng: random.Random) -> list[Message]:
 
 
 MIXTURE: tuple[tuple[Callable[[random.Random], Document], int], ...] = (
-    (_question_chat, 30),
-    (_question_plain, 14),
+    (_question_chat, 36),
+    (_question_plain, 16),
     (_statement, 5),
     (_follow_up_chat, 11),
     (_mixed_chat, 4),
@@ -162,7 +162,7 @@ MIXTURE: tuple[tuple[Callable[[random.Random], Document], int], ...] = (
 def documents(seed: int, echo: int = 0) -> Iterator[Document]:
     """The corpus: the same seed gives the same documents, on every machine.
 
-    ``echo`` is the weight of additional documents to copy, beside a mixture that weighs about 100 in all.
+    ``echo`` is the weight of additional documents to copy, beside a mixture that weighs about 130 in all.
     """
     rng = random.Random(seed)
     makers, weights = zip(*MIXTURE, (_echo, echo), strict=True)

@@ -44,8 +44,8 @@ SHAPES = {
 class Packed:
     """A batch of rows, each holding several documents one after another.
 
-    ``ids`` and ``positions`` [rows, length], ``mask`` [rows, 1, length, length], ``chosen`` the flat indices whose next
-    token is learned, ``targets`` these tokens.
+    ``ids`` and ``positions`` [rows, length], ``mask`` [rows, 1, length, length] (0 where seen, else very low),
+    ``chosen`` the flat indices whose next token is learned, ``targets`` these tokens.
     """
 
     ids: Tensor
@@ -80,7 +80,9 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(split).transpose(1, 2)
         group = self.shape.heads // self.shape.kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        # Three plain operations: at this size torch's fused attention takes 1.6 times as long on a CPU in bf16.
+        scores = (q @ k.mT) * self.shape.head_size**-0.5 + mask.to(q.dtype)
+        out = scores.softmax(-1).to(v.dtype) @ v
         mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(rows, length, -1))
         return mixed
 

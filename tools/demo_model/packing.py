@@ -58,5 +58,6 @@ def make_batch(packed: list[list[Encoded]], length: int) -> Packed:
                     targets.append(tokens[place])
             at = end
     causal = torch.ones(length, length, dtype=torch.bool).tril()
-    mask = (owner[:, None, :, None] == owner[:, None, None, :]) & causal  # [rows, 1, length, length]
+    seen = (owner[:, None, :, None] == owner[:, None, None, :]) & causal  # [rows, 1, length, length]
+    mask = torch.zeros(seen.shape).masked_fill(~seen, -1e9)
     return Packed(ids, positions, mask, torch.tensor(chosen), torch.tensor(targets))

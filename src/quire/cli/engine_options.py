@@ -12,7 +12,7 @@ from quire.config.flags import FlagSpec
 
 def engine_options(without: Collection[str] = ()) -> list[Option]:
     """Every flag of `FLAGS` but those named in `without`."""
-    return [_option(spec) for spec in FLAGS.values() if spec.name not in without]
+    return [flag_option(spec) for spec in FLAGS.values() if spec.name not in without]
 
 
 def engine_args(args: Arguments, **defaults: Any) -> EngineArgs:
@@ -20,15 +20,17 @@ def engine_args(args: Arguments, **defaults: Any) -> EngineArgs:
     return EngineArgs(**{**defaults, **args.given_among(FLAGS)})
 
 
-def _option(spec: FlagSpec) -> Option:
+def flag_option(spec: FlagSpec) -> Option:
+    """The command line's form of a declared flag."""
     return Option(
         name=spec.name,
         help=spec.help,
         group=spec.owner.__name__,
         parse=spec.parse,
-        default=spec.default,
+        default=list(spec.default) if spec.is_list else spec.default,
         choices=spec.choices,
         metavar=spec.metavar,
         is_switch=spec.is_switch,
+        is_repeatable=spec.is_list,
         validate=spec.validate,
     )

@@ -68,6 +68,11 @@ class FlagSpec:
         return isinstance(self.default, bool)
 
     @property
+    def is_list(self) -> bool:
+        """True for a flag that may be repeated; its default is a tuple."""
+        return isinstance(self.default, tuple)
+
+    @property
     def option(self) -> str:
         """Its spelling on the command line."""
         return "--" + self.name.replace("_", "-")

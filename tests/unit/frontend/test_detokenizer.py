@@ -58,6 +58,20 @@ def test_looking_texts_up_changes_nothing(tokenizers_by_kind: Tokenizers, data: 
     assert fast.flush() == slow.flush()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_without_text_is_no_context(tokenizers_by_kind: Tokenizers, kind: str) -> None:
+    """After ids that have no text, looked up or decoded, the first token is the first of its text: no leading space."""
+    tokenizer = tokenizers_by_kind[kind]
+    word = tokenizer.encode("word", add_special_tokens=False)
+    unknown = len(tokenizer) + 3
+    assert tokenizer.decode([unknown]) == ""
+    for look_up in (True, False):
+        stream = TextStream(tokenizer, [unknown], skip_special=False)
+        stream._look_up = stream._look_up and look_up
+        stream._plain_texts = stream._plain_texts if look_up else {}
+        assert "".join(map(stream.push, word)) + stream.flush() == tokenizer.decode(word)
+
+
 @given(data=st.data())
 def test_byte_fallback_never_takes_text_back(tokenizers_by_kind: Tokenizers, data: st.DataObject) -> None:
     """One bad byte makes the decoder read the whole run of byte tokens as garbage; what is out already stays."""

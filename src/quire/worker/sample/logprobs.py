@@ -19,7 +19,7 @@ def compute_logprobs(logits: Tensor, selected: Tensor, num_top: int) -> TokenLog
 
 
 def _rank(logits: Tensor, k: int) -> Tensor:
-    """The k most likely tokens of each row in order, the smaller id first among equals: torch's topk has no order there."""
+    """The k most likely tokens of each row in order, the smaller id first among equals, where topk has no order."""
     bits = (logits + 0.0).view(torch.int32).long()  # no negative zeros
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers, in the order of the floats
     ids = torch.arange(logits.shape[1], device=logits.device)

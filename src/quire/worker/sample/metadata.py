@@ -133,9 +133,7 @@ class SamplingTable:
         temperature = self._temperature[rows]
         if not temperature.any():
             return None
-        return DrawRules(
-            temperature, self._min_p[rows], self._top_k[rows], self._top_p[rows], self._seeds[rows]
-        )
+        return DrawRules(temperature, self._min_p[rows], self._top_k[rows], self._top_p[rows], self._seeds[rows])
 
     def _select_penalized(self, special: list[tuple[int, SamplingParams]], rows: Rows) -> PenalizedRows | None:
         penalized = [(i, p) for i, p in special if _has_penalty(p)]

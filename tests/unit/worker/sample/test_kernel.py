@@ -210,10 +210,10 @@ def test_a_spoilt_row_gives_an_id_inside_the_vocabulary(sampling: SamplingKernel
     logits, rules = torch.full((len(CASES), vocab), value), make_rules(CASES)
     indices = np.zeros(len(CASES), np.int64)
     for tokens in (sampling.choose(logits, rules, indices), sampling.choose(logits, None, indices)):
-        assert ((0 <= tokens) & (tokens < vocab)).all()
+        assert ((tokens >= 0) & (tokens < vocab)).all()
     logits[:, 1::2] = torch.arange(vocab // 2)
     tokens = sampling.choose(logits, rules, indices)
-    assert ((0 <= tokens) & (tokens < vocab)).all()
+    assert ((tokens >= 0) & (tokens < vocab)).all()
 
 
 def test_strided_rows(sampling: SamplingKernel) -> None:

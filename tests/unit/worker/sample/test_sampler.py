@@ -161,7 +161,10 @@ def test_min_tokens_ends_with_the_output_length() -> None:
     metadata = table.select(np.array([0]), CPU)
     logits = torch.zeros(1, VOCAB)
     logits[0, [3, 4, 5]] = torch.tensor([3.0, 2.0, 1.0])
-    drawn = [sampler.sample(logits.clone(), metadata, np.array([n]), torch_kernel.TorchSampling()).token_ids[0] for n in (0, 1, 2, 3)]
+    drawn = [
+        sampler.sample(logits.clone(), metadata, np.array([n]), torch_kernel.TorchSampling()).token_ids[0]
+        for n in (0, 1, 2, 3)
+    ]
     assert drawn == [5, 5, 3, 3]
 
 
@@ -170,7 +173,12 @@ def test_a_request_without_a_seed_draws_by_its_id() -> None:
         table = SamplingTable(1)
         table.set_row(0, req_id, SamplingParams(), [], [])
         metadata = table.select(np.array([0]), CPU)
-        return [int(sampler.sample(torch.zeros(1, 1000), metadata, np.array([n]), torch_kernel.TorchSampling()).token_ids[0]) for n in range(8)]
+        return [
+            int(
+                sampler.sample(torch.zeros(1, 1000), metadata, np.array([n]), torch_kernel.TorchSampling()).token_ids[0]
+            )
+            for n in range(8)
+        ]
 
     assert draws("a") == draws("a")
     assert draws("a") != draws("b")

@@ -1,0 +1,79 @@
+"""Quire and vLLM: one driver, as they have one interface. The interpreter decides: whose package it has is run.
+
+Prompts are token ids and nothing is detokenized. One request is stepped by hand and timed token by token; many go
+through `LLM.generate`. What is not given here is each engine's default.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from driver import Request, Result, Run, Setting, check_lengths, main, timed
+
+if os.environ.get("VERSUS_PACKAGE") == "vllm":
+    import vllm as package
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+else:
+    import quire as package
+    from quire import LLM, SamplingParams
+    from quire.sampling_params import RequestOutputKind
+
+
+def load(setting: Setting) -> tuple[str, Run]:
+    """The engine, ready."""
+    options: dict[str, Any] = {}
+    if package.__name__ == "quire":  # vLLM's size is in the environment: VLLM_CPU_KVCACHE_SPACE
+        options["kv_cache_memory_bytes"] = int(setting.kv_cache_gib * 2**30)
+    llm = LLM(
+        setting.model,
+        dtype=setting.dtype,
+        max_model_len=setting.max_model_len,
+        max_num_seqs=setting.max_num_seqs,
+        skip_tokenizer_init=True,
+        **options,
+    )
+
+    def run(requests: list[Request], prefix: int) -> Result:
+        return _stream(llm.llm_engine, requests[0]) if len(requests) == 1 else _generate(llm, requests)
+
+    return f"{package.__name__} {package.__version__}", run
+
+
+def _params(length: int, kind: RequestOutputKind) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0, max_tokens=length, min_tokens=length, ignore_eos=True, detokenize=False, output_kind=kind
+    )
+
+
+def _generate(llm: LLM, requests: list[Request]) -> Result:
+    prompts: list[Any] = [{"prompt_token_ids": ids} for ids, _ in requests]
+    params = [_params(length, RequestOutputKind.FINAL_ONLY) for _, length in requests]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    wall_s = time.perf_counter() - start
+    check_lengths([len(o.outputs[0].token_ids) for o in outputs], requests)
+    return Result(wall_s)
+
+
+def _stream(engine: Any, request: Request) -> Result:
+    ids, length = request
+    params = _params(length, RequestOutputKind.DELTA)
+    start = time.perf_counter()
+    engine.add_request(f"stream-{start}", {"prompt_token_ids": ids}, params)
+    stamps: list[float] = []
+    num_tokens = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.outputs[0].token_ids:
+                stamps.append(time.perf_counter())
+                num_tokens += len(output.outputs[0].token_ids)
+    check_lengths([num_tokens], [request])
+    return timed(start, stamps, num_tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main(load))

@@ -1,0 +1,186 @@
+"""W5 and W6 on servers: latencies under Poisson load, and the time from starting the process to the first token."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.versus.engine import EngineError
+from benchmarks.versus.figures import Figure, Row
+from benchmarks.versus.peers import Peer, Place
+from benchmarks.versus.processes import ManagedProcess
+from benchmarks.versus.rounds import Say
+from quire.cli.bench.load import ALL_AT_ONCE, LoadResult, Target, run_load
+from quire.cli.bench.workloads import BenchRequest, IdRange, mixed_requests
+
+CAPACITY_REQUESTS = 64
+SHARES = (0.5, 0.9)
+"""Of the capacity of the slowest server, so that the load is one that all can bear."""
+_FIRST_REP = 1000
+"""Repetitions of W2's lengths that the offline workloads never use."""
+
+
+class Server:
+    """A peer's server with a model: started by `start`, frozen in between. Raises EngineError where it says so."""
+
+    def __init__(self, peer: Peer, place: Place, model: str, logs: Path, start_limit_s: float = 600.0) -> None:
+        assert peer.server is not None
+        self.peer = peer
+        self.first_token_s: float | None = None
+        """Seconds from the start of the process to the first token, at the last start."""
+        self._place, self._model, self._start_limit_s = place, model, start_limit_s
+        self._log = logs / f"{peer.name}-{model}-server.log"
+        self._process: ManagedProcess | None = None
+        self._port = 0
+
+    @property
+    def target(self) -> Target:
+        return Target(f"http://127.0.0.1:{self._port}", self._model)
+
+    def start(self) -> None:
+        """Start the process and wait for one token. Raises EngineError if it ends or takes too long."""
+        assert self.peer.server is not None
+        self._port = _free_port()
+        command = self.peer.server(self._place, self._model, self._port)
+        start = time.perf_counter()
+        self._process = process = ManagedProcess(command, self.peer.full_environment(self._place), self._log)
+        request = BenchRequest([IdRange().low] * 8, 1)
+        while time.perf_counter() - start < self._start_limit_s:
+            if not process.is_running:
+                words = process.last_words()
+                self.close()
+                raise EngineError(f"failed: the server ended: {words}")
+            if _listens(self._port):
+                result = asyncio.run(run_load(self.target, [request], ALL_AT_ONCE))
+                if not result.errors:
+                    self.first_token_s = time.perf_counter() - start
+                    process.pause()
+                    return
+                if "ConnectionRefused" not in result.errors[0] and "status 503" not in result.errors[0]:
+                    self.close()
+                    raise EngineError(f"failed: {result.errors[0]}")
+            time.sleep(0.02)
+        self.close()
+        raise EngineError(f"> {self._start_limit_s:.0f} s to start")
+
+    def load(self, requests: Sequence[BenchRequest], rate: float, seed: int) -> LoadResult:
+        """Run a load against it. Raises EngineError if any request fails."""
+        assert self._process is not None
+        self._process.resume()
+        try:
+            result = asyncio.run(run_load(self.target, requests, rate, seed))
+        finally:
+            self._process.pause()
+        if result.errors:
+            raise EngineError(f"failed: {len(result.errors)} requests, {result.errors[0]}")
+        return result
+
+    def close(self) -> None:
+        """End it."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+
+@dataclass
+class Served:
+    """What one server did: its capacity in requests per second, and per rate one summary for each repetition."""
+
+    peer: str
+    capacity: float | None = None
+    failure: str | None = None
+    loads: dict[float, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+def measure_serving(
+    servers: Sequence[Server], reps: int, seconds: float, say: Say, rates: Sequence[float] = ()
+) -> list[Served]:
+    """Capacity of each server (all of 64 requests at once), then every rate on every server in turn, `reps` times.
+
+    A load lasts about `seconds`. `rates` of none: `SHARES` of the smallest capacity.
+    """
+    results = [Served(server.peer.name) for server in servers]
+    pairs = list(zip(servers, results, strict=True))
+    for server, own in pairs:
+        _try(own, partial(_measure_capacity, server, own, reps))
+        say(f"W5 {own.peer}: {own.failure or f'capacity {own.capacity:.2f} requests/s'}")
+    capacities = [own.capacity for own in results if own.capacity is not None]
+    for rate in rates or [_round_rate(share * min(capacities)) for share in SHARES if capacities]:
+        for rep in range(reps):
+            requests = mixed_requests(_FIRST_REP + 10 + rep, IdRange(), load_size(rate, seconds), 200, 128)
+            for server, own in pairs if rep % 2 == 0 else reversed(pairs):
+                if own.failure is None:
+                    _try(own, partial(_measure_rate, server, own, requests, rate, rep))
+                    say(f"W5 {own.peer} at {rate} requests/s {rep + 1}/{reps}: {own.failure or 'done'}")
+    return results
+
+
+def load_size(rate: float, seconds: float) -> int:
+    """How many requests a load has: enough for `seconds`, and for percentiles to mean something."""
+    return max(32, min(600, round(rate * seconds)))
+
+
+def serving_rows(model: str, results: Sequence[Served]) -> list[Row]:
+    """The rows of W5: capacity, then TTFT and inter-token time at each rate."""
+    capacity = {r.peer: Figure(r.capacity, failure=r.failure) for r in results}
+    rows = [Row(f"{model} W5: served, 64 mixed requests at once, requests/s", capacity, is_rate=True)]
+    rates = sorted({rate for r in results for rate in r.loads})
+    for rate in rates:
+        for key, name in (("ttft_ms", "first token"), ("itl_ms", "between tokens")):
+            for quantile in ("p50", "p99"):
+                title = f"{model} W5: served at {rate:g} requests/s, {name}, {quantile}, ms"
+                rows.append(Row(title, {r.peer: _quantile(r, rate, key, quantile) for r in results}, digits=1))
+    return rows
+
+
+def _quantile(result: Served, rate: float, key: str, quantile: str) -> Figure:
+    return Figure.of([load[key][quantile] for load in result.loads.get(rate, [])], result.failure)
+
+
+def _measure_capacity(server: Server, own: Served, reps: int) -> None:
+    server.load(mixed_requests(_FIRST_REP, IdRange(), 16, 200, 128), ALL_AT_ONCE, 0)  # warm-up
+    rates = []
+    for rep in range(reps):
+        requests = mixed_requests(_FIRST_REP + 1 + rep, IdRange(), CAPACITY_REQUESTS, 200, 128)
+        rates.append(server.load(requests, ALL_AT_ONCE, rep).requests_per_s)
+    own.capacity = sorted(rates)[len(rates) // 2]
+
+
+def _measure_rate(server: Server, own: Served, requests: Sequence[BenchRequest], rate: float, rep: int) -> None:
+    own.loads.setdefault(rate, []).append(server.load(requests, rate, rep).summarize())
+
+
+def _try(own: Served, measure: Callable[[], None]) -> None:
+    try:
+        measure()
+    except EngineError as e:
+        own.failure = str(e)
+
+
+def _round_rate(rate: float) -> float:
+    return float(f"{rate:.2g}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _listens(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.connect()
+        return True
+    except OSError:
+        return False
+    finally:
+        connection.close()

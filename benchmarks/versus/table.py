@@ -1,0 +1,105 @@
+"""The report as Markdown: one table, what was measured where, and in words where Quire loses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.versus.figures import BASELINE, Figure, Row
+from benchmarks.versus.peers import PEERS
+
+BEGIN, END = "<!-- versus: begin -->", "<!-- versus: end -->"
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """All of it. `report` is what the JSON holds."""
+    rows = [Row.from_json(row) for row in report["rows"]]
+    peers = [name for name in PEERS if any(name in row.figures for row in rows)]
+    return "\n\n".join(
+        [_conditions(report, peers), format_table(rows, peers), *_losses(rows, peers), *_missing(report)]
+    )
+
+
+def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several reports of one machine as one: conditions of the last, rows of all, the last of each title."""
+    rows = {row["title"]: row for report in reports for row in report["rows"]}
+    neighbours = [report["neighbours"] for report in reports if report["neighbours"] is not None]
+    return {
+        **reports[-1],
+        "command": "; ".join(dict.fromkeys(report["command"] for report in reports)),
+        "versions": {name: version for report in reports for name, version in report["versions"].items()},
+        "neighbours": max(neighbours, default=None),
+        "rows": list(rows.values()),
+    }
+
+
+def format_table(rows: Sequence[Row], peers: Sequence[str]) -> str:
+    """Quire's figures, and each peer's with the ratio. A ratio below 1, where Quire loses, is bold."""
+    lines = ["| | " + " | ".join(PEERS[peer].title for peer in peers) + " |", "|---|" + "--:|" * len(peers)]
+    lines += ["| " + " | ".join([row.title, *(format_cell(row, peer) for peer in peers)]) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def format_cell(row: Row, peer: str) -> str:
+    """`2.06 ± 3 % (2.3×)`, or why there is no figure."""
+    figure = row.figures.get(peer, Figure())
+    if figure.value is None:
+        return figure.failure or "–"
+    text = f"{figure.value:,.{row.digits}f}"
+    if figure.spread is not None and figure.spread >= 0.005:
+        text += f" ± {figure.spread * 100:.0f} %"
+    ratio = row.ratio(peer) if peer != BASELINE else None
+    if ratio is None:
+        return text
+    return f"{text} ({ratio:.2f}×)" if ratio >= 1 else f"{text} (**{ratio:.2f}×**)"
+
+
+def _conditions(report: Mapping[str, Any], peers: Sequence[str]) -> str:
+    machine, versions = report["machine"], report["versions"]
+    text = (
+        f"{report['date']}, `{report['command']}`: {machine['cpu']}, {len(report['cpus'])} cores, "
+        f"{report['reps']} repetitions in turn, medians ± half the range, bfloat16. In parentheses: how "
+        "many times better Quire is; **bold** where it loses."
+    )
+    ceilings = machine.get("ceilings")
+    if ceilings:
+        each = [
+            f"{values['read_gb_s']} GB/s read and {values['bf16_tflop_s']} TFLOP/s of bfloat16 with {count} "
+            f"thread{'' if count == '1' else 's'}"
+            for count, values in ceilings.items()
+            if count != "instruction_set"
+        ]
+        text += f" Measured ceilings ({ceilings['instruction_set']}): {', '.join(each)}."
+    if report.get("neighbours") is not None:
+        text += f" Other processes took at most {report['neighbours'] * 100:.0f} % of the cores during a repetition."
+    return f"{text}\n\nVersions: {', '.join(versions[peer] for peer in peers if versions.get(peer))}."
+
+
+def _losses(rows: Sequence[Row], peers: Sequence[str]) -> list[str]:
+    lost = [
+        f"{row.title} ({', '.join(f'{PEERS[p].title} {row.ratio(p):.2f}×' for p in peers if _loses(row, p))})"
+        for row in rows
+        if any(_loses(row, p) for p in peers)
+    ]
+    return [f"Quire loses: {'; '.join(lost)}."] if lost else ["Quire loses none of these."]
+
+
+def _loses(row: Row, peer: str) -> bool:
+    ratio = row.ratio(peer) if peer != BASELINE else None
+    return ratio is not None and ratio < 1
+
+
+def _missing(report: Mapping[str, Any]) -> list[str]:
+    missing = report.get("missing") or {}
+    return ["\n".join(f"Not measured: {PEERS[name].title} ({why})" for name, why in missing.items())] if missing else []
+
+
+def update_page(page: Path, text: str) -> None:
+    """Put `text` between the markers of `page`. Raises ValueError if it has none."""
+    content = page.read_text(encoding="utf-8")
+    before, begin, rest = content.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no lines {BEGIN} and {END}: put them where the table belongs")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")

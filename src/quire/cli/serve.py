@@ -1,0 +1,95 @@
+"""`quire serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from quire import __version__, envs
+from quire.cli.command_line import CommandLine
+from quire.cli.engine_options import engine_args, engine_options, flag_option
+from quire.cli.options import Arguments, Positional
+from quire.config.flags import flags_of
+from quire.config.server import ServerConfig, read_api_keys
+from quire.logger import init_logger
+from quire.resolve import resolve
+
+logger = init_logger(__name__)
+
+_FLAGS = {spec.name: spec for spec in flags_of(ServerConfig)}
+
+
+def command_line() -> CommandLine:
+    """The arguments of `quire serve`."""
+    return CommandLine(
+        "quire serve",
+        "Serve a model over HTTP, in the words of OpenAI's and vLLM's clients. Ends with Ctrl-C or SIGTERM.",
+        [*(flag_option(spec) for spec in _FLAGS.values()), *engine_options()],
+        Positional("model_name", "The model, as --model has it."),
+    )
+
+
+def server_config(args: Arguments) -> ServerConfig:
+    """The `ServerConfig` that `args` gives. Raises ConfigError."""
+    given = args.given_among(_FLAGS)
+    for name, value in given.items():
+        if _FLAGS[name].is_list:  # a list per use of the flag
+            given[name] = tuple(item for part in value for item in ([part] if isinstance(part, str) else part))
+    return ServerConfig(**given)
+
+
+def run(args: Arguments) -> int:
+    """Serve until told to end. Returns 0; raises ConfigError and ModelLoadError where nothing can be served."""
+    start = time.monotonic()
+    if envs.LOGGING_LEVEL.name not in os.environ:
+        logging.getLogger("quire").setLevel(logging.INFO)
+    config = server_config(args)
+    keys = read_api_keys(config)
+    config = dataclasses.replace(config, api_key=())  # from here on only their digests are kept
+    named = {"model": args["model_name"]} if args["model_name"] is not None else {}
+    engine_config = engine_args(args, **named).create_engine_config("serving")
+    listeners = resolve("quire.frontend.openai.server:Listeners").bind(config)
+    try:
+        logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)
+        metrics = resolve("quire.frontend.metrics.prometheus:PrometheusStatLogger")(engine_config.model_config.name)
+        loggers = [resolve("quire.frontend.metrics.manager:LoggingStatLogger")(), metrics]
+        engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config, stat_loggers=loggers)
+        try:
+            make_state = partial(
+                resolve("quire.frontend.openai.state:ServerState"),
+                engine,
+                config,
+                key_digests=keys,
+                stall_s=engine_config.frontend_config.slow_client_timeout_s,
+                metrics=metrics if engine.log_stats else None,
+            )
+            main = _serve(make_state, listeners, engine_config.lifecycle_config.shutdown_timeout, start)
+            with asyncio.Runner(loop_factory=resolve("uvloop:new_event_loop")) as runner:
+                runner.run(main)
+        finally:
+            engine.shutdown()
+    finally:
+        listeners.close()
+    logger.info("quire: ended")
+    return 0
+
+
+async def _serve(make_state: Callable[[], Any], listeners: Any, shutdown_timeout_s: float, start: float) -> None:
+    state = make_state()
+
+    def tell() -> None:
+        admin = f"; admin routes on {listeners.admin_url}" if listeners.admin_url else ""
+        took_s = time.monotonic() - start
+        logger.info(
+            "quire %s: serving %s on %s%s (%.1f s)", __version__, state.model_name, listeners.url, admin, took_s
+        )
+
+    run_server = resolve("quire.frontend.openai.server:serve")
+    await run_server(state, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=tell)
+    state.renderer.close()

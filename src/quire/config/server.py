@@ -1,0 +1,141 @@
+"""Flags of `quire serve` that no engine needs: where it listens, whom it lets in, how much it takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire import envs
+from quire.config.flags import flag, parse_human_int
+from quire.errors import ConfigError
+
+MAX_KEY_FILE_BYTES = 1 << 20
+
+
+def parse_names(text: str) -> list[str]:
+    """One name, or a JSON list of them."""
+    if not text.lstrip().startswith("["):
+        return [text]
+    try:
+        names = json.loads(text)
+    except json.JSONDecodeError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{text!r} is not a JSON list of strings")
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """One HTTP server. Lists are flags that may be repeated."""
+
+    host: str | None = flag(None, "Address to listen on. Default: every one of this machine's.")
+    port: int = flag(8000, "Port to listen on; 0 for any free one.", parse=int, minimum=0, maximum=65535)
+    uds: str | None = flag(None, "Listen on this Unix socket instead of a port.", metavar="PATH")
+    root_path: str | None = flag(None, "Path under which a proxy shows this server.", metavar="PATH")
+    api_key: tuple[str, ...] = flag(
+        (), "A key that clients must show; may be repeated. QUIRE_API_KEY adds one.", parse=parse_names, metavar="KEY"
+    )
+    api_key_file: str | None = flag(None, "File of keys, one a line; what ps shows nobody.", metavar="FILE")
+    protect_metrics: bool = flag(False, "Ask for the key at /metrics, too.")
+    enable_admin: bool = flag(
+        False, "Serve the admin routes (sleep, pause, update_weights, ...) on a listener of their own."
+    )
+    admin_host: str = flag("127.0.0.1", "Address of the admin listener.")
+    admin_port: int = flag(
+        8001,
+        "Port of the admin listener; that of --port puts the admin routes beside the others.",
+        parse=int,
+        minimum=0,
+        maximum=65535,
+    )
+    enable_tokenizer_info_endpoint: bool = flag(False, "Serve /tokenizer_info.")
+    trust_request_chat_template: bool = flag(False, "Let requests bring a chat template of their own.")
+    default_chat_template_kwargs: str | None = flag(
+        None, "JSON object: variables of the chat template; a request's win.", metavar="JSON"
+    )
+    chat_template_content_format: str = flag(
+        "auto", "How messages' content is given to the template.", choices=("auto", "string", "openai")
+    )
+    response_role: str = flag("assistant", "The role of answers.")
+    return_tokens_as_token_ids: bool = flag(False, "Show tokens in log-probabilities as token_id:N.")
+    enable_force_include_usage: bool = flag(False, "Send usage in every stream.")
+    enable_prompt_tokens_details: bool = flag(False, "Say how many prompt tokens came from the cache.")
+    max_request_bytes: int = flag(
+        32 << 20, "Largest request body; larger ones are refused (413).", parse=parse_human_int, minimum=1024
+    )
+    max_prompts_per_request: int = flag(
+        2048, "Most prompts, and most outputs, of one request.", parse=int, minimum=1, maximum=1 << 20
+    )
+    body_timeout_s: float = flag(
+        60.0, "Seconds a client may take to send a body; then 408.", parse=float, minimum=0.001
+    )
+    sse_keep_alive_interval: float = flag(
+        5.0, "Seconds of silence after which a stream gets a comment line; 0 for none.", parse=float, minimum=0
+    )
+    drain_accept_s: float = flag(
+        0.0,
+        "Seconds after SIGTERM during which requests are still taken, while load balancers learn.",
+        parse=float,
+        minimum=0,
+    )
+    allow_credentials: bool = flag(False, "CORS: allow credentials.")
+    allowed_origins: tuple[str, ...] = flag((), "CORS: an allowed origin, or *.", parse=parse_names)
+    allowed_methods: tuple[str, ...] = flag(("*",), "CORS: an allowed method.", parse=parse_names)
+    allowed_headers: tuple[str, ...] = flag(("*",), "CORS: an allowed header.", parse=parse_names)
+    middleware: tuple[str, ...] = flag(
+        (), "ASGI middleware class, or function(request, call_next), as package.module.name.", metavar="NAME"
+    )
+    disable_fastapi_docs: bool = flag(False, "No /docs, /redoc and /openapi.json.")
+    ssl_keyfile: str | None = flag(None, "Key of the TLS certificate.", metavar="FILE")
+    ssl_certfile: str | None = flag(None, "TLS certificate; serves HTTPS.", metavar="FILE")
+    ssl_ca_certs: str | None = flag(None, "Certificates that clients' are checked against.", metavar="FILE")
+    ssl_cert_reqs: int = flag(
+        0, "Must clients show a certificate: 0 no, 1 if they have one, 2 yes.", parse=int, minimum=0, maximum=2
+    )
+    ssl_ciphers: str | None = flag(None, "TLS ciphers, as OpenSSL writes them.")
+    disable_uvicorn_access_log: bool = flag(False, "No line per request.")
+    disable_access_log_for_endpoints: str | None = flag(
+        None, "Paths, with commas between, whose requests are not logged.", metavar="PATHS"
+    )
+    uvicorn_log_level: str = flag(
+        "warning", "Log level of the HTTP server.", choices=("critical", "error", "warning", "info", "debug", "trace")
+    )
+    h11_max_incomplete_event_size: int = flag(
+        4 << 20, "Most bytes of a request's line and headers.", parse=parse_human_int, minimum=1024
+    )
+
+    def __post_init__(self) -> None:
+        if self.uds is not None and self.ssl_certfile is not None:
+            raise ConfigError("--uds and --ssl-certfile exclude each other: a Unix socket has no TLS")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile belong together; give both or neither")
+
+    @property
+    def admin_is_apart(self) -> bool:
+        """Whether the admin routes have a listener of their own."""
+        return self.enable_admin and (self.uds is not None or self.admin_port != self.port or self.admin_port == 0)
+
+
+def read_api_keys(config: ServerConfig) -> tuple[bytes, ...]:
+    """SHA-256 of every key: of --api-key, --api-key-file and QUIRE_API_KEY. Raises ConfigError."""
+    keys = [*config.api_key, *([envs.API_KEY.get()] if envs.API_KEY.get() else [])]
+    if config.api_key_file is not None:
+        keys += _read_key_file(Path(config.api_key_file).expanduser())
+    if any(not key.strip() for key in keys):
+        raise ConfigError("an API key is empty; give one that nobody guesses")
+    return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+
+
+def _read_key_file(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_KEY_FILE_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {e}") from None
+    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} holds no key; write one a line")
+    return keys

@@ -1,0 +1,108 @@
+"""The application: the table of routes, and FastAPI around them.
+
+A new endpoint is a file under `routes/` with its `ENDPOINTS`, and a row in `ROUTERS`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError
+from quire.frontend.openai.auth import Access
+from quire.frontend.openai.endpoint import Endpoint
+from quire.frontend.openai.errors import error_response, http_status_error, unknown_route
+from quire.frontend.openai.routes import admin, chat, completions, documents, health, metrics, models, tokens
+from quire.frontend.openai.state import ServerState
+from quire.resolve import resolve
+from quire.version import __version__
+
+ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
+    health.ENDPOINTS,
+    metrics.ENDPOINTS,
+    models.ENDPOINTS,
+    tokens.ENDPOINTS,
+    completions.ENDPOINTS,
+    chat.ENDPOINTS,
+    documents.ENDPOINTS,
+    admin.ENDPOINTS,
+)
+"""Every endpoint there is, one row per file of `routes/`."""
+
+
+def endpoints_of(config: ServerConfig, *, is_admin: bool) -> list[Endpoint]:
+    """The endpoints of the main listener, or of the admin one."""
+    found = [endpoint for router in ROUTERS for endpoint in router if endpoint.is_enabled(config)]
+    if is_admin:
+        return [e for e in found if e.access in (Access.ADMIN, Access.OPEN)]
+    with_admin = config.enable_admin and not config.admin_is_apart
+    return [e for e in found if e.access is not Access.ADMIN or with_admin]
+
+
+def build_app(state: ServerState, *, is_admin: bool = False) -> FastAPI:
+    """The ASGI application around `state`. Raises ConfigError for a middleware that cannot be used."""
+    config = state.config
+    app = FastAPI(
+        title="Quire",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        root_path=config.root_path or "",
+    )
+    app.state.server = state
+    app.state.endpoints = endpoints_of(config, is_admin=is_admin)
+    for endpoint in app.state.endpoints:
+        add_endpoint(app, endpoint)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    if config.allowed_origins and not is_admin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_credentials=config.allow_credentials,
+            allow_methods=list(config.allowed_methods),
+            allow_headers=list(config.allowed_headers),
+        )
+    for name in config.middleware:
+        _add_middleware(app, name)
+    return app
+
+
+def add_endpoint(app: FastAPI, endpoint: Endpoint) -> None:
+    """Register a route. Raises TypeError for anything that is no `Endpoint`, and so has declared no access."""
+    if not isinstance(endpoint, Endpoint) or not isinstance(endpoint.access, Access):
+        raise TypeError(
+            f"{endpoint!r} is no Endpoint with an Access; a route that does not say who may call it is none"
+        )
+    app.router.routes.append(Route(endpoint.path, endpoint, methods=list(endpoint.methods)))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the framework refuses: no such route, not that method."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == 404:
+        return error_response(unknown_route(request.scope["path"]))
+    response = error_response(http_status_error(status))
+    if isinstance(error, HTTPException) and error.headers:
+        response.headers.update(error.headers)
+    return response
+
+
+def _add_middleware(app: FastAPI, name: str) -> None:
+    """--middleware: a class, or an async function of (request, call_next), by dotted name."""
+    module_name, _, attribute = name.replace(":", ".").rpartition(".")
+    found: Any = resolve(f"{module_name}:{attribute}")
+    if inspect.isclass(found):
+        app.add_middleware(found)  # type: ignore[arg-type]  # whatever the operator names
+    elif inspect.iscoroutinefunction(found):
+        app.middleware("http")(found)
+    else:
+        raise ConfigError(f"--middleware {name} is neither a class nor an async function")

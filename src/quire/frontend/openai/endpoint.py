@@ -1,0 +1,195 @@
+"""One endpoint: its row in the table of routes, and the way of a request through it.
+
+An `Endpoint` says what a route is: path, methods, handler, who may call it, what it reads. Nothing can be served
+without one, and none can be made without an `Access`. Calling it is the whole way of a request: its id, the check of
+the key, the handler, the one door for errors, the access log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from quire.config.server import ServerConfig
+from quire.errors import NotFoundError
+from quire.frontend.openai.auth import Access
+from quire.frontend.openai.errors import HttpError, error_response, note_error
+from quire.frontend.openai.protocol.fields import Body, BodyReader
+from quire.frontend.openai.state import ServerState
+from quire.logger import init_logger
+
+logger = init_logger("quire.access")
+
+Result = TypeVar("Result")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_TRACE_HEADERS = ("traceparent", "tracestate")
+_MAX_TRACE_HEADER_CHARS = 512
+GONE = 499
+"""Logged where the client left before the answer; nobody receives it."""
+
+
+class RequestContext:
+    """One HTTP request on its way through an endpoint."""
+
+    def __init__(self, request: Request, state: ServerState) -> None:
+        self.request = request
+        self.state = state
+        given = request.headers.get("x-request-id", "")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16]
+
+    @property
+    def trace_headers(self) -> dict[str, str] | None:
+        """The W3C trace context the client sent, if it did."""
+        found = {name: self.request.headers[name] for name in _TRACE_HEADERS if name in self.request.headers}
+        return {name: value[:_MAX_TRACE_HEADER_CHARS] for name, value in found.items()} or None
+
+    async def read(self, reader: BodyReader[Body]) -> Body:
+        """The checked body. Raises HttpError or ValidationError."""
+        return reader.read(await self.read_bytes())
+
+    async def read_bytes(self) -> bytes:
+        """The body as it came. Raises HttpError: 408, 413, 415."""
+        headers, config = self.request.headers, self.state.config
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            raise HttpError(415, "the body must be JSON, sent with the header Content-Type: application/json")
+        limit = config.max_request_bytes
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                async for part in self.request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise _too_large(limit)
+                    parts.append(part)
+        except TimeoutError:
+            raise HttpError(
+                408, f"the body did not arrive within {config.body_timeout_s:g} s (--body-timeout-s)", close=True
+            ) from None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`, which is cancelled if the client goes away. Raises ClientDisconnect then."""
+        task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(self.request.receive))
+        try:
+            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ClientDisconnect
+        finally:
+            watcher.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body is larger than {limit} bytes (--max-request-bytes)", close=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+Handler = Callable[[RequestContext], Awaitable[Response]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """A row of a routes file. The handler's docstring is its description in the OpenAPI document."""
+
+    path: str
+    handler: Handler
+    access: Access
+    methods: tuple[str, ...] = ("POST",)
+    body: BodyReader[Any] | None = None
+    """What it reads, for the documents."""
+    task: str | None = None
+    """What the model must be for: "generate", "embed", ...; of another model the route does not exist."""
+    is_work: bool = False
+    """Counted as load, and refused while the server shuts down."""
+    is_enabled: Callable[[ServerConfig], bool] = lambda config: True
+    """Whether the flags ask for it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request (ASGI)."""
+        state: ServerState = scope["app"].state.server
+        context = RequestContext(Request(scope, receive), state)
+        exchange = _Exchange(context, send)
+        if self.is_work:
+            state.lifecycle.begin_request()
+        try:
+            response = await self._respond(context)
+            await response(scope, receive, exchange.send)
+        finally:
+            if self.is_work:
+                state.lifecycle.end_request()
+            exchange.log()
+
+    async def _respond(self, context: RequestContext) -> Response:
+        state = context.state
+        try:
+            state.gatekeeper.check(self.access, context.request)
+            if self.task is not None and self.task not in state.supported_tasks:
+                raise NotFoundError(
+                    f"{self.path} is not for this model, which supports {', '.join(state.supported_tasks)}"
+                )
+            if self.is_work:
+                state.check_open()
+            return await self.handler(context)
+        except ClientDisconnect:
+            return Response(status_code=GONE)
+        except Exception as e:
+            note_error(e, context.request_id)
+            return error_response(e)
+
+
+class _Exchange:
+    """Watches what is sent: adds the request's id, and remembers the status for the log."""
+
+    def __init__(self, context: RequestContext, send: Send) -> None:
+        self._context = context
+        self._send = send
+        self._status = GONE
+        self._start = time.perf_counter()
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self._context.request_id.encode("latin-1"))]
+        await self._send(message)
+
+    def log(self) -> None:
+        """One line, without the query and whatever else a client may have put into it."""
+        request, state = self._context.request, self._context.state
+        if state.logs_path(request.scope["path"]):
+            elapsed_ms = 1000 * (time.perf_counter() - self._start)
+            logger.info(
+                "%s %s %d %.1f ms %s",
+                request.method,
+                request.scope["path"][:200],
+                self._status,
+                elapsed_ms,
+                self._context.request_id,
+            )
+
+
+def json_response(value: Any, status_code: int = 200) -> Response:
+    """An answer in JSON, of anything msgspec writes."""
+    return Response(msgspec.json.encode(value), status_code, media_type="application/json")

@@ -1,0 +1,103 @@
+"""The one door for errors on their way out: from an exception to OpenAI's error object.
+
+A client's fault is told in words, with the field's name. Ours is a sentence without detail: what happened stands in the
+log, beside the request's id. No path, address or traceback leaves the server.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from quire.errors import ClientError, EngineDeadError, NotFoundError, OverloadedError, QuireError
+from quire.logger import init_logger
+
+logger = init_logger(__name__)
+
+RETRY_AFTER_S = 1
+_KINDS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "PayloadTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
+    504: "DeadlineExceededError",
+}
+HIDDEN = "the server failed on this request; its log says why, beside the request's id"
+
+
+class HttpError(ClientError):
+    """A refusal that only HTTP knows: no key, a body too large, a route that is not there."""
+
+    def __init__(self, status_code: int, message: str, *, param: str | None = None, close: bool = False) -> None:
+        super().__init__(message, param=param)
+        self.status_code = status_code
+        self.close = close
+        """Whether the connection is to end with the answer."""
+
+
+class UnavailableError(OverloadedError):
+    """The server takes no requests now: it restarts its core, or ends."""
+
+    def __init__(self, message: str, *, close: bool = False) -> None:
+        super().__init__(message)
+        self.close = close
+        """Whether the connection is to end with the answer."""
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status an exception is answered with."""
+    return error.status_code if isinstance(error, QuireError) else 500
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """`{"error": {...}}`. What is not our own error is told of by its kind only."""
+    status = status_of(error)
+    if isinstance(error, QuireError):
+        message = str(error)
+    else:
+        message = HIDDEN
+    param = error.param if isinstance(error, ClientError) else None
+    return {
+        "error": {"message": message, "type": _KINDS.get(status, "InternalServerError"), "param": param, "code": status}
+    }
+
+
+def error_response(error: BaseException) -> Response:
+    """The whole answer to a request that failed before its first byte."""
+    status = status_of(error)
+    headers = {}
+    if status in (429, 503) or isinstance(error, EngineDeadError):
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if getattr(error, "close", False):
+        headers["connection"] = "close"
+    body = msgspec.json.encode(error_body(error))
+    return Response(body, status, headers, media_type="application/json")
+
+
+def note_error(error: BaseException, request_id: str) -> None:
+    """Write what is our fault into the log; a client's fault is the client's business."""
+    if not isinstance(error, QuireError):
+        logger.error("request %s failed", request_id, exc_info=error)
+    elif not isinstance(error, ClientError):
+        logger.error("request %s failed: %s", request_id, error)
+
+
+def unknown_route(path: str) -> NotFoundError:
+    """For a path that no endpoint has."""
+    return NotFoundError(f"there is no route {path[:200]}; GET /openapi.json lists them all")
+
+
+def http_status_error(status: int) -> HttpError:
+    """For what the HTTP framework refuses itself."""
+    return HttpError(status, HTTPStatus(status).phrase)

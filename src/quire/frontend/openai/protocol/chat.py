@@ -1,0 +1,88 @@
+"""The body of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from quire.errors import ValidationError
+from quire.frontend.openai.protocol.fields import Object, PositiveCount, Text
+from quire.frontend.openai.protocol.sampling import GenerationBody, bound_of
+
+MAX_MESSAGES = 1 << 16
+Messages = Annotated[list[Object], Meta(max_length=MAX_MESSAGES)]
+RESERVED_VARIABLES = frozenset(
+    {
+        "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
+        "content_format", "tokenize", "documents",
+    }
+)  # fmt: skip
+"""Variables of a template that a request sets by fields of its own, or not at all."""
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """A conversation to be answered."""
+
+    messages: Messages
+    """Objects with role and content; content is text, or a list of text parts."""
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, bound_of("logprobs")] | None = 0
+    """So many most likely tokens per position; needs logprobs."""
+    max_tokens: PositiveCount | None = None
+    max_completion_tokens: PositiveCount | None = None
+    """The newer name of max_tokens, and wins."""
+    echo: bool = False
+    """Give back the last message before its continuation."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: Annotated[list[Object], Meta(max_length=4096)] | None = None
+    chat_template: Text | None = None
+    """Refused unless the server trusts it (--trust-request-chat-template)."""
+    chat_template_kwargs: Object | None = None
+    """Further variables of the template."""
+    include_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    return_prompt_text: bool | None = None
+
+    tools: Annotated[list[Object], Meta(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Object | None = None
+    parallel_tool_calls: bool | None = True
+    media_io_kwargs: Object | None = None
+    mm_processor_kwargs: Object | None = None
+
+    NEUTRAL = {  # noqa: RUF012
+        **GenerationBody.NEUTRAL,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+    }
+
+    @property
+    def output_limit(self) -> int | None:
+        """The most tokens asked for; None for as many as fit."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Log-probabilities per position; None for none. Raises ValidationError."""
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise ValidationError("top_logprobs needs logprobs: true", param="top_logprobs", value=self.top_logprobs)
+        return None
+
+    def template_variables(self) -> dict[str, Any]:
+        """`chat_template_kwargs`, checked. Raises ValidationError."""
+        variables = dict(self.chat_template_kwargs or {})
+        reserved = RESERVED_VARIABLES.intersection(variables)
+        if reserved:
+            raise ValidationError(
+                f"chat_template_kwargs may not set {', '.join(sorted(reserved))}: fields of the request do",
+                param="chat_template_kwargs",
+            )
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return variables

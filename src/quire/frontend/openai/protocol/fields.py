@@ -1,0 +1,110 @@
+"""The one door for request bodies: from bytes to a checked struct.
+
+Every route's body is a `RequestBody`: a msgspec Struct whose annotations hold each field's type, bounds and sizes. The
+validator, the OpenAPI document and the page docs/http_fields.md are all derived from the annotations; a test sees to
+it that no field is without a bound. JSON has no NaN and no Infinity, and the parser takes none. Unknown fields are
+ignored, as vLLM does; so are fields a `NEUTRAL` row names, as long as they ask for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from quire.errors import ValidationError
+from quire.field_bounds import INT64_MAX
+
+MAX_TEXT_CHARS = 1 << 26
+"""No context holds more; the body's own limit is usually met before."""
+MAX_SHOWN_CHARS = 60
+MAX_BYTES_TO_QUOTE = 1 << 16
+"""Of a body of more bytes no value is quoted: it would have to be read a second time."""
+
+Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
+Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+PositiveCount = Annotated[int, Meta(ge=1, le=INT64_MAX)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Name = Annotated[str, Meta(max_length=1024)]
+Word = Annotated[str, Meta(max_length=4096)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 24)]
+Finite = Annotated[float, Meta(ge=-1e38, le=1e38)]
+Object = Annotated[dict[Name, Any], Meta(max_length=1024)]
+"""Free in form: its values are for a template, or for a later check. The parser bounds its depth."""
+
+
+class RequestBody(msgspec.Struct, kw_only=True):
+    """A JSON object that a client sends."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that exist elsewhere and not here (yet), with the values that ask for nothing. Others are refused."""
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+_LOCATION = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+_GOT = re.compile(r", got `\w+`$")
+_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`")
+
+
+class BodyReader(Generic[Body]):
+    """Reads the bodies of one route."""
+
+    def __init__(self, kind: type[Body]) -> None:
+        self.kind = kind
+        self._decoder = msgspec.json.Decoder(kind)
+
+    def read(self, body: bytes) -> Body:
+        """The checked body. Raises ValidationError that names the field."""
+        try:
+            request = self._decoder.decode(body)
+        except msgspec.ValidationError as e:
+            raise _field_error(str(e), body) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise ValidationError(f"the body is not valid JSON: {e}", param="body") from None
+        except RecursionError:
+            raise ValidationError("the body is nested too deeply", param="body") from None
+        refuse_unknown_wishes(request)
+        return request
+
+
+def refuse_unknown_wishes(request: RequestBody) -> None:
+    """Raises ValidationError for a field of `NEUTRAL` that asks for something."""
+    for name, neutral in request.NEUTRAL.items():
+        value = getattr(request, name)
+        if value is not None and value not in neutral:
+            raise ValidationError(
+                f"{name} is not supported by this version of Quire; leave it out", param=name, value=value
+            )
+
+
+def _field_error(message: str, body: bytes) -> ValidationError:
+    found = _LOCATION.match(message)
+    assert found is not None
+    what, path = found["what"], (found["path"] or "").lstrip(".")
+    missing = _MISSING.match(what)
+    if missing is not None:
+        param = f"{path}.{missing['name']}".lstrip(".")
+        return ValidationError(f"{param} is missing; it is required", param=param)
+    shown = _quote(body, path)
+    words = what[:1].lower() + what[1:]
+    if shown:
+        words = _GOT.sub("", words)
+    return ValidationError(f"{path or 'the body'}: {words}{shown}", param=path.partition("[")[0] or "body")
+
+
+def _quote(body: bytes, path: str) -> str:
+    """ ", got VALUE" for the value at `path`; nothing where it cannot be found cheaply."""
+    if len(body) > MAX_BYTES_TO_QUOTE:
+        return ""
+    value: Any = msgspec.json.decode(body)
+    for key, index in re.findall(r"([A-Za-z_]\w*)|\[(\d+)\]", path):
+        if "[...]" in path or not isinstance(value, dict | list):
+            return ""
+        value = value.get(key) if isinstance(value, dict) else value[int(index)]
+    text = repr(value)
+    return f", got {text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + '...'}"

@@ -1,0 +1,83 @@
+"""Log-probabilities in the three shapes of the API: of texts, of conversations, of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from quire.outputs import Logprob, PromptLogprobs
+
+MIN_LOGPROB = -9999.0
+"""What minus infinity is shown as: JSON has none."""
+Position = dict[int, Logprob]
+
+
+class TokenNames:
+    """How tokens are written: their text, or `token_id:N` where a client wants to tell equal texts apart."""
+
+    def __init__(self, as_ids: bool) -> None:
+        self._as_ids = as_ids
+
+    def __call__(self, token_id: int, entry: Logprob) -> str:
+        return f"token_id:{token_id}" if self._as_ids else entry.decoded_token or ""
+
+
+def text_logprobs(
+    token_ids: Sequence[int], positions: Iterable[Position | None], name: TokenNames, first_offset: int = 0
+) -> dict[str, Any]:
+    """The shape of /v1/completions. A position of None is the first token of a prompt, which nothing precedes.
+
+    `first_offset` is how much of the text came before.
+    """
+    offsets: list[int] = []
+    values: list[float | None] = []
+    tokens: list[str] = []
+    tops: list[dict[str, float] | None] = []
+    offset = first_offset
+    for token_id, position in zip(token_ids, positions, strict=True):
+        entry = Logprob(0.0) if position is None else position[token_id]
+        text = name(token_id, entry)
+        offsets.append(offset)
+        tokens.append(text)
+        values.append(None if position is None else shown(entry.logprob))
+        tops.append(None if position is None else {name(i, x): shown(x.logprob) for i, x in position.items()})
+        offset += len(entry.decoded_token or "") if position is not None else len(text)
+    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], positions: Iterable[Position], name: TokenNames, num_top: int
+) -> dict[str, Any]:
+    """The shape of /v1/chat/completions: at most `num_top` tokens per position, most likely first; -1 for all."""
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        # the sampled token comes first and may be among the top ones, too; its rank tells
+        top = [_token(name(i, x), x) for i, x in position.items() if x.rank is not None and 0 <= num_top >= x.rank]
+        if num_top == -1:
+            top = [_token(name(i, x), x) for i, x in position.items()]
+        content.append({**_token(name(token_id, position[token_id]), position[token_id]), "top_logprobs": top})
+    return {"content": content}
+
+
+def prompt_logprobs(positions: PromptLogprobs | None) -> list[dict[str, Any] | None] | None:
+    """The shape of the `prompt_logprobs` extension: token id (as text) to log-probability, rank and text."""
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(i): {"logprob": shown(x.logprob), "rank": x.rank, "decoded_token": x.decoded_token}
+            for i, x in position.items()
+        }
+        for position in positions
+    ]
+
+
+def shown(logprob: float) -> float:
+    """A finite number."""
+    return max(logprob, MIN_LOGPROB)
+
+
+def _token(text: str, entry: Logprob) -> dict[str, Any]:
+    return {"token": text, "logprob": shown(entry.logprob), "bytes": list(text.encode("utf-8", errors="replace"))}

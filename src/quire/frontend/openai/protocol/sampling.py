@@ -1,0 +1,159 @@
+"""The fields that every generating route has, and `SamplingParams` of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.errors import ValidationError
+from quire.field_bounds import INT64_MAX
+from quire.frontend.openai.protocol.fields import Count, Finite, Int64, Name, Object, RequestBody, TokenId, Word
+from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
+from quire.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROB_TOKEN_IDS,
+    SAMPLING_FIELDS,
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+
+_BOUNDS = {bound.name: bound for bound in SAMPLING_FIELDS}
+
+
+def bound_of(name: str) -> Meta:
+    """The range of a field of `SamplingParams`, as an annotation."""
+    bound = _BOUNDS[name]
+    low = min((bound.minimum, *bound.special), key=lambda v: -1e39 if v is None else v)
+    if bound.exclusive_minimum:
+        return Meta(gt=low, le=bound.maximum)
+    return Meta(ge=low, le=bound.maximum)
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream holds beside the text."""
+
+    include_usage: bool | None = False
+    """One more chunk at the end, without choices, that counts the tokens."""
+    continuous_usage_stats: bool | None = False
+    """Counts in every chunk."""
+
+
+class RepetitionDetection(msgspec.Struct):
+    """As `quire.sampling_params.RepetitionDetectionParams`."""
+
+    max_pattern_size: Count = 0
+    min_pattern_size: Count = 0
+    min_count: Count = 0
+
+
+class GenerationBody(RequestBody, kw_only=True):
+    """OpenAI's sampling fields and vLLM's further ones."""
+
+    model: Name | None = None
+    """One of /v1/models; may be left out."""
+    stream: bool | None = False
+    """Answer with server-sent events, as the text comes."""
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Annotated[float, bound_of("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, bound_of("presence_penalty")] | None = None
+    repetition_penalty: Annotated[float, bound_of("repetition_penalty")] | None = None
+    logit_bias: Annotated[dict[Name, Finite], Meta(max_length=65536)] | None = None
+    """Token id (as text) to what is added to its logit, limited to [-100, 100]."""
+    n: Annotated[int, bound_of("n")] | None = 1
+    """Outputs per prompt."""
+    seed: Int64 | None = None
+    stop: Word | Annotated[list[Word], Meta(max_length=1024)] | None = None
+    temperature: Annotated[float, bound_of("temperature")] | None = None
+    top_p: Annotated[float, bound_of("top_p")] | None = None
+    top_k: Annotated[int, bound_of("top_k")] | None = None
+    min_p: Annotated[float, bound_of("min_p")] | None = None
+    user: Name | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=4096)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Count = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    """Keep only so many tokens of the prompt; -1: as many as fit."""
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: Annotated[int, bound_of("prompt_logprobs")] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=1_048_576)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    priority: Int64 = 0
+    """Smaller is served first, where the server schedules by priority."""
+    request_id: Name | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    """Only requests with the same salt share cached prefixes."""
+    return_tokens_as_token_ids: bool | None = None
+    """Show tokens in log-probabilities as token_id:N."""
+    return_token_ids: bool | None = None
+    repetition_detection: RepetitionDetection | None = None
+    stream_interval: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
+    """Send a chunk at most every so many tokens."""
+    vllm_xargs: Object | None = None
+    """Taken, and read by nobody yet."""
+
+    use_beam_search: bool = False
+    length_penalty: Finite | None = 1.0
+    watermarking: bool | None = None
+    kv_transfer_params: Object | None = None
+    ec_transfer_params: Object | None = None
+    thinking_token_budget: Int64 | None = None
+    return_token_offsets: bool | None = False
+    response_format: Object | None = None
+    structured_outputs: Object | None = None
+
+    NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base class
+        "use_beam_search": (False,),
+        "length_penalty": (1.0,),
+        "watermarking": (False,),
+        "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+        "thinking_token_budget": (),
+        "return_token_offsets": (False,),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+    }
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream is to end with a chunk of counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+_TAKEN_OVER = (
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logprob_token_ids",
+    "allowed_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "stream_interval", "logit_bias",
+)  # fmt: skip
+
+
+def make_sampling_params(
+    body: GenerationBody, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """What the engine is asked for. `defaults` are the model's, for fields the request leaves out.
+
+    Raises ValidationError. Streams are asked for in deltas, other answers as one.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise ValidationError("stream_options needs stream: true", param="stream_options")
+    given = {name: value for name in _TAKEN_OVER if (value := getattr(body, name)) is not None}
+    detection = body.repetition_detection
+    if detection is not None:
+        given["repetition_detection"] = RepetitionDetectionParams(
+            detection.max_pattern_size, detection.min_pattern_size, detection.min_count
+        )
+    if max_tokens is not None:
+        given["max_tokens"] = max_tokens
+    return SamplingParams.from_optional(
+        **{"max_tokens": None, **defaults, **given},
+        logprobs=logprobs,
+        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,153 @@
+"""From a request's text or messages to token ids, without holding up the event loop.
+
+Short texts are handled at once; anything long goes to a thread, one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError, PromptTooLongError, ValidationError
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.chat_template import ContentFormat
+from quire.frontend.openai.protocol.sampling import GenerationBody
+from quire.frontend.prompts import TokensPrompt
+from quire.frontend.tokenizer import LONG_TEXT_CHARS
+
+Result = TypeVar("Result")
+
+
+class PromptRenderer:
+    """Owns the thread for long prompts. `close` ends it."""
+
+    def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
+        self._processor = engine.pipeline.input_processor
+        self._tokenizer = engine.tokenizer
+        self._content_format = cast("ContentFormat", config.chat_template_content_format)
+        self._trusts_templates = config.trust_request_chat_template
+        self._variables = _parse_variables(config.default_chat_template_kwargs)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-render")
+
+    async def tokenize(
+        self, prompt: str | Sequence[int], options: Mapping[str, Any], *, cache_salt: str | None = None
+    ) -> TokensPrompt:
+        """Ids (and text) of one prompt. `options` are `tokenization_kwargs`. Raises ValidationError."""
+        wrapped: Any = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        if cache_salt is not None:
+            wrapped["cache_salt"] = cache_salt
+        size = len(prompt) if isinstance(prompt, str) else 0
+        return await self._run(size, lambda: self._processor.tokenize(wrapped, options))
+
+    @staticmethod
+    def truncation(body: GenerationBody) -> dict[str, Any]:
+        """The `tokenization_kwargs` by which a request has its prompt cut."""
+        options: dict[str, Any] = {}
+        if body.truncate_prompt_tokens is not None:
+            options["truncate_prompt_tokens"] = body.truncate_prompt_tokens
+        if body.truncation_side is not None:
+            options["truncation_side"] = body.truncation_side
+        return options
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation. Raises ValidationError."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise ValidationError(
+                "a conversation needs the tokenizer, and the engine was started with --skip-tokenizer-init; use "
+                "/v1/completions with token ids",
+                param="messages",
+            )
+        if chat_template is not None and not self._trusts_templates:
+            raise ValidationError(
+                "chat_template is refused: a template is a program; start the server with "
+                "--trust-request-chat-template to run what requests bring",
+                param="chat_template",
+            )
+        text = await self._run(
+            _size(messages),
+            lambda: tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                content_format=self._content_format,
+                tokenize=False,
+                documents=documents,
+                **{**self._variables, **(variables or {})},
+            ),
+        )
+        assert isinstance(text, str)
+        return text
+
+    async def run_aside(self, work: Callable[[], Result]) -> Result:
+        """The result of something that may take long, on the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _run(self, num_chars: int, work: Callable[[], Result]) -> Result:
+        return work() if num_chars <= LONG_TEXT_CHARS else await self.run_aside(work)
+
+    def check_room(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """Raises ValidationError if prompt and output cannot both fit the context."""
+        limit = self._processor.max_model_len
+        if num_prompt_tokens >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens and the context {limit} (max_model_len): there is no room "
+                "for a single output token; shorten the prompt",
+                param="prompt",
+                value=num_prompt_tokens,
+            )
+        if max_tokens is not None and num_prompt_tokens + max_tokens > limit:
+            raise ValidationError(
+                f"max_tokens={max_tokens} and a prompt of {num_prompt_tokens} tokens are more than the context of "
+                f"{limit} (max_model_len); ask for at most {limit - num_prompt_tokens}",
+                param="max_tokens",
+                value=max_tokens,
+            )
+
+    def close(self) -> None:
+        """End the thread; what waits for it is cancelled."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _size(value: Any) -> int:
+    """About how many characters a conversation holds, looked at no further than matters."""
+    size, stack = 0, [value]
+    while stack and size <= LONG_TEXT_CHARS:
+        item = stack.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, Mapping):
+            size += len(item)
+            stack.extend(item.values())
+        elif isinstance(item, Sequence):
+            size += len(item)
+            stack.extend(item)
+    return size
+
+
+def _parse_variables(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--default-chat-template-kwargs {text!r} is not a JSON object")
+    return value

@@ -1,0 +1,181 @@
+"""Control of the engine, for its operator: on the admin listener, where --enable-admin makes one.
+
+Parameters come in the query, as vLLM's clients send them; in a JSON body where they are larger.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from starlette.responses import Response
+
+from quire.config.server import ServerConfig
+from quire.errors import ValidationError
+from quire.frontend.openai.auth import Access
+from quire.frontend.openai.endpoint import Endpoint, Handler, RequestContext, json_response
+from quire.frontend.openai.protocol.admin import AbortBody, CollectiveRpcBody, ProfileBody, UpdateWeightsBody
+from quire.frontend.openai.protocol.fields import BodyReader
+from quire.wire.engine_core import PauseMode
+
+ABORT = BodyReader(AbortBody)
+UPDATE_WEIGHTS = BodyReader(UpdateWeightsBody)
+COLLECTIVE_RPC = BodyReader(CollectiveRpcBody)
+PROFILE = BodyReader(ProfileBody)
+PAUSE_MODES = ("abort", "wait", "keep")
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
+
+
+def _switch(context: RequestContext, name: str, default: bool) -> bool:
+    text = context.request.query_params.get(name)
+    if text is None:
+        return default
+    if text.lower() not in _SWITCHES:
+        raise ValidationError(f"{name} must be true or false, got {text[:60]!r}", param=name)
+    return _SWITCHES[text.lower()]
+
+
+def _mode(context: RequestContext) -> PauseMode:
+    mode = context.request.query_params.get("mode", "abort")
+    if mode not in PAUSE_MODES:
+        raise ValidationError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode[:60]!r}", param="mode")
+    return cast("PauseMode", mode)
+
+
+async def sleep(context: RequestContext) -> Response:
+    """Pause, and give memory back: ?level=0 none, 1 the KV cache, 2 the weights, too; ?mode= as for /pause."""
+    level = context.request.query_params.get("level", "1")
+    if level not in ("0", "1", "2"):
+        raise ValidationError(f"level must be 0, 1 or 2, got {level[:60]!r}", param="level")
+    await context.state.engine.sleep(int(level), _mode(context))
+    return Response()
+
+
+async def wake_up(context: RequestContext) -> Response:
+    """Take memory again: all of it, or what ?tags= name (may be repeated)."""
+    tags = context.request.query_params.getlist("tags")
+    await context.state.engine.wake_up(tags or None)
+    return Response()
+
+
+async def is_sleeping(context: RequestContext) -> Response:
+    """Between sleep and the wake_up that ends it."""
+    return json_response({"is_sleeping": await context.state.engine.is_sleeping()})
+
+
+async def pause(context: RequestContext) -> Response:
+    """Stop generating. ?mode=abort ends all requests, wait lets them end, keep freezes them."""
+    await context.state.engine.pause_generation(mode=_mode(context), clear_cache=_switch(context, "clear_cache", True))
+    return json_response({"status": "paused"})
+
+
+async def resume(context: RequestContext) -> Response:
+    """Generate again."""
+    await context.state.engine.resume_generation()
+    return json_response({"status": "resumed"})
+
+
+async def is_paused(context: RequestContext) -> Response:
+    """Whether new requests wait."""
+    return json_response({"is_paused": await context.state.engine.is_paused()})
+
+
+async def reset_prefix_cache(context: RequestContext) -> Response:
+    """Forget all cached prefixes; success is false if running requests held blocks and nothing was done."""
+    done = await context.state.engine.reset_prefix_cache(
+        _switch(context, "reset_running_requests", False), _switch(context, "reset_external", False)
+    )
+    return json_response({"success": done})
+
+
+async def reset_mm_cache(context: RequestContext) -> Response:
+    """Forget processed images and sounds."""
+    await context.state.engine.reset_mm_cache()
+    return Response()
+
+
+async def reset_encoder_cache(context: RequestContext) -> Response:
+    """Forget encoder outputs."""
+    await context.state.engine.reset_encoder_cache()
+    return Response()
+
+
+async def release_kv_cache_memory(context: RequestContext) -> Response:
+    """Pause, and give back the KV cache only; wake_up takes it again."""
+    await context.state.engine.release_kv_cache_memory(_mode(context))
+    return Response()
+
+
+async def abort_requests(context: RequestContext) -> Response:
+    """Abort requests by the ids of their answers; unknown ones are ignored."""
+    await context.state.engine.abort((await context.read(ABORT)).request_ids)
+    return Response()
+
+
+async def update_weights(context: RequestContext) -> Response:
+    """Replace the weights by those of another checkpoint directory."""
+    body = await context.read(UPDATE_WEIGHTS)
+    return json_response({"weight_version": await context.state.engine.update_weights(body.path, body.version)})
+
+
+async def weight_info(context: RequestContext) -> Response:
+    """The version of the weights that are loaded."""
+    return json_response({"weight_version": await context.state.engine.get_weight_version()})
+
+
+async def collective_rpc(context: RequestContext) -> Response:
+    """Call a method on every worker; one result each."""
+    body = await context.read(COLLECTIVE_RPC)
+    results = await context.state.engine.collective_rpc(
+        body.method, body.timeout, tuple(body.args or ()), body.kwargs or {}
+    )
+    return json_response({"results": [_plain(result) for result in results]})
+
+
+def _plain(result: Any) -> Any:
+    return result if isinstance(result, str | int | float | bool | list | dict | None) else str(result)
+
+
+async def start_profile(context: RequestContext) -> Response:
+    """Start the workers' profiler."""
+    has_body = context.request.headers.get("content-length", "0") != "0"
+    body = await context.read(PROFILE) if has_body else ProfileBody()
+    await context.state.engine.start_profile(
+        body.profile_prefix, delay_iterations=body.delay_iterations, max_iterations=body.max_iterations
+    )
+    return Response()
+
+
+async def stop_profile(context: RequestContext) -> Response:
+    """Stop the workers' profiler."""
+    await context.state.engine.stop_profile()
+    return Response()
+
+
+def _is_enabled(config: ServerConfig) -> bool:
+    return config.enable_admin
+
+
+def _row(path: str, handler: Handler, method: str = "POST", body: BodyReader[Any] | None = None) -> Endpoint:
+    return Endpoint(
+        path=path, handler=handler, access=Access.ADMIN, methods=(method,), body=body, is_enabled=_is_enabled
+    )
+
+
+ENDPOINTS = (
+    _row("/sleep", sleep),
+    _row("/wake_up", wake_up),
+    _row("/is_sleeping", is_sleeping, "GET"),
+    _row("/pause", pause),
+    _row("/resume", resume),
+    _row("/is_paused", is_paused, "GET"),
+    _row("/reset_prefix_cache", reset_prefix_cache),
+    _row("/reset_mm_cache", reset_mm_cache),
+    _row("/reset_encoder_cache", reset_encoder_cache),
+    _row("/release_kv_cache_memory", release_kv_cache_memory),
+    _row("/abort_requests", abort_requests, body=ABORT),
+    _row("/update_weights", update_weights, body=UPDATE_WEIGHTS),
+    _row("/weight_info", weight_info, "GET"),
+    _row("/collective_rpc", collective_rpc, body=COLLECTIVE_RPC),
+    _row("/start_profile", start_profile, body=PROFILE),
+    _row("/stop_profile", stop_profile),
+)

@@ -1,0 +1,253 @@
+"""POST /v1/chat/completions: conversations answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from quire.frontend.openai.auth import Access
+from quire.frontend.openai.chat_output import ChatParser, Delta, make_chat_parser, make_message
+from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.openai.protocol.chat import ChatBody
+from quire.frontend.openai.protocol.fields import BodyReader
+from quire.frontend.openai.protocol.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from quire.frontend.openai.protocol.sampling import make_sampling_params
+from quire.frontend.openai.protocol.usage import TokenCount
+from quire.frontend.openai.streaming import DONE, encode_json, event
+from quire.frontend.openai.submission import Submission, check_admission, stream_response
+from quire.frontend.prompts import TokensPrompt
+from quire.outputs import CompletionOutput, RequestOutput
+from quire.sampling_params import SamplingParams
+
+CHAT = BodyReader(ChatBody)
+
+
+async def create_chat_completion(context: RequestContext) -> Response:
+    """Answer a conversation."""
+    body = await context.read(CHAT)
+    state = context.state
+    model = state.check_model(body.model)
+    params = make_sampling_params(
+        body,
+        state.engine.model_config.sampling_defaults,
+        max_tokens=body.output_limit,
+        logprobs=body.num_logprobs,
+    )
+    state.check_num_outputs(params.n)
+    check_admission(context, [_sample_of(body.messages)], params.n)
+    prompt = await render_prompt(context, body)
+    state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
+    request_id = f"chatcmpl-{body.request_id or context.request_id}"
+    writer = ChatWriter(context, body, model, request_id, prompt, params)
+    submission = await Submission.submit(context, [prompt], params, request_id, priority=body.priority)
+    if body.stream:
+        return stream_response(context, writer.chunks(submission), submission)
+    try:
+        (output,) = await context.unless_gone(submission.final_outputs())
+        return json_response(writer.whole(output))
+    finally:
+        await submission.close()
+
+
+async def render_prompt(context: RequestContext, body: ChatBody) -> TokensPrompt:
+    """The prompt of a conversation, through the model's chat template."""
+    renderer = context.state.renderer
+    text = await renderer.render_chat(
+        body.messages,
+        chat_template=body.chat_template,
+        documents=body.documents,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.template_variables(),
+    )
+    options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body)
+    return await renderer.tokenize(text, options, cache_salt=body.cache_salt)
+
+
+def _sample_of(messages: Sequence[dict[str, Any]]) -> str:
+    """Text about as long as the conversation's, for a first estimate of its tokens."""
+    return "".join(m["content"] for m in messages if isinstance(m.get("content"), str))
+
+
+class ChatWriter:
+    """Writes the answer to one request: whole, or in chunks."""
+
+    def __init__(
+        self,
+        context: RequestContext,
+        body: ChatBody,
+        model: str,
+        request_id: str,
+        prompt: TokensPrompt,
+        params: SamplingParams,
+    ) -> None:
+        config = context.state.config
+        self._body = body
+        self._prompt = prompt
+        self._fingerprint = context.state.fingerprint
+        self._role = config.response_role if body.add_generation_prompt else _last_role(body)
+        self._echoed = _last_text(body) if body.echo and not body.add_generation_prompt else ""
+        self._head = {"id": request_id, "created": int(time.time()), "model": model}
+        self._name = TokenNames(bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids)
+        self._num_top_logprobs = params.logprobs or 0
+        self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details)
+        self._sends_usage = body.wants_usage or config.enable_force_include_usage
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if completion.logprobs is None or not self._body.logprobs:
+            return None
+        return chat_logprobs(completion.token_ids, completion.logprobs, self._name, self._num_top_logprobs)
+
+    # -- whole --------------------------------------------------------------------------------------------------------
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """The answer as one object."""
+        self._usage.add(0, output)
+        ids = bool(self._body.return_token_ids)
+        return {
+            "id": self._head["id"],
+            "object": "chat.completion",
+            "created": self._head["created"],
+            "model": self._head["model"],
+            "choices": [self._choice(completion) for completion in output.outputs],
+            "service_tier": None,
+            "system_fingerprint": self._fingerprint,
+            "usage": self._usage.in_answer(),
+            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+            "prompt_token_ids": output.prompt_token_ids if ids else None,
+            "prompt_text": self._prompt.get("prompt") if self._body.return_prompt_text else None,
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            "metrics": None,
+        }
+
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        parser = make_chat_parser(self._body)
+        deltas = [*self._echo(), *parser.feed(completion.text, completion.token_ids), *parser.finish()]
+        return {
+            "index": completion.index,
+            "message": make_message(self._role, deltas),
+            "logprobs": self._logprobs(completion),
+            "finish_reason": parser.finish_reason(completion.finish_reason),
+            "stop_reason": completion.stop_reason,
+            "token_ids": list(completion.token_ids) if self._body.return_token_ids else None,
+            "routed_experts": None,
+        }
+
+    def _echo(self) -> list[Delta]:
+        return [{"content": self._echoed}] if self._echoed else []
+
+    # -- in chunks ----------------------------------------------------------------------------------------------------
+
+    async def chunks(self, submission: Submission) -> AsyncGenerator[bytes, None]:
+        """The answer as events."""
+        self._head = {"id": self._head["id"], "object": "chat.completion.chunk"} | self._head
+        head = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
+        options = self._body.stream_options
+        counts_always = bool(options and options.continuous_usage_stats)
+        parsers: dict[int, ChatParser] = {}
+        async for _, output in submission.outputs():
+            self._usage.add(0, output)
+            tail = b',"usage":' + encode_json(self._usage.in_chunk()) + b"}\n\n" if counts_always else b"}\n\n"
+            for completion in output.outputs:
+                parser = parsers.get(completion.index)
+                if parser is None:
+                    parser = parsers[completion.index] = make_chat_parser(self._body)
+                    yield b"".join((head, self._first_choice(output, completion.index), tail))
+                    for delta in self._echo():
+                        yield b"".join((head, _choice_chunk(completion.index, delta), b"]", tail))
+                for choice in self._chunk_choices(parser, completion):
+                    yield b"".join((head, choice, b"]", tail))
+        if self._sends_usage:
+            usage = {"choices": [], "usage": self._usage.in_chunk(), "system_fingerprint": self._fingerprint}
+            yield event(self._head | usage)
+        yield DONE
+
+    def _first_choice(self, output: RequestOutput, index: int) -> bytes:
+        """The chunk that opens a choice, up to the end of its object's fields."""
+        body = self._body
+        more: dict[str, Any] = {
+            "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
+            "prompt_text": self._prompt.get("prompt") if body.return_prompt_text else None,
+        }
+        if body.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        choice = {
+            "index": index,
+            "delta": {"role": self._role, "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return encode_json(choice) + b"]," + encode_json(more)[1:-1]
+
+    def _chunk_choices(self, parser: ChatParser, completion: CompletionOutput) -> list[bytes]:
+        """The choices that tell of one output: one per delta, the last of which has what belongs to all of it."""
+        body = self._body
+        is_last = completion.finish_reason is not None
+        deltas = parser.feed(completion.text, completion.token_ids)
+        if is_last:
+            deltas = [*deltas, *parser.finish()]
+        logprobs = self._logprobs(completion)
+        if not deltas:
+            if not (is_last or logprobs is not None or body.return_token_ids):
+                return []
+            deltas = [{"content": ""}]
+        ids = completion.token_ids if body.return_token_ids else None
+        choices = [_choice_chunk(completion.index, delta) for delta in deltas[:-1]]
+        reason = parser.finish_reason(completion.finish_reason) if is_last else None
+        choices.append(
+            _choice_chunk(completion.index, deltas[-1], logprobs, reason, completion.stop_reason, ids, is_last=is_last)
+        )
+        return choices
+
+
+def _choice_chunk(
+    index: int,
+    delta: Delta,
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+    stop_reason: int | str | None = None,
+    token_ids: Sequence[int] | None = None,
+    *,
+    is_last: bool = False,
+) -> bytes:
+    """One choice of a chunk. Written by hand: this is every token's way."""
+    return b"".join(
+        (
+            b'{"index":%d,"delta":' % index,
+            encode_json(delta),
+            b',"logprobs":',
+            b"null" if logprobs is None else encode_json(logprobs),
+            b',"finish_reason":',
+            encode_json(finish_reason),
+            b',"stop_reason":' + encode_json(stop_reason) if is_last else b"",
+            b',"token_ids":',
+            b"null" if token_ids is None else encode_json(token_ids),
+            b"}",
+        )
+    )
+
+
+def _last_role(body: ChatBody) -> str:
+    role = body.messages[-1].get("role") if body.messages else None
+    return role if isinstance(role, str) else "assistant"
+
+
+def _last_text(body: ChatBody) -> str:
+    content = body.messages[-1].get("content") if body.messages else None
+    return content if isinstance(content, str) else ""
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/chat/completions",
+        handler=create_chat_completion,
+        access=Access.KEY,
+        body=CHAT,
+        task="generate",
+        is_work=True,
+    ),
+)

@@ -1,0 +1,214 @@
+"""POST /v1/completions: texts continued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from quire.errors import ValidationError
+from quire.frontend.openai.auth import Access
+from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.openai.protocol.completion import DEFAULT_MAX_TOKENS, CompletionBody
+from quire.frontend.openai.protocol.fields import BodyReader
+from quire.frontend.openai.protocol.logprobs import TokenNames, prompt_logprobs, text_logprobs
+from quire.frontend.openai.protocol.sampling import make_sampling_params
+from quire.frontend.openai.protocol.usage import TokenCount
+from quire.frontend.openai.streaming import DONE, encode_json, event
+from quire.frontend.openai.submission import Submission, check_admission, stream_response
+from quire.frontend.prompts import TokensPrompt
+from quire.outputs import CompletionOutput, RequestOutput
+from quire.sampling_params import SamplingParams
+
+COMPLETION = BodyReader(CompletionBody)
+
+
+async def create_completion(context: RequestContext) -> Response:
+    """Continue one or more texts."""
+    body = await context.read(COMPLETION)
+    state = context.state
+    model = state.check_model(body.model)
+    texts = body.prompts(state.config.max_prompts_per_request)
+    params = _sampling_params(body, state.engine.model_config.sampling_defaults)
+    state.check_num_outputs(len(texts) * params.n)
+    check_admission(context, texts, params.n)
+    options = {"add_special_tokens": body.add_special_tokens} | state.renderer.truncation(body)
+    prompts = [await state.renderer.tokenize(text, options, cache_salt=body.cache_salt) for text in texts]
+    for prompt in prompts:
+        state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
+        if body.echo and prompt.get("prompt") is None and state.engine.tokenizer is not None:
+            prompt["prompt"] = state.engine.tokenizer.decode(prompt["prompt_token_ids"])
+    request_id = f"cmpl-{body.request_id or context.request_id}"
+    writer = CompletionWriter(context, body, model, request_id, prompts, params)
+    submission = await Submission.submit(context, prompts, params, request_id, priority=body.priority)
+    if body.stream:
+        return stream_response(context, writer.chunks(submission), submission)
+    try:
+        return json_response(writer.whole(await context.unless_gone(submission.final_outputs())))
+    finally:
+        await submission.close()
+
+
+def _sampling_params(body: CompletionBody, defaults: dict[str, Any]) -> SamplingParams:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ValidationError(
+            f"best_of={body.best_of} is not supported; ask for n outputs and choose",
+            param="best_of",
+            value=body.best_of,
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise ValidationError("max_tokens=0 asks for nothing; it needs echo: true", param="max_tokens", value=0)
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        body.prompt_logprobs = body.logprobs
+    return make_sampling_params(
+        body,
+        {"max_tokens": DEFAULT_MAX_TOKENS, **defaults},
+        max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
+        logprobs=body.logprobs,
+    )
+
+
+class CompletionWriter:
+    """Writes the answer to one request: whole, or in chunks."""
+
+    def __init__(
+        self,
+        context: RequestContext,
+        body: CompletionBody,
+        model: str,
+        request_id: str,
+        prompts: Sequence[TokensPrompt],
+        params: SamplingParams,
+    ) -> None:
+        config = context.state.config
+        self._body = body
+        self._prompts = prompts
+        self._num_outputs = params.n
+        self._fingerprint = context.state.fingerprint
+        self._head = {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": model}
+        self._name = TokenNames(bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids)
+        self._shows_nothing = body.max_tokens == 0
+        self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details)
+        self._sends_usage = body.wants_usage or config.enable_force_include_usage
+
+    def _text(self, index: int, completion: CompletionOutput, *, is_first: bool) -> str:
+        text = "" if self._shows_nothing else completion.text
+        return (self._prompts[index].get("prompt") or "") + text if self._body.echo and is_first else text
+
+    def _logprobs(
+        self, index: int, output: RequestOutput, completion: CompletionOutput, offset: int, *, is_first: bool
+    ) -> dict[str, Any] | None:
+        if self._body.logprobs is None or completion.logprobs is None:
+            return None
+        token_ids, positions = list(completion.token_ids), list(completion.logprobs)
+        if self._shows_nothing:
+            token_ids, positions = [], []
+        if not (self._body.echo and is_first):
+            return text_logprobs(token_ids, positions, self._name, offset)
+        prompt_ids = self._prompts[index]["prompt_token_ids"]
+        before = list(output.prompt_logprobs or [None] * len(prompt_ids))
+        return text_logprobs([*prompt_ids, *token_ids], [*before, *positions], self._name, offset)
+
+    # -- whole --------------------------------------------------------------------------------------------------------
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer as one object."""
+        choices = []
+        for index, output in enumerate(outputs):
+            self._usage.add(index, output)
+            choices += [self._choice(index, output, completion) for completion in output.outputs]
+        return {
+            **self._head,
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": self._fingerprint,
+            "usage": self._usage.in_answer(),
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            "metrics": None,
+        }
+
+    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        ids = bool(self._body.return_token_ids)
+        return {
+            "index": index * self._num_outputs + completion.index,
+            "text": self._text(index, completion, is_first=True),
+            "logprobs": self._logprobs(index, output, completion, 0, is_first=True),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "token_ids": list(completion.token_ids) if ids else None,
+            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+            "prompt_token_ids": output.prompt_token_ids if ids else None,
+            "routed_experts": None,
+        }
+
+    # -- in chunks ----------------------------------------------------------------------------------------------------
+
+    async def chunks(self, submission: Submission) -> AsyncGenerator[bytes, None]:
+        """The answer as events."""
+        head = encode_json(self._head)[:-1] + b',"choices":['
+        options = self._body.stream_options
+        counts_always = bool(options and options.continuous_usage_stats)
+        offsets: dict[int, int] = {}
+        async for index, output in submission.outputs():
+            self._usage.add(index, output)
+            tail = b'],"usage":' + encode_json(self._usage.in_chunk()) + b"}\n\n" if counts_always else b"]}\n\n"
+            for completion in output.outputs:
+                choice = self._chunk_choice(index, output, completion, offsets)
+                if choice is not None:
+                    yield b"data: " + head + choice + tail
+        if self._sends_usage:
+            usage = {"choices": [], "usage": self._usage.in_chunk(), "system_fingerprint": self._fingerprint}
+            yield event(self._head | usage)
+        yield DONE
+
+    def _chunk_choice(
+        self, index: int, output: RequestOutput, completion: CompletionOutput, offsets: dict[int, int]
+    ) -> bytes | None:
+        """One choice of a chunk; None where there is nothing to tell. Written by hand: this is every token's way."""
+        body = self._body
+        number = index * self._num_outputs + completion.index
+        is_first = number not in offsets
+        offset = offsets.setdefault(number, 0)
+        text = self._text(index, completion, is_first=is_first)
+        logprobs = self._logprobs(index, output, completion, offset, is_first=is_first)
+        offsets[number] = offset + len(text)
+        if not text and logprobs is None and completion.finish_reason is None and not body.return_token_ids:
+            return None
+        ids = encode_json(completion.token_ids) if body.return_token_ids else b"null"
+        prompt_ids = encode_json(output.prompt_token_ids) if body.return_token_ids and is_first else b"null"
+        more = b""
+        if is_first and body.prompt_logprobs is not None:
+            more = b',"prompt_logprobs":' + encode_json(prompt_logprobs(output.prompt_logprobs))
+        return b"".join(
+            (
+                b'{"index":%d,"text":' % number,
+                encode_json(text),
+                b',"logprobs":',
+                b"null" if logprobs is None else encode_json(logprobs),
+                b',"finish_reason":',
+                encode_json(completion.finish_reason),
+                b',"stop_reason":',
+                encode_json(completion.stop_reason),
+                b',"prompt_token_ids":',
+                prompt_ids,
+                b',"token_ids":',
+                ids,
+                more,
+                b"}",
+            )
+        )
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/completions",
+        handler=create_completion,
+        access=Access.KEY,
+        body=COMPLETION,
+        task="generate",
+        is_work=True,
+    ),
+)

@@ -1,0 +1,57 @@
+"""GET /v1/models: what is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from quire.frontend.openai.auth import Access
+from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.openai.state import ServerState
+
+
+async def list_models(context: RequestContext) -> Response:
+    """The models that requests may name."""
+    cards = [model_card(context.state, name) for name in context.state.model_names]
+    return json_response({"object": "list", "data": cards})
+
+
+async def show_model(context: RequestContext) -> Response:
+    """One of them."""
+    name = context.state.check_model(context.request.path_params["model"])
+    return json_response(model_card(context.state, name))
+
+
+def model_card(state: ServerState, name: str) -> dict[str, Any]:
+    """A model as OpenAI describes one, with vLLM's further fields; `root` tells no path."""
+    permission = {
+        "id": f"modelperm-{state.fingerprint[-8:]}",
+        "object": "model_permission",
+        "created": state.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "quire",
+        "root": name,
+        "parent": None,
+        "max_model_len": state.max_model_len,
+        "permission": [permission],
+    }
+
+
+ENDPOINTS = (
+    Endpoint(path="/v1/models", handler=list_models, access=Access.KEY, methods=("GET",)),
+    Endpoint(path="/v1/models/{model:path}", handler=show_model, access=Access.KEY, methods=("GET",)),
+)

@@ -1,0 +1,91 @@
+"""/tokenize, /detokenize and /tokenizer_info."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from quire.errors import ValidationError
+from quire.frontend.openai.auth import Access
+from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.openai.protocol.fields import BodyReader
+from quire.frontend.openai.protocol.tokens import DetokenizeBody, TokenizeBody
+from quire.frontend.tokenizer import Tokenizer
+
+TOKENIZE = BodyReader(TokenizeBody)
+DETOKENIZE = BodyReader(DetokenizeBody)
+LONG_LIST = 4096
+"""Ids that take about as long to decode as others should wait."""
+
+
+async def tokenize(context: RequestContext) -> Response:
+    """The token ids of a text, or of a conversation as the model would see it."""
+    body = await context.read(TOKENIZE)
+    body.check_form()
+    state = context.state
+    state.check_model(body.model)
+    tokenizer = await state.engine.get_tokenizer()
+    if body.messages is not None:
+        text = await state.renderer.render_chat(
+            body.messages,
+            chat_template=body.chat_template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            variables=body.chat_template_kwargs,
+        )
+    else:
+        text = body.prompt or ""
+    adds_special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+    prompt = await state.renderer.tokenize(text, {"add_special_tokens": adds_special})
+    ids = prompt["prompt_token_ids"]
+    answer = {"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids, "token_strs": None}
+    if body.return_token_strs:
+        answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+    return json_response(answer)
+
+
+async def detokenize(context: RequestContext) -> Response:
+    """The text of token ids."""
+    body = await context.read(DETOKENIZE)
+    state = context.state
+    state.check_model(body.model)
+    tokenizer = await state.engine.get_tokenizer()
+    unknown = next((i for i in body.tokens if i >= len(tokenizer)), None)
+    if unknown is not None:
+        raise ValidationError(
+            f"tokens holds id {unknown}, outside the vocabulary [0, {len(tokenizer)})", param="tokens", value=unknown
+        )
+    if len(body.tokens) > LONG_LIST:
+        return json_response({"prompt": await state.renderer.run_aside(lambda: tokenizer.decode(body.tokens))})
+    return json_response({"prompt": tokenizer.decode(body.tokens)})
+
+
+async def tokenizer_info(context: RequestContext) -> Response:
+    """What the tokenizer is; served with --enable-tokenizer-info-endpoint."""
+    return json_response(describe(await context.state.engine.get_tokenizer(), context.state.max_model_len))
+
+
+def describe(tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
+    """A tokenizer in the words of its configuration files. No path is told."""
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "backend": "tokenizers",
+        **tokenizer.special_tokens_map,
+        "model_max_length": max_model_len,
+        "chat_template": tokenizer.chat_template,
+        "added_tokens_decoder": {str(i): content for i, content in sorted(tokenizer.added_token_ids.items())},
+    }
+
+
+ENDPOINTS = (
+    Endpoint(path="/tokenize", handler=tokenize, access=Access.KEY, body=TOKENIZE),
+    Endpoint(path="/detokenize", handler=detokenize, access=Access.KEY, body=DETOKENIZE),
+    Endpoint(
+        path="/tokenizer_info",
+        handler=tokenizer_info,
+        access=Access.KEY,
+        methods=("GET",),
+        is_enabled=lambda config: config.enable_tokenizer_info_endpoint,
+    ),
+)

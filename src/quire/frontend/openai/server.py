@@ -1,0 +1,229 @@
+"""A server from its sockets to its end: listeners, signals, and the drain that follows them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError
+from quire.frontend.openai.app import build_app
+from quire.frontend.openai.state import ServerState
+from quire.logger import init_logger
+
+logger = init_logger(__name__)
+
+BACKLOG = 2048
+END_GRACE_S = 1.0
+"""What connections get to send their last words."""
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """The sockets of a server, bound before anything is loaded: a port that is taken is told of at once."""
+
+    main: socket.socket
+    admin: socket.socket | None
+    url: str
+    admin_url: str | None = None
+
+    @staticmethod
+    def bind(config: ServerConfig) -> Listeners:
+        """Raises ConfigError where the system refuses."""
+        scheme = "http" if config.ssl_certfile is None else "https"
+        if config.uds is not None:
+            main, url = _bind_unix(config.uds), f"unix:{config.uds}"
+        else:
+            main = _bind_port(config.host, config.port, "--port")
+            url = _url(scheme, config.host, main)
+        if not config.admin_is_apart:
+            return Listeners(main, None, url)
+        try:
+            admin = _bind_port(config.admin_host, config.admin_port, "--admin-port")
+        except ConfigError:
+            main.close()
+            raise
+        return Listeners(main, admin, url, _url(scheme, config.admin_host, admin))
+
+    def close(self) -> None:
+        """Give the addresses back; a Unix socket's file goes, too."""
+        if self.url.startswith("unix:"):
+            with contextlib.suppress(OSError):
+                os.unlink(self.url.removeprefix("unix:"))
+        for listener in (self.main, self.admin):
+            if listener is not None:
+                listener.close()
+
+
+def _bind_port(host: str | None, port: int, flag: str) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if host is not None and ":" in host else socket.AF_INET
+        return socket.create_server((host or "", port), family=family, backlog=BACKLOG)
+    except OSError as e:
+        raise ConfigError(
+            f"{flag} {port} on {host or 'all addresses'} cannot be listened on: {e.strerror or e}; choose another one"
+        ) from None
+
+
+def _bind_unix(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(Path(path).stat().st_mode):  # one that a server left behind
+                os.unlink(path)
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(f"--uds {path} cannot be listened on: {e.strerror or e}") from None
+    return listener
+
+
+def _url(scheme: str, host: str | None, listener: socket.socket) -> str:
+    name = host or "0.0.0.0"
+    return f"{scheme}://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
+
+
+class StopRequests:
+    """Whether the server is asked to end, and whether at once."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurried = asyncio.Event()
+
+    def note(self) -> None:
+        """Somebody asks; the second time they are in a hurry."""
+        (self.hurried if self.asked.is_set() else self.asked).set()
+
+
+class _StopSignals(StopRequests):
+    """SIGTERM and SIGINT, while it is entered."""
+
+    _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __enter__(self) -> None:
+        for number in self._SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self.note)
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def serve(
+    state: ServerState,
+    listeners: Listeners,
+    *,
+    shutdown_timeout_s: float,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer requests until SIGTERM or SIGINT, drain, and return. A second signal ends what still runs at once.
+
+    Raises ConfigError for TLS files or a middleware that cannot be used. The engine is the caller's to shut down.
+    """
+    _route_log(state.config)
+    servers = [_make_server(state, listeners.url, is_admin=False)]
+    sockets = [listeners.main]
+    if listeners.admin is not None:
+        servers.append(_make_server(state, listeners.url, is_admin=True))
+        sockets.append(listeners.admin)
+    stop = _StopSignals()
+    with stop:
+        running = [
+            asyncio.ensure_future(server.serve(sockets=[listener]))
+            for server, listener in zip(servers, sockets, strict=True)
+        ]
+        starting = asyncio.ensure_future(_wait_started(servers))
+        await asyncio.wait({starting, *running}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            on_ready()
+            await _first_of(stop.asked.wait(), *running)
+        starting.cancel()
+        await drain(state, stop, shutdown_timeout_s)
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*running)
+
+
+async def drain(state: ServerState, stop: StopRequests, shutdown_timeout_s: float) -> None:
+    """From the wish to stop to the end of the last request (promise P11)."""
+    lifecycle = state.lifecycle
+    lifecycle.is_draining = True
+    logger.info("shutting down; %d requests are under way", lifecycle.num_in_flight)
+    await _first_of(asyncio.sleep(state.config.drain_accept_s), stop.hurried.wait())
+    lifecycle.refuses_requests = True
+    await _first_of(asyncio.sleep(shutdown_timeout_s), lifecycle.wait_idle(), stop.hurried.wait())
+    lifecycle.is_stopping = True
+    left = list(state.engine.pipeline.output_processor.request_states)
+    if left:
+        logger.warning("ending %d requests that --shutdown-timeout left no time for", len(left))
+        await state.engine.abort(left, internal=True)
+    await _first_of(asyncio.sleep(END_GRACE_S), lifecycle.wait_idle())
+
+
+async def _first_of(*waits: Any) -> None:
+    """Until one of them is over; the others are cancelled, unless they are tasks of somebody else."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    own = [task for task, wait in zip(tasks, waits, strict=True) if task is not wait]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in own:
+            task.cancel()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, with signals left to `serve`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing to capture."""
+        yield
+
+
+def _make_server(state: ServerState, url: str, *, is_admin: bool) -> _Server:
+    config = state.config
+    try:
+        settings = uvicorn.Config(
+            build_app(state, is_admin=is_admin),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=int(END_GRACE_S),
+            h11_max_incomplete_event_size=config.h11_max_incomplete_event_size,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+            ssl_ca_certs=config.ssl_ca_certs,
+            ssl_cert_reqs=config.ssl_cert_reqs,
+            ssl_ciphers=config.ssl_ciphers or "TLSv1",
+        )
+        settings.load()
+    except OSError as e:
+        raise ConfigError(f"the TLS files cannot be used: {e}") from None
+    return _Server(settings)
+
+
+async def _wait_started(servers: Sequence[uvicorn.Server]) -> None:
+    while not all(server.started for server in servers):
+        await asyncio.sleep(0.005)
+
+
+def _route_log(config: ServerConfig) -> None:
+    """uvicorn's messages go where ours go."""
+    log = logging.getLogger("uvicorn")
+    log.setLevel(config.uvicorn_log_level.upper() if config.uvicorn_log_level != "trace" else "DEBUG")
+    log.handlers = list(logging.getLogger("quire").handlers)
+    log.propagate = not log.handlers

@@ -1,0 +1,123 @@
+"""What the endpoints of one server share: the engine, the names it goes by, and whether it takes requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+
+from quire.config.server import ServerConfig
+from quire.errors import NotFoundError, ValidationError
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.metrics.prometheus import PrometheusStatLogger
+from quire.frontend.openai.auth import Gatekeeper
+from quire.frontend.openai.errors import UnavailableError
+from quire.frontend.openai.rendering import PromptRenderer
+from quire.version import __version__
+
+
+class Lifecycle:
+    """Where a server stands between its start and its end, and how many requests are under way."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        """SIGTERM has come: /health/ready says no."""
+        self.refuses_requests = False
+        """New work is refused; what runs goes on."""
+        self.is_stopping = False
+        """What runs is being ended."""
+        self.num_in_flight = 0
+        """Requests that have begun and not been answered to the end, probes not counted."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def begin_request(self) -> None:
+        """One more is under way."""
+        self.num_in_flight += 1
+        self._idle.clear()
+
+    def end_request(self) -> None:
+        """One is answered, or its client gone."""
+        self.num_in_flight -= 1
+        if not self.num_in_flight:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Until nothing is under way."""
+        await self._idle.wait()
+
+
+class ServerState:
+    """Made once per server process, around a running engine. `app.state.server`."""
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        config: ServerConfig,
+        *,
+        key_digests: Sequence[bytes] = (),
+        stall_s: float = 60.0,
+        metrics: PrometheusStatLogger | None = None,
+    ) -> None:
+        self.engine = engine
+        self.config = config
+        self.metrics = metrics
+        self.stall_s = stall_s
+        """How long a stream may wait for its reader (--slow-client-timeout-s); 0 for ever."""
+        self.gatekeeper = Gatekeeper(key_digests, protect_metrics=config.protect_metrics, admin_host=config.admin_host)
+        self.renderer = PromptRenderer(engine, config)
+        self.lifecycle = Lifecycle()
+        self.model_names = (engine.model_config.name,)
+        self.created = int(time.time())
+        self.fingerprint = _fingerprint(engine)
+        self.supported_tasks = tuple(engine.engine_core.ready_response.supported_tasks)
+        quiet = config.disable_access_log_for_endpoints or ""
+        self._quiet_paths = frozenset(path.strip() for path in quiet.split(",") if path.strip())
+
+    @property
+    def model_name(self) -> str:
+        """What answers call the model where the request does not."""
+        return self.model_names[0]
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together."""
+        return self.engine.pipeline.input_processor.max_model_len
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises NotFoundError for one that is not served."""
+        if name is None or name == "":
+            return self.model_name
+        if name not in self.model_names:
+            raise NotFoundError(
+                f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}", param="model"
+            )
+        return name
+
+    def logs_path(self, path: str) -> bool:
+        """Whether requests for `path` get a line in the log."""
+        return not self.config.disable_uvicorn_access_log and path not in self._quiet_paths
+
+    def check_num_outputs(self, num_outputs: int) -> None:
+        """Raises ValidationError for more outputs than one request may have."""
+        limit = self.config.max_prompts_per_request
+        if num_outputs > limit:
+            raise ValidationError(
+                f"the request asks for {num_outputs} outputs (prompts times n); it may have {limit} "
+                "(--max-prompts-per-request)",
+                param="n",
+                value=num_outputs,
+            )
+
+    def check_open(self) -> None:
+        """Raises UnavailableError while no new work is taken."""
+        if self.lifecycle.refuses_requests:
+            raise UnavailableError("the server is shutting down and takes no new requests; try another one", close=True)
+
+
+def _fingerprint(engine: AsyncLLM) -> str:
+    """Changes with what could change an answer: the version, the model, its type."""
+    model = engine.model_config
+    identity = repr((model.name, model.revision, model.dtype, model.hf_overrides, model.seed))
+    return f"quire-{__version__}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

@@ -1,0 +1,153 @@
+"""The engine requests behind one HTTP request: handed in together, read together, and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from typing import cast
+
+from quire.errors import GenerationError
+from quire.frontend.admission import estimate_num_tokens
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.openai.endpoint import RequestContext
+from quire.frontend.openai.errors import UnavailableError
+from quire.frontend.openai.state import Lifecycle
+from quire.frontend.openai.streaming import EventStream, error_event
+from quire.frontend.output_collector import RequestOutputCollector
+from quire.frontend.prompts import TokensPrompt
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+
+
+class Submission:
+    """Live requests, one per prompt. Whoever has one calls `close` in the end, which aborts what still runs."""
+
+    def __init__(self, engine: AsyncLLM, lifecycle: Lifecycle, collectors: Sequence[RequestOutputCollector]) -> None:
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._collectors = collectors
+
+    @classmethod
+    async def submit(
+        cls,
+        context: RequestContext,
+        prompts: Sequence[TokensPrompt],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> Submission:
+        """Hand in all prompts, or none: what fails on one aborts the others. Raises as `AsyncLLM.add_request`."""
+        engine = context.state.engine
+        params.skip_clone = len(prompts) == 1  # made for this request, and used once
+        submission = cls(engine, context.state.lifecycle, collectors := [])
+        try:
+            for index, prompt in enumerate(prompts):
+                collectors.append(
+                    await engine.add_request(
+                        request_id,
+                        prompt,
+                        params,
+                        trace_headers=context.trace_headers,
+                        priority=priority,
+                    )
+                )
+                if index:
+                    await asyncio.sleep(0)  # others may go on between two prompts
+        except BaseException:
+            await submission.close()
+            raise
+        return submission
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(index of the prompt, its output) as they come. Raises what the engine failed with.
+
+        A request that the server's end has cut off raises UnavailableError, so that nobody takes it for an answer.
+        """
+        if len(self._collectors) == 1:
+            async for output in self._read(self._collectors[0]):
+                yield 0, output
+            return
+        async for index, output in self._read_all():
+            yield index, output
+
+    async def _read(self, collector: RequestOutputCollector) -> AsyncGenerator[RequestOutput, None]:
+        is_finished = False
+        while not is_finished:
+            while (output := collector.get_nowait()) is None:
+                await collector.wait()
+            is_finished = output.finished
+            yield self._checked(cast("RequestOutput", output))
+
+    async def _read_all(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Of several, whichever has something, in turn."""
+        ready = deque(range(len(self._collectors)))
+        has_ready = asyncio.Event()
+
+        def note(index: int, _: asyncio.Future[None]) -> None:
+            ready.append(index)
+            has_ready.set()
+
+        num_left = len(self._collectors)
+        while num_left:
+            while not ready:
+                has_ready.clear()
+                await has_ready.wait()
+            index = ready.popleft()
+            output = self._collectors[index].get_nowait()
+            if output is None:
+                self._collectors[index].wait().add_done_callback(partial(note, index))
+                continue
+            if output.finished:
+                num_left -= 1
+            else:
+                ready.append(index)
+            yield index, self._checked(cast("RequestOutput", output))
+
+    def _checked(self, output: RequestOutput) -> RequestOutput:
+        for completion in output.outputs:
+            if completion.finish_reason == "error":
+                raise GenerationError(
+                    completion.error_message or "the engine failed on this request; it may be retried"
+                )
+            if completion.finish_reason == "abort" and self._lifecycle.is_stopping:
+                raise UnavailableError("the server shut down before the answer was complete; ask another one")
+        return output
+
+    async def final_outputs(self) -> list[RequestOutput]:
+        """The last output of every prompt, in order."""
+        last = {index: output async for index, output in self.outputs()}
+        return [last[index] for index in range(len(self._collectors))]
+
+    async def close(self) -> None:
+        """Abort what still runs. Idempotent."""
+        running = [collector.request_id for collector in self._collectors if not collector.is_final]
+        if running:
+            await self._engine.abort(running, internal=True)
+
+
+def check_admission(context: RequestContext, prompts: Sequence[str | Sequence[int]], n: int) -> None:
+    """Raises OverloadedError, before any work is done, if the prompts would not be taken now."""
+    num_tokens = sum(estimate_num_tokens(prompt) for prompt in prompts)
+    context.state.engine.check_admission(n * len(prompts), n * num_tokens)
+
+
+def stream_response(
+    context: RequestContext,
+    chunks: AsyncGenerator[bytes, None],
+    submission: Submission,
+    *,
+    encode_error: Callable[[BaseException], bytes] = error_event,
+) -> EventStream:
+    """`chunks` as server-sent events; when they end, however they end, what still runs of `submission` is aborted."""
+    state = context.state
+    return EventStream(
+        chunks,
+        on_close=submission.close,
+        request_id=context.request_id,
+        keep_alive_s=state.config.sse_keep_alive_interval,
+        stall_s=state.stall_s,
+        encode_error=encode_error,
+    )

@@ -1,0 +1,103 @@
+"""A server inside the test: the whole application over an engine whose model is fake, spoken to in process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import httpx2
+
+from quire.config.engine_args import EngineArgs
+from quire.config.server import ServerConfig
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.openai.app import build_app
+from quire.frontend.openai.state import ServerState
+
+MODEL = "demo"
+MAX_MODEL_LEN = 512
+
+
+class Server:
+    """One server and a client of it."""
+
+    def __init__(self, engine: AsyncLLM, config: ServerConfig, keys: Sequence[bytes]) -> None:
+        self.engine = engine
+        self.state = ServerState(engine, config, key_digests=keys)
+        self.app = build_app(self.state)
+        self.client = client_of(self.app)
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> httpx2.Response:
+        return await self.client.post(path, json=body, **options)
+
+    async def get(self, path: str, **options: Any) -> httpx2.Response:
+        return await self.client.get(path, **options)
+
+    async def answer(self, path: str, **body: Any) -> dict[str, Any]:
+        """The body of an answer that must be a good one."""
+        response = await self.post(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def refusal(self, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
+        """The error object of an answer with `status`."""
+        response = await self.post(path, body)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert error["code"] == status
+        return error
+
+    async def stream(self, path: str, **body: Any) -> list[Any]:
+        """The data of every event of a stream; its end must be there."""
+        response = await self.post(path, {**body, "stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        return events_of(response.text)
+
+
+def events_of(text: str) -> list[Any]:
+    """The events of a stream, without the one that ends it."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def client_of(app: Any) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://localhost")
+
+
+Test = Callable[[Server], Awaitable[None]]
+
+
+def check(
+    test: Test,
+    *,
+    executor: str | None = "Quick",
+    keys: Sequence[bytes] = (),
+    engine_flags: dict[str, Any] | None = None,
+    **flags: Any,
+) -> None:
+    """Run `test` against a fresh server with these flags; afterwards nothing is left of any request.
+
+    An `executor` of None runs the real model.
+    """
+    fake = {} if executor is None else {"distributed_executor_backend": f"tests.process.executors:{executor}"}
+
+    async def run() -> None:
+        args = EngineArgs(
+            MODEL,
+            max_model_len=MAX_MODEL_LEN,
+            num_gpu_blocks_override=256,
+            **{**fake, **(engine_flags or {})},
+        )
+        async with AsyncLLM.from_engine_args(args) as engine:
+            server = Server(engine, ServerConfig(**flags), keys)
+            async with server.client:
+                await test(server)
+            assert not engine.pipeline.output_processor.request_states
+            assert (engine.admission.num_reqs, engine.admission.num_tokens) == (0, 0)
+            assert server.state.lifecycle.num_in_flight == 0
+            server.state.renderer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
