@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -76,8 +77,8 @@ def main() -> None:
         rules = None if name == "greedy" else make_rules(args.rows, **case)
         report(
             name,
-            lambda r=rules: native.choose(logits, r, indices),
-            lambda r=rules: by_torch.choose(logits, r, indices),
+            partial(native.choose, logits, rules, indices),
+            partial(by_torch.choose, logits, rules, indices),
         )
     tokens = native.choose(logits, None, indices)
     report(

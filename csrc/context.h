@@ -31,6 +31,7 @@ struct KernelTable {
     void (*logprobs)(qk_context&, const qk_logprobs_args&);
     void (*read_memory)(qk_context&, const void* memory, int64_t bytes);
     int64_t (*multiply_bf16)(qk_context&, int64_t rounds);
+    void (*quantized_linear)(qk_context&, const qk_quantized_linear_args&);
 };
 
 // Memory that only grows, aligned to cache lines. Its content is lost with every `get`.

@@ -11,6 +11,7 @@ qk_plan::Call& qk_plan::append(Kind kind, int64_t rows) {
 }
 
 void qk_plan::add(const qk_linear_args& args) { append(LINEAR, args.m).linear = args; }
+void qk_plan::add(const qk_quantized_linear_args& args) { append(QUANTIZED_LINEAR, args.linear.m).quantized_linear = args; }
 void qk_plan::add(const qk_rms_norm_args& args) { append(RMS_NORM, args.rows).rms_norm = args; }
 void qk_plan::add(const qk_activation_args& args) { append(ACTIVATION, args.rows).activation = args; }
 void qk_plan::add(const qk_route_args& args) { append(ROUTE, args.tokens).route = args; }
@@ -50,6 +51,10 @@ void qk_plan::run(qk_context& context, const qk_step_args& step) {
             case LINEAR:
                 call.linear.m = step.num_tokens;
                 qk_linear(&context, &call.linear);
+                break;
+            case QUANTIZED_LINEAR:
+                call.quantized_linear.linear.m = step.num_tokens;
+                qk_quantized_linear(&context, &call.quantized_linear);
                 break;
             case RMS_NORM:
                 call.rms_norm.rows = step.num_tokens;

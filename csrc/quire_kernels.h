@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 3
+#define QK_ABI_VERSION 4
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -77,6 +77,37 @@ typedef struct {
     int64_t y_stride;
 } qk_linear_args;
 QK_EXPORT void qk_linear(qk_context* context, const qk_linear_args* args);
+
+/* -- linear layers on quantized weights -------------------------------------------------------------------------------- */
+
+/* Int8 weights and inputs, each row of inputs quantized by its own maximum; or inputs as they are, and weights of 8 or 4 bits. */
+enum { QK_W8A8 = 0, QK_W8 = 1, QK_W4 = 2 };
+
+/* Packed values: see quantized_layout.h. */
+QK_EXPORT int64_t qk_quantized_bytes(int64_t n, int64_t k, int32_t form, int32_t gated);
+
+typedef struct {
+    int64_t n, k; /* outputs (of each half, if gated) and inputs */
+    int32_t form;
+    int32_t gated;
+    const int8_t* values; /* [n, k], or [2 n, k] */
+    int64_t stride;
+    void* packed;
+} qk_pack_quantized_args;
+QK_EXPORT void qk_pack_quantized(qk_context* context, const qk_pack_quantized_args* args);
+
+typedef struct {
+    /* As qk_linear with weights (values - zeros) * scales. Outputs stand as in packed values: 64 to a panel, halves block by block in
+     * turn, 0 where there is none. */
+    qk_linear_args linear; /* `packed` holds values */
+    int32_t form;
+    int32_t reserved;
+    int64_t group_size; /* inputs that share a scale: a multiple of 32, or all */
+    const float* scales; /* [panels, groups, 64] */
+    const float* zeros;  /* [panels, groups, 64]; NULL for none; never with QK_W8A8 */
+    const int32_t* corrections; /* QK_W8A8: [panels, 64], 128 times the sum of each output's values */
+} qk_quantized_linear_args;
+QK_EXPORT void qk_quantized_linear(qk_context* context, const qk_quantized_linear_args* args);
 
 /* -- row by row ------------------------------------------------------------------------------------------------------- */
 

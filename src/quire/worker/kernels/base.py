@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
 
 
@@ -148,6 +149,15 @@ class Kernels(ABC):
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
         """weight: [out_features, in_features], bias: [out_features]."""
+
+    @abstractmethod
+    def can_quantize(self, weight: QuantizedWeight) -> bool:
+        """Whether `quantized_linear` takes `weight`; otherwise it must be dequantized."""
+
+    @abstractmethod
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
+        """As `linear`, of weights in few bits; sums are float32, and what follows them is rounded once. `weight` is
+        kept by no kernel that has a form of its own."""
 
     @abstractmethod
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:

@@ -18,7 +18,7 @@ from quire.logger import init_logger
 
 logger = init_logger(__name__)
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 UNTRIED = frozenset({"amx"})
 """Instruction sets whose kernels have been compiled and never run on a CPU that has them. `QUIRE_CPU_KERNELS=amx
 pytest tests/unit/worker` is the trial; when it has passed, the name goes."""
@@ -44,6 +44,24 @@ class LinearArgs(Structure):
         ("packed", c_void_p), ("bias", c_void_p),
         ("residual", c_void_p), ("residual_stride", c_int64),
         ("x", c_void_p), ("x_stride", c_int64), ("y", c_void_p), ("y_stride", c_int64),
+    )  # fmt: skip
+
+
+class PackQuantizedArgs(Structure):
+    """qk_pack_quantized_args"""
+
+    _fields_ = (
+        ("n", c_int64), ("k", c_int64), ("form", c_int32), ("gated", c_int32),
+        ("values", c_void_p), ("stride", c_int64), ("packed", c_void_p),
+    )  # fmt: skip
+
+
+class QuantizedLinearArgs(Structure):
+    """qk_quantized_linear_args"""
+
+    _fields_ = (
+        ("linear", LinearArgs), ("form", c_int32), ("reserved", c_int32), ("group_size", c_int64),
+        ("scales", c_void_p), ("zeros", c_void_p), ("corrections", c_void_p),
     )  # fmt: skip
 
 
@@ -157,7 +175,8 @@ class LogprobsArgs(Structure):
 
 
 _STRUCTS: tuple[type[Structure], ...] = (
-    PackArgs, LinearArgs, RmsNormArgs, RotateArgs, ActivationArgs, GatherArgs, RouteArgs, ExpertsArgs,
+    PackArgs, LinearArgs, PackQuantizedArgs, QuantizedLinearArgs, RmsNormArgs, RotateArgs,
+    ActivationArgs, GatherArgs, RouteArgs, ExpertsArgs,
     AttentionArgs, StepArgs, SampleArgs, LogprobsArgs,
 )  # fmt: skip
 _KERNELS = {
@@ -171,6 +190,8 @@ _KERNELS = {
     "qk_route": RouteArgs,
     "qk_experts": ExpertsArgs,
     "qk_attention": AttentionArgs,
+    "qk_pack_quantized": PackQuantizedArgs,
+    "qk_quantized_linear": QuantizedLinearArgs,
     "qk_sample": SampleArgs,
     "qk_logprobs": LogprobsArgs,
 }
@@ -197,6 +218,8 @@ class NativeLibrary:
         cdll.qk_create.argtypes, cdll.qk_create.restype = (c_int32, c_char_p), c_void_p
         cdll.qk_destroy.argtypes, cdll.qk_destroy.restype = (c_void_p,), None
         cdll.qk_packed_bytes.argtypes, cdll.qk_packed_bytes.restype = (c_int64, c_int64, c_int32, c_int32), c_int64
+        sizes = (c_int64, c_int64, c_int32, c_int32)
+        cdll.qk_quantized_bytes.argtypes, cdll.qk_quantized_bytes.restype = sizes, c_int64
         cdll.qk_read_memory.argtypes, cdll.qk_read_memory.restype = (c_void_p, c_void_p, c_int64), None
         cdll.qk_multiply_bf16.argtypes, cdll.qk_multiply_bf16.restype = (c_void_p, c_int64), c_int64
         cdll.qk_begin_plan.argtypes, cdll.qk_begin_plan.restype = (c_void_p, POINTER(StepArgs)), c_void_p

@@ -40,7 +40,9 @@ from quire.worker.kernels.library import (
 )
 from quire.worker.kernels.memory import take_memory
 from quire.worker.kernels.native_moe import NativeExperts, NativeRouter
+from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
 from quire.worker.kernels.native_sampling import NativeSampling
+from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
 
 
@@ -57,6 +59,16 @@ class NativeKernels(Kernels):
         """See Kernels.linear."""
         self.context.num_kernels += 1
         return NativeLinear(Matrix.pack(self.context, weight, is_gated=spec.gated), bias, spec)
+
+    def can_quantize(self, weight: QuantizedWeight) -> bool:
+        """See Kernels.can_quantize."""
+        return can_pack(weight)
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
+        """See Kernels.quantized_linear."""
+        self.context.num_kernels += 1
+        matrix = QuantizedMatrix(self.context, weight, is_gated=spec.gated)
+        return NativeQuantizedLinear(matrix, bias, spec)
 
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
         """See Kernels.embedding."""

@@ -25,7 +25,9 @@ from quire.worker.kernels.base import (
     RouterSpec,
     Turns,
 )
+from quire.worker.kernels.reference_quantized import quantized_linear
 from quire.worker.layers.activation import gated, get_activation, soft_cap
+from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
 from quire.worker.sample.torch_kernel import TorchSampling
 
@@ -39,6 +41,14 @@ class TorchKernels(Kernels):
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
         """See Kernels.linear."""
         return functools.partial(linear, weight=weight, bias=bias, spec=spec)
+
+    def can_quantize(self, weight: QuantizedWeight) -> bool:
+        """See Kernels.can_quantize."""
+        return True
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
+        """See Kernels.quantized_linear."""
+        return functools.partial(quantized_linear, weight=weight, bias=bias, spec=spec)
 
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
         """See Kernels.embedding."""

@@ -107,6 +107,7 @@ def test_a_library_that_does_not_fit(source: str, message: str, tmp_path: Path) 
         "qk_create",
         "qk_destroy",
         "qk_packed_bytes",
+        "qk_quantized_bytes",
         "qk_read_memory",
         "qk_multiply_bf16",
         "qk_begin_plan",
