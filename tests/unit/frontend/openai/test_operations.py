@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from typing import Any
 
 import httpx2
 import pytest
@@ -11,6 +12,7 @@ from fastapi import FastAPI
 
 from quire.config.server import ServerConfig
 from quire.errors import EngineDeadError
+from quire.frontend.admission import Reservation
 from quire.frontend.openai.app import ROUTERS, add_endpoint, build_app, endpoints_of
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint
@@ -129,7 +131,8 @@ def test_request_ids_are_echoed_unless_they_are_dangerous() -> None:
 
 
 def test_our_own_faults_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*args: object, **kwargs: object) -> None:
+    async def broken(*args: object, reservation: Reservation, **kwargs: object) -> None:
+        reservation.release()  # as the real one does
         raise RuntimeError("/secret/path at 0xdeadbeef")
 
     async def test(server: Server) -> None:
@@ -281,3 +284,30 @@ def test_a_body_of_too_many_values_is_refused_unread() -> None:
         assert "values" in error["message"]
 
     check(test)
+
+
+def test_room_is_reserved_before_the_prompt_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes while a prompt is in the tokenizer finds the queue full; afterwards all room is free again."""
+
+    async def test(server: Server) -> None:
+        renderer, admission = server.state.renderer, server.engine.admission
+        tokenize, seen = renderer.tokenize_all, []
+
+        async def meet(*args: Any, **options: Any) -> Any:
+            seen.append((admission.num_reqs, admission.num_tokens))
+            if len(seen) == 1:
+                assert (await server.post("/v1/completions", {"prompt": "x"})).status_code == 503
+            return await tokenize(*args, **options)
+
+        monkeypatch.setattr(renderer, "tokenize_all", meet)
+        body = {"prompt": ["abcd" * 10, "x"], "n": 2, "temperature": 1, "max_tokens": 1}
+        assert (await server.post("/v1/completions", body)).status_code == 200
+        assert seen == [(4, 2 * 11 + 2 * 1)]
+        assert admission.num_reqs == 0
+        body["temperature"] = 0  # refused after the room was made
+        body["prompt"] = [10**6]
+        body["n"] = 1
+        assert (await server.post("/v1/completions", body)).status_code == 400
+        assert admission.num_reqs == 0
+
+    check(test, engine_flags={"max_num_queued_reqs": 4})
