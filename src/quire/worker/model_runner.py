@@ -30,6 +30,7 @@ from quire.worker.sample.edits import apply_grammar_bitmask
 from quire.worker.sample.metadata import Rows, SamplingMetadata, SamplingTable
 from quire.worker.sample.sampler import sample
 from quire.worker.step_inputs import StepInputs, make_step_inputs
+from quire.worker.step_planner import plan_steps
 
 
 class Model(Protocol):
@@ -72,6 +73,7 @@ class ModelRunner:
         max_num_tokens: int,
     ) -> None:
         self.model = cast(Model, model)
+        self._run_model = plan_steps(self.model, backend)
         self.backend = backend
         self.device = device
         self.max_num_reqs = max_num_reqs
@@ -184,7 +186,7 @@ class ModelRunner:
             self.backend.make_metadata(batch, spec) for batch, spec in zip(attention, kv_cache.specs, strict=True)
         ]
         with set_forward_context(ForwardContext(self.backend, metadata, kv_cache.layer_groups, kv_cache.caches)):
-            return self.model(input_ids, positions)
+            return self._run_model(input_ids, positions)
 
     def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:
         indices = inputs.logits_indices

@@ -366,7 +366,7 @@ def test_arguments_become_flags(model_dir: Path, monkeypatch: pytest.MonkeyPatch
     [
         ({"trust_remote_code": True}, "never runs code that comes with a model"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported.*leave it at 1"),
-        ({"quantization": "awq"}, "quantization='awq' is not supported"),
+        ({"quantization": "int3"}, "--quantization 'int3' is not one of int8, int4, compressed-tensors, gptq, awq"),
         ({"max_num_seq": 2}, "unknown argument 'max_num_seq'; did you mean 'max_num_seqs'"),
         ({"dtype": "int3"}, "--dtype 'int3' is not one of"),
     ],

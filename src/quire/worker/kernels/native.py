@@ -11,16 +11,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from quire.worker.kernels.abi import ACTIVATIONS as ACTIVATIONS
+from quire.worker.kernels.abi import DTYPES as DTYPES
+from quire.worker.kernels.abi import with_packed_rows as with_packed_rows
 from quire.worker.kernels.base import (
     PLAIN,
     ActivationKernel,
     EmbeddingKernel,
+    ExpertsKernel,
     Kernels,
     LinearKernel,
     LinearSpec,
     NormKernel,
     NormSpec,
     RotationKernel,
+    RouterKernel,
+    RouterSpec,
+    Turns,
 )
 from quire.worker.kernels.library import (
     ActivationArgs,
@@ -32,9 +39,9 @@ from quire.worker.kernels.library import (
     RotateArgs,
 )
 from quire.worker.kernels.memory import take_memory
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4}
+from quire.worker.kernels.native_moe import NativeExperts, NativeRouter
+from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
+from quire.worker.quantization.weight import QuantizedWeight
 
 
 class NativeKernels(Kernels):
@@ -48,14 +55,27 @@ class NativeKernels(Kernels):
 
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
         """See Kernels.linear."""
+        self.context.num_kernels += 1
         return NativeLinear(Matrix.pack(self.context, weight, is_gated=spec.gated), bias, spec)
+
+    def can_quantize(self, weight: QuantizedWeight) -> bool:
+        """See Kernels.can_quantize."""
+        return can_pack(weight)
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
+        """See Kernels.quantized_linear."""
+        self.context.num_kernels += 1
+        matrix = QuantizedMatrix(self.context, weight, is_gated=spec.gated)
+        return NativeQuantizedLinear(matrix, bias, spec)
 
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
         """See Kernels.embedding."""
+        self.context.num_kernels += 1
         return NativeEmbedding(self.context, table, head)
 
     def rms_norm(self, weight: Tensor, spec: NormSpec) -> NormKernel:
         """See Kernels.rms_norm."""
+        self.context.num_kernels += 1
         return NativeRmsNorm(self.context, weight, spec)
 
     def rotation(
@@ -66,11 +86,23 @@ class NativeKernels(Kernels):
         spec: NormSpec | None = None,
     ) -> RotationKernel:
         """See Kernels.rotation."""
+        self.context.num_kernels += 1
         return NativeRotation(self.context, head_size, query_norm, key_norm, spec)
 
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         """See Kernels.activation."""
+        self.context.num_kernels += 1
         return NativeActivation(self.context, name, gated)
+
+    def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:
+        """See Kernels.router."""
+        self.context.num_kernels += 1
+        return NativeRouter(self.context, spec, dtype)
+
+    def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
+        """See Kernels.experts."""
+        self.context.num_kernels += 1
+        return NativeExperts(self.context, gate_up, down, activation)
 
 
 class Matrix:
@@ -236,7 +268,7 @@ class NativeRotation:
         self._function = context.library.cdll.qk_rotate
         self._handle = context.handle
 
-    def __call__(self, query: Tensor, key: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, query: Tensor, key: Tensor, turns: Turns | None) -> tuple[Tensor, Tensor]:
         """See RotationKernel."""
         args = self._args
         query, key = with_packed_rows(query), with_packed_rows(key)
@@ -244,11 +276,12 @@ class NativeRotation:
         args.num_heads, args.num_kv_heads = query.shape[1] // self._head_size, key.shape[1] // self._head_size
         args.query, args.query_stride = query.data_ptr(), query.stride(0)
         args.key, args.key_stride = key.data_ptr(), key.stride(0)
-        if cos is None or sin is None:
+        if turns is None:
             args.rotary_half = 0
         else:
+            cos, sin = turns.cos, turns.sin
             args.rotary_half, args.table_dtype = cos.shape[-1], DTYPES[cos.dtype]
-            args.cos, args.sin = cos.data_ptr(), sin.data_ptr()
+            args.cos, args.sin, args.positions = cos.data_ptr(), sin.data_ptr(), turns.positions.data_ptr()
         self._function(self._handle, self._pointer)
         return query, key
 
@@ -270,8 +303,3 @@ class NativeActivation:
         args.x, args.x_stride, args.y = x.data_ptr(), x.stride(0), y.data_ptr()
         self._context.library.cdll.qk_activation(self._context.handle, byref(args))
         return y
-
-
-def with_packed_rows(x: Tensor) -> Tensor:
-    """x: [n, dim] itself if the elements of a row are neighbours, else a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()

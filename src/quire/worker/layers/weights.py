@@ -80,3 +80,14 @@ def forget(module: nn.Module, name: str) -> None:
     """Give back the memory of a parameter. Its shape and type stay, on the meta device."""
     shape = torch.empty_like(getattr(module, name), device="meta")
     setattr(module, name, nn.Parameter(shape, requires_grad=False))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of the weights, in the form they are computed with."""
+    return sum(_own_bytes(module) for module in model.modules())
+
+
+def _own_bytes(module: nn.Module) -> int:
+    quantized = getattr(module, "quantized_bytes", None)
+    own = [(n, p) for n, p in module.named_parameters(recurse=False) if quantized is None or n != "weight"]
+    return (quantized or 0) + sum(p.numel() * p.element_size() for _, p in own)

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.config.checkpoint import TensorInfo
 from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.quantization import quantization_method
 from quire.errors import ModelLoadError
 from quire.logger import init_logger
 from quire.worker.layers.weights import Prepared, allocate
 from quire.worker.loader.load import Placement, fill_weights, find_tensors
+from quire.worker.quantization.stored import Stored
 
 logger = init_logger(__name__)
 
@@ -25,12 +26,14 @@ _META = torch.device("meta")
 NOT_THE_MODELS = frozenset(
     {
         *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range"),
+        "quantization_config",
         *("bos_token_id", "eos_token_id", "pad_token_id"),
         *("rope_theta", "rope_scaling", "rope_parameters"),
     }
 )
-"""Keys of config.json that may differ between two checkpoints of one model: notes, the frontend's business (which keeps
-what the engine was started with), and rotary embeddings, which have several spellings and are compared as a whole."""
+"""Keys of config.json that may differ between two checkpoints of one model: notes, how weights are stored, the
+frontend's business (which keeps what the engine was started with), and rotary embeddings, which have several spellings
+and are compared as a whole."""
 
 
 class ModelWeights:
@@ -59,6 +62,9 @@ class ModelWeights:
     def offload(self) -> None:
         """Move them to main memory. On a CPU they are there, and stay where they are."""
         if self._live_in_main_memory or not self._are_whole:
+            return
+        if any(parameter.is_meta for parameter in self._model.parameters()):
+            self.drop()  # kernels keep them in a form of their own: quicker read again than taken apart
             return
         self._offloaded = {name: parameter.data.cpu() for name, parameter in self._model.named_parameters()}
         self._release()
@@ -115,12 +121,15 @@ class ModelWeights:
         for module in self._model.modules():
             allocate(module, device, self._placement.dtype)
 
-    def _find(self, directory: Path) -> Mapping[str, TensorInfo]:
+    def _find(self, directory: Path) -> Mapping[str, Stored]:
         if not directory.is_dir():
             raise ModelLoadError(f"{directory} is not a directory; weights come from a local checkpoint")
+        hf = self._config.hf_config
         if (directory / "config.json").exists():
-            _check_same_model(self._config.hf_config, HFConfig.from_dir(directory, self._config.hf_overrides))
-        return find_tensors(self._model, self._config.hf_config, directory)
+            hf = HFConfig.from_dir(directory, self._config.hf_overrides)
+            _check_same_model(self._config.hf_config, hf)
+            quantization_method(self._config.quantization, hf.get("quantization_config"), hf.path)
+        return find_tensors(self._model, hf, directory)
 
 
 def _check_same_model(ours: HFConfig, other: HFConfig) -> None:

@@ -107,8 +107,13 @@ def test_a_library_that_does_not_fit(source: str, message: str, tmp_path: Path) 
         "qk_create",
         "qk_destroy",
         "qk_packed_bytes",
+        "qk_quantized_bytes",
         "qk_read_memory",
         "qk_multiply_bf16",
+        "qk_begin_plan",
+        "qk_end_plan",
+        "qk_run_plan",
+        "qk_destroy_plan",
     ]
     stubs = "".join(f"void {name}(void) {{}}\n" for name in [*names, "qk_instruction_set"])
     stubs += "int qk_abi_version(void) { return 999; }\nlong long qk_struct_size(int n) { return n ? 8 : 0; }\n"

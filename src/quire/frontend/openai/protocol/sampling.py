@@ -10,7 +10,17 @@ from msgspec import Meta
 
 from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX
-from quire.frontend.openai.protocol.fields import Count, Finite, Int64, Name, Object, RequestBody, TokenId, Word
+from quire.frontend.openai.protocol.fields import (
+    MAX_FLOAT,
+    Count,
+    Finite,
+    Int64,
+    Name,
+    Object,
+    RequestBody,
+    TokenId,
+    Word,
+)
 from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
 from quire.sampling_params import (
     MAX_BAD_WORDS,
@@ -28,9 +38,10 @@ def bound_of(name: str) -> Meta:
     """The range of a field of `SamplingParams`, as an annotation."""
     bound = _BOUNDS[name]
     low = min((bound.minimum, *bound.special), key=lambda v: -1e39 if v is None else v)
+    high = MAX_FLOAT if bound.maximum is None else bound.maximum
     if bound.exclusive_minimum:
-        return Meta(gt=low, le=bound.maximum)
-    return Meta(ge=low, le=bound.maximum)
+        return Meta(gt=low, le=high)
+    return Meta(ge=low, le=high)
 
 
 class StreamOptions(msgspec.Struct):
