@@ -91,7 +91,7 @@ def _field_error(message: str, body: bytes) -> ValidationError:
     missing = _MISSING.match(what)
     if missing is not None:
         param = f"{path}.{missing['name']}".lstrip(".")
-        return ValidationError(f"{param} is missing; it is required", param=param)
+        return ValidationError(f"{param} is missing; it is required", param=param.partition("[")[0])
     shown = _quote(body, path)
     words = what[:1].lower() + what[1:]
     if shown:

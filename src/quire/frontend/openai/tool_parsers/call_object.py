@@ -35,7 +35,7 @@ def read_call(source: TextSource, sink: EventSink, *, is_marked: bool = True) ->
     holds one, which is unpacked; null is {}. Where the format marks its calls (`is_marked`) they may be left out.
     """
     reader = _CallReader(source, sink, is_marked)
-    is_whole = yield from reader.read()
+    is_whole = yield from reader.read_object()
     if is_whole and reader.has_started:
         return Found.CALL
     rest = source.roll_back()
@@ -56,7 +56,7 @@ class _CallReader:
         self._early: list[str] | None = None
         """Arguments that stand before the name."""
 
-    def read(self) -> Step[bool]:
+    def read_object(self) -> Step[bool]:
         """The object. False where it breaks off or is no call."""
         source = self._source
         if not (yield from source.match("{")):
@@ -178,14 +178,18 @@ def read_call_array(source: TextSource, sink: EventSink) -> Step[None]:
 
 
 def read_bare_call(source: TextSource, sink: EventSink, name: str, call_id: str | None = None) -> Step[bool]:
-    """The arguments of a call whose name stands outside of them. Records from their end on. False: broken off."""
+    """The arguments of a call whose name stands outside of them; the caller has begun to record.
+
+    True: records from their end on, for `read_end`. False: there are none, or they break off; nothing is recorded.
+    """
     if (yield from source.peek()) != "{":
         sink.content(source.roll_back())
         return False
     sink.start(name, call_id)
     source.forget()
     is_whole = yield from source.copy_json(sink.arguments)
-    source.begin()
+    if is_whole:
+        source.begin()
     return is_whole
 
 

@@ -38,7 +38,7 @@ def parse_pythonic(source: TextSource, sink: EventSink) -> Step[None]:
         return
     while True:
         yield from source.skip_space()
-        if not (yield from _Call(source, sink).read()):
+        if not (yield from _Call(source, sink).read_through()):
             return
         source.forget()
         source.begin()
@@ -61,7 +61,7 @@ class _Call:
         """JSON that goes before the next value; the first has the call before it."""
         self._has_started = False
 
-    def read(self) -> Step[bool]:
+    def read_through(self) -> Step[bool]:
         """Up to its closing parenthesis. False where it is no call, or breaks off: what is recorded is content."""
         source = self._source
         self._name = yield from source.take_while(NAME, MAX_NAME_CHARS)
