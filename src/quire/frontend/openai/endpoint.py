@@ -12,7 +12,8 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError
+from quire.frontend.admission import Reservation
 from quire.frontend.openai.auth import Access, shown_key
 from quire.frontend.openai.errors import HttpError, error_response, note_error
 from quire.frontend.openai.protocol.fields import Body, BodyReader
@@ -49,6 +51,7 @@ class RequestContext:
         self.request = request
         self.state = state
         given = request.headers.get("x-request-id", "")
+        self._places: deque[Reservation] = deque()
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16]
 
     @property
@@ -56,6 +59,25 @@ class RequestContext:
         """The W3C trace context the client sent, if it did."""
         found = {name: self.request.headers[name] for name in _TRACE_HEADERS if name in self.request.headers}
         return {name: value[:_MAX_TRACE_HEADER_CHARS] for name, value in found.items()} or None
+
+    def reserve_places(self, nums_tokens: Sequence[int], n: int) -> None:
+        """Room in the queue for one prompt of about so many tokens each, n times. Raises OverloadedError.
+
+        Taken before any work is done for the request, so that no work is done in vain; what is not used up by
+        `take_place` is given back when the request ends.
+        """
+        admission = self.state.engine.admission
+        admission.check_admission(n * len(nums_tokens), n * sum(nums_tokens))
+        self._places.extend(admission.reserve_unchecked(n, num_tokens) for num_tokens in nums_tokens)
+
+    def take_place(self) -> Reservation | None:
+        """The next prompt's room, now its user's; None if none was reserved."""
+        return self._places.popleft() if self._places else None
+
+    def release_places(self) -> None:
+        """Give back what nobody took."""
+        while self._places:
+            self._places.popleft().release()
 
     def cache_salt(self, given: str | None) -> str | None:
         """The salt of a request that brings `given`: with --isolate-cache-by-key one that only its key's owner has."""
@@ -152,6 +174,7 @@ class Endpoint:
             response = await self._respond(context)
             await response(scope, receive, exchange.send)
         finally:
+            context.release_places()
             if self.is_work:
                 state.lifecycle.end_request()
             exchange.log()

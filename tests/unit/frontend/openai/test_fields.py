@@ -119,3 +119,16 @@ def refused_field(reader: BodyReader[Any], body: bytes) -> str | None:
     except ValidationError as e:
         return (e.param or "").split(".")[0]
     return None
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.kind.__name__)
+@pytest.mark.parametrize("body", [b"[y\xfc\x80", b'{"model": 1, x', b"[" * 5000, b"\xff"])
+def test_what_is_no_json_is_refused_wherever_it_goes_wrong(reader: BodyReader[Any], body: bytes) -> None:
+    """A wrong field may come before the place where the text stops being JSON."""
+    assert refused_field(reader, body) is not None
+
+
+@given(reader=st.sampled_from(READERS), text=st.text(max_size=40), cut=st.integers(0, 60), junk=st.binary(max_size=4))
+def test_mutilated_bodies_are_read_or_refused(reader: BodyReader[Any], text: str, cut: int, junk: bytes) -> None:
+    whole = msgspec.json.encode({"model": 7, "prompt": [text], "messages": text, "tokens": {"a": text}})
+    refused_field(reader, whole[:cut] + junk + whole[cut + 1 :])

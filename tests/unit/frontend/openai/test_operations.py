@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from typing import Any
 
 import httpx2
 import pytest
@@ -281,3 +282,30 @@ def test_a_body_of_too_many_values_is_refused_unread() -> None:
         assert "values" in error["message"]
 
     check(test)
+
+
+def test_room_is_reserved_before_the_prompt_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes while a prompt is in the tokenizer finds the queue full; afterwards all room is free again."""
+
+    async def test(server: Server) -> None:
+        renderer, admission = server.state.renderer, server.engine.admission
+        tokenize, seen = renderer.tokenize_all, []
+
+        async def meet(*args: Any, **options: Any) -> Any:
+            seen.append((admission.num_reqs, admission.num_tokens))
+            if len(seen) == 1:
+                assert (await server.post("/v1/completions", {"prompt": "x"})).status_code == 503
+            return await tokenize(*args, **options)
+
+        monkeypatch.setattr(renderer, "tokenize_all", meet)
+        body = {"prompt": ["abcd" * 10, "x"], "n": 2, "temperature": 1, "max_tokens": 1}
+        assert (await server.post("/v1/completions", body)).status_code == 200
+        assert seen == [(4, 2 * 11 + 2 * 1)]
+        assert admission.num_reqs == 0
+        body["temperature"] = 0  # refused after the room was made
+        body["prompt"] = [10**6]
+        body["n"] = 1
+        assert (await server.post("/v1/completions", body)).status_code == 400
+        assert admission.num_reqs == 0
+
+    check(test, engine_flags={"max_num_queued_reqs": 4})

@@ -103,7 +103,10 @@ def _quote(body: bytes, path: str) -> str:
     """ ", got VALUE" for the value at `path`; nothing where it cannot be found cheaply."""
     if len(body) > MAX_BYTES_TO_QUOTE:
         return ""
-    value: Any = msgspec.json.decode(body)
+    try:
+        value: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""  # what follows the first wrong field may be anything
     for key, index in re.findall(r"([A-Za-z_]\w*)|\[(\d+)\]", path):
         if "[...]" in path or not isinstance(value, dict | list):
             return ""
