@@ -26,25 +26,25 @@ auto for_rows(int64_t rows) -> decltype(&Function<1>::run) {
 template <int ROWS>
 struct MultiplyInt8 {
     static __attribute__((noinline)) void run(const Int8Dot::E* x, int64_t stride, const char* w, int64_t steps, int32_t* sums,
-                                              bool add_to_sums, bool is_only_pass) {
+                                              bool add_to_sums, int64_t ahead) {
         constexpr int BLOCKS = Int8Dot::tile_blocks;
         S16 c[ROWS][BLOCKS];
-        for (int r = 0; r < ROWS; ++r)
-            for (int b = 0; b < BLOCKS; ++b) c[r][b] = add_to_sums ? load_sums(sums + r * PANEL + b * 16) : zero_sums();
+        each<ROWS>(QK_EACH_AS(r) {
+            each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = add_to_sums ? load_sums(sums + r * PANEL + b * 16) : zero_sums(); });
+        });
         for (int64_t t = 0; t < steps; ++t, w += qk::STEP_BYTES) {
-            if (is_only_pass)
-                for (int64_t line = 0; line < qk::STEP_BYTES; line += 64) __builtin_prefetch(w + 4 * qk::STEP_BYTES + line, 0, 2);
+            if (ahead)
+                for (int64_t line = 0; line < qk::STEP_BYTES; line += 64) __builtin_prefetch(w + ahead + line, 0, 2);
             for (int i = 0; i < qk::TILE_ROWS; ++i, x += 4) {
                 Int8Dot::W weights[BLOCKS];
-                for (int b = 0; b < BLOCKS; ++b) weights[b] = Int8Dot::weights(w + b * qk::TILE_BYTES + i * qk::ROW_BYTES);
-                for (int r = 0; r < ROWS; ++r) {
+                each<BLOCKS>(QK_EACH_AS(b) { weights[b] = Int8Dot::weights(w + b * qk::TILE_BYTES + i * qk::ROW_BYTES); });
+                each<ROWS>(QK_EACH_AS(r) {
                     const Int8Dot::A input = Int8Dot::broadcast(x + r * stride);
-                    for (int b = 0; b < BLOCKS; ++b) c[r][b] = Int8Dot::dot(c[r][b], input, weights[b]);
-                }
+                    each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = Int8Dot::dot(c[r][b], input, weights[b]); });
+                });
             }
         }
-        for (int r = 0; r < ROWS; ++r)
-            for (int b = 0; b < BLOCKS; ++b) store_sums(sums + r * PANEL + b * 16, c[r][b]);
+        each<ROWS>(QK_EACH_AS(r) { each<BLOCKS>(QK_EACH_AS(b) { store_sums(sums + r * PANEL + b * 16, c[r][b]); }); });
     }
 };
 
@@ -62,7 +62,7 @@ struct Int8VectorProduct {
                 for (int b = 0; b < qk::PANEL_BLOCKS; b += Dot::tile_blocks)
                     for_rows<MultiplyInt8, Dot::tile_rows>(some)(x + row * stride + t * 64, stride,
                                                                  panel + t * qk::STEP_BYTES + b * qk::TILE_BYTES, count,
-                                                                 sums + row * PANEL + b * 16, t > 0, is_only_pass);
+                                                                 sums + row * PANEL + b * 16, t > 0, is_only_pass ? 4 * qk::STEP_BYTES : row == 0 && b == 0 ? count * qk::STEP_BYTES : 0);
             }
         }
     }
@@ -82,19 +82,19 @@ struct Expanded {
                                                   bool add_to_sums) {
             constexpr int BLOCKS = D::tile_blocks;
             F16 c[ROWS][BLOCKS];
-            for (int r = 0; r < ROWS; ++r)
-                for (int b = 0; b < BLOCKS; ++b) c[r][b] = add_to_sums ? load_f32(sums + r * PANEL + b * 16) : zero();
+            each<ROWS>(QK_EACH_AS(r) {
+                each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = add_to_sums ? load_f32(sums + r * PANEL + b * 16) : zero(); });
+            });
             for (int64_t t = 0; t < steps; ++t, w += STEP_BYTES)
                 for (int i = 0; i < ROWS_PER_STEP; ++i, x += D::step) {
                     typename D::W weights[BLOCKS];
-                    for (int b = 0; b < BLOCKS; ++b) weights[b] = D::weights(w + b * BLOCK_BYTES + i * qk::ROW_BYTES);
-                    for (int r = 0; r < ROWS; ++r) {
+                    each<BLOCKS>(QK_EACH_AS(b) { weights[b] = D::weights(w + b * BLOCK_BYTES + i * qk::ROW_BYTES); });
+                    each<ROWS>(QK_EACH_AS(r) {
                         const typename D::A input = D::broadcast(x + r * stride);
-                        for (int b = 0; b < BLOCKS; ++b) c[r][b] = D::dot(c[r][b], input, weights[b]);
-                    }
+                        each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = D::dot(c[r][b], input, weights[b]); });
+                    });
                 }
-            for (int r = 0; r < ROWS; ++r)
-                for (int b = 0; b < BLOCKS; ++b) store_f32(sums + r * PANEL + b * 16, c[r][b]);
+            each<ROWS>(QK_EACH_AS(r) { each<BLOCKS>(QK_EACH_AS(b) { store_f32(sums + r * PANEL + b * 16, c[r][b]); }); });
         }
     };
 };
@@ -104,35 +104,33 @@ struct Expanded {
 // As Expanded<Bf16Dot>::Multiply on all four blocks, with 4-bit values expanded in registers: weights are read once.
 template <int ROWS>
 struct MultiplyNibbles {
-    static __attribute__((noinline)) void run(const bf16* x, int64_t stride, const char* w, int64_t steps, float* sums) {
+    static __attribute__((noinline)) void run(const bf16* x, int64_t stride, const char* w, int64_t steps, float* sums, bool is_first) {
         constexpr int BLOCKS = int(qk::PANEL_BLOCKS), LINES = 4;
         constexpr int64_t BLOCK_BYTES = LINES * qk::LINE_BYTES, STEP_BYTES = BLOCK_BYTES * BLOCKS;
         alignas(64) bf16 values[qk::LANES];
         for (int i = 0; i < qk::LANES; ++i) values[i] = exact_bf16(i % 16 < 8 ? i % 16 : i % 16 - 16);
         const __m512i table = _mm512_load_si512(values);
         F16 c[ROWS][BLOCKS];
-        for (int r = 0; r < ROWS; ++r)
-            for (int b = 0; b < BLOCKS; ++b) c[r][b] = zero();
+        each<ROWS>(QK_EACH_AS(r) { each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = zero(); }); });
         for (int64_t t = 0; t < steps; ++t, w += STEP_BYTES) {
-            for (int64_t line = 0; line < STEP_BYTES; line += 64) __builtin_prefetch(w + 8 * STEP_BYTES + line, 0, 2);
+            for (int64_t line = 0; is_first && line < STEP_BYTES; line += 64) __builtin_prefetch(w + 8 * STEP_BYTES + line, 0, 2);
             for (int j = 0; j < LINES; ++j) {
                 __m512i line[BLOCKS];
-                for (int b = 0; b < BLOCKS; ++b) line[b] = _mm512_loadu_si512(w + b * BLOCK_BYTES + j * qk::LINE_BYTES);
+                each<BLOCKS>(QK_EACH_AS(b) { line[b] = _mm512_loadu_si512(w + b * BLOCK_BYTES + j * qk::LINE_BYTES); });
                 for (int part = 0; part < 4; ++part, x += 2) {
                     __m512bh weights[BLOCKS];
-                    for (int b = 0; b < BLOCKS; ++b) {
+                    each<BLOCKS>(QK_EACH_AS(b) {
                         weights[b] = (__m512bh)_mm512_permutexvar_epi16(line[b], table);  // looks at the low bits only
                         line[b] = _mm512_srli_epi16(line[b], 4);
-                    }
-                    for (int r = 0; r < ROWS; ++r) {
+                    });
+                    each<ROWS>(QK_EACH_AS(r) {
                         const __m512bh input = Bf16Dot::broadcast(x + r * stride);
-                        for (int b = 0; b < BLOCKS; ++b) c[r][b] = Bf16Dot::dot(c[r][b], input, weights[b]);
-                    }
+                        each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = Bf16Dot::dot(c[r][b], input, weights[b]); });
+                    });
                 }
             }
         }
-        for (int r = 0; r < ROWS; ++r)
-            for (int b = 0; b < BLOCKS; ++b) store_f32(sums + r * PANEL + b * 16, c[r][b]);
+        each<ROWS>(QK_EACH_AS(r) { each<BLOCKS>(QK_EACH_AS(b) { store_f32(sums + r * PANEL + b * 16, c[r][b]); }); });
     }
 };
 
@@ -148,7 +146,7 @@ struct GroupVectorProduct {
     void multiply(const E* x, int64_t stride, int64_t rows, const char* weights, int64_t steps, char* scratch, float* sums) const {
 #ifdef __AVX512BF16__
         if constexpr (D::step == 2)
-            if (form_ == QK_W4 && rows <= D::tile_rows) return for_rows<MultiplyNibbles, D::tile_rows>(rows)(x, stride, weights, steps, sums);
+            if (form_ == QK_W4) return multiply_nibbles(x, stride, rows, weights, steps, sums);
 #endif
         const int64_t step_bytes = QuantizedShape{0, 0, form_, 0}.step_bytes();
         const int64_t groups = qk::ceil_div(rows, int64_t(D::tile_rows)), group_rows = qk::ceil_div(rows, groups);
@@ -167,6 +165,16 @@ struct GroupVectorProduct {
     }
 
   private:
+#ifdef __AVX512BF16__
+    static void multiply_nibbles(const bf16* x, int64_t stride, int64_t rows, const char* weights, int64_t steps, float* sums) {
+        const int64_t groups = qk::ceil_div(rows, int64_t(D::tile_rows)), group_rows = qk::ceil_div(rows, groups);
+        for (int64_t row = 0; row < rows; row += group_rows) {
+            const int64_t some = row + group_rows < rows ? group_rows : rows - row;
+            for_rows<MultiplyNibbles, D::tile_rows>(some)(x + row * stride, stride, weights, steps, sums + row * PANEL, row == 0);
+        }
+    }
+#endif
+
     int32_t form_;
 };
 

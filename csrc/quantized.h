@@ -5,6 +5,8 @@
 // starts at zero and takes them in order, and the sums of the groups, each scaled, are added in order.
 #pragma once
 
+#include <utility>
+
 #include "linear.h"
 #include "quantized_layout.h"
 #include "vec_int8.h"
@@ -12,6 +14,18 @@
 namespace QK_ISA {
 
 using qk::QuantizedShape;
+
+// f(0), ..., f(N - 1), each with a constant of its own: GCC 12 unrolls loops over an array of registers too late, and then keeps a
+// copy of it in memory, written at every product.
+template <int... I, class F>
+QK_INLINE void each_of(std::integer_sequence<int, I...>, const F& f) {
+    (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, class F>
+QK_INLINE void each(const F& f) {
+    each_of(std::make_integer_sequence<int, N>(), f);
+}
+#define QK_EACH_AS(index) [&](auto index) __attribute__((always_inline))
 
 constexpr int64_t STEP_INPUTS = 32;  // of weights alone
 constexpr float SMALLEST_MAXIMUM = 1e-30f;  // a row of nothing larger is a row of zeros
@@ -214,7 +228,7 @@ QK_INLINE void expand_line(const uint16_t* line, int shift, bf16* to) {
                                                     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                                                     0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                                     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
-        const __m512i indices = _mm512_srl_epi16(_mm512_loadu_si512(line), _mm_cvtsi32_si128(shift));
+        const __m512i indices = _mm512_srli_epi16(_mm512_loadu_si512(line), unsigned(shift));
         _mm512_storeu_si512(to, _mm512_permutexvar_epi16(indices, _mm512_load_si512(VALUES)));
         return;
     }
@@ -235,7 +249,10 @@ void expand_steps(const char* weights, int64_t steps, E* to) {
     constexpr int64_t LINES_PER_BLOCK = 16 / PER_LANE;
     const uint16_t* line = (const uint16_t*)weights;
     for (int64_t i = 0; i < steps * qk::PANEL_BLOCKS * LINES_PER_BLOCK; ++i, line += qk::LANES)
-        for (int part = 0; part < PER_LANE; ++part, to += qk::LANES) expand_line<BITS>(line, part * BITS, to);
+        each<PER_LANE>(QK_EACH_AS(part) {
+            expand_line<BITS>(line, part * BITS, to);
+            to += qk::LANES;
+        });
 }
 
 }  // namespace QK_ISA

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import random
 import signal
 import subprocess
 import threading
@@ -11,6 +14,9 @@ from collections.abc import Iterator
 import httpx2
 import openai
 import pytest
+
+from quire.sampling_params import SamplingParams
+from quire.testing.fake_model import FakeModel, expected_output
 
 from .serving import ServerProcess, environment, serve_command, serving
 
@@ -83,6 +89,42 @@ def test_a_stream_survives_the_death_of_the_core(client: openai.OpenAI, server: 
         ends.append(chunk.choices[0].finish_reason)
     assert "".join(texts) == expected.choices[0].text
     assert [end for end in ends if end] == ["length"]
+
+
+def test_a_crowd_some_of_whom_leave_while_the_core_dies(server: ServerProcess) -> None:
+    """Everyone who stays gets the answer to their own prompt; nothing is left of anyone."""
+    seeds, num_readers = random.Random(5), 60
+    headers = {"authorization": "Bearer secret"}
+
+    async def ask(client: httpx2.AsyncClient, number: int) -> None:
+        body = {"prompt": [40 + number, 50], "max_tokens": 10 + number % 30, "ignore_eos": True}
+        body |= {"stream": True, "return_token_ids": True}
+        leaves_after, tokens = seeds.choice([None, None, 3]), []
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            lines = (line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: "))
+            async for line in lines:
+                if line == "[DONE]":
+                    break
+                tokens += json.loads(line)["choices"][0]["token_ids"]
+                if leaves_after is not None and len(tokens) >= leaves_after:
+                    return
+        params = SamplingParams(max_tokens=body["max_tokens"], ignore_eos=True)
+        assert tokens == expected_output(FakeModel(), body["prompt"], params, 2048).token_ids
+
+    async def run() -> None:
+        limits = httpx2.Limits(max_connections=num_readers + 1)
+        async with httpx2.AsyncClient(
+            base_url=server.url, headers=headers, timeout=TIME_LIMIT_S, limits=limits
+        ) as client:
+            readers = [asyncio.create_task(ask(client, number)) for number in range(num_readers)]
+            await readers[0]
+            os.kill(server.core_pid(), signal.SIGKILL)
+            await asyncio.gather(*readers)
+            while (await client.get("/load")).json() != {"server_load": 0}:
+                pass
+
+    asyncio.run(asyncio.wait_for(run(), TIME_LIMIT_S))
 
 
 def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:

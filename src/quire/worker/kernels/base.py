@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.worker.kernels.packs import Packs
 from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.sample.kernel import SamplingKernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +149,18 @@ class Kernels(ABC):
     keeps_weights: ClassVar[bool]
     """True: kernels read the tensors they were made from; False: those may be freed."""
 
+    @property
+    def pack_format(self) -> str | None:
+        """Names the form these kernels pack weights into: the same name means the same bytes. None: they pack none, and
+        ask no `Packs` for memory."""
+        return None
+
+    @contextmanager
+    def packing(self, packs: Packs) -> Iterator[None]:
+        """Kernels made meanwhile take the memory of what they pack from `packs`. Where it has that already, the weight
+        they are made of may be on the meta device."""
+        yield
+
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
         """weight: [out_features, in_features], bias: [out_features]."""
@@ -188,3 +204,7 @@ class Kernels(ABC):
     def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
         """gate_up: [num_experts, 2 * expert_size, hidden], the gates first; down: [num_experts, hidden,
         expert_size]."""
+
+    @abstractmethod
+    def sampling(self) -> SamplingKernel:
+        """From logits to tokens."""

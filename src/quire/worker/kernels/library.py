@@ -13,15 +13,12 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from functools import cache
 from pathlib import Path
 
-from quire import envs
 from quire.logger import init_logger
+from quire.worker.kernels.packs import FRESH_PACKS, Packs
 
 logger = init_logger(__name__)
 
-ABI_VERSION = 3
-UNTRIED = frozenset({"amx"})
-"""Instruction sets whose kernels have been compiled and never run on a CPU that has them. `QUIRE_CPU_KERNELS=amx
-pytest tests/unit/worker` is the trial; when it has passed, the name goes."""
+ABI_VERSION = 4
 LIBRARY = Path(__file__).with_name("libquire_kernels.so")
 
 
@@ -154,10 +151,30 @@ class StepArgs(Structure):
     )  # fmt: skip
 
 
+class SampleArgs(Structure):
+    """qk_sample_args"""
+
+    _fields_ = (
+        ("rows", c_int64), ("vocab", c_int64), ("logits", c_void_p), ("stride", c_int64),
+        ("temperature", c_void_p), ("min_p", c_void_p), ("top_k", c_void_p), ("top_p", c_void_p),
+        ("seeds", c_void_p), ("indices", c_void_p), ("token_ids", c_void_p),
+    )  # fmt: skip
+
+
+class LogprobsArgs(Structure):
+    """qk_logprobs_args"""
+
+    _fields_ = (
+        ("rows", c_int64), ("vocab", c_int64), ("num_top", c_int64), ("logits", c_void_p), ("stride", c_int64),
+        ("which", c_void_p), ("selected", c_void_p),
+        ("token_ids", c_void_p), ("logprobs", c_void_p), ("ranks", c_void_p), ("log_totals", c_void_p),
+    )  # fmt: skip
+
+
 _STRUCTS: tuple[type[Structure], ...] = (
     PackArgs, LinearArgs, PackQuantizedArgs, QuantizedLinearArgs, RmsNormArgs, RotateArgs,
     ActivationArgs, GatherArgs, RouteArgs, ExpertsArgs,
-    AttentionArgs, StepArgs,
+    AttentionArgs, StepArgs, SampleArgs, LogprobsArgs,
 )  # fmt: skip
 _KERNELS = {
     "qk_pack": PackArgs,
@@ -172,6 +189,8 @@ _KERNELS = {
     "qk_attention": AttentionArgs,
     "qk_pack_quantized": PackQuantizedArgs,
     "qk_quantized_linear": QuantizedLinearArgs,
+    "qk_sample": SampleArgs,
+    "qk_logprobs": LogprobsArgs,
 }
 
 
@@ -209,11 +228,9 @@ class NativeLibrary:
             function.argtypes, function.restype = (c_void_p, POINTER(struct)), None
 
     def instruction_sets(self) -> list[str]:
-        """Those that it has kernels for and this CPU can run, the best first. Of the `UNTRIED` only one that
-        QUIRE_CPU_KERNELS asks for."""
+        """Those that it has kernels for and this CPU says it can run, the best first."""
         found = map(self.cdll.qk_instruction_set, itertools.count())
-        names = [name.decode() for name in itertools.takewhile(lambda name: name is not None, found)]
-        return [name for name in names if name not in UNTRIED or name == envs.CPU_KERNELS.get()]
+        return [name.decode() for name in itertools.takewhile(lambda name: name is not None, found)]
 
 
 class Context:
@@ -232,6 +249,8 @@ class Context:
         self.handle = c_void_p(handle)
         self.num_threads = num_threads
         self.instruction_set = instruction_set
+        self.packs: Packs = FRESH_PACKS
+        """Where kernels that are made now get the memory of what they pack: `Kernels.packing`."""
         self.num_kernels = 0
         """Made for this context so far. Whoever has recorded kernels knows by it that there are others now."""
         weakref.finalize(self, cdll.qk_destroy, self.handle)

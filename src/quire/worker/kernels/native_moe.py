@@ -10,7 +10,6 @@ from torch import Tensor
 from quire.worker.kernels.abi import ACTIVATIONS, DTYPES, with_packed_rows
 from quire.worker.kernels.base import RouterSpec
 from quire.worker.kernels.library import Context, ExpertsArgs, PackArgs, RouteArgs
-from quire.worker.kernels.memory import take_memory
 
 
 class NativeRouter:
@@ -70,13 +69,16 @@ class NativeExperts:
 
 
 def pack_all(context: Context, weights: Tensor, *, is_gated: bool) -> Tensor:
-    """weights: [num_experts, n, k], or [num_experts, 2 * n, k] if gated. All of them packed, one after another."""
+    """weights: [num_experts, n, k], or [num_experts, 2 * n, k] if gated. All of them packed, one after another; of the
+    meta device where `context.packs` has them."""
     num_experts, rows, k = weights.shape
     n, dtype, cdll = rows // 2 if is_gated else rows, DTYPES[weights.dtype], context.library.cdll
     size = cdll.qk_packed_bytes(n, k, dtype, is_gated)
-    packed = take_memory(num_experts * size)
-    for expert, weight in enumerate(weights):
-        args = PackArgs(n=n, k=k, dtype=dtype, gated=is_gated, weights=weight.data_ptr(), stride=weight.stride(0))
-        args.packed = packed.data_ptr() + expert * size
-        cdll.qk_pack(context.handle, byref(args))
-    return packed
+
+    def pack(memory: Tensor) -> None:
+        for expert, weight in enumerate(weights):
+            args = PackArgs(n=n, k=k, dtype=dtype, gated=is_gated, weights=weight.data_ptr(), stride=weight.stride(0))
+            args.packed = memory.data_ptr() + expert * size
+            cdll.qk_pack(context.handle, byref(args))
+
+    return context.packs.take(num_experts * size, pack)

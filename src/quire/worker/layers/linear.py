@@ -24,6 +24,8 @@ class Linear(nn.Module):
     Raises UnsupportedModelError if the spec names an activation that is not implemented.
     """
 
+    packed_parameters = ("weight",)
+
     def __init__(self, in_features: int, out_features: int, bias: bool = False, spec: LinearSpec = PLAIN) -> None:
         super().__init__()
         if spec.activation is not None:

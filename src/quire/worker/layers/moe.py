@@ -34,6 +34,8 @@ class Experts(nn.Module):
     """All experts' matrices: gate_up_proj [num_experts, 2 * expert_size, hidden], down_proj [num_experts, hidden,
     expert_size]."""
 
+    packed_parameters = ("gate_up_proj", "down_proj")
+
     def __init__(self, spec: MoESpec, hidden_size: int, activation: str) -> None:
         super().__init__()
         get_activation(activation)

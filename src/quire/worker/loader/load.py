@@ -30,11 +30,20 @@ from quire.config.stored_quantization import read_stored_scheme
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
 from quire.logger import init_logger
 from quire.worker.kernels.base import Kernels
+from quire.worker.kernels.packs import FRESH_PACKS, Packs
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.rotary import RotaryEmbedding
-from quire.worker.layers.weights import Prepared, allocate, checkpoint_tensors, own_tensors, weight_bytes
+from quire.worker.layers.weights import (
+    Prepared,
+    allocate,
+    checkpoint_tensors,
+    own_tensors,
+    packed_parameters,
+    weight_bytes,
+)
 from quire.worker.loader.dummy import Noise
+from quire.worker.loader.packed import MismatchError, WeightCache
 from quire.worker.models.registry import get_model_class
 from quire.worker.platform import release_free_memory
 from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat, make_format
@@ -58,8 +67,11 @@ class Placement:
     kernels: Kernels = TORCH_KERNELS
 
 
-def load_model(model_config: ModelConfig, load_config: LoadConfig, placement: Placement) -> nn.Module:
-    """The model of `model_config`, ready to run at its `placement`: no gradients, weights loaded.
+def load_model(
+    model_config: ModelConfig, load_config: LoadConfig, placement: Placement, cache: WeightCache | None = None
+) -> nn.Module:
+    """The model of `model_config`, ready to run at its `placement`: no gradients, weights loaded. What kernels pack is
+    taken from `cache`, or put there.
 
     Raises UnsupportedModelError or ModelLoadError, naming file and tensor, before any memory is taken.
     """
@@ -78,7 +90,7 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, placement: Pl
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
             module.allocate(placement.device, placement.dtype)
-    fill_weights(model, stored, model_config.seed, placement)
+    fill_weights(model, stored, model_config.seed, placement, cache, keep=True)
     gib = weight_bytes(model) / 2**30
     name, seconds = str(placement.dtype).removeprefix("torch."), time.monotonic() - start
     logger.info("Loaded %s from %s: %.2f GiB of %s in %.2f s", hf.architecture, source, gib, name, seconds)
@@ -153,31 +165,63 @@ def find_tensors(model: nn.Module, hf: HFConfig, directory: Path) -> dict[str, S
     return match_tensors(checkpoint_tensors(model), index, tied_head=hf.tie_word_embeddings, format=format)
 
 
-@torch.no_grad()
-def fill_weights(model: nn.Module, stored: Mapping[str, Stored] | None, seed: int, placement: Placement) -> None:
+def fill_weights(
+    model: nn.Module,
+    stored: Mapping[str, Stored] | None,
+    seed: int,
+    placement: Placement,
+    cache: WeightCache | None = None,
+    *,
+    keep: bool = False,
+) -> None:
     """Read the tensors that `find_tensors` found, or fill in noise (None: load_format "dummy"), and make the kernels.
 
-    Parameters that are where they belong are filled in place; the others get memory.
+    Parameters that are where they belong are filled in place; the others get memory. Those whose packed form is in
+    `cache` are not read; with `keep`, what is packed goes there.
     """
+    if cache is None:
+        _fill(model, stored, seed, placement, FRESH_PACKS, are_packed=False)
+        return
+    try:
+        with cache.packs(stored, placement.dtype, placement.kernels, keep=keep) as (packs, are_packed):
+            _fill(model, stored, seed, placement, packs, are_packed)
+    except MismatchError as e:
+        logger.warning("packed weights do not fit and are packed again: %s", e)
+        _fill(model, stored, seed, placement, FRESH_PACKS, are_packed=False)
+
+
+@torch.no_grad()
+def _fill(
+    model: nn.Module,
+    stored: Mapping[str, Stored] | None,
+    seed: int,
+    placement: Placement,
+    packs: Packs,
+    are_packed: bool,
+) -> None:
     composed = []
     with ExitStack() as files:
+        files.enter_context(placement.kernels.packing(packs))
         source = Noise(seed) if stored is None else _Checkpoint(stored, files)
         for path, module in model.named_modules():
+            packs.begin(path)
             own = list(module.parameters(recurse=False))
-            if any(p.device != placement.device or p.dtype != placement.dtype for p in own):
+            if are_packed:
+                allocate(module, placement.device, placement.dtype, without=packed_parameters(module))
+            elif any(p.device != placement.device or p.dtype != placement.dtype for p in own):
                 allocate(module, placement.device, placement.dtype)
             tensors = own_tensors(path, module)
             if isinstance(source, _Checkpoint) and isinstance(module, Linear):
                 tensors = source.hand_over(module, tensors)
-            source.fill(tensors)
+            source.fill([(name, tensor) for name, tensor in tensors if not tensor.is_meta])
             if not isinstance(module, Prepared):
                 continue
             if own:
                 module.prepare(placement.kernels)
             else:
                 composed.append(module)  # of the weights of its children
-    for module in composed:
-        module.prepare(placement.kernels)
+        for module in composed:
+            module.prepare(placement.kernels)
     if not placement.kernels.keeps_weights:
         release_free_memory(placement.device)  # what the weights took before they were packed
 

@@ -18,6 +18,7 @@ from quire.errors import ModelLoadError
 from quire.logger import init_logger
 from quire.worker.layers.weights import Prepared, allocate
 from quire.worker.loader.load import Placement, fill_weights, find_tensors
+from quire.worker.loader.packed import WeightCache
 from quire.worker.quantization.stored import Stored
 
 logger = init_logger(__name__)
@@ -44,11 +45,17 @@ class ModelWeights:
     """
 
     def __init__(
-        self, model: nn.Module, model_config: ModelConfig, load_config: LoadConfig, placement: Placement
+        self,
+        model: nn.Module,
+        model_config: ModelConfig,
+        load_config: LoadConfig,
+        placement: Placement,
+        cache: WeightCache | None = None,
     ) -> None:
         self._model = model
         self._config = model_config
         self._placement = placement
+        self._cache = cache
         self._source: Path | None = None if load_config.load_format == "dummy" else model_config.model_dir
         """A checkpoint directory; None for noise."""
         self._offloaded: dict[str, Tensor] | None = None
@@ -71,6 +78,8 @@ class ModelWeights:
 
     def drop(self) -> None:
         """Give their memory back, that of an offloaded copy as well."""
+        if self._cache is not None:
+            self._cache.cancel()
         self._offloaded = None
         self._release()
 
@@ -106,7 +115,7 @@ class ModelWeights:
         start = time.monotonic()
         stored = None if source is None else self._find(source)
         self._are_whole, self._offloaded = False, None
-        fill_weights(self._model, stored, self._config.seed, self._placement)
+        fill_weights(self._model, stored, self._config.seed, self._placement, self._cache)
         self._are_whole = True
         logger.info("Weights of %s in place after %.2f s", source or "random noise", time.monotonic() - start)
 

@@ -24,6 +24,13 @@ ENDPOINTS = endpoints_of(EVERYTHING, is_admin=False)
 READERS: list[BodyReader[Any]] = list(dict.fromkeys(e.body for e in ENDPOINTS if e.body is not None))
 
 
+REQUIRED: dict[str, Any] = {
+    "prompt": "x", "messages": [], "tokens": [], "request_ids": [], "path": "", "method": "", "model": "m",
+    "max_tokens": 1,
+}  # fmt: skip
+"""Every field that some body cannot do without."""
+
+
 def unbounded(schema: dict[str, Any], path: str) -> Iterator[str]:
     """Where a JSON schema has a number without a range, or a text or list without a length."""
     for option in schema.get("anyOf", ()):
@@ -69,7 +76,7 @@ def test_neutral_fields_exist_and_their_values_are_of_their_type(reader: BodyRea
     for name, neutral in reader.kind.NEUTRAL.items():
         assert name in reader.kind.__struct_fields__
         for value in neutral:
-            body = {"prompt": "x", "messages": [], name: value}
+            body = {**REQUIRED, name: value}
             assert getattr(reader.read(msgspec.json.encode(body)), name) == value
 
 
@@ -108,7 +115,7 @@ def fields_of(endpoint: Endpoint) -> list[tuple[BodyReader[Any], str]]:
 def test_whatever_a_field_holds_it_is_read_or_refused_by_name(data: st.DataObject) -> None:
     reader, name = data.draw(st.sampled_from([f for e in ENDPOINTS if e.body for f in fields_of(e)]))
     value = data.draw(st.sampled_from(HOSTILE))
-    body = {"prompt": "x", "messages": [], "tokens": [], "request_ids": [], "path": "", "method": "", name: value}
+    body = {**REQUIRED, name: value}
     assert refused_field(reader, msgspec.json.encode(body)) in (None, name)
 
 
@@ -119,3 +126,16 @@ def refused_field(reader: BodyReader[Any], body: bytes) -> str | None:
     except ValidationError as e:
         return (e.param or "").split(".")[0]
     return None
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.kind.__name__)
+@pytest.mark.parametrize("body", [b"[y\xfc\x80", b'{"model": 1, x', b"[" * 5000, b"\xff"])
+def test_what_is_no_json_is_refused_wherever_it_goes_wrong(reader: BodyReader[Any], body: bytes) -> None:
+    """A wrong field may come before the place where the text stops being JSON."""
+    assert refused_field(reader, body) is not None
+
+
+@given(reader=st.sampled_from(READERS), text=st.text(max_size=40), cut=st.integers(0, 60), junk=st.binary(max_size=4))
+def test_mutilated_bodies_are_read_or_refused(reader: BodyReader[Any], text: str, cut: int, junk: bytes) -> None:
+    whole = msgspec.json.encode({"model": 7, "prompt": [text], "messages": text, "tokens": {"a": text}})
+    refused_field(reader, whole[:cut] + junk + whole[cut + 1 :])

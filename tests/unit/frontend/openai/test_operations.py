@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from typing import Any
 
 import httpx2
 import pytest
@@ -10,6 +12,7 @@ from fastapi import FastAPI
 
 from quire.config.server import ServerConfig
 from quire.errors import EngineDeadError
+from quire.frontend.admission import Reservation
 from quire.frontend.openai.app import ROUTERS, add_endpoint, build_app, endpoints_of
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint
@@ -128,7 +131,8 @@ def test_request_ids_are_echoed_unless_they_are_dangerous() -> None:
 
 
 def test_our_own_faults_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*args: object, **kwargs: object) -> None:
+    async def broken(*args: object, reservation: Reservation, **kwargs: object) -> None:
+        reservation.release()  # as the real one does
         raise RuntimeError("/secret/path at 0xdeadbeef")
 
     async def test(server: Server) -> None:
@@ -230,3 +234,80 @@ def test_overload_is_refused_before_any_work() -> None:
         assert (await server.post("/v1/completions", {"prompt": "x"})).status_code == 200
 
     check(test, engine_flags={"max_num_queued_reqs": 1})
+
+
+def test_caches_may_be_parted_by_key() -> None:
+    prompt = list(range(40, 90))
+
+    async def cached(server: Server, key: str, salt: str | None = None) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+        response = await server.post("/v1/completions", body, headers=headers)
+        assert response.status_code == 200
+        return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async def test(server: Server) -> None:
+        assert [await cached(server, "first"), await cached(server, "second")] == [0, 0]
+        assert await cached(server, "first") > 0
+        assert await cached(server, "first", "") == 0
+        assert await cached(server, "second", "") == 0
+        assert await cached(server, "second", "") > 0
+
+    check(test, keys=KEYS, isolate_cache_by_key=True, enable_prompt_tokens_details=True)
+
+
+def test_long_prompts_are_tokenized_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+
+    async def test(server: Server) -> None:
+        processor, loop_thread = server.engine.pipeline.input_processor, threading.get_ident()
+        tokenize = type(processor).tokenize
+
+        def note(*args: object) -> object:
+            threads.append(threading.get_ident() == loop_thread)
+            return tokenize(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(type(processor), "tokenize", note)
+        await server.post("/v1/completions", {"prompt": "x"})
+        await server.post("/v1/completions", {"prompt": "x " * 10_000})
+        await server.post("/v1/completions", {"prompt": ["some words " * 50] * 100})
+        await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 10_000}]})
+        monkeypatch.undo()
+        assert threads == [True, False, *[False] * 100, False]
+
+    check(test)
+
+
+def test_a_body_of_too_many_values_is_refused_unread() -> None:
+    async def test(server: Server) -> None:
+        error = await server.refusal("/detokenize", 413, tokens=[1] * 300_000)
+        assert "values" in error["message"]
+
+    check(test)
+
+
+def test_room_is_reserved_before_the_prompt_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes while a prompt is in the tokenizer finds the queue full; afterwards all room is free again."""
+
+    async def test(server: Server) -> None:
+        renderer, admission = server.state.renderer, server.engine.admission
+        tokenize, seen = renderer.tokenize_all, []
+
+        async def meet(*args: Any, **options: Any) -> Any:
+            seen.append((admission.num_reqs, admission.num_tokens))
+            if len(seen) == 1:
+                assert (await server.post("/v1/completions", {"prompt": "x"})).status_code == 503
+            return await tokenize(*args, **options)
+
+        monkeypatch.setattr(renderer, "tokenize_all", meet)
+        body = {"prompt": ["abcd" * 10, "x"], "n": 2, "temperature": 1, "max_tokens": 1}
+        assert (await server.post("/v1/completions", body)).status_code == 200
+        assert seen == [(4, 2 * 11 + 2 * 1)]
+        assert admission.num_reqs == 0
+        body["temperature"] = 0  # refused after the room was made
+        body["prompt"] = [10**6]
+        body["n"] = 1
+        assert (await server.post("/v1/completions", body)).status_code == 400
+        assert admission.num_reqs == 0
+
+    check(test, engine_flags={"max_num_queued_reqs": 4})

@@ -90,8 +90,8 @@ def _field_error(message: str, body: bytes) -> ValidationError:
     what, path = found["what"], (found["path"] or "").lstrip(".")
     missing = _MISSING.match(what)
     if missing is not None:
-        param = f"{path}.{missing['name']}".lstrip(".")
-        return ValidationError(f"{param} is missing; it is required", param=param)
+        where = f"{path}.{missing['name']}".lstrip(".")
+        return ValidationError(f"{where} is missing; it is required", param=where.partition("[")[0])
     shown = _quote(body, path)
     words = what[:1].lower() + what[1:]
     if shown:
@@ -103,7 +103,10 @@ def _quote(body: bytes, path: str) -> str:
     """ ", got VALUE" for the value at `path`; nothing where it cannot be found cheaply."""
     if len(body) > MAX_BYTES_TO_QUOTE:
         return ""
-    value: Any = msgspec.json.decode(body)
+    try:
+        value: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""  # what follows the first wrong field may be anything
     for key, index in re.findall(r"([A-Za-z_]\w*)|\[(\d+)\]", path):
         if "[...]" in path or not isinstance(value, dict | list):
             return ""

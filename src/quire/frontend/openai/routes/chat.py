@@ -64,7 +64,7 @@ async def render_prompt(context: RequestContext, body: ChatBody) -> TokensPrompt
         variables=body.template_variables(),
     )
     options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body)
-    return await renderer.tokenize(text, options, cache_salt=body.cache_salt)
+    return await renderer.tokenize(text, options, cache_salt=context.cache_salt(body.cache_salt))
 
 
 def _sample_of(messages: Sequence[dict[str, Any]]) -> str:

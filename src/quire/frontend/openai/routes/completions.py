@@ -35,7 +35,7 @@ async def create_completion(context: RequestContext) -> Response:
     state.check_num_outputs(len(texts) * params.n)
     check_admission(context, texts, params.n)
     options = {"add_special_tokens": body.add_special_tokens} | state.renderer.truncation(body)
-    prompts = [await state.renderer.tokenize(text, options, cache_salt=body.cache_salt) for text in texts]
+    prompts = await state.renderer.tokenize_all(texts, options, cache_salt=context.cache_salt(body.cache_salt))
     for prompt in prompts:
         state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
         if body.echo and prompt.get("prompt") is None and state.engine.tokenizer is not None:
