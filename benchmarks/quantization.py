@@ -110,7 +110,8 @@ def speed_table(shape: str, rounds: int) -> list[str]:
     """A line per method: tokens per second, and the ratio to bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(shape, Path(folder))
-        flags: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False}
+        flags: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2048}
+        flags["enable_prefix_caching"] = False
         engines = [LLM(str(path), quantization=m, kv_cache_memory_bytes=256 << 20, **flags) for m in METHODS]
     memory = [llm.apply_model(weight_bytes)[0] for llm in engines]
     best: dict[tuple[int, str], float] = {}
