@@ -27,6 +27,8 @@ struct KernelTable {
     void (*attention)(qk_context&, const qk_attention_args&);
     void (*route)(qk_context&, const qk_route_args&);
     void (*experts)(qk_context&, const qk_experts_args&);
+    void (*sample)(qk_context&, const qk_sample_args&);
+    void (*logprobs)(qk_context&, const qk_logprobs_args&);
     void (*read_memory)(qk_context&, const void* memory, int64_t bytes);
     int64_t (*multiply_bf16)(qk_context&, int64_t rounds);
     void (*quantized_linear)(qk_context&, const qk_quantized_linear_args&);

@@ -10,8 +10,10 @@
 #include "kernels.h"
 #undef QK_ISA
 
-#define QK_ROWS_AND_ATTENTION(isa) isa::rms_norm, isa::rotate, isa::activation, isa::attention, isa::route, isa::experts, isa::read_memory
-#define QK_ALL(isa) {#isa, isa::linear, isa::grouped_linear, QK_ROWS_AND_ATTENTION(isa), isa::multiply_bf16, isa::quantized_linear}
+#define QK_ALL_BUT_PRODUCTS(isa)                                                                              \
+    isa::rms_norm, isa::rotate, isa::activation, isa::attention, isa::route, isa::experts, isa::sample, \
+        isa::logprobs, isa::read_memory
+#define QK_ALL(isa) {#isa, isa::linear, isa::grouped_linear, QK_ALL_BUT_PRODUCTS(isa), isa::multiply_bf16, isa::quantized_linear}
 
 #ifdef QK_X86
 #define QK_DECLARE(isa)                                                     \
@@ -24,6 +26,8 @@
     void attention(qk_context& context, const qk_attention_args& args);     \
     void route(qk_context& context, const qk_route_args& args);             \
     void experts(qk_context& context, const qk_experts_args& args);         \
+    void sample(qk_context& context, const qk_sample_args& args);           \
+    void logprobs(qk_context& context, const qk_logprobs_args& args);       \
     void read_memory(qk_context& context, const void* memory, int64_t bytes); \
     int64_t multiply_bf16(qk_context& context, int64_t rounds);             \
     void quantized_linear(qk_context& context, const qk_quantized_linear_args& args); \
@@ -107,15 +111,15 @@ struct InstructionSet {
 
 const InstructionSet INSTRUCTION_SETS[] = {
 #ifdef QK_X86
-    {{"amx", linear_on_amx, grouped_linear_on_amx, QK_ROWS_AND_ATTENTION(avx512_bf16), amx::multiply_bf16,
+    {{"amx", linear_on_amx, grouped_linear_on_amx, QK_ALL_BUT_PRODUCTS(avx512_bf16), amx::multiply_bf16,
       quantized_linear_on_amx}, has_amx},
     {QK_ALL(avx512_bf16), has_avx512_bf16},
-    {{"avx512", avx512::linear, avx512::grouped_linear, QK_ROWS_AND_ATTENTION(avx512), avx512::multiply_bf16, quantized_linear_on_avx512}, has_avx512},
+    {{"avx512", avx512::linear, avx512::grouped_linear, QK_ALL_BUT_PRODUCTS(avx512), avx512::multiply_bf16, quantized_linear_on_avx512}, has_avx512},
     {QK_ALL(avx2), has_avx2},
 #endif
     {QK_ALL(portable), always},
 #ifdef QK_WITH_SIMULATED_AMX
-    {{"amx_simulated", linear_on_simulated_amx, grouped_linear_on_simulated_amx, QK_ROWS_AND_ATTENTION(portable),
+    {{"amx_simulated", linear_on_simulated_amx, grouped_linear_on_simulated_amx, QK_ALL_BUT_PRODUCTS(portable),
       amx_simulated::multiply_bf16, quantized_linear_on_simulated_amx},
      always},
 #endif

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 3
+#define QK_ABI_VERSION 4
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -254,6 +254,45 @@ QK_EXPORT qk_plan* qk_begin_plan(qk_context* context, const qk_step_args* exampl
 QK_EXPORT int32_t qk_end_plan(qk_context* context);
 QK_EXPORT void qk_run_plan(qk_context* context, qk_plan* plan, const qk_step_args* step);
 QK_EXPORT void qk_destroy_plan(qk_plan* plan);
+
+/* -- from logits to tokens -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    /* One token per row. Equal logits are equally good: filters keep or drop them together, and only the greedy choice, the
+     * first of them, prefers one. A NaN is never chosen; a row without a finite largest logit gives some token or other.
+     *
+     * A token's weight is e^((logit - largest) / temperature), or 0 where that is below e^-87. Of the tokens with
+     * weight >= min_p, then of the top_k largest, then of the fewest largest that have together top_p of what is left, one is
+     * drawn: the first at which the sum of the weights, in the order of ids, exceeds u times their total. u is philox.h's
+     * number of (seed, index). */
+    int64_t rows, vocab;
+    const float* logits; /* [rows, vocab] */
+    int64_t stride;
+    const float* temperature; /* [rows], 0: greedy; NULL: all are, and what follows is not read */
+    const float* min_p;       /* [rows], 0: off */
+    const int64_t* top_k;     /* 0: off */
+    const float* top_p;       /* 1: off */
+    const uint64_t* seeds;
+    const int64_t* indices;
+    int64_t* token_ids; /* [rows] */
+} qk_sample_args;
+QK_EXPORT void qk_sample(qk_context* context, const qk_sample_args* args);
+
+typedef struct {
+    /* Per row: the log-probabilities of one selected token and of the num_top most likely, likeliest first, the smaller id
+     * first among equals; how many tokens are likelier than the selected one, plus one; and what to subtract from a logit to
+     * get any other. */
+    int64_t rows, vocab, num_top;
+    const float* logits;
+    int64_t stride;
+    const int64_t* which;    /* [rows]: which row of `logits` each is */
+    const int64_t* selected; /* [rows] */
+    int64_t* token_ids;      /* [rows, 1 + num_top] */
+    float* logprobs;         /* [rows, 1 + num_top] */
+    int64_t* ranks;          /* [rows] */
+    double* log_totals;      /* [rows] */
+} qk_logprobs_args;
+QK_EXPORT void qk_logprobs(qk_context* context, const qk_logprobs_args* args);
 
 /* -- the machine's ceilings, for benchmarks ----------------------------------------------------------------------------- */
 

@@ -78,6 +78,7 @@ class Worker:
             vocab_size=model.hf_config.vocab_size,
             max_num_reqs=scheduler.max_num_seqs,
             max_num_tokens=scheduler.max_num_batched_tokens,
+            sampling=self.kernels.sampling(),
         )
         stamp("weights")
 

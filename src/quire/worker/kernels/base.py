@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.worker.kernels.packs import Packs
 from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.sample.kernel import SamplingKernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,3 +204,7 @@ class Kernels(ABC):
     def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
         """gate_up: [num_experts, 2 * expert_size, hidden], the gates first; down: [num_experts, hidden,
         expert_size]."""
+
+    @abstractmethod
+    def sampling(self) -> SamplingKernel:
+        """From logits to tokens."""

@@ -18,7 +18,7 @@ from quire.worker.kernels.packs import FRESH_PACKS, Packs
 
 logger = init_logger(__name__)
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY = Path(__file__).with_name("libquire_kernels.so")
 
 
@@ -151,10 +151,30 @@ class StepArgs(Structure):
     )  # fmt: skip
 
 
+class SampleArgs(Structure):
+    """qk_sample_args"""
+
+    _fields_ = (
+        ("rows", c_int64), ("vocab", c_int64), ("logits", c_void_p), ("stride", c_int64),
+        ("temperature", c_void_p), ("min_p", c_void_p), ("top_k", c_void_p), ("top_p", c_void_p),
+        ("seeds", c_void_p), ("indices", c_void_p), ("token_ids", c_void_p),
+    )  # fmt: skip
+
+
+class LogprobsArgs(Structure):
+    """qk_logprobs_args"""
+
+    _fields_ = (
+        ("rows", c_int64), ("vocab", c_int64), ("num_top", c_int64), ("logits", c_void_p), ("stride", c_int64),
+        ("which", c_void_p), ("selected", c_void_p),
+        ("token_ids", c_void_p), ("logprobs", c_void_p), ("ranks", c_void_p), ("log_totals", c_void_p),
+    )  # fmt: skip
+
+
 _STRUCTS: tuple[type[Structure], ...] = (
     PackArgs, LinearArgs, PackQuantizedArgs, QuantizedLinearArgs, RmsNormArgs, RotateArgs,
     ActivationArgs, GatherArgs, RouteArgs, ExpertsArgs,
-    AttentionArgs, StepArgs,
+    AttentionArgs, StepArgs, SampleArgs, LogprobsArgs,
 )  # fmt: skip
 _KERNELS = {
     "qk_pack": PackArgs,
@@ -169,6 +189,8 @@ _KERNELS = {
     "qk_attention": AttentionArgs,
     "qk_pack_quantized": PackQuantizedArgs,
     "qk_quantized_linear": QuantizedLinearArgs,
+    "qk_sample": SampleArgs,
+    "qk_logprobs": LogprobsArgs,
 }
 
 

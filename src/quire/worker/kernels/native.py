@@ -42,8 +42,10 @@ from quire.worker.kernels.library import (
 )
 from quire.worker.kernels.native_moe import NativeExperts, NativeRouter
 from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
+from quire.worker.kernels.native_sampling import NativeSampling
 from quire.worker.kernels.packs import FRESH_PACKS, Packs
 from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.sample.kernel import SamplingKernel
 
 
 class NativeKernels(Kernels):
@@ -119,6 +121,10 @@ class NativeKernels(Kernels):
         """See Kernels.experts."""
         self.context.num_kernels += 1
         return NativeExperts(self.context, gate_up, down, activation)
+
+    def sampling(self) -> SamplingKernel:
+        """See Kernels.sampling."""
+        return NativeSampling(self.context)
 
 
 class Matrix:

@@ -28,6 +28,8 @@ from quire.worker.kernels.base import (
 from quire.worker.kernels.reference_quantized import quantized_linear
 from quire.worker.layers.activation import gated, get_activation, soft_cap
 from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.sample.kernel import SamplingKernel
+from quire.worker.sample.torch_kernel import TorchSampling
 
 
 class TorchKernels(Kernels):
@@ -77,6 +79,10 @@ class TorchKernels(Kernels):
     def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
         """See Kernels.experts."""
         return functools.partial(ask_experts, gate_up=gate_up, down=down, activation=activation)
+
+    def sampling(self) -> SamplingKernel:
+        """See Kernels.sampling."""
+        return TorchSampling()
 
 
 class TorchEmbedding:
