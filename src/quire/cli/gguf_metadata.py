@@ -38,7 +38,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 def make_config(metadata: Metadata, names: set[str], rope_factors: Array | None) -> dict[str, Any]:
     """config.json. `names` are those of the file's tensors. Raises UnsupportedModelError or ModelLoadError."""
-    kind = metadata.get("general.architecture")
+    kind = str(metadata.get("general.architecture"))
     if kind not in ARCHITECTURES:
         raise UnsupportedModelError(f"architecture {kind!r}; those that can be converted: {', '.join(ARCHITECTURES)}")
     if any("_exps." in name for name in names):
