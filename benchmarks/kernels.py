@@ -26,6 +26,7 @@ from quire.worker.attention.torch_backend import TorchAttentionBackend
 from quire.worker.kernels.base import LinearSpec
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
+from quire.worker.kernels.reference import TORCH_KERNELS
 
 
 def linear_shapes(model: str) -> dict[str, tuple[int, int, bool]]:
@@ -91,6 +92,63 @@ def time_attention(
     return tuple(best_seconds(*runs))
 
 
+def print_attention(kernels: NativeKernels, model: str, dtype: torch.dtype, bandwidth: float, rate: float) -> None:
+    """The table of attention: bytes of cache read once, and operations of the causal half."""
+    shape = SHAPES[model]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    head = shape.get("head_dim", shape["hidden_size"] // heads)
+    print("\nattention, one layer      |  native us   GB/s GFLOP/s   of ceiling |    torch us   ratio")
+    for reqs, new, length in ATTENTION:
+        native, by_torch = time_attention(kernels, model, reqs, new, length, dtype)
+        what = f"{reqs} x {new} new of {length}"
+        gbs = reqs * length * 2 * kv_heads * head * dtype.itemsize / native
+        flops = reqs * new * (length - (new - 1) / 2) * 4 * heads * head / native
+        share = max(gbs / bandwidth, flops / rate)
+        print(
+            f"{what:<25} | {native * 1e6:>10.1f} {gbs / 1e9:>6.1f} {flops / 1e9:>7.0f} {share:>12.0%} |"
+            f" {by_torch * 1e6:>11.1f} {by_torch / native:>7.2f}",
+            flush=True,
+        )
+
+
+ATTENTION = (
+    (1, 1, 256), (64, 1, 256), (1, 1, 4096), (1, 1, 32768), (16, 1, 4096),
+    (1, 512, 512), (8, 64, 1024), (1, 512, 4096), (1, 512, 16384),
+)  # fmt: skip
+"""(requests, new tokens of each, their length with those)"""
+EXPERTS = {"mixtral": (8, 2, 1024, 3584), "qwen3_moe": (128, 8, 2048, 768)}
+"""(experts, experts per token, hidden, expert size): Mixtral's at a quarter of its width, Qwen3-30B-A3B's as it is."""
+
+
+def time_experts(kernels: NativeKernels, name: str, tokens: int, dtype: torch.dtype) -> tuple[float, float, int]:
+    """Best seconds of one layer's experts, natively and by the torch reference, and how many experts were asked."""
+    num_experts, k, hidden, size = EXPERTS[name]
+    gate_up = torch.randn(num_experts, 2 * size, hidden, dtype=dtype)
+    down = torch.randn(num_experts, hidden, size, dtype=dtype)
+    x = torch.randn(tokens, hidden, dtype=dtype)
+    ids = torch.rand(tokens, num_experts).topk(k).indices
+    weights = torch.full((tokens, k), 1 / k)
+    native, by_torch = kernels.experts(gate_up, down, "silu"), TORCH_KERNELS.experts(gate_up, down, "silu")
+    seconds = best_seconds(lambda: native(x, ids, weights), lambda: by_torch(x, ids, weights))
+    return seconds[0], seconds[1], len(ids.unique())
+
+
+def print_experts(kernels: NativeKernels, names: list[str], dtype: torch.dtype) -> None:
+    """The table of mixtures of experts. Each run asks the same experts, so small ones may lie in a cache."""
+    print("\nexperts, one layer  tokens  asked |  native us   GB/s GFLOP/s |   torch us   ratio")
+    for name in names:
+        _, k, hidden, size = EXPERTS[name]
+        for tokens in (1, 16, 256):
+            native, by_torch, asked = time_experts(kernels, name, tokens, dtype)
+            elements = 3 * hidden * size
+            gbs, flops = asked * elements * dtype.itemsize / native, 2 * elements * tokens * k / native
+            print(
+                f"{name:<20}{tokens:>6} {asked:>6} | {native * 1e6:>10.1f} {gbs / 1e9:>6.1f} {flops / 1e9:>7.0f} |"
+                f" {by_torch * 1e6:>10.1f} {by_torch / native:>7.2f}",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -99,6 +157,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rows", default="1,4,16,64,512")
     parser.add_argument("--instruction-set")
+    parser.add_argument("--experts", default="", help="mixtures of experts to time: " + ",".join(EXPERTS))
     args = parser.parse_args()
     library = native_library()
     assert library is not None, "the native library is not built: scripts/setup"
@@ -120,11 +179,9 @@ def main() -> None:
                 f" {by_torch * 1e6:>10.1f} {by_torch / native:>7.2f}",
                 flush=True,
             )
-    print("\nattention, one layer      |  native us    torch us   ratio")
-    for reqs, new, length in ((1, 1, 256), (1, 1, 4096), (64, 1, 256), (1, 512, 512), (8, 64, 1024)):
-        native, by_torch = time_attention(kernels, args.shapes, reqs, new, length, dtype)
-        what = f"{reqs} x {new} new of {length}"
-        print(f"{what:<25} | {native * 1e6:>10.1f} {by_torch * 1e6:>11.1f} {by_torch / native:>7.2f}", flush=True)
+    print_attention(kernels, args.shapes, dtype, bandwidth, rate)
+    if args.experts:
+        print_experts(kernels, args.experts.split(","), dtype)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ static inline __attribute__((always_inline)) void release_tiles() { _tile_releas
 #define QK_TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
 #define QK_TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
 #define QK_TILE_DOT_BF16(sum, a, b) _tile_dpbf16ps(sum, a, b)
+#define QK_TILE_DOT_U8S8(sum, a, b) _tile_dpbusd(sum, a, b)
 
 #else
 
@@ -77,6 +78,15 @@ struct SimulatedTiles {
                 memcpy(memory[sum][m] + 4 * n, &total, 4);
             }
     }
+    void dot_u8s8(int sum, int a, int b) {
+        for (int m = 0; m < config.rows[sum]; ++m)
+            for (int n = 0; n < config.column_bytes[sum] / 4; ++n) {
+                int32_t total;
+                memcpy(&total, memory[sum][m] + 4 * n, 4);
+                for (int k = 0; k < config.column_bytes[a]; ++k) total += memory[a][m][k] * int8_t(memory[b][k / 4][4 * n + k % 4]);
+                memcpy(memory[sum][m] + 4 * n, &total, 4);
+            }
+    }
 };
 static thread_local SimulatedTiles simulated_tiles;
 
@@ -89,5 +99,6 @@ static inline void release_tiles() { simulated_tiles.config = TileConfig(); }
 #define QK_TILE_LOAD(tile, from, stride) simulated_tiles.load(tile, from, stride)
 #define QK_TILE_STORE(tile, to, stride) simulated_tiles.store(tile, to, stride)
 #define QK_TILE_DOT_BF16(sum, a, b) simulated_tiles.dot_bf16(sum, a, b)
+#define QK_TILE_DOT_U8S8(sum, a, b) simulated_tiles.dot_u8s8(sum, a, b)
 
 #endif

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "instruction_sets.h"
+#include "plan.h"
 
 namespace qk {
 
@@ -36,9 +37,12 @@ void* qk_context::thread_scratch(int thread, size_t bytes) { return of_thread_[s
 int32_t qk_abi_version(void) { return QK_ABI_VERSION; }
 
 int64_t qk_struct_size(int32_t n) {
-    constexpr int64_t sizes[] = {sizeof(qk_pack_args),       sizeof(qk_linear_args), sizeof(qk_rms_norm_args),
+    constexpr int64_t sizes[] = {sizeof(qk_pack_args),       sizeof(qk_linear_args),
+                                 sizeof(qk_pack_quantized_args), sizeof(qk_quantized_linear_args), sizeof(qk_rms_norm_args),
                                  sizeof(qk_rotate_args),     sizeof(qk_activation_args),
-                                 sizeof(qk_gather_args),     sizeof(qk_attention_args)};
+                                 sizeof(qk_gather_args),     sizeof(qk_route_args),  sizeof(qk_experts_args),
+                                 sizeof(qk_attention_args),  sizeof(qk_step_args),   sizeof(qk_sample_args),
+                                 sizeof(qk_logprobs_args)};
     return n >= 0 && n < int32_t(sizeof sizes / sizeof *sizes) ? sizes[n] : 0;
 }
 
@@ -55,11 +59,24 @@ qk_context* qk_create(int32_t num_threads, const char* instruction_set) {
 
 void qk_destroy(qk_context* context) { delete context; }
 
-void qk_linear(qk_context* context, const qk_linear_args* args) { context->kernels.linear(*context, *args); }
-void qk_rms_norm(qk_context* context, const qk_rms_norm_args* args) { context->kernels.rms_norm(*context, *args); }
-void qk_rotate(qk_context* context, const qk_rotate_args* args) { context->kernels.rotate(*context, *args); }
-void qk_activation(qk_context* context, const qk_activation_args* args) { context->kernels.activation(*context, *args); }
-void qk_attention(qk_context* context, const qk_attention_args* args) { context->kernels.attention(*context, *args); }
+// Runs a kernel, or records the call.
+template <class Args>
+static void call(qk_context* context, void (*kernel)(qk_context&, const Args&), const Args* args) {
+    context->recording ? context->recording->add(*args) : kernel(*context, *args);
+}
+
+void qk_linear(qk_context* context, const qk_linear_args* args) { call(context, context->kernels.linear, args); }
+void qk_quantized_linear(qk_context* context, const qk_quantized_linear_args* args) {
+    call(context, context->kernels.quantized_linear, args);
+}
+void qk_rms_norm(qk_context* context, const qk_rms_norm_args* args) { call(context, context->kernels.rms_norm, args); }
+void qk_rotate(qk_context* context, const qk_rotate_args* args) { call(context, context->kernels.rotate, args); }
+void qk_activation(qk_context* context, const qk_activation_args* args) { call(context, context->kernels.activation, args); }
+void qk_route(qk_context* context, const qk_route_args* args) { call(context, context->kernels.route, args); }
+void qk_experts(qk_context* context, const qk_experts_args* args) { call(context, context->kernels.experts, args); }
+void qk_attention(qk_context* context, const qk_attention_args* args) { call(context, context->kernels.attention, args); }
+void qk_sample(qk_context* context, const qk_sample_args* args) { context->kernels.sample(*context, *args); }
+void qk_logprobs(qk_context* context, const qk_logprobs_args* args) { context->kernels.logprobs(*context, *args); }
 void qk_read_memory(qk_context* context, const void* memory, int64_t bytes) {
     context->kernels.read_memory(*context, memory, bytes);
 }

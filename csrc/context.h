@@ -9,16 +9,29 @@
 
 namespace qk {
 
+// A linear layer of each group on its own rows. Rows stand group by group, zero-padded to whole tiles (layout.h).
+struct GroupedLinearArgs {
+    qk_linear_args linear;  // of all rows; `packed` holds the weights of one group after another
+    int64_t groups;
+    const int64_t* starts;  // [groups + 1] where each group's rows start
+};
+
 // The kernels of one instruction set.
 struct KernelTable {
     const char* name;
     void (*linear)(qk_context&, const qk_linear_args&);
+    void (*grouped_linear)(qk_context&, const GroupedLinearArgs&);
     void (*rms_norm)(qk_context&, const qk_rms_norm_args&);
     void (*rotate)(qk_context&, const qk_rotate_args&);
     void (*activation)(qk_context&, const qk_activation_args&);
     void (*attention)(qk_context&, const qk_attention_args&);
+    void (*route)(qk_context&, const qk_route_args&);
+    void (*experts)(qk_context&, const qk_experts_args&);
+    void (*sample)(qk_context&, const qk_sample_args&);
+    void (*logprobs)(qk_context&, const qk_logprobs_args&);
     void (*read_memory)(qk_context&, const void* memory, int64_t bytes);
     int64_t (*multiply_bf16)(qk_context&, int64_t rounds);
+    void (*quantized_linear)(qk_context&, const qk_quantized_linear_args&);
 };
 
 // Memory that only grows, aligned to cache lines. Its content is lost with every `get`.
@@ -41,6 +54,7 @@ struct qk_context {
 
     qk::Pool pool;
     const qk::KernelTable& kernels;
+    qk_plan* recording = nullptr;  // what gets the calls of kernels instead of the processor
 
     // Nothing in this header may be compiled into a function of its own: kernels include it with the flags of their
     // instruction set, and the linker would keep any one of the copies for all.

@@ -10,22 +10,31 @@
 #include "kernels.h"
 #undef QK_ISA
 
-#define QK_ROWS_AND_ATTENTION(isa) isa::rms_norm, isa::rotate, isa::activation, isa::attention, isa::read_memory
-#define QK_ALL(isa) {#isa, isa::linear, QK_ROWS_AND_ATTENTION(isa), isa::multiply_bf16}
+#define QK_ALL_BUT_PRODUCTS(isa)                                                                              \
+    isa::rms_norm, isa::rotate, isa::activation, isa::attention, isa::route, isa::experts, isa::sample, \
+        isa::logprobs, isa::read_memory
+#define QK_ALL(isa) {#isa, isa::linear, isa::grouped_linear, QK_ALL_BUT_PRODUCTS(isa), isa::multiply_bf16, isa::quantized_linear}
 
 #ifdef QK_X86
 #define QK_DECLARE(isa)                                                     \
     namespace isa {                                                         \
     void linear(qk_context& context, const qk_linear_args& args);           \
+    void grouped_linear(qk_context& context, const qk::GroupedLinearArgs& args); \
     void rms_norm(qk_context& context, const qk_rms_norm_args& args);       \
     void rotate(qk_context& context, const qk_rotate_args& args);           \
     void activation(qk_context& context, const qk_activation_args& args);   \
     void attention(qk_context& context, const qk_attention_args& args);     \
+    void route(qk_context& context, const qk_route_args& args);             \
+    void experts(qk_context& context, const qk_experts_args& args);         \
+    void sample(qk_context& context, const qk_sample_args& args);           \
+    void logprobs(qk_context& context, const qk_logprobs_args& args);       \
     void read_memory(qk_context& context, const void* memory, int64_t bytes); \
     int64_t multiply_bf16(qk_context& context, int64_t rounds);             \
+    void quantized_linear(qk_context& context, const qk_quantized_linear_args& args); \
     }
 QK_DECLARE(avx2)
 QK_DECLARE(avx512)
+QK_DECLARE(avx512_vnni)
 QK_DECLARE(avx512_bf16)
 QK_DECLARE(amx)
 #ifdef QK_WITH_SIMULATED_AMX
@@ -43,12 +52,26 @@ void linear_on_amx(qk_context& context, const qk_linear_args& args) {
     args.dtype == QK_BFLOAT16 ? amx::linear(context, args) : avx512_bf16::linear(context, args);
 }
 
+void grouped_linear_on_amx(qk_context& context, const GroupedLinearArgs& args) {
+    args.linear.dtype == QK_BFLOAT16 ? amx::grouped_linear(context, args) : avx512_bf16::grouped_linear(context, args);
+}
+
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_vnni() { return __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512_bf16() { return has_avx512() && has_vnni() && __builtin_cpu_supports("avx512bf16"); }
+
+// With AVX-512 only int8 products differ where there is VNNI, and only in time.
+void quantized_linear_on_avx512(qk_context& context, const qk_quantized_linear_args& args) {
+    has_vnni() ? avx512_vnni::quantized_linear(context, args) : avx512::quantized_linear(context, args);
+}
+void quantized_linear_on_amx(qk_context& context, const qk_quantized_linear_args& args) {
+    args.form == QK_W8A8 || args.linear.dtype == QK_BFLOAT16 ? amx::quantized_linear(context, args)
+                                                              : avx512_bf16::quantized_linear(context, args);
+}
 
 // The CPU must have tiles, and Linux must be asked for the memory to save them in.
 bool has_amx() {
@@ -68,6 +91,13 @@ bool has_amx() {
 void linear_on_simulated_amx(qk_context& context, const qk_linear_args& args) {
     args.dtype == QK_BFLOAT16 ? amx_simulated::linear(context, args) : portable::linear(context, args);
 }
+void quantized_linear_on_simulated_amx(qk_context& context, const qk_quantized_linear_args& args) {
+    args.form == QK_W8A8 || args.linear.dtype == QK_BFLOAT16 ? amx_simulated::quantized_linear(context, args)
+                                                              : portable::quantized_linear(context, args);
+}
+void grouped_linear_on_simulated_amx(qk_context& context, const GroupedLinearArgs& args) {
+    args.linear.dtype == QK_BFLOAT16 ? amx_simulated::grouped_linear(context, args) : portable::grouped_linear(context, args);
+}
 #endif
 
 #endif
@@ -81,14 +111,17 @@ struct InstructionSet {
 
 const InstructionSet INSTRUCTION_SETS[] = {
 #ifdef QK_X86
-    {{"amx", linear_on_amx, QK_ROWS_AND_ATTENTION(avx512_bf16), amx::multiply_bf16}, has_amx},
+    {{"amx", linear_on_amx, grouped_linear_on_amx, QK_ALL_BUT_PRODUCTS(avx512_bf16), amx::multiply_bf16,
+      quantized_linear_on_amx}, has_amx},
     {QK_ALL(avx512_bf16), has_avx512_bf16},
-    {QK_ALL(avx512), has_avx512},
+    {{"avx512", avx512::linear, avx512::grouped_linear, QK_ALL_BUT_PRODUCTS(avx512), avx512::multiply_bf16, quantized_linear_on_avx512}, has_avx512},
     {QK_ALL(avx2), has_avx2},
 #endif
     {QK_ALL(portable), always},
 #ifdef QK_WITH_SIMULATED_AMX
-    {{"amx_simulated", linear_on_simulated_amx, QK_ROWS_AND_ATTENTION(portable), amx_simulated::multiply_bf16}, always},
+    {{"amx_simulated", linear_on_simulated_amx, grouped_linear_on_simulated_amx, QK_ALL_BUT_PRODUCTS(portable),
+      amx_simulated::multiply_bf16, quantized_linear_on_simulated_amx},
+     always},
 #endif
 };
 

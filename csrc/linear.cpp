@@ -80,4 +80,11 @@ void linear(qk_context& context, const qk_linear_args& args) {
         linear_with<VectorProduct<FloatDot>>(context, args);
 }
 
+void grouped_linear(qk_context& context, const qk::GroupedLinearArgs& args) {
+    if (args.linear.dtype == QK_BFLOAT16)
+        grouped_linear_with<VectorProduct<Bf16Dot>>(context, args);
+    else
+        grouped_linear_with<VectorProduct<FloatDot>>(context, args);
+}
+
 }  // namespace QK_ISA

@@ -51,6 +51,11 @@ QK_INLINE void finish_panel(const qk_linear_args& a, int64_t panel, int64_t begi
     }
 }
 
+QK_INLINE void finish_rows(const qk_linear_args& a, int64_t panel, int64_t begin, int64_t end, const float* sums) {
+    a.out_dtype == QK_BFLOAT16 ? finish_panel<bf16>(a, panel, begin, end, sums)
+                               : finish_panel<float>(a, panel, begin, end, sums);
+}
+
 // Copies x with its rows padded with zeros to whole tiles, where they are not whole already.
 template <class E>
 const E* pad_inputs(qk_context& context, const qk_linear_args& a, const PackedShape& shape, int64_t& stride) {
@@ -64,6 +69,51 @@ const E* pad_inputs(qk_context& context, const qk_linear_args& a, const PackedSh
     }
     stride = padded;
     return copy;
+}
+
+// Where the pieces of a job over several groups of rows begin: a group has a piece for each panel and chunk of rows.
+struct GroupedPieces {
+    const qk::GroupedLinearArgs& g;
+    const int64_t panels;
+    int64_t group = 0, first = 0;  // the group that was found last, and its first piece
+
+    int64_t rows(int64_t i) const { return g.starts[i + 1] - g.starts[i]; }
+    int64_t chunks(int64_t i) const { return qk::ceil_div(rows(i), MAX_CHUNK_ROWS); }
+    int64_t count() const {
+        int64_t pieces = 0;
+        for (int64_t i = 0; i < g.groups; ++i) pieces += panels * chunks(i);
+        return pieces;
+    }
+    // Moves on to the group of `piece`; pieces must come in ascending order.
+    void find(int64_t piece) {
+        for (; piece - first >= panels * chunks(group); ++group) first += panels * chunks(group);
+    }
+};
+
+// Several linear layers of one shape, each on the rows that chose it, in one job. Rows are zero-padded to whole tiles.
+template <class Product>
+void grouped_linear_with(qk_context& context, const qk::GroupedLinearArgs& g) {
+    using E = typename Product::E;
+    const qk_linear_args& a = g.linear;
+    const PackedShape shape{a.n, a.k, a.dtype, a.gated};
+    const int64_t tiles = shape.tiles(), panel_bytes = shape.panel_bytes();
+    auto work = [&](int64_t begin, int64_t end, int thread) {
+        GroupedPieces pieces{g, shape.panels()};
+        Product product;
+        for (int64_t piece = begin; piece < end; ++piece) {
+            pieces.find(piece);
+            const int64_t rows = pieces.rows(pieces.group), chunks = pieces.chunks(pieces.group);
+            const int64_t chunk_rows = qk::ceil_div(rows, chunks), panel = (piece - pieces.first) / chunks;
+            const int64_t start = g.starts[pieces.group], from = start + (piece - pieces.first) % chunks * chunk_rows;
+            const int64_t to = from + chunk_rows < start + rows ? from + chunk_rows : start + rows;
+            if (from >= to) continue;
+            float* sums = (float*)context.thread_scratch(thread, size_t(chunk_rows * PANEL) * sizeof(float));
+            const char* weights = (const char*)a.packed + (pieces.group * shape.panels() + panel) * panel_bytes;
+            product.multiply((const E*)a.x + from * a.x_stride, a.x_stride, to - from, weights, tiles, sums);
+            finish_rows(a, panel, from, to, sums);
+        }
+    };
+    context.parallel(GroupedPieces{g, shape.panels()}.count(), 1, work);
 }
 
 // `Product::multiply(x, stride, rows, panel, tiles, sums)` fills sums [rows, PANEL] with x times a panel of weights.
@@ -83,10 +133,7 @@ void linear_with(qk_context& context, const qk_linear_args& a) {
             const int64_t to = from + chunk_rows < a.m ? from + chunk_rows : a.m;
             if (from >= to) continue;
             product.multiply(x + from * stride, stride, to - from, (const char*)a.packed + panel * panel_bytes, tiles, sums);
-            if (a.out_dtype == QK_BFLOAT16)
-                finish_panel<bf16>(a, panel, from, to, sums);
-            else
-                finish_panel<float>(a, panel, from, to, sums);
+            finish_rows(a, panel, from, to, sums);
         }
     };
     context.parallel(shape.panels() * chunks, 1, work);

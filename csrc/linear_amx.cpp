@@ -147,4 +147,8 @@ class TileProduct {
 
 void linear(qk_context& context, const qk_linear_args& args) { linear_with<TileProduct>(context, args); }
 
+void grouped_linear(qk_context& context, const qk::GroupedLinearArgs& args) {
+    grouped_linear_with<TileProduct>(context, args);
+}
+
 }  // namespace QK_ISA

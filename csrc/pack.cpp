@@ -3,6 +3,7 @@
 
 #include "context.h"
 #include "layout.h"
+#include "plan.h"
 
 namespace qk {
 namespace {
@@ -86,6 +87,7 @@ void qk_unpack(qk_context* context, const qk_pack_args* args) {
 }
 
 void qk_gather(qk_context* context, const qk_gather_args* args) {
+    if (context->recording) return context->recording->add(*args);
     const qk_gather_args& a = *args;
     const int64_t row_bytes = a.dim * bytes_of(a.dtype);
     const PackedShape shape{0, a.dim, a.dtype, 0};

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 1
+#define QK_ABI_VERSION 4
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -78,6 +78,37 @@ typedef struct {
 } qk_linear_args;
 QK_EXPORT void qk_linear(qk_context* context, const qk_linear_args* args);
 
+/* -- linear layers on quantized weights -------------------------------------------------------------------------------- */
+
+/* Int8 weights and inputs, each row of inputs quantized by its own maximum; or inputs as they are, and weights of 8 or 4 bits. */
+enum { QK_W8A8 = 0, QK_W8 = 1, QK_W4 = 2 };
+
+/* Packed values: see quantized_layout.h. */
+QK_EXPORT int64_t qk_quantized_bytes(int64_t n, int64_t k, int32_t form, int32_t gated);
+
+typedef struct {
+    int64_t n, k; /* outputs (of each half, if gated) and inputs */
+    int32_t form;
+    int32_t gated;
+    const int8_t* values; /* [n, k], or [2 n, k] */
+    int64_t stride;
+    void* packed;
+} qk_pack_quantized_args;
+QK_EXPORT void qk_pack_quantized(qk_context* context, const qk_pack_quantized_args* args);
+
+typedef struct {
+    /* As qk_linear with weights (values - zeros) * scales. Outputs stand as in packed values: 64 to a panel, halves block by block in
+     * turn, 0 where there is none. */
+    qk_linear_args linear; /* `packed` holds values */
+    int32_t form;
+    int32_t reserved;
+    int64_t group_size; /* inputs that share a scale: a multiple of 32, or all */
+    const float* scales; /* [panels, groups, 64] */
+    const float* zeros;  /* [panels, groups, 64]; NULL for none; never with QK_W8A8 */
+    const int32_t* corrections; /* QK_W8A8: [panels, 64], 128 times the sum of each output's values */
+} qk_quantized_linear_args;
+QK_EXPORT void qk_quantized_linear(qk_context* context, const qk_quantized_linear_args* args);
+
 /* -- row by row ------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -106,7 +137,8 @@ typedef struct {
     float eps, offset;
     const void* query_norm; /* [head_size]; NULL for none */
     const void* key_norm;
-    const void* cos; /* [tokens, rotary_half] */
+    const int64_t* positions; /* [tokens] rows of cos and sin */
+    const void* cos; /* [..., rotary_half] */
     const void* sin;
     void* query; /* [tokens, num_heads * head_size] */
     int64_t query_stride;
@@ -140,6 +172,40 @@ typedef struct {
 } qk_gather_args;
 QK_EXPORT void qk_gather(qk_context* context, const qk_gather_args* args);
 
+/* -- mixture of experts ------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    /* Softmax of each row of logits; its `chosen` largest, the largest first (of equal ones the first), and their ids. */
+    int64_t tokens;
+    int32_t num_experts, chosen;
+    int32_t normalize;     /* scale the chosen to a sum of 1 */
+    int32_t round_to_bf16; /* round them to bfloat16 at the end, still stored as float32 */
+    const float* logits;   /* [tokens, num_experts] */
+    int64_t* ids;          /* [tokens, chosen] */
+    float* weights;        /* [tokens, chosen] */
+} qk_route_args;
+QK_EXPORT void qk_route(qk_context* context, const qk_route_args* args);
+
+typedef struct {
+    /* y = residual + the sum over a token's experts, in the order of `ids`, of weight * down(activation(gate(x)) * up(x)). What the
+     * experts answer is kept in float32 and rounded once, with the residual. */
+    int64_t tokens, hidden, expert_size;
+    int32_t dtype;
+    int32_t num_experts, chosen;
+    int32_t activation;
+    const void* gate_up;  /* packed, gated, one expert after another */
+    const void* down;     /* packed, one expert after another */
+    const int64_t* ids;   /* [tokens, chosen], each below num_experts */
+    const float* weights; /* [tokens, chosen] */
+    const void* residual; /* [tokens, hidden]; NULL for none; may be y */
+    int64_t residual_stride;
+    const void* x; /* [tokens, hidden] */
+    int64_t x_stride;
+    void* y; /* [tokens, hidden] */
+    int64_t y_stride;
+} qk_experts_args;
+QK_EXPORT void qk_experts(qk_context* context, const qk_experts_args* args);
+
 /* -- attention -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -168,6 +234,65 @@ typedef struct {
     int64_t y_stride;
 } qk_attention_args;
 QK_EXPORT void qk_attention(qk_context* context, const qk_attention_args* args);
+
+/* -- plans: the calls of a step, recorded once, run many times --------------------------------------------------------- */
+
+typedef struct {
+    int64_t num_tokens;
+    const int64_t* ids;       /* [num_tokens] */
+    const int64_t* positions; /* [num_tokens] */
+    int64_t num_batches;
+    const qk_attention_args* const* batches; /* of each group of layers that share a block table: what of its arguments is the batch's */
+} qk_step_args;
+
+typedef struct qk_plan qk_plan;
+
+/* From here to qk_end_plan kernels are not run, but recorded. `example` is what they are called for; it names ids, positions and
+ * batches (by their slots) by address. A run may have as many tokens, or fewer. Results go where the recorded calls put them. */
+QK_EXPORT qk_plan* qk_begin_plan(qk_context* context, const qk_step_args* example);
+/* 0 if some call was not for each token, or for other ids, positions or batches: such a plan must not be run. */
+QK_EXPORT int32_t qk_end_plan(qk_context* context);
+QK_EXPORT void qk_run_plan(qk_context* context, qk_plan* plan, const qk_step_args* step);
+QK_EXPORT void qk_destroy_plan(qk_plan* plan);
+
+/* -- from logits to tokens -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    /* One token per row. Equal logits are equally good: filters keep or drop them together, and only the greedy choice, the
+     * first of them, prefers one. A NaN is never chosen; a row without a finite largest logit gives some token or other.
+     *
+     * A token's weight is e^((logit - largest) / temperature), or 0 where that is below e^-87. Of the tokens with
+     * weight >= min_p, then of the top_k largest, then of the fewest largest that have together top_p of what is left, one is
+     * drawn: the first at which the sum of the weights, in the order of ids, exceeds u times their total. u is philox.h's
+     * number of (seed, index). */
+    int64_t rows, vocab;
+    const float* logits; /* [rows, vocab] */
+    int64_t stride;
+    const float* temperature; /* [rows], 0: greedy; NULL: all are, and what follows is not read */
+    const float* min_p;       /* [rows], 0: off */
+    const int64_t* top_k;     /* 0: off */
+    const float* top_p;       /* 1: off */
+    const uint64_t* seeds;
+    const int64_t* indices;
+    int64_t* token_ids; /* [rows] */
+} qk_sample_args;
+QK_EXPORT void qk_sample(qk_context* context, const qk_sample_args* args);
+
+typedef struct {
+    /* Per row: the log-probabilities of one selected token and of the num_top most likely, likeliest first, the smaller id
+     * first among equals; how many tokens are likelier than the selected one, plus one; and what to subtract from a logit to
+     * get any other. */
+    int64_t rows, vocab, num_top;
+    const float* logits;
+    int64_t stride;
+    const int64_t* which;    /* [rows]: which row of `logits` each is */
+    const int64_t* selected; /* [rows] */
+    int64_t* token_ids;      /* [rows, 1 + num_top] */
+    float* logprobs;         /* [rows, 1 + num_top] */
+    int64_t* ranks;          /* [rows] */
+    double* log_totals;      /* [rows] */
+} qk_logprobs_args;
+QK_EXPORT void qk_logprobs(qk_context* context, const qk_logprobs_args* args);
 
 /* -- the machine's ceilings, for benchmarks ----------------------------------------------------------------------------- */
 

@@ -90,8 +90,9 @@ QK_INLINE void rotate_head(const qk_rotate_args& a, E* x, const E* weight, const
 template <class E, class T>
 void rotate_tokens(const qk_rotate_args& a, int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
-        const T* cos = (const T*)a.cos + token * a.rotary_half;
-        const T* sin = (const T*)a.sin + token * a.rotary_half;
+        const int64_t at = a.rotary_half ? a.positions[token] * a.rotary_half : 0;
+        const T* cos = (const T*)a.cos + at;
+        const T* sin = (const T*)a.sin + at;
         E* query = (E*)a.query + token * a.query_stride;
         E* key = (E*)a.key + token * a.key_stride;
         for (int32_t h = 0; h < a.num_heads; ++h)

@@ -53,6 +53,9 @@ QK_INLINE F16 abs(F16 a) { return {_mm256_andnot_ps(sign_bits(), a.lo), _mm256_a
 QK_INLINE M16 less(F16 a, F16 b) {
     return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)};
 }
+QK_INLINE uint32_t bits(M16 mask) {
+    return uint32_t(_mm256_movemask_ps(mask.lo)) | uint32_t(_mm256_movemask_ps(mask.hi)) << 8;
+}
 QK_INLINE __m256 lanes_of_8(__m256i index, int begin, int end) {
     __m256i from = _mm256_cmpgt_epi32(index, _mm256_set1_epi32(begin - 1));
     __m256i to = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), index);
@@ -69,6 +72,14 @@ QK_INLINE F16 copy_sign(F16 magnitude, F16 sign) {
     F16 a = abs(magnitude);
     return {_mm256_or_ps(a.lo, _mm256_and_ps(sign_bits(), sign.lo)),
             _mm256_or_ps(a.hi, _mm256_and_ps(sign_bits(), sign.hi))};
+}
+
+QK_INLINE int store_selected(float* out, M16 mask, F16 x) {
+    float values[16];
+    store_f32(values, x);
+    int n = 0;
+    for (uint32_t rest = bits(mask); rest; rest &= rest - 1) out[n++] = values[__builtin_ctz(rest)];
+    return n;
 }
 
 QK_INLINE F16 round_even(F16 a) {

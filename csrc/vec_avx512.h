@@ -39,6 +39,8 @@ QK_INLINE F16 min(F16 a, F16 b) { return _mm512_min_ps(a, b); }
 QK_INLINE F16 abs(F16 a) { return _mm512_abs_ps(a); }
 
 QK_INLINE M16 less(F16 a, F16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+// Bit i of the result is lane i.
+QK_INLINE uint32_t bits(M16 mask) { return mask; }
 // Lanes begin <= i < end, for any begin and end.
 QK_INLINE M16 lanes(int begin, int end) {
     begin = begin < 0 ? 0 : begin > 16 ? 16 : begin;
@@ -51,6 +53,12 @@ QK_INLINE F16 copy_sign(F16 magnitude, F16 sign) {
     const __m512i bit = _mm512_set1_epi32(int(0x80000000u));
     return _mm512_castsi512_ps(
         _mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign), _mm512_castps_si512(magnitude), 0xca));
+}
+
+// Writes the lanes of the mask one after another and returns how many they are; what else of out[0 .. 15] it writes is undefined.
+QK_INLINE int store_selected(float* out, M16 mask, F16 x) {
+    store_f32(out, _mm512_maskz_compress_ps(mask, x));
+    return __builtin_popcount(mask);
 }
 
 QK_INLINE F16 round_even(F16 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

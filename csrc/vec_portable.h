@@ -79,6 +79,11 @@ QK_INLINE F4 abs4(F4 x) { return (F4)((I4)x & 0x7fffffff); }
 QK_INLINE F16 abs(F16 x) { return {abs4(x.a), abs4(x.b), abs4(x.c), abs4(x.d)}; }
 
 QK_INLINE M16 less(F16 x, F16 y) { return {x.a < y.a, x.b < y.b, x.c < y.c, x.d < y.d}; }
+QK_INLINE uint32_t bits4(I4 mask) {
+    const I4 place = {1, 2, 4, 8}, bit = mask & place;
+    return uint32_t(bit[0] | bit[1] | bit[2] | bit[3]);
+}
+QK_INLINE uint32_t bits(M16 m) { return bits4(m.a) | bits4(m.b) << 4 | bits4(m.c) << 8 | bits4(m.d) << 12; }
 QK_INLINE I4 lanes4(int begin, int end) {
     const I4 index = {0, 1, 2, 3};
     return (index >= begin) & (index < end);
@@ -88,6 +93,13 @@ QK_INLINE M16 lanes(int begin, int end) {
 }
 QK_INLINE F16 select(M16 m, F16 x, F16 y) {
     return {select4(m.a, x.a, y.a), select4(m.b, x.b, y.b), select4(m.c, x.c, y.c), select4(m.d, x.d, y.d)};
+}
+QK_INLINE int store_selected(float* out, M16 mask, F16 x) {
+    float values[16];
+    memcpy(values, &x, 64);
+    int n = 0;
+    for (uint32_t rest = bits(mask); rest; rest &= rest - 1) out[n++] = values[__builtin_ctz(rest)];
+    return n;
 }
 QK_INLINE F4 copy_sign4(F4 magnitude, F4 sign) {
     return (F4)(((I4)magnitude & 0x7fffffff) | (I4)((U4)sign & 0x80000000u));

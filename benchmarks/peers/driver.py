@@ -52,7 +52,7 @@ Run = Callable[[list[Request], int], Result]
 
 def timed(start: float, stamps: list[float], num_tokens: int) -> Result:
     """The result of one request whose tokens came at `stamps`, the first of them one token."""
-    return Result(stamps[-1] - start, stamps[0] - start, (stamps[-1] - stamps[0]) / (num_tokens - 1))
+    return Result(stamps[-1] - start, stamps[0] - start, (stamps[-1] - stamps[0]) / max(1, num_tokens - 1))
 
 
 def check_lengths(got: list[int], requests: list[Request]) -> None:

@@ -46,7 +46,7 @@ def load(setting: Setting) -> tuple[str, Run]:
         check_lengths([sum(len(o.generated_ids) for o in handle.read_all()) for handle in handles], requests)
         if len(requests) > 1:
             return Result(last - start)
-        return Result(last - start, first - start, (last - first) / (requests[0][1] - 1))
+        return Result(last - start, first - start, (last - first) / max(1, requests[0][1] - 1))
 
     version = openvino_genai.__version__.split("-")[0]
     return f"openvino-genai {version}", run

@@ -121,6 +121,7 @@ class Comparison:
             engines = [(peer.name, self._engine(peer, model, stack)) for peer in peers]
             starts = [(name, partial(start_engine, engine)) for name, engine in engines]
             self._rows.append(start_up_row(model, "engine", measure_starts(starts, reps, "engine", say)))
+            self._versions.update({name: engine.version for name, engine in engines if engine.version is not None})
             servers = [
                 (peer.name, Server(peer, self._place, model, self._logs, limit_s))
                 for peer in peers

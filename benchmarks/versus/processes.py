@@ -1,4 +1,8 @@
-"""Processes that a run starts, and all that those start: frozen while others are measured, and ended in any case."""
+"""Processes that a run starts, and all that those start: frozen while others are measured, and ended in any case.
+
+Which processes belong together is read from /proc: descendants, and whoever inherited a mark in the environment, which
+also finds those whose parent has ended. Elsewhere than on Linux only the first process is known.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,21 +23,23 @@ from typing import IO
 _PR_SET_PDEATHSIG = 1
 _PROC = Path("/proc")
 _LIBC = ctypes.CDLL(None)
+_MARK = "VERSUS_PROCESS"
 
 
 class ManagedProcess:
-    """One process in a group of its own (Ctrl-C does not reach it) and its descendants, which are looked up in /proc.
+    """One process in a group of its own (Ctrl-C does not reach it) and all that come of it.
 
     `log` takes its standard error, and its standard output unless that is piped. It is killed when this process dies.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, *, piped: bool = False) -> None:
         self.log = log
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             self.popen: subprocess.Popen[bytes] = subprocess.Popen(
                 command,
-                env=dict(env),
+                env={**env, _MARK: self._mark.partition("=")[2]},
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else file,
                 stderr=file,
@@ -62,24 +69,26 @@ class ManagedProcess:
         self._signal(signal.SIGCONT)
 
     def close(self, patience_s: float = 10.0) -> None:
-        """End the tree: politely, then not."""
+        """End the tree: first what was started here, which may know how to end the others, then all, then by force."""
         self.resume()
         for stream in (self.popen.stdin, self.popen.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        if self.popen.stdin is not None:  # it ends by itself at the end of its input
-            self._wait(patience_s)
+        if self.popen.stdin is None:  # otherwise it ends by itself at the end of its input
+            self.popen.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(patience_s)
         for sign in (signal.SIGTERM, signal.SIGKILL):
             if self.tree():
                 self._signal(sign)
                 self._wait(patience_s)
 
     def tree(self) -> list[int]:
-        """Ids of this process and of its descendants that live, also of those whose parent has ended since."""
+        """Ids of this process and of all that came of it and live."""
         self.popen.poll()
         table = _process_table()
-        found = {self.popen.pid}
+        found = {self.popen.pid} | {pid for pid in table if self._mark.encode() in _environment(pid)}
         grew = True
         while grew:
             children = {pid for pid, (parent, _) in table.items() if parent in found} - found
@@ -163,6 +172,14 @@ def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the name, which may hold spaces: state, parent, ..."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _environment(pid: int) -> list[bytes]:
+    """What a process was started with; nothing if that is not ours to read."""
+    try:
+        return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return []
 

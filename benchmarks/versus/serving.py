@@ -145,6 +145,7 @@ def _quantile(result: Served, rate: float, key: str, quantile: str) -> Figure:
 
 
 def _measure_capacity(server: Server, own: Served, reps: int) -> None:
+    server.start()
     server.load(mixed_requests(_FIRST_REP, IdRange(), 16, 200, 128), ALL_AT_ONCE, 0)  # warm-up
     rates = []
     for rep in range(reps):

@@ -73,7 +73,8 @@ def _conditions(report: Mapping[str, Any], peers: Sequence[str]) -> str:
         text += f" Measured ceilings ({ceilings['instruction_set']}): {', '.join(each)}."
     if report.get("neighbours") is not None:
         text += f" Other processes took at most {report['neighbours'] * 100:.0f} % of the cores during a repetition."
-    return f"{text}\n\nVersions: {', '.join(versions[peer] for peer in peers if versions.get(peer))}."
+    known = [versions[peer] for peer in peers if versions.get(peer)]
+    return f"{text}\n\nVersions: {', '.join(known)}." if known else text
 
 
 def _losses(rows: Sequence[Row], peers: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from quire import timeline as timeline  # first of all: its first stamp says when the interpreter was up
 from quire.version import __version__
 
 if TYPE_CHECKING:

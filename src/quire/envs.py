@@ -68,6 +68,27 @@ ENABLE_MULTIPROCESSING = EnvVar(
     "0 runs the engine core in the process of its user instead of one of its own.",
 )
 ENGINE_READY_TIMEOUT_S = EnvVar("QUIRE_ENGINE_READY_TIMEOUT_S", "600", "Longest start of an engine core, in seconds.")
+LEAN_TORCH = EnvVar(
+    "QUIRE_LEAN_TORCH",
+    "1",
+    "0 has an engine core import all of torch at its start; 1 leaves what serving does not use for its first use.",
+)
+CACHE_ROOT = EnvVar(
+    "QUIRE_CACHE_ROOT",
+    "",
+    "Directory of what Quire keeps between runs, all of which may be deleted at any time; empty is quire in "
+    "XDG_CACHE_HOME or ~/.cache.",
+)
+WEIGHT_CACHE_GIB = EnvVar(
+    "QUIRE_WEIGHT_CACHE_GIB",
+    "64",
+    "Most GiB that packed weights may take in the cache directory; the ones used longest ago go first. 0 keeps none.",
+)
+STARTUP_REPORT = EnvVar(
+    "QUIRE_STARTUP_REPORT",
+    "",
+    "A file to which an engine's frontend writes how its start went (JSON), once its first output is there.",
+)
 API_KEY = EnvVar("QUIRE_API_KEY", "", "A key that clients of `quire serve` must show, beside those of --api-key.")
 FAILPOINTS = EnvVar(
     "QUIRE_FAILPOINTS",

@@ -24,6 +24,7 @@ FAILPOINTS: dict[str, str] = {
     "core.output.queued": "outputs are queued for the output thread",
     "core.output.send": "output thread: before a message is sent",
     "core.shutdown": "the core has begun to drain",
+    "kernels.trial": "the process that tries out an instruction set has begun",
     "client.add.journaled": "frontend: a request is in the journal, not yet sent",
     "client.output.received": "frontend: outputs have arrived, the journal has not seen them",
     "client.resume": "frontend: a restarted core is ready, live requests are not yet sent again",

@@ -21,6 +21,7 @@ VOCABULARY = {
     "quire.pooling_params",
     "quire.lora_request",
     "quire.outputs",
+    "quire.timeline",
     "quire.version",
 }
 FACE = {"quire", "quire.__main__"}

@@ -165,6 +165,23 @@ def test_a_core_that_takes_too_long_is_given_up(start: Clients, monkeypatch: pyt
         start(make_config("SlowToLoad"))
 
 
+def test_what_is_done_meanwhile_begins_once_the_core_runs(start: Clients) -> None:
+    seen: list[bool] = []
+    client = start(meanwhile=lambda: seen.append(True))
+    assert seen == [True]
+    names = [stamp.name for stamp in client.ready_response.stamps]
+    assert names == ["process", "interpreter", "imports", "configuration", "engine core", "ready"]
+    assert client.ready_response.peak_memory_bytes > 0
+
+
+def test_an_error_meanwhile_ends_the_start_at_once(start: Clients) -> None:
+    def fail() -> None:
+        raise ConfigError("a broken tokenizer")
+
+    with pytest.raises(ConfigError, match="a broken tokenizer"):
+        start(make_config("SlowToLoad"), meanwhile=fail)  # which would take a minute
+
+
 @pytest.mark.parametrize(("multiprocess", "name"), [("1", "MPClient"), ("0", "InprocClient")])
 def test_the_environment_chooses_the_client(monkeypatch: pytest.MonkeyPatch, multiprocess: str, name: str) -> None:
     """Checklist S2-CL-002 and S2-CL-006."""

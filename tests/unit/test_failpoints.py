@@ -9,7 +9,7 @@ import quire
 from quire.failpoints import FAILPOINTS
 
 PACKAGE = Path(quire.__file__).parent
-WHERE = {"core": "engine", "client": "frontend"}
+WHERE = {"core": "engine", "client": "frontend", "kernels": "worker"}
 """First word of a failpoint -> folder."""
 PLACES = {
     "core.start": ("proc.py", "run_engine_core"),
@@ -23,6 +23,7 @@ PLACES = {
     "core.output.queued": ("proc.py", "_process_engine_step"),
     "core.output.send": ("io_threads.py", "_encode_and_send"),
     "core.shutdown": ("proc.py", "_handle_shutdown"),
+    "kernels.trial": ("trial.py", "main"),
     "client.add.journaled": ("link_thread.py", "_send_messages"),
     "client.output.received": ("link_thread.py", "_receive_outputs"),
     "client.resume": ("link_thread.py", "_receive_ready"),

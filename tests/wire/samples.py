@@ -11,6 +11,7 @@ from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
+from quire.timeline import Stamp
 from quire.wire.elastic import ReconfigureDistributedRequest, ReconfigureRankType
 from quire.wire.engine_core import (
     EngineCoreEvent,
@@ -183,7 +184,17 @@ FULL: dict[str, Any] = {
         1, [OUTPUT], SCHEDULER_STATS, 99.5, UtilityOutput(1, None, [True]), {"0_request"}, 3, 4, 2, 1234
     ),
     "EngineCoreReadyResponse": EngineCoreReadyResponse(
-        4096, 1000, 16, 15984, 3.9, ("generate",), dp_stats_address="ipc:///s", engine_index=1, incarnation=2
+        4096,
+        1000,
+        16,
+        15984,
+        3.9,
+        ("generate",),
+        dp_stats_address="ipc:///s",
+        engine_index=1,
+        incarnation=2,
+        peak_memory_bytes=1 << 30,
+        stamps=[Stamp("imports", 10.5, 0.25)],
     ),
     "NewRequestData": NEW_REQUEST,
     "CachedRequestData": CACHED,

@@ -20,6 +20,7 @@ from quire.cli.help import find_help_topic, format_help
 from quire.cli.options import nearest
 from quire.errors import ClientError, ConfigError, QuireError
 from quire.resolve import resolve
+from quire.timeline import stamp
 
 EXIT_SERVER_ERROR = 1
 EXIT_USAGE = 2
@@ -45,6 +46,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it."),
     Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),
     Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once."),
+    Command("bench startup", "quire.cli.bench.startup", "Time a start, from nothing to a first token."),
     Command("bench overhead", "quire.cli.bench.overhead", "Measure what the engine costs beside the model."),
     Command(
         "collect-env", "quire.cli.collect_env", "Versions and hardware, for a bug report.", checks_environment=False
@@ -93,6 +95,7 @@ def _run(argv: list[str]) -> int:
         return 0
     args = line.parse(rest)
     _prepare(command)
+    stamp("command line")
     code: int = resolve(f"{command.module}:run")(args)
     return code
 

@@ -16,6 +16,8 @@ from quire.config.dtype import resolve_dtype_name
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
+from quire.config.quantization import quantization_method
+from quire.config.stored_quantization import read_stored_scheme
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
 from quire.errors import ConfigError
 from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
@@ -69,8 +71,13 @@ def _unsupported(model: ModelConfig) -> list[str]:
     problems = []
     if hf.architecture not in MODELS:
         problems.append(f"architecture {hf.architecture!r} is not implemented; known are {', '.join(sorted(MODELS))}")
-    if hf.get("quantization_config"):
-        problems.append(f"{hf.path} has a quantization_config; quantized weights are not implemented")
+    try:
+        stored = hf.get("quantization_config")
+        quantization_method(model.quantization, stored, hf.path)
+        if stored:
+            read_stored_scheme(stored, hf.path)
+    except ConfigError as e:
+        problems.append(str(e))
     return problems
 
 

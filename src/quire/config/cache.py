@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from quire.config.flags import flag, parse_human_int
 
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""Names of --kv-cache-dtype that no attention backend has kernels for yet."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
@@ -20,8 +23,8 @@ class CacheConfig:
     )
     cache_dtype: str = flag(
         "auto",
-        "Type of the cached keys and values; auto follows the model.",
-        choices=("auto", "bfloat16", "float16", "float32"),
+        "Type of the cached keys and values; auto follows the model. The fp8 types are known, and refused for now.",
+        choices=("auto", "bfloat16", "float16", "float32", *FP8_CACHE_DTYPES),
         name="kv_cache_dtype",
     )
     num_gpu_blocks_override: int | None = flag(

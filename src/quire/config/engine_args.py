@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quire.config.cache import FP8_CACHE_DTYPES
 from quire.config.engine import EngineConfig
 from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
@@ -131,7 +132,13 @@ def _fill_budgets(scheduler: SchedulerConfig, model_len: int, usage: str) -> Sch
 
 
 def _check_combination(config: EngineConfig) -> None:
-    scheduler, model = config.scheduler_config, config.model_config
+    scheduler, model, cache_dtype = config.scheduler_config, config.model_config, config.cache_config.cache_dtype
+    if cache_dtype in FP8_CACHE_DTYPES:
+        raise ConfigError(
+            f"--kv-cache-dtype {cache_dtype}: keys and values of 8 bits are not implemented; bfloat16 (or auto, with a "
+            "bfloat16 model) is the smallest. For more tokens raise --kv-cache-memory-bytes; --quantization int8 or "
+            "int4 makes room for it"
+        )
     budget, seqs = scheduler.max_num_batched_tokens or 0, scheduler.max_num_seqs or 0
     if budget < seqs:
         raise ConfigError(

@@ -16,6 +16,10 @@ class LoadConfig:
         "auto and safetensors read the checkpoint; dummy fills in random weights.",
         choices=("auto", "safetensors", "dummy"),
     )
+    weight_cache: bool = flag(
+        True,
+        "Keep weights as CPU kernels read them, packed, in the cache directory, for a quicker next start.",
+    )
     download_dir: str | None = flag(None, "Cache directory of downloaded models; default is the hub's.")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.config.flags import flag, parse_human_int, parse_json_object
 from quire.config.hf_config import HFConfig
+from quire.config.quantization import METHODS
 
 DEMO_MODEL = "demo"
 """The name of the checkpoint that ships inside the package."""
@@ -60,6 +61,12 @@ class ModelConfig:
     )
     hf_overrides: dict[str, Any] | None = flag(
         None, "JSON object laid over the model's config.json.", parse=parse_json_object, metavar="JSON"
+    )
+    quantization: str | None = flag(
+        None,
+        "int8 (activations, too) or int4 (weights only) quantizes at load; the others are checkpoints' own formats, "
+        "which are found out.",
+        choices=METHODS,
     )
     runner: str = flag("auto", "What the model is for.", choices=("auto", "generate", "pooling"))
 

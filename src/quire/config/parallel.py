@@ -25,5 +25,16 @@ class ParallelConfig:
         """The executor's dotted name."""
         return EXECUTORS.get(self.distributed_executor_backend, self.distributed_executor_backend)
 
+    @property
+    def core_names(self) -> tuple[str, ...]:
+        """What an engine core will resolve once it has read its configuration, so that it can begin before: the
+        executor, and the worker where the executor is ours (another's may never make that worker)."""
+        names = [self.executor_class]
+        if self.distributed_executor_backend in EXECUTORS:
+            names += [LEAN_TORCH, self.worker_cls]
+        return tuple(names)
 
+
+LEAN_TORCH = "quire.worker.lean_torch:LazyFinder"
+"""Imported before torch, it leaves out what no worker of ours uses."""
 EXECUTORS: dict[str, str] = {"uni": "quire.engine.executor.uniproc:UniProcExecutor"}

@@ -40,6 +40,9 @@ class ServerConfig:
     )
     api_key_file: str | None = flag(None, "File of keys, one a line; what ps shows nobody.", metavar="FILE")
     protect_metrics: bool = flag(False, "Ask for the key at /metrics, too.")
+    isolate_cache_by_key: bool = flag(
+        False, "Let only requests with the same API key share cached prefixes: nobody learns what others have asked."
+    )
     enable_admin: bool = flag(
         False, "Serve the admin routes (sleep, pause, update_weights, ...) on a listener of their own."
     )

@@ -31,6 +31,7 @@ from quire.failpoints import failpoint
 from quire.interrupts import InterruptShield
 from quire.logger import init_logger
 from quire.resolve import resolve
+from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 
@@ -117,6 +118,7 @@ class EngineCore:
         self.lifecycle = Lifecycle(self.scheduler, self.executor, self.has_work, self.finish_steps)
         gc.collect()
         gc.freeze()  # what lives now lives for ever: full collections need not walk it
+        stamp("engine core")
 
     # -- requests ----------------------------------------------------------------------------------------------
 

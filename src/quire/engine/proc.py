@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import logging
 import os
 import queue
@@ -38,12 +39,13 @@ from quire.engine.intake import ClientLink, DropCounter, InputItem, MessageIntak
 from quire.engine.io_threads import InputThread, IOThread, OutputItem, OutputThread
 from quire.engine.pulse import UTILITY_S, Pulse
 from quire.engine.request import Request, RequestStatus
-from quire.engine.startup import CoreHandshake, LaunchOptions, parse_command_line, read_curve_keys
+from quire.engine.startup import CoreHandshake, LaunchOptions, Preload, parse_command_line, read_curve_keys
 from quire.engine.utility import answer_utility
 from quire.errors import QuireError, ServerError, ValidationError, error_name
 from quire.failpoints import arm_failpoints, failpoint
 from quire.logger import init_logger
 from quire.resolve import resolve
+from quire.timeline import get_stamps, stamp
 from quire.wire.engine_core import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -53,7 +55,7 @@ from quire.wire.engine_core import (
 )
 from quire.wire.handshake import ENGINE_CORE_DEAD, EngineHandshakeMetadata, EngineZmqAddresses
 from quire.wire.heartbeat import IDLE_STAMP_INTERVAL_S, HeartbeatPage
-from quire.wire.process import die_with_parent, leave_terminal, set_process_title
+from quire.wire.process import die_with_parent, leave_terminal, peak_memory_bytes, set_process_title
 from quire.wire.sockets import CurveKeys
 
 logger = init_logger("quire.engine.proc")  # as a process this module is __main__
@@ -314,7 +316,14 @@ class EngineCoreProc(EngineCore):
             on_failure=self.report_failure,
             curve=curve,
         )
-        ready = dataclasses.replace(self.ready_response, engine_index=engine_index, incarnation=incarnation)
+        stamp("ready")
+        ready = dataclasses.replace(
+            self.ready_response,
+            engine_index=engine_index,
+            incarnation=incarnation,
+            peak_memory_bytes=peak_memory_bytes(),
+            stamps=get_stamps(),
+        )
         self._input_thread = InputThread(
             context,
             addresses.inputs,
@@ -377,10 +386,14 @@ def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
     address, index = options.handshake_address, options.engine_index
     curve = read_curve_keys(LAUNCHER_PIPE) if address.startswith("tcp://") else None
     handshake = CoreHandshake(context, address, index, curve)
+    preload = Preload(options.preload)
     try:
         arm_failpoints()
+        preload.start()
         failpoint("core.start")
         metadata = handshake.hello(LAUNCHER_PIPE)
+        stamp("configuration")
+        preload.join()
         signals.core = core = _make_core(metadata)
         failpoint("core.ready")
         core.open(
@@ -412,6 +425,7 @@ def _make_core(metadata: EngineHandshakeMetadata) -> EngineCoreProc:
     executor_class = resolve(config.parallel_config.executor_class)
     core = EngineCoreProc(config, executor_class, metadata.log_stats, pulse=pulse)
     pulse.calibrate(core.executor.execute_dummy_batch)
+    gc.enable()
     return core
 
 
@@ -445,6 +459,8 @@ def watch_the_end() -> None:
 
 def main() -> NoReturn:
     """The process. It ends without Python's clean-up, where a thread of anyone's could hold it."""
+    stamp("imports")
+    gc.disable()  # nothing is garbage yet; EngineCore freezes what start-up leaves behind
     options = parse_command_line(sys.argv[1:])
     leave_terminal()
     die_with_parent(options.parent_pid)

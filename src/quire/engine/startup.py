@@ -7,8 +7,10 @@ of ours travels by the name of its class, so that the frontend can raise the sam
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ import msgspec
 import zmq
 
 from quire.errors import ConfigError, ServerError, error_name
+from quire.resolve import resolve
 from quire.wire.handshake import (
     HANDSHAKE_LINGER_MS,
     HANDSHAKE_TIMEOUT_S,
@@ -37,6 +40,7 @@ class LaunchOptions(NamedTuple):
     handshake_address: str
     engine_index: int
     parent_pid: int
+    preload: tuple[str, ...] = ()
 
 
 def parse_command_line(argv: Sequence[str]) -> LaunchOptions:
@@ -47,7 +51,28 @@ def parse_command_line(argv: Sequence[str]) -> LaunchOptions:
     parser.add_argument("--handshake-address", required=True)
     parser.add_argument("--engine-index", type=int, default=0)
     parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--preload", type=_split_names, default=())
     return LaunchOptions(**vars(parser.parse_args(argv)))
+
+
+def _split_names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+class Preload(threading.Thread):
+    """Imports what the core is going to need, torch above all, while the core and its frontend shake hands. Whoever
+    imports the same waits for it; what fails here fails there again, where it is reported. To be joined before that, as
+    two threads in the same cycle of imports could see half a module."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(name="Preload", daemon=True)
+        self._names = names
+
+    def run(self) -> None:
+        """The thread's body."""
+        for name in self._names:
+            with contextlib.suppress(Exception):
+                resolve(name)
 
 
 def read_curve_keys(pipe: int, timeout_s: float = 10.0) -> CurveKeys:

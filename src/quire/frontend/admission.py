@@ -53,6 +53,10 @@ class AdmissionControl:
     def reserve(self, num_reqs: int, num_tokens_each: int) -> Reservation:
         """Room for `num_reqs` requests of `num_tokens_each`. Raises OverloadedError."""
         self.check_admission(num_reqs, num_reqs * num_tokens_each)
+        return self.reserve_unchecked(num_reqs, num_tokens_each)
+
+    def reserve_unchecked(self, num_reqs: int, num_tokens_each: int) -> Reservation:
+        """The same where `check_admission` has just said yes, to all of several prompts."""
         self._change(num_reqs, num_reqs * num_tokens_each)
         return Reservation(self, num_reqs, num_tokens_each)
 

@@ -13,7 +13,9 @@ request's outputs to its reader.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
@@ -34,6 +36,7 @@ from quire.lora_request import LoRARequest
 from quire.outputs import PoolingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
+from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreRequest, PauseMode
 
 
@@ -54,8 +57,11 @@ class AsyncLLM:
     ) -> None:
         self.model_config = config.model_config
         self.log_stats = not config.observability_config.disable_log_stats if log_stats is None else log_stats
-        tokenizer = load_tokenizer(config.model_config)
-        self.engine_core = make_async_client(config, log_stats=self.log_stats) if client is None else client
+        stamp("configuration")
+        get_tokenizer = functools.cache(partial(load_tokenizer, config.model_config))
+        if client is None:
+            client = make_async_client(config, log_stats=self.log_stats, meanwhile=get_tokenizer)
+        self.engine_core, tokenizer = client, get_tokenizer()
         self.pipeline = RequestPipeline(
             config, tokenizer, self.engine_core.ready_response, log_stats=self.log_stats, stat_loggers=stat_loggers
         )

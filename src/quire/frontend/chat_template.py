@@ -184,7 +184,11 @@ def _normalize_message(index: int, message: Message, wanted: str, wrap: bool) ->
     if "content" in result:
         result["content"] = _content(index, result["content"], wanted, wrap)
     if "tool_calls" in result:
+        if not isinstance(result["tool_calls"], Sequence):
+            raise ValidationError(f"messages[{index}].tool_calls must be a list of calls", param="messages")
         result["tool_calls"] = [_parse_arguments(call) for call in result["tool_calls"]]
+    if "reasoning" in result:  # templates know its former name
+        result.setdefault("reasoning_content", result["reasoning"])
     return result
 
 
@@ -220,7 +224,7 @@ def _parse_arguments(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, brackets of thousands of levels
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 

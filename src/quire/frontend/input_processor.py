@@ -33,6 +33,8 @@ MAX_SHOWN_ID_CHARS = 64
 """Of the user's id, how much shows in the internal one."""
 MAX_CHARS_PER_TOKEN = 256
 """More than any token of the vocabularies in use stands for."""
+MAX_CONTEXTS_TO_CUT = 4
+"""Of a text of which only a part is kept, how many times what could fit is looked at."""
 _SEED_BITS = 62
 """Seeds given here leave room below 2**63 for `seed + index` of the n outputs of a prompt."""
 
@@ -144,9 +146,11 @@ class InputProcessor:
         return ids[:keep] if kwargs.get("truncation_side", "left") == "right" else ids[-keep:]
 
     def _validate_text_len(self, text: str, kwargs: Mapping[str, Any]) -> None:
-        """A text that cannot fit is refused unread: tokenizing it could take minutes."""
+        """A text that cannot fit is refused unread: tokenizing it could take minutes. One to be cut may be longer."""
         limit = self.max_model_len * MAX_CHARS_PER_TOKEN
-        if len(text) > limit and kwargs.get("truncate_prompt_tokens") is None:
+        if kwargs.get("truncate_prompt_tokens") is not None:
+            limit *= MAX_CONTEXTS_TO_CUT
+        if len(text) > limit:
             raise PromptTooLongError(
                 f"the prompt has {len(text)} characters, too many for a context of {self.max_model_len} tokens "
                 f"(max_model_len; at most {limit} are looked at); shorten the prompt or raise --max-model-len",

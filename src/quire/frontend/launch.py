@@ -54,6 +54,8 @@ class CoreLaunch:
     core_curve: CurveKeys | None = None
     """The core's side of the keys, for TCP."""
     engine_index: int = 0
+    preload: tuple[str, ...] = ()
+    """Dotted names the core resolves while it shakes hands."""
     working_dir: str = field(default_factory=os.getcwd)
     """Where relative paths of the configuration begin, wherever this process may go later."""
     search_path: str = field(default_factory=_search_path)
@@ -187,6 +189,7 @@ def _spawn(launch: CoreLaunch, handshake_address: str) -> subprocess.Popen[bytes
     # -P: unlike in a plain "python -m", a file json.py in the working directory must not stand in for a module.
     command = [sys.executable, "-P", "-m", CORE_MODULE, "--handshake-address", handshake_address]
     command += ["--engine-index", str(launch.engine_index), "--parent-pid", str(os.getpid())]
+    command += ["--preload", ",".join(launch.preload)]
     try:
         process = subprocess.Popen(
             command,

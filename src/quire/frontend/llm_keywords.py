@@ -18,7 +18,6 @@ UNSUPPORTED_DEFAULTS: dict[str, Any] = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
-    "quantization": None,
     "cpu_offload_gb": 0,
     "offload_group_size": 0,
     "offload_num_in_group": 1,

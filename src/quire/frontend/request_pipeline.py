@@ -19,10 +19,12 @@ from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutp
 from quire.frontend.prompts import PromptType, parse_prompt
 from quire.frontend.request_state import RequestState
 from quire.frontend.session import make_input
+from quire.frontend.startup_report import StartupReport
 from quire.frontend.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
+from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, FinishReason
 
 Params = SamplingParams | PoolingParams
@@ -49,6 +51,8 @@ class RequestPipeline:
             tokenizer, log_stats=log_stats, stream_interval=config.scheduler_config.stream_interval
         )
         self.stat_loggers = StatLoggerManager(stat_loggers if log_stats else ())
+        self._startup: StartupReport | None = StartupReport(ready)
+        """None once there was an output."""
 
     # -- down ---------------------------------------------------------------------------------------------------------
 
@@ -168,6 +172,9 @@ class RequestPipeline:
 
     def close_stats(self, outputs: EngineCoreOutputs, stats: IterationStats | None) -> None:
         """`outputs` are processed: tell the statistics loggers."""
+        if self._startup is not None and outputs.outputs:
+            self._startup.finish()
+            self._startup = None
         if outputs.scheduler_stats is not None or stats is not None:
             self.stat_loggers.record(outputs.scheduler_stats, stats, outputs.engine_index)
 
@@ -181,10 +188,11 @@ class RequestPipeline:
 
 
 def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
-    """Called before the core starts: a broken tokenizer should not cost the loading of a model."""
+    """Called while the core starts: a broken tokenizer ends that start at once."""
     if model_config.skip_tokenizer_init:
         return None
     tokenizer = Tokenizer.from_dir(model_config.tokenizer_dir, model_config.tokenizer_mode)
     if model_config.chat_template is not None:
         tokenizer.use_chat_template(model_config.chat_template)
+    stamp("tokenizer")
     return tokenizer

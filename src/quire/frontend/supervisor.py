@@ -106,6 +106,7 @@ class CoreSupervisor(threading.Thread):
         self._budget = RestartBudget(config.core_restart_limit, config.core_restart_window_s)
         self._wakeup = Wakeup()
         self._is_stopping = False
+        self._has_spawned = threading.Event()
         self.restarts: dict[str, int] = {}
         """By cause of the death before it."""
         self.core_pid: int | None = None
@@ -125,6 +126,10 @@ class CoreSupervisor(threading.Thread):
         self._is_stopping = True
         self._wakeup.set()
 
+    def wait_spawned(self) -> None:
+        """Until the first core's process runs, or there will be none: work that holds the GIL would delay it."""
+        self._has_spawned.wait()
+
     def run(self) -> None:
         """The thread's body."""
         try:
@@ -135,6 +140,7 @@ class CoreSupervisor(threading.Thread):
             logger.exception("the supervisor of the engine core has failed")
             self._on_gone(EngineDeadError(f"the supervisor of the engine core has failed: {e}"))
         finally:
+            self._has_spawned.set()
             self._handshake.close(linger=0)
             self._wakeup.close()
 
@@ -162,6 +168,7 @@ class CoreSupervisor(threading.Thread):
         try:
             core = CoreProcess(self._launch, self._handshake, incarnation, path)
             self.core_pid = core.pid
+            self._has_spawned.set()
             try:
                 return self._follow(core, page)
             finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
+from quire.timeline import Stamp
 from quire.wire.execution import LogprobsLists, LogprobsTensors
 from quire.wire.stats import PrefillStats, SchedulerStats
 
@@ -225,3 +226,7 @@ class EngineCoreReadyResponse:
     engine_index: int = 0
     incarnation: int = 0
     """How many times this core had been started before."""
+    peak_memory_bytes: int = 0
+    """The most main memory its process has held so far."""
+    stamps: list[Stamp] = field(default_factory=list)
+    """Its start; empty for a core in its user's process, whose stamps are that process's."""

@@ -27,9 +27,11 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache, make_null_config
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.sample.edits import apply_grammar_bitmask
+from quire.worker.sample.kernel import SamplingKernel
 from quire.worker.sample.metadata import Rows, SamplingMetadata, SamplingTable
 from quire.worker.sample.sampler import sample
 from quire.worker.step_inputs import StepInputs, make_step_inputs
+from quire.worker.step_planner import plan_steps
 
 
 class Model(Protocol):
@@ -70,14 +72,17 @@ class ModelRunner:
         vocab_size: int,
         max_num_reqs: int,
         max_num_tokens: int,
+        sampling: SamplingKernel,
     ) -> None:
         self.model = cast(Model, model)
+        self._run_model = plan_steps(self.model, backend)
         self.backend = backend
         self.device = device
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self.attention_layers = {m.layer_name: m for m in model.modules() if isinstance(m, Attention)}
-        self.prompt_logprobs = PromptLogprobs(vocab_size)
+        self.sampling = sampling
+        self.prompt_logprobs = PromptLogprobs(vocab_size, sampling)
         self.counts_nans = envs.COMPUTE_NANS_IN_LOGITS.flag()
         self._is_in_step = False
         self._pending: PendingStep | None = None
@@ -151,7 +156,7 @@ class ModelRunner:
             output.num_nans_in_logits = dict(zip(req_ids, logits.isnan().sum(dim=-1).tolist(), strict=True))
         if grammar_output is not None:
             _apply_grammar(logits, grammar_output, req_ids)
-        sampled = sample(logits, self._metadata(rows), self.batch.output_lens(rows))
+        sampled = sample(logits, self._metadata(rows), self.batch.output_lens(rows), self.sampling)
         self.batch.append_tokens(rows, sampled.token_ids)
         for i, token_id in zip(sampling, sampled.token_ids.tolist(), strict=True):
             output.sampled_token_ids[i] = [token_id]
@@ -184,7 +189,7 @@ class ModelRunner:
             self.backend.make_metadata(batch, spec) for batch, spec in zip(attention, kv_cache.specs, strict=True)
         ]
         with set_forward_context(ForwardContext(self.backend, metadata, kv_cache.layer_groups, kv_cache.caches)):
-            return self.model(input_ids, positions)
+            return self._run_model(input_ids, positions)
 
     def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:
         indices = inputs.logits_indices
@@ -253,7 +258,8 @@ class ModelRunner:
         table = SamplingTable(num_reqs)
         for row in range(num_reqs):
             table.set_row(row, "", SamplingParams(top_p=0.9, seed=0), [], [])
-        sample(logits, table.select(np.arange(num_reqs), self.device), np.zeros(num_reqs, dtype=np.int64))
+        metadata = table.select(np.arange(num_reqs), self.device)
+        sample(logits, metadata, np.zeros(num_reqs, dtype=np.int64), self.sampling)
 
 
 def _apply_grammar(logits: Tensor, grammar_output: GrammarOutput, req_ids: list[str]) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.wire.execution import LogprobsTensors, NewRequestData
-from quire.worker.sample.logprobs import compute_logprobs
+from quire.worker.sample.kernel import SamplingKernel
 
 LOGITS_PER_TILE = 1 << 24
 """Prompt tokens are taken in tiles whose logits stay below this: 64 MiB."""
@@ -22,7 +21,8 @@ class PromptLogprobs:
     the prefix cache, have log-probability NaN and rank 0.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, kernel: SamplingKernel) -> None:
+        self._kernel = kernel
         self._vocab_size = vocab_size
         self._partial: dict[str, tuple[LogprobsTensors, int, list[int]]] = {}
         """By request id: rows so far, how many top tokens (-1: all), the prompt."""
@@ -61,12 +61,13 @@ class PromptLogprobs:
         step = max(1, LOGITS_PER_TILE // self._vocab_size)
         for start in range(first_position, last, step):
             end = min(start + step, last)
-            targets = torch.tensor(prompt[start + 1 : end + 1], device=hidden.device)
+            targets = np.array(prompt[start + 1 : end + 1], dtype=np.int64)
             logits = compute_logits(hidden[start - first_position : end - first_position])
-            scored = compute_logprobs(logits, targets, num_top)
-            rows.logprob_token_ids[start:end] = scored.token_ids.cpu().numpy()
-            rows.logprobs[start:end] = scored.logprobs.cpu().numpy()
-            rows.selected_token_ranks[start:end] = scored.ranks.cpu().numpy()
+            k = self._vocab_size if num_top == -1 else num_top
+            scored = self._kernel.logprobs(logits, np.arange(len(targets)), targets, k)
+            rows.logprob_token_ids[start:end] = scored.token_ids
+            rows.logprobs[start:end] = scored.logprobs
+            rows.selected_token_ranks[start:end] = scored.ranks
         if first_position + hidden.shape[0] < len(prompt):
             return None
         del self._partial[req_id]

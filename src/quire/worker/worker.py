@@ -10,12 +10,13 @@ from torch import nn
 
 from quire.config.engine import EngineConfig
 from quire.logger import init_logger
+from quire.timeline import stamp
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.worker import host, platform
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels.registry import choose_kernels
-from quire.worker.loader import ModelWeights, Placement, load_model, resolve_dtype
+from quire.worker.loader import ModelWeights, Placement, WeightCache, load_model, resolve_dtype
 from quire.worker.model_runner import ModelRunner
 from quire.worker.profiler import WorkerProfiler
 
@@ -30,6 +31,7 @@ class Worker:
     """
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        stamp("torch")  # the executor has just imported this module, and that torch
         self.config = config
         self.rank = rank
         self.max_model_len = config.model_config.model_len
@@ -50,6 +52,7 @@ class Worker:
         self.backend = make_attention_backend(self.device, self.dtype, self.cache_dtype, self.kernels)
         names = self.kernels.name, self.backend.name
         logger.info("worker: device %s, %s, %s kernels, %s attention", self.device, self.dtype, *names)
+        stamp("kernels")
 
     @property
     def runner(self) -> ModelRunner:
@@ -65,8 +68,9 @@ class Worker:
         assert scheduler.max_num_seqs is not None, "EngineArgs fills it in"
         assert scheduler.max_num_batched_tokens is not None, "EngineArgs fills it in"
         placement = Placement(self.device, self.dtype, self.kernels)
-        loaded = load_model(model, self.config.load_config, placement)
-        self.weights = ModelWeights(loaded, model, self.config.load_config, placement)
+        self.weight_cache = WeightCache(model, self.config.load_config)
+        loaded = load_model(model, self.config.load_config, placement, self.weight_cache)
+        self.weights = ModelWeights(loaded, model, self.config.load_config, placement, self.weight_cache)
         self._runner = ModelRunner(
             loaded,
             self.backend,
@@ -74,7 +78,9 @@ class Worker:
             vocab_size=model.hf_config.vocab_size,
             max_num_reqs=scheduler.max_num_seqs,
             max_num_tokens=scheduler.max_num_batched_tokens,
+            sampling=self.kernels.sampling(),
         )
+        stamp("weights")
 
     def get_kv_cache_spec(self) -> dict[str, AnyKVCacheSpec]:
         """What each attention layer keeps per token, by layer name. Loads the model: its layers know."""
@@ -94,7 +100,8 @@ class Worker:
         block_size = self.config.cache_config.block_size
         block_bytes = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
         useful = host.useful_kv_cache_bytes(self.max_model_len, self.runner.max_num_reqs, block_size, block_bytes)
-        return host.cpu_kv_cache_bytes(host.available_cpu_memory(), useful)
+        free = max(0, host.available_cpu_memory() - self.weight_cache.mapped_bytes)  # the system counts it as free
+        return host.cpu_kv_cache_bytes(free, useful)
 
     def _available_cuda_memory(self, utilization: float) -> int:
         torch.cuda.empty_cache()
@@ -112,6 +119,7 @@ class Worker:
         """Take the memory of the KV cache and of the batch."""
         self._kv_cache_config = kv_cache_config
         self.runner.initialize_kv_cache(kv_cache_config, self.max_model_len)
+        stamp("KV cache")
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """The context length, once fitted to the cache. Comes before initialize_from_config."""
@@ -120,6 +128,7 @@ class Worker:
     def compile_or_warm_up_model(self) -> None:
         """Run once, so that the first request does not pay for what is set up on first use."""
         self.runner.execute_dummy_batch()
+        stamp("warm-up")
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -204,6 +213,8 @@ class Worker:
 
     def shutdown(self) -> None:
         """Let go of model and cache."""
+        if self._runner is not None:
+            self.weight_cache.close()
         self._runner = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

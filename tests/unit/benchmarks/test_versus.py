@@ -19,7 +19,8 @@ from benchmarks.versus.figures import Figure, Row, offline_rows
 from benchmarks.versus.options import parse
 from benchmarks.versus.peers import PEERS, Peer, Place
 from benchmarks.versus.rounds import Series, run_rounds
-from benchmarks.versus.start_up import measure_starts
+from benchmarks.versus.serving import Server, load_size, measure_serving, serving_rows
+from benchmarks.versus.start_up import measure_starts, start_engine, start_server
 from benchmarks.versus.table import BEGIN, END, format_cell, format_report, format_table, merge, update_page
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ from hypothesis import strategies as st
 from quire.cli.bench.workloads import WORKLOADS, BenchRequest, IdRange
 
 FAKE_DRIVER = Path(__file__).with_name("fake_driver.py")
+FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 FEW = [BenchRequest([1] * 3, 2), BenchRequest([1] * 4, 2)]
 WORDS = ["--model", "tiny"]
 
@@ -36,10 +38,15 @@ def silent(text: str) -> None:
 
 
 def is_alive(pid: int) -> bool:
+    return state(pid) not in ("", "Z")
+
+
+def state(pid: int) -> str:
+    """The letter of a process's state, as ps shows it; empty if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -238,8 +245,7 @@ def test_an_engine_answers_and_is_frozen_in_between(fake: Callable[[str], Engine
     assert (single.wall_s, single.ttft_s, single.tpot_s) == (5.0, 1.0, 0.5)
     assert engine.version == "fake 2"
     child = int((tmp_path / "child").read_text())
-    state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-    assert state == "T"  # stopped, though it left the session of its parent
+    wait_until(lambda: state(child) == "T")  # stopped, though it left the session of its parent
     assert engine._log.read_text() == "this is no answer\n"
 
 
@@ -292,6 +298,61 @@ def test_starts_are_repeated_until_one_fails() -> None:
 
     good, bad = measure_starts([("a", lambda: 2.0), ("b", broken)], 2, "engine", silent)
     assert (good.seconds, bad.seconds, bad.failure) == ([2.0, 2.0], [], "> 1 s")
+
+
+def test_the_start_of_an_engine_is_timed_and_leaves_none(fake: Callable[[str], Engine], tmp_path: Path) -> None:
+    assert start_engine(fake("")) > 0
+    assert not is_alive(int((tmp_path / "child").read_text()))
+
+
+# -- servers ------------------------------------------------------------------------------------------------------
+
+
+def server(tmp_path: Path, name: str, mode: str = "") -> Server:
+    command = [sys.executable, str(FAKE_SERVER), mode]
+    peer = Peer(name, name, "", lambda p, m: p.home, server=lambda place, model, port: [*command, str(port)])
+    return Server(peer, Place(tmp_path, (0,)), "m", tmp_path, start_limit_s=20.0)
+
+
+def test_servers_are_loaded_in_turn_at_shares_of_the_smaller_capacity(tmp_path: Path) -> None:
+    servers = [server(tmp_path, "quire"), server(tmp_path, "vllm"), server(tmp_path, "bad", "end")]
+    said: list[str] = []
+    try:
+        results = measure_serving(servers, 1, seconds=0.0, say=said.append)
+    finally:
+        for one in servers:
+            one.close()
+    good, other, bad = results
+    assert good.capacity is not None
+    assert other.capacity is not None
+    smaller = min(good.capacity, other.capacity)
+    assert list(good.loads) == list(other.loads) == [float(f"{share * smaller:.2g}") for share in (0.5, 0.9)]
+    assert all(load["num_requests"] == 32 for loads in good.loads.values() for load in loads)
+    assert bad.failure == "failed: the server ended: out of luck"
+    rows = serving_rows("tiny", results)
+    assert len(rows) == 1 + 2 * 4
+    assert all((row.figures["quire"].value or 0) > 0 for row in rows)
+    assert rows[1].figures["bad"].failure == bad.failure
+    assert [line.split(" ")[1] for line in said[3:]] == ["quire", "vllm", "quire", "vllm"]
+
+
+def test_given_rates_are_taken(tmp_path: Path) -> None:
+    one = server(tmp_path, "quire")
+    try:
+        (result,) = measure_serving([one], 1, 0.0, silent, [500.0])
+    finally:
+        one.close()
+    assert list(result.loads) == [500.0]
+
+
+def test_a_server_that_refuses_requests_has_no_figures(tmp_path: Path) -> None:
+    one = server(tmp_path, "quire", "refuse")
+    with pytest.raises(EngineError, match="status 400"):
+        start_server(one)
+
+
+def test_the_size_of_a_load() -> None:
+    assert (load_size(0.5, 30.0), load_size(10.0, 30.0), load_size(1000.0, 30.0)) == (32, 300, 600)
 
 
 def test_control_c_leaves_no_process(tmp_path: Path) -> None:

@@ -112,6 +112,12 @@ def test_config_is_frozen(checkpoint: Path) -> None:
         config.cache_config.block_size = 3
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_a_cache_of_8_bits_is_refused_in_words(checkpoint: Path, dtype: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--kv-cache-dtype {dtype}: .* not implemented; bfloat16 .* --quantization"):
+        make(checkpoint, kv_cache_dtype=dtype)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "\xff"])
 def test_broken_config_json(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")

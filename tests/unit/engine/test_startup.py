@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from quire.engine.startup import CoreHandshake, describe_failure, parse_command_line, read_curve_keys
+from quire.engine.startup import CoreHandshake, Preload, describe_failure, parse_command_line, read_curve_keys
 from quire.errors import ConfigError, ModelLoadError, ServerError
 from quire.wire.handshake import PROTOCOL_VERSION, EngineHandshakeMetadata, EngineStatus, EngineZmqAddresses
 from quire.wire.serial import WireError
@@ -122,10 +123,25 @@ def test_a_failure_is_delivered(frontend: Frontend, handshake: CoreHandshake) ->
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     options = parse_command_line(["--handshake-address", "ipc://x", "--engine-index", "3", "--parent-pid", "9"])
-    assert options == ("ipc://x", 3, 9)
+    assert options == ("ipc://x", 3, 9, ())
+    assert parse_command_line(["--handshake-address", "x", "--parent-pid", "9", "--preload", "a.b,c"])[3] == (
+        "a.b",
+        "c",
+    )
+    assert parse_command_line(["--handshake-address", "x", "--parent-pid", "9", "--preload", ""])[3] == ()
     with pytest.raises(SystemExit):
         parse_command_line(["--parent-pid", "9"])
     assert "--handshake-address" in capsys.readouterr().err
+
+
+def test_preloading_goes_on_past_what_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quire_test_breaks.py").write_text("raise RuntimeError('broken')")
+    (tmp_path / "quire_test_works.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    preload = Preload(["quire_test_missing:a", "quire_test_breaks:a", "quire_test_works:a"])
+    preload.start()
+    preload.join(30)
+    assert sys.modules.pop("quire_test_works", None) is not None
 
 
 def test_keys_come_through_the_pipe(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -293,8 +293,12 @@ def test_skip_tokenizer_init(model_dir: Path) -> None:
         engine.get_tokenizer()
 
 
-def test_a_broken_tokenizer_is_found_before_the_core_starts(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.frontend.llm_engine.make_client", lambda *a, **k: pytest.fail("the core was started"))
+def test_a_broken_tokenizer_is_found_while_the_core_starts(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_client(config: object, *, log_stats: bool, meanwhile: Callable[[], object]) -> object:
+        meanwhile()
+        return pytest.fail("the start went on")
+
+    monkeypatch.setattr("quire.frontend.llm_engine.make_client", make_client)
     with pytest.raises(ConfigError, match="no such file"):
         LLMEngine.from_engine_args(EngineArgs(str(model_dir), chat_template="missing.jinja"))
 

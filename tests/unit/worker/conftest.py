@@ -13,6 +13,9 @@ import pytest
 from quire.testing.tiny_models import make_tiny_checkpoint
 from quire.worker.kernels.library import Context, NativeLibrary, native_library
 from quire.worker.kernels.native import NativeKernels
+from quire.worker.kernels.native_sampling import NativeSampling
+from quire.worker.sample.kernel import SamplingKernel
+from quire.worker.sample.torch_kernel import TorchSampling
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -56,3 +59,11 @@ def make_kernels(request: pytest.FixtureRequest, library: NativeLibrary) -> Make
         return made[num_threads]
 
     return make
+
+
+@pytest.fixture(scope="session", params=["torch", *(INSTRUCTION_SETS if LIBRARY is not None else [])])
+def sampling(request: pytest.FixtureRequest) -> SamplingKernel:
+    """Torch's sampling, and the native one on each instruction set, with two threads."""
+    if LIBRARY is None or request.param == "torch":
+        return TorchSampling()
+    return NativeSampling(Context(LIBRARY, 2, request.param))

@@ -33,12 +33,12 @@ class LogitsOfRequests:
 
     def __init__(self, path: Path, dtype: str, kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
         flags: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": MAX_REQS, "device": "cpu", "dtype": dtype}
-        self._worker = Worker(EngineArgs(str(path), **flags).create_engine_config())
+        self.worker = Worker(EngineArgs(str(path), **flags).create_engine_config())
         monkeypatch.setattr("quire.worker.worker.choose_kernels", lambda *_: kernels)
         monkeypatch.setattr(model_runner, "sample", self._sample)
-        self._worker.init_device()
-        assert self._worker.backend.name == "native"
-        specs = self._worker.get_kv_cache_spec()
+        self.worker.init_device()
+        assert self.worker.backend.name == "native"
+        specs = self.worker.get_kv_cache_spec()
         kinds = list(dict.fromkeys(specs.values()))
         self._windows = tuple(s.sliding_window if isinstance(s, SlidingWindowSpec) else None for s in kinds)
         self._config = KVCacheConfig(
@@ -54,7 +54,7 @@ class LogitsOfRequests:
 
     def run(self, prompts: list[list[int]], seed: int, max_num_reqs: int) -> tuple[list[torch.Tensor], int]:
         """[OUTPUT_LEN, vocab] of each request, and how many times one was preempted."""
-        self._worker.initialize_from_config(self._config)
+        self.worker.initialize_from_config(self._config)
         scheduler = RandomScheduler(seed, NUM_BLOCKS, max_num_reqs, self._windows, 16)
         greedy = SamplingParams(temperature=0, ignore_eos=True)
         scheduler.waiting = [
@@ -65,7 +65,7 @@ class LogitsOfRequests:
         num_done = 0
         while num_done < len(prompts):
             scheduled = scheduler.schedule()
-            output = run_step(self._worker.runner, scheduled)
+            output = run_step(self.worker.runner, scheduled)
             sampling = [req_id for req_id, ids in zip(output.req_ids, output.sampled_token_ids, strict=True) if ids]
             for req_id, row in zip(sampling, self._step_logits if sampling else [], strict=True):
                 logits[int(req_id)].append(row)

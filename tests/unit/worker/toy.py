@@ -15,6 +15,7 @@ from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from quire.worker.attention.layer import Attention
 from quire.worker.attention.torch_backend import TorchAttentionBackend
 from quire.worker.model_runner import ModelRunner
+from quire.worker.sample.torch_kernel import TorchSampling
 
 VOCAB, HEADS, KV_HEADS, HEAD_SIZE, WINDOW, BLOCK_SIZE = 29, 4, 2, 8, 6, 4
 HIDDEN = HEADS * HEAD_SIZE
@@ -65,7 +66,13 @@ def dense_logits(model: ToyModel, token_ids: list[int]) -> Tensor:
 def make_runner(num_blocks: int = 200, max_num_reqs: int = 8, max_model_len: int = 128) -> ModelRunner:
     """A runner of the toy model: two groups that share one tensor, the cache full of NaN."""
     runner = ModelRunner(
-        ToyModel(), TorchAttentionBackend(), CPU, vocab_size=VOCAB, max_num_reqs=max_num_reqs, max_num_tokens=256
+        ToyModel(),
+        TorchAttentionBackend(),
+        CPU,
+        vocab_size=VOCAB,
+        max_num_reqs=max_num_reqs,
+        max_num_tokens=256,
+        sampling=TorchSampling(),
     )
     specs = runner.get_kv_cache_specs(BLOCK_SIZE, torch.float32)
     groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]

@@ -41,6 +41,9 @@ class Grammar(ABC):
 class GrammarBackend(ABC):
     """Compiles grammars for one tokenizer. Used by the compiler's thread only."""
 
+    vocab_size: int
+    """Rows of logits; set by the constructor."""
+
     @abstractmethod
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """The start of a grammar. Raises ValidationError for one that is wrong or goes beyond a limit."""

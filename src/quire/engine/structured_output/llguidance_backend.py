@@ -66,6 +66,7 @@ class LLGuidanceBackend(GrammarBackend):
 
     def __init__(self, setup: CompilerSetup) -> None:
         """Raises ConfigError if the tokenizer cannot be read."""
+        self.vocab_size = setup.vocab_size
         self._process = CompilerProcess(setup)
         self._vocabulary = load_vocabulary(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
         self._cached: OrderedDict[tuple[object, ...], LLGuidanceGrammar] = OrderedDict()

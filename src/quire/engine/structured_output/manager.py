@@ -28,9 +28,8 @@ class StructuredOutputManager:
     request's grammar knows is kept at the request, so there is nothing to forget when it ends.
     """
 
-    def __init__(self, make_backend: Callable[[Request], GrammarBackend], vocab_size: int) -> None:
+    def __init__(self, make_backend: Callable[[Request], GrammarBackend]) -> None:
         self._make_backend = make_backend
-        self._num_words = -(-vocab_size // 32)
         self._backend: GrammarBackend | None = None
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -88,7 +87,9 @@ class StructuredOutputManager:
         ]
         if not sampling:
             return None
-        bitmask = np.full((sum(1 + len(d) for _, _, d in sampling), self._num_words), -1, dtype=np.int32)
+        assert self._backend is not None  # it has compiled their grammars
+        num_words = -(-self._backend.vocab_size // 32)
+        bitmask = np.full((sum(1 + len(d) for _, _, d in sampling), num_words), -1, dtype=np.int32)
         row = 0
         for _, structured, draft_ids in sampling:
             _fill_rows(structured, bitmask[row : row + 1 + len(draft_ids)], draft_ids)

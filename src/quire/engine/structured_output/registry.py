@@ -19,7 +19,7 @@ BACKENDS: Mapping[str, type[LLGuidanceBackend]] = {"auto": LLGuidanceBackend, "g
 
 def make_structured_output_manager(config: EngineConfig) -> StructuredOutputManager:
     """Costs nothing until a request has a grammar."""
-    return StructuredOutputManager(partial(_make_backend, config), config.model_config.hf_config.vocab_size)
+    return StructuredOutputManager(partial(_make_backend, config))
 
 
 def _make_backend(config: EngineConfig, request: Request) -> GrammarBackend:

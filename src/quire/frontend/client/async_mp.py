@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from quire.config.engine import EngineConfig
@@ -24,10 +25,16 @@ class AsyncMPClient(AsyncEngineCoreClient):
         log_stats: bool,
         client_addresses: ClientAddresses | None = None,
         client_count: int = 1,
+        meanwhile: Callable[[], object] | None = None,
     ) -> None:
         self._sink = LoopMailbox()
         self.mp = MPClient(
-            config, self._sink, log_stats=log_stats, client_addresses=client_addresses, client_count=client_count
+            config,
+            self._sink,
+            log_stats=log_stats,
+            client_addresses=client_addresses,
+            client_count=client_count,
+            meanwhile=meanwhile,
         )
         self._finalizer = weakref.finalize(self, self.mp.resources.close)
 

@@ -327,13 +327,17 @@ def make_client(
     multiprocess: bool | None = None,
     client_addresses: ClientAddresses | None = None,
     client_count: int = 1,
+    meanwhile: Callable[[], object] | None = None,
 ) -> EngineCoreClient:
     """A client of a new engine core, or with `client_addresses` of one that another client has started.
 
-    `multiprocess` of None is what QUIRE_ENABLE_MULTIPROCESSING says. `client_count` clients share the core. Raises what
-    the core's start-up raises.
+    `multiprocess` of None is what QUIRE_ENABLE_MULTIPROCESSING says. `client_count` clients share the core. `meanwhile`
+    is called once, while a core in a process of its own starts; what it raises ends that start. Raises what the core's
+    start-up raises.
     """
-    client: EngineCoreClient = _make_client(False, config, log_stats, multiprocess, client_addresses, client_count)
+    client: EngineCoreClient = _make_client(
+        False, config, log_stats, multiprocess, client_addresses, client_count, meanwhile
+    )
     return client
 
 
@@ -344,9 +348,12 @@ def make_async_client(
     multiprocess: bool | None = None,
     client_addresses: ClientAddresses | None = None,
     client_count: int = 1,
+    meanwhile: Callable[[], object] | None = None,
 ) -> AsyncEngineCoreClient:
     """The same for asyncio. Needs no running loop yet; blocks until the core is ready."""
-    client: AsyncEngineCoreClient = _make_client(True, config, log_stats, multiprocess, client_addresses, client_count)
+    client: AsyncEngineCoreClient = _make_client(
+        True, config, log_stats, multiprocess, client_addresses, client_count, meanwhile
+    )
     return client
 
 
@@ -357,6 +364,7 @@ def _make_client(
     multiprocess: bool | None,
     addresses: ClientAddresses | None,
     client_count: int,
+    meanwhile: Callable[[], object] | None,
 ) -> Any:
     is_shared = addresses is not None or client_count > 1
     if multiprocess is None:
@@ -365,5 +373,7 @@ def _make_client(
     if not multiprocess:
         if is_shared:
             raise ConfigError("only an engine core in a process of its own can be shared")
+        if meanwhile is not None:
+            meanwhile()  # in one process the two would only take turns
         return make(config, log_stats=log_stats)
-    return make(config, log_stats=log_stats, client_addresses=addresses, client_count=client_count)
+    return make(config, log_stats=log_stats, client_addresses=addresses, client_count=client_count, meanwhile=meanwhile)

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,6 +26,7 @@ from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread, OutputSink
 from quire.frontend.launch import KILL_TIMEOUT_S, CoreLaunch
 from quire.frontend.supervisor import CoreSupervisor
+from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.handshake import ClientAddresses, EngineZmqAddresses
 from quire.wire.serial import Frame, MsgpackEncoder
@@ -101,7 +102,9 @@ class MPClient:
         log_stats: bool,
         client_addresses: ClientAddresses | None = None,
         client_count: int = 1,
+        meanwhile: Callable[[], object] | None = None,
     ) -> None:
+        """`meanwhile` is called once while the core starts; what it raises ends the start."""
         self.resources = BackgroundResources()
         self._encoder = MsgpackEncoder()
         self._encoder_lock = threading.Lock()
@@ -114,6 +117,10 @@ class MPClient:
             self._link_thread.start()
             if self.resources.supervisor is not None:
                 self.resources.supervisor.start()
+                self.resources.supervisor.wait_spawned()
+                stamp("core spawned")
+            if meanwhile is not None:
+                meanwhile()
             self._wait_started()
             self._pin_model_len(config)
         except BaseException:
@@ -144,7 +151,12 @@ class MPClient:
         )
         thread = LinkThread(EngineLink(is_shared=client_count > 1), input_socket, output_socket, sink)
         launch = CoreLaunch(
-            addresses, encode_config(config), log_stats, envs.ENGINE_READY_TIMEOUT_S.number(), the_cores
+            addresses,
+            encode_config(config),
+            log_stats,
+            envs.ENGINE_READY_TIMEOUT_S.number(),
+            the_cores,
+            preload=config.parallel_config.core_names,
         )
         self.resources.supervisor = supervisor = CoreSupervisor(
             launch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from quire.config.engine import EngineConfig
@@ -43,10 +44,16 @@ class SyncMPClient(EngineCoreClient):
         log_stats: bool,
         client_addresses: ClientAddresses | None = None,
         client_count: int = 1,
+        meanwhile: Callable[[], object] | None = None,
     ) -> None:
         sink = QueueSink()
         self.mp = MPClient(
-            config, sink, log_stats=log_stats, client_addresses=client_addresses, client_count=client_count
+            config,
+            sink,
+            log_stats=log_stats,
+            client_addresses=client_addresses,
+            client_count=client_count,
+            meanwhile=meanwhile,
         )
         self._outputs = sink.queue
         self._finalizer = weakref.finalize(self, self.mp.resources.close)

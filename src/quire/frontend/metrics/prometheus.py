@@ -21,7 +21,9 @@ class PrometheusStatLogger(StatLogger):
         self._model_name = model_name
         self._registry = CollectorRegistry()
         self._metrics = [(spec, _make(spec, self._registry)) for spec in METRICS]
-        self.record(SchedulerStats(), IterationStats())  # every series exists from the start
+        for spec, metric in self._metrics:
+            if not spec.labels:
+                metric.labels(model_name, "0")  # the series exists from the start
 
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0

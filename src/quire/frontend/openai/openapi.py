@@ -136,9 +136,10 @@ def _length(schema: Mapping[str, Any], key: str) -> str:
 
 
 def _range(schema: Mapping[str, Any]) -> str:
-    low = f"> {schema['exclusiveMinimum']:g}" if "exclusiveMinimum" in schema else ""
-    if "minimum" in schema:
-        low = f"≥ {schema['minimum']:g}"
-    high = f"≤ {schema['maximum']:g}" if "maximum" in schema else ""
-    bounds = ", ".join(bound for bound in (low, high) if bound)
+    signs = {"exclusiveMinimum": ">", "minimum": "≥", "maximum": "≤"}
+    bounds = ", ".join(f"{sign} {_number(schema[key])}" for key, sign in signs.items() if key in schema)
     return f" ({bounds})" if bounds else ""
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

@@ -16,7 +16,7 @@ from quire.errors import ConfigError, PromptTooLongError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.chat_template import ContentFormat
 from quire.frontend.openai.protocol.sampling import GenerationBody
-from quire.frontend.prompts import TokensPrompt
+from quire.frontend.prompts import PromptType, TokensPrompt
 from quire.frontend.tokenizer import LONG_TEXT_CHARS
 
 Result = TypeVar("Result")
@@ -37,11 +37,20 @@ class PromptRenderer:
         self, prompt: str | Sequence[int], options: Mapping[str, Any], *, cache_salt: str | None = None
     ) -> TokensPrompt:
         """Ids (and text) of one prompt. `options` are `tokenization_kwargs`. Raises ValidationError."""
-        wrapped: Any = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        if cache_salt is not None:
-            wrapped["cache_salt"] = cache_salt
-        size = len(prompt) if isinstance(prompt, str) else 0
-        return await self._run(size, lambda: self._processor.tokenize(wrapped, options))
+        (tokens,) = await self.tokenize_all([prompt], options, cache_salt=cache_salt)
+        return tokens
+
+    async def tokenize_all(
+        self, prompts: Sequence[str | Sequence[int]], options: Mapping[str, Any], *, cache_salt: str | None = None
+    ) -> list[TokensPrompt]:
+        """The same of several. The first that is refused refuses them all."""
+        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+
+        def tokenize_one(prompt: str | Sequence[int]) -> TokensPrompt:
+            key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+            return self._processor.tokenize(cast("PromptType", {key: prompt, **salt}), options)
+
+        return await self._run(_size(prompts), lambda: [tokenize_one(prompt) for prompt in prompts])
 
     @staticmethod
     def truncation(body: GenerationBody) -> dict[str, Any]:
@@ -137,7 +146,8 @@ def _size(value: Any) -> int:
             stack.extend(item.values())
         elif isinstance(item, Sequence):
             size += len(item)
-            stack.extend(item)
+            if size <= LONG_TEXT_CHARS:
+                stack.extend(item)
     return size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import time
 from collections.abc import Sequence
 
@@ -71,6 +72,8 @@ class ServerState:
         self.model_names = (engine.model_config.name,)
         self.created = int(time.time())
         self.fingerprint = _fingerprint(engine)
+        self.salt_secret = secrets.token_bytes(32)
+        """What cache salts are made with, so that they cannot be guessed."""
         self.supported_tasks = tuple(engine.engine_core.ready_response.supported_tasks)
         quiet = config.disable_access_log_for_endpoints or ""
         self._quiet_paths = frozenset(path.strip() for path in quiet.split(",") if path.strip())

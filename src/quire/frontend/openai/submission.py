@@ -52,6 +52,7 @@ class Submission:
                         params,
                         trace_headers=context.trace_headers,
                         priority=priority,
+                        reservation=context.take_place(),
                     )
                 )
                 if index:
@@ -131,9 +132,11 @@ class Submission:
 
 
 def check_admission(context: RequestContext, prompts: Sequence[str | Sequence[int]], n: int) -> None:
-    """Raises OverloadedError, before any work is done, if the prompts would not be taken now."""
-    num_tokens = sum(estimate_num_tokens(prompt) for prompt in prompts)
-    context.state.engine.check_admission(n * len(prompts), n * num_tokens)
+    """Reserve room for the prompts, n outputs each, which `Submission.submit` uses.
+
+    Raises OverloadedError, before any work is done, if they are not taken now.
+    """
+    context.reserve_places([estimate_num_tokens(prompt) for prompt in prompts], n)
 
 
 def stream_response(

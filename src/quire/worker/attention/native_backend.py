@@ -16,9 +16,10 @@ from torch import Tensor
 
 from quire.wire.kv_cache import AnyKVCacheSpec
 from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from quire.worker.kernels.abi import DTYPES, with_packed_rows
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.library import AttentionArgs
-from quire.worker.kernels.native import DTYPES, NativeKernels, with_packed_rows
+from quire.worker.kernels.native import NativeKernels
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
 
     def __init__(self, kernels: Kernels) -> None:
         assert isinstance(kernels, NativeKernels)
-        self._context = kernels.context
+        self.context = kernels.context
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels) -> bool:
@@ -92,7 +93,7 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
         args.value, args.value_stride = value.data_ptr(), value.stride(0)
         args.key_cache, args.value_cache = kv_cache.key.data_ptr(), kv_cache.value.data_ptr()
         args.y, args.y_stride = y.data_ptr(), y.stride(0)
-        self._context.library.cdll.qk_attention(self._context.handle, byref(args))
+        self.context.library.cdll.qk_attention(self.context.handle, byref(args))
         return y
 
 

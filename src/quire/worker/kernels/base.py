@@ -6,11 +6,19 @@ beside it; torch's matrix products do not.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
+
+from quire.worker.kernels.packs import Packs
+from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.sample.kernel import SamplingKernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +48,33 @@ class NormSpec:
     eps: float
     weight_offset: float = 0.0
     scale_in_float32: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How a mixture of experts chooses."""
+
+    num_experts_per_token: int
+    normalize: bool
+    """Scale the chosen experts' weights to a sum of 1."""
+    weights_in_float32: bool = True
+    """False rounds the experts' weights to the model's type."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """By how much the heads of each token turn: rows of tables of sine and cosine."""
+
+    cos: Tensor
+    """[num_positions, rotary_dim / 2], like `sin`."""
+    sin: Tensor
+    positions: Tensor
+    """[n] int64"""
+
+    @functools.cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tokens, [n, 1, rotary_dim / 2] each: same for every head."""
+        return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
 
 
 class LinearKernel(Protocol):
@@ -73,9 +108,9 @@ class NormKernel(Protocol):
 class RotationKernel(Protocol):
     """Norms of heads, if the family has them, and the rotation of queries and keys."""
 
-    def __call__(self, query: Tensor, key: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """query: [n, num_heads * head_size]; key: [n, num_kv_heads * head_size]; cos, sin: [n, 1, rotary_dim / 2], or
-        None for no rotation. May write into query and key; use what it returns."""
+    def __call__(self, query: Tensor, key: Tensor, turns: Turns | None) -> tuple[Tensor, Tensor]:
+        """query: [n, num_heads * head_size]; key: [n, num_kv_heads * head_size]; `turns` of the n tokens; None for no
+        rotation. May write into query and key; use what it returns."""
         ...
 
 
@@ -87,6 +122,25 @@ class ActivationKernel(Protocol):
         ...
 
 
+class RouterKernel(Protocol):
+    """Chooses the experts of each token."""
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits: [n, num_experts] float32. Returns the k experts of each token, the best first: ids [n, k] int64, and
+        their weights [n, k], from a softmax over all experts, for the experts kernel of the same `Kernels`."""
+        ...
+
+
+class ExpertsKernel(Protocol):
+    """The gated MLPs of a mixture of experts."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [n, hidden]; ids: [n, k] int64; weights: [n, k]. Each token's weighted sum of its experts' answers,
+        [n, hidden], added in the order of `ids`; `residual`, of that shape, is added. An expert nobody chose
+        is not touched."""
+        ...
+
+
 class Kernels(ABC):
     """Makes kernels. They may keep the weights in a form of their own: `keeps_weights` says whether the tensors they
     were made from are still needed."""
@@ -95,9 +149,30 @@ class Kernels(ABC):
     keeps_weights: ClassVar[bool]
     """True: kernels read the tensors they were made from; False: those may be freed."""
 
+    @property
+    def pack_format(self) -> str | None:
+        """Names the form these kernels pack weights into: the same name means the same bytes. None: they pack none, and
+        ask no `Packs` for memory."""
+        return None
+
+    @contextmanager
+    def packing(self, packs: Packs) -> Iterator[None]:
+        """Kernels made meanwhile take the memory of what they pack from `packs`. Where it has that already, the weight
+        they are made of may be on the meta device."""
+        yield
+
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
         """weight: [out_features, in_features], bias: [out_features]."""
+
+    @abstractmethod
+    def can_quantize(self, weight: QuantizedWeight) -> bool:
+        """Whether `quantized_linear` takes `weight`; otherwise it must be dequantized."""
+
+    @abstractmethod
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
+        """As `linear`, of weights in few bits; sums are float32, and what follows them is rounded once. `weight` is
+        kept by no kernel that has a form of its own."""
 
     @abstractmethod
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
@@ -120,3 +195,16 @@ class Kernels(ABC):
     @abstractmethod
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         """`name` is one of layers/activation.py."""
+
+    @abstractmethod
+    def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:
+        """`dtype` is the model's type."""
+
+    @abstractmethod
+    def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
+        """gate_up: [num_experts, 2 * expert_size, hidden], the gates first; down: [num_experts, hidden,
+        expert_size]."""
+
+    @abstractmethod
+    def sampling(self) -> SamplingKernel:
+        """From logits to tokens."""

@@ -13,15 +13,12 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from functools import cache
 from pathlib import Path
 
-from quire import envs
 from quire.logger import init_logger
+from quire.worker.kernels.packs import FRESH_PACKS, Packs
 
 logger = init_logger(__name__)
 
-ABI_VERSION = 1
-UNTRIED = frozenset({"amx"})
-"""Instruction sets whose kernels have been compiled and never run on a CPU that has them. `QUIRE_CPU_KERNELS=amx
-pytest tests/unit/worker` is the trial; when it has passed, the name goes."""
+ABI_VERSION = 4
 LIBRARY = Path(__file__).with_name("libquire_kernels.so")
 
 
@@ -47,6 +44,24 @@ class LinearArgs(Structure):
     )  # fmt: skip
 
 
+class PackQuantizedArgs(Structure):
+    """qk_pack_quantized_args"""
+
+    _fields_ = (
+        ("n", c_int64), ("k", c_int64), ("form", c_int32), ("gated", c_int32),
+        ("values", c_void_p), ("stride", c_int64), ("packed", c_void_p),
+    )  # fmt: skip
+
+
+class QuantizedLinearArgs(Structure):
+    """qk_quantized_linear_args"""
+
+    _fields_ = (
+        ("linear", LinearArgs), ("form", c_int32), ("reserved", c_int32), ("group_size", c_int64),
+        ("scales", c_void_p), ("zeros", c_void_p), ("corrections", c_void_p),
+    )  # fmt: skip
+
+
 class RmsNormArgs(Structure):
     """qk_rms_norm_args"""
 
@@ -65,7 +80,8 @@ class RotateArgs(Structure):
         ("tokens", c_int64), ("dtype", c_int32), ("table_dtype", c_int32),
         ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_size", c_int32), ("rotary_half", c_int32),
         ("scale_in_float32", c_int32), ("eps", c_float), ("offset", c_float),
-        ("query_norm", c_void_p), ("key_norm", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
+        ("query_norm", c_void_p), ("key_norm", c_void_p),
+        ("positions", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
         ("query", c_void_p), ("query_stride", c_int64), ("key", c_void_p), ("key_stride", c_int64),
     )  # fmt: skip
 
@@ -89,6 +105,28 @@ class GatherArgs(Structure):
     )  # fmt: skip
 
 
+class RouteArgs(Structure):
+    """qk_route_args"""
+
+    _fields_ = (
+        ("tokens", c_int64), ("num_experts", c_int32), ("chosen", c_int32),
+        ("normalize", c_int32), ("round_to_bf16", c_int32),
+        ("logits", c_void_p), ("ids", c_void_p), ("weights", c_void_p),
+    )  # fmt: skip
+
+
+class ExpertsArgs(Structure):
+    """qk_experts_args"""
+
+    _fields_ = (
+        ("tokens", c_int64), ("hidden", c_int64), ("expert_size", c_int64),
+        ("dtype", c_int32), ("num_experts", c_int32), ("chosen", c_int32), ("activation", c_int32),
+        ("gate_up", c_void_p), ("down", c_void_p), ("ids", c_void_p), ("weights", c_void_p),
+        ("residual", c_void_p), ("residual_stride", c_int64),
+        ("x", c_void_p), ("x_stride", c_int64), ("y", c_void_p), ("y_stride", c_int64),
+    )  # fmt: skip
+
+
 class AttentionArgs(Structure):
     """qk_attention_args"""
 
@@ -104,8 +142,39 @@ class AttentionArgs(Structure):
     )  # fmt: skip
 
 
+class StepArgs(Structure):
+    """qk_step_args"""
+
+    _fields_ = (
+        ("num_tokens", c_int64), ("ids", c_void_p), ("positions", c_void_p),
+        ("num_batches", c_int64), ("batches", POINTER(POINTER(AttentionArgs))),
+    )  # fmt: skip
+
+
+class SampleArgs(Structure):
+    """qk_sample_args"""
+
+    _fields_ = (
+        ("rows", c_int64), ("vocab", c_int64), ("logits", c_void_p), ("stride", c_int64),
+        ("temperature", c_void_p), ("min_p", c_void_p), ("top_k", c_void_p), ("top_p", c_void_p),
+        ("seeds", c_void_p), ("indices", c_void_p), ("token_ids", c_void_p),
+    )  # fmt: skip
+
+
+class LogprobsArgs(Structure):
+    """qk_logprobs_args"""
+
+    _fields_ = (
+        ("rows", c_int64), ("vocab", c_int64), ("num_top", c_int64), ("logits", c_void_p), ("stride", c_int64),
+        ("which", c_void_p), ("selected", c_void_p),
+        ("token_ids", c_void_p), ("logprobs", c_void_p), ("ranks", c_void_p), ("log_totals", c_void_p),
+    )  # fmt: skip
+
+
 _STRUCTS: tuple[type[Structure], ...] = (
-    PackArgs, LinearArgs, RmsNormArgs, RotateArgs, ActivationArgs, GatherArgs, AttentionArgs,
+    PackArgs, LinearArgs, PackQuantizedArgs, QuantizedLinearArgs, RmsNormArgs, RotateArgs,
+    ActivationArgs, GatherArgs, RouteArgs, ExpertsArgs,
+    AttentionArgs, StepArgs, SampleArgs, LogprobsArgs,
 )  # fmt: skip
 _KERNELS = {
     "qk_pack": PackArgs,
@@ -115,7 +184,13 @@ _KERNELS = {
     "qk_rotate": RotateArgs,
     "qk_activation": ActivationArgs,
     "qk_gather": GatherArgs,
+    "qk_route": RouteArgs,
+    "qk_experts": ExpertsArgs,
     "qk_attention": AttentionArgs,
+    "qk_pack_quantized": PackQuantizedArgs,
+    "qk_quantized_linear": QuantizedLinearArgs,
+    "qk_sample": SampleArgs,
+    "qk_logprobs": LogprobsArgs,
 }
 
 
@@ -140,18 +215,22 @@ class NativeLibrary:
         cdll.qk_create.argtypes, cdll.qk_create.restype = (c_int32, c_char_p), c_void_p
         cdll.qk_destroy.argtypes, cdll.qk_destroy.restype = (c_void_p,), None
         cdll.qk_packed_bytes.argtypes, cdll.qk_packed_bytes.restype = (c_int64, c_int64, c_int32, c_int32), c_int64
+        sizes = (c_int64, c_int64, c_int32, c_int32)
+        cdll.qk_quantized_bytes.argtypes, cdll.qk_quantized_bytes.restype = sizes, c_int64
         cdll.qk_read_memory.argtypes, cdll.qk_read_memory.restype = (c_void_p, c_void_p, c_int64), None
         cdll.qk_multiply_bf16.argtypes, cdll.qk_multiply_bf16.restype = (c_void_p, c_int64), c_int64
+        cdll.qk_begin_plan.argtypes, cdll.qk_begin_plan.restype = (c_void_p, POINTER(StepArgs)), c_void_p
+        cdll.qk_end_plan.argtypes = (c_void_p,)
+        cdll.qk_run_plan.argtypes, cdll.qk_run_plan.restype = (c_void_p, c_void_p, POINTER(StepArgs)), None
+        cdll.qk_destroy_plan.argtypes, cdll.qk_destroy_plan.restype = (c_void_p,), None
         for name, struct in _KERNELS.items():
             function = getattr(cdll, name)
             function.argtypes, function.restype = (c_void_p, POINTER(struct)), None
 
     def instruction_sets(self) -> list[str]:
-        """Those that it has kernels for and this CPU can run, the best first. Of the `UNTRIED` only one that
-        QUIRE_CPU_KERNELS asks for."""
+        """Those that it has kernels for and this CPU says it can run, the best first."""
         found = map(self.cdll.qk_instruction_set, itertools.count())
-        names = [name.decode() for name in itertools.takewhile(lambda name: name is not None, found)]
-        return [name for name in names if name not in UNTRIED or name == envs.CPU_KERNELS.get()]
+        return [name.decode() for name in itertools.takewhile(lambda name: name is not None, found)]
 
 
 class Context:
@@ -170,6 +249,10 @@ class Context:
         self.handle = c_void_p(handle)
         self.num_threads = num_threads
         self.instruction_set = instruction_set
+        self.packs: Packs = FRESH_PACKS
+        """Where kernels that are made now get the memory of what they pack: `Kernels.packing`."""
+        self.num_kernels = 0
+        """Made for this context so far. Whoever has recorded kernels knows by it that there are others now."""
         weakref.finalize(self, cdll.qk_destroy, self.handle)
 
 

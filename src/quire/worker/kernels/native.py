@@ -5,22 +5,31 @@ Each kernel holds the struct its C function takes, filled in once; a call sets w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import byref
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from quire.worker.kernels.abi import ACTIVATIONS as ACTIVATIONS
+from quire.worker.kernels.abi import DTYPES as DTYPES
+from quire.worker.kernels.abi import with_packed_rows as with_packed_rows
 from quire.worker.kernels.base import (
     PLAIN,
     ActivationKernel,
     EmbeddingKernel,
+    ExpertsKernel,
     Kernels,
     LinearKernel,
     LinearSpec,
     NormKernel,
     NormSpec,
     RotationKernel,
+    RouterKernel,
+    RouterSpec,
+    Turns,
 )
 from quire.worker.kernels.library import (
     ActivationArgs,
@@ -31,10 +40,12 @@ from quire.worker.kernels.library import (
     RmsNormArgs,
     RotateArgs,
 )
-from quire.worker.kernels.memory import take_memory
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4}
+from quire.worker.kernels.native_moe import NativeExperts, NativeRouter
+from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
+from quire.worker.kernels.native_sampling import NativeSampling
+from quire.worker.kernels.packs import FRESH_PACKS, Packs
+from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.sample.kernel import SamplingKernel
 
 
 class NativeKernels(Kernels):
@@ -46,16 +57,43 @@ class NativeKernels(Kernels):
     def __init__(self, context: Context) -> None:
         self.context = context
 
+    @property
+    def pack_format(self) -> str:
+        """See Kernels.pack_format."""
+        return f"native {self.context.instruction_set}"
+
+    @contextmanager
+    def packing(self, packs: Packs) -> Iterator[None]:
+        """See Kernels.packing."""
+        self.context.packs = packs
+        try:
+            yield
+        finally:
+            self.context.packs = FRESH_PACKS
+
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
         """See Kernels.linear."""
-        return NativeLinear(Matrix.pack(self.context, weight, is_gated=spec.gated), bias, spec)
+        self.context.num_kernels += 1
+        return NativeLinear(Matrix(self.context, weight, is_gated=spec.gated), bias, spec)
+
+    def can_quantize(self, weight: QuantizedWeight) -> bool:
+        """See Kernels.can_quantize."""
+        return can_pack(weight)
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
+        """See Kernels.quantized_linear."""
+        self.context.num_kernels += 1
+        matrix = QuantizedMatrix(self.context, weight, is_gated=spec.gated)
+        return NativeQuantizedLinear(matrix, bias, spec)
 
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
         """See Kernels.embedding."""
+        self.context.num_kernels += 1
         return NativeEmbedding(self.context, table, head)
 
     def rms_norm(self, weight: Tensor, spec: NormSpec) -> NormKernel:
         """See Kernels.rms_norm."""
+        self.context.num_kernels += 1
         return NativeRmsNorm(self.context, weight, spec)
 
     def rotation(
@@ -66,37 +104,50 @@ class NativeKernels(Kernels):
         spec: NormSpec | None = None,
     ) -> RotationKernel:
         """See Kernels.rotation."""
+        self.context.num_kernels += 1
         return NativeRotation(self.context, head_size, query_norm, key_norm, spec)
 
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         """See Kernels.activation."""
+        self.context.num_kernels += 1
         return NativeActivation(self.context, name, gated)
+
+    def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:
+        """See Kernels.router."""
+        self.context.num_kernels += 1
+        return NativeRouter(self.context, spec, dtype)
+
+    def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
+        """See Kernels.experts."""
+        self.context.num_kernels += 1
+        return NativeExperts(self.context, gate_up, down, activation)
+
+    def sampling(self) -> SamplingKernel:
+        """See Kernels.sampling."""
+        return NativeSampling(self.context)
 
 
 class Matrix:
-    """A weight in the library's layout (csrc/layout.h), the same for every instruction set."""
+    """A weight in the library's layout (csrc/layout.h), the same for every instruction set.
 
-    def __init__(self, context: Context, n: int, k: int, dtype: torch.dtype, is_gated: bool) -> None:
+    weight: [n, k], or [2 * n, k] if gated; of the meta device where `context.packs` has it packed.
+    """
+
+    def __init__(self, context: Context, weight: Tensor, *, is_gated: bool = False) -> None:
+        rows, self.k = weight.shape
+        self.n, self.dtype, self.is_gated = rows // 2 if is_gated else rows, weight.dtype, is_gated
         self.context = context
-        self.n, self.k, self.dtype, self.is_gated = n, k, dtype, is_gated
-        size = context.library.cdll.qk_packed_bytes(n, k, DTYPES[dtype], is_gated)
-        self.data = take_memory(size)
-
-    @staticmethod
-    def pack(context: Context, weight: Tensor, *, is_gated: bool = False) -> Matrix:
-        """weight: [n, k], or [2 * n, k] if gated."""
-        rows, k = weight.shape
-        matrix = Matrix(context, rows // 2 if is_gated else rows, k, weight.dtype, is_gated)
-        matrix._move(context.library.cdll.qk_pack, weight)
-        return matrix
+        cdll = context.library.cdll
+        size = cdll.qk_packed_bytes(self.n, self.k, DTYPES[self.dtype], is_gated)
+        self.data = context.packs.take(size, lambda memory: self._move(cdll.qk_pack, weight, memory))
 
     def unpack(self) -> Tensor:
         """The weight as it was."""
         weight = torch.empty(self.n * (2 if self.is_gated else 1), self.k, dtype=self.dtype)
-        self._move(self.context.library.cdll.qk_unpack, weight)
+        self._move(self.context.library.cdll.qk_unpack, weight, self.data)
         return weight
 
-    def _move(self, function: object, weight: Tensor) -> None:
+    def _move(self, function: object, weight: Tensor, packed: Tensor) -> None:
         assert weight.stride(1) == 1
         assert callable(function)
         function(
@@ -109,7 +160,7 @@ class Matrix:
                     gated=self.is_gated,
                     weights=weight.data_ptr(),
                     stride=weight.stride(0),
-                    packed=self.data.data_ptr(),
+                    packed=packed.data_ptr(),
                 )
             ),
         )
@@ -158,9 +209,9 @@ class NativeEmbedding:
     """See EmbeddingKernel. A table that is also the logits head is kept once, packed."""
 
     def __init__(self, context: Context, table: Tensor, head: LinearSpec | None) -> None:
-        matrix = None if head is None else Matrix.pack(context, table)
+        matrix = None if head is None else Matrix(context, table)
         self._head = None if matrix is None else NativeLinear(matrix, None, head or PLAIN)
-        self._table = table if matrix is None else matrix.data
+        self._table = copy_table(context, table) if matrix is None else matrix.data
         self._dim, self._dtype = table.shape[1], table.dtype
         self._args = GatherArgs(
             dim=self._dim, dtype=DTYPES[table.dtype], packed=matrix is not None, table=self._table.data_ptr()
@@ -179,6 +230,16 @@ class NativeEmbedding:
         """See EmbeddingKernel.project."""
         assert self._head is not None, "this table is no logits head"
         return self._head(x)
+
+
+def copy_table(context: Context, table: Tensor) -> Tensor:
+    """The bytes of `table`, in memory of `context.packs`."""
+    return context.packs.take(table.numel() * table.element_size(), lambda memory: memory.copy_(bytes_of(table)))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """[number of bytes] uint8 of a contiguous tensor."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class NativeRmsNorm:
@@ -236,7 +297,7 @@ class NativeRotation:
         self._function = context.library.cdll.qk_rotate
         self._handle = context.handle
 
-    def __call__(self, query: Tensor, key: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, query: Tensor, key: Tensor, turns: Turns | None) -> tuple[Tensor, Tensor]:
         """See RotationKernel."""
         args = self._args
         query, key = with_packed_rows(query), with_packed_rows(key)
@@ -244,11 +305,12 @@ class NativeRotation:
         args.num_heads, args.num_kv_heads = query.shape[1] // self._head_size, key.shape[1] // self._head_size
         args.query, args.query_stride = query.data_ptr(), query.stride(0)
         args.key, args.key_stride = key.data_ptr(), key.stride(0)
-        if cos is None or sin is None:
+        if turns is None:
             args.rotary_half = 0
         else:
+            cos, sin = turns.cos, turns.sin
             args.rotary_half, args.table_dtype = cos.shape[-1], DTYPES[cos.dtype]
-            args.cos, args.sin = cos.data_ptr(), sin.data_ptr()
+            args.cos, args.sin, args.positions = cos.data_ptr(), sin.data_ptr(), turns.positions.data_ptr()
         self._function(self._handle, self._pointer)
         return query, key
 
@@ -270,8 +332,3 @@ class NativeActivation:
         args.x, args.x_stride, args.y = x.data_ptr(), x.stride(0), y.data_ptr()
         self._context.library.cdll.qk_activation(self._context.handle, byref(args))
         return y
-
-
-def with_packed_rows(x: Tensor) -> Tensor:
-    """x: [n, dim] itself if the elements of a row are neighbours, else a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()

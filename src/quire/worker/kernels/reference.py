@@ -14,14 +14,22 @@ from quire.worker.kernels.base import (
     PLAIN,
     ActivationKernel,
     EmbeddingKernel,
+    ExpertsKernel,
     Kernels,
     LinearKernel,
     LinearSpec,
     NormKernel,
     NormSpec,
     RotationKernel,
+    RouterKernel,
+    RouterSpec,
+    Turns,
 )
+from quire.worker.kernels.reference_quantized import quantized_linear
 from quire.worker.layers.activation import gated, get_activation, soft_cap
+from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.sample.kernel import SamplingKernel
+from quire.worker.sample.torch_kernel import TorchSampling
 
 
 class TorchKernels(Kernels):
@@ -33,6 +41,14 @@ class TorchKernels(Kernels):
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
         """See Kernels.linear."""
         return functools.partial(linear, weight=weight, bias=bias, spec=spec)
+
+    def can_quantize(self, weight: QuantizedWeight) -> bool:
+        """See Kernels.can_quantize."""
+        return True
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
+        """See Kernels.quantized_linear."""
+        return functools.partial(quantized_linear, weight=weight, bias=bias, spec=spec)
 
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
         """See Kernels.embedding."""
@@ -55,6 +71,18 @@ class TorchKernels(Kernels):
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         """See Kernels.activation."""
         return functools.partial(activate, name=name, is_gated=gated)
+
+    def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:
+        """See Kernels.router."""
+        return functools.partial(route, spec=spec, dtype=dtype)
+
+    def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
+        """See Kernels.experts."""
+        return functools.partial(ask_experts, gate_up=gate_up, down=down, activation=activation)
+
+    def sampling(self) -> SamplingKernel:
+        """See Kernels.sampling."""
+        return TorchSampling()
 
 
 class TorchEmbedding:
@@ -102,8 +130,7 @@ def rms_norm(x: Tensor, residual: Tensor | None = None, *, weight: Tensor, spec:
 def turn_heads(
     query: Tensor,
     key: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    turns: Turns | None,
     *,
     head_size: int,
     query_norm: Tensor | None = None,
@@ -115,8 +142,8 @@ def turn_heads(
     q, k = query.view(n, -1, head_size), key.view(n, -1, head_size)  # [n, heads, head_size]
     if spec is not None and query_norm is not None and key_norm is not None:
         q, k = rms_norm(q, weight=query_norm, spec=spec), rms_norm(k, weight=key_norm, spec=spec)
-    if cos is not None and sin is not None:
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if turns is not None:
+        q, k = rotate(q, *turns.rows), rotate(k, *turns.rows)
     return q.reshape(n, -1), k.reshape(n, -1)
 
 
@@ -135,6 +162,38 @@ def activate(x: Tensor, *, name: str, is_gated: bool) -> Tensor:
     """See ActivationKernel."""
     function = get_activation(name)
     return gated(function, x) if is_gated else function(x)
+
+
+def route(logits: Tensor, *, spec: RouterSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See RouterKernel. Weights that are rounded have the model's type: products with them are rounded, too."""
+    weights, ids = logits.softmax(dim=-1).topk(spec.num_experts_per_token, dim=-1)  # [n, k] each
+    if spec.normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return ids, weights if spec.weights_in_float32 else weights.to(dtype)
+
+
+def ask_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    residual: Tensor | None = None,
+    *,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+) -> Tensor:
+    """See ExpertsKernel. Tokens are sorted by expert, so each expert runs once, on its own tokens."""
+    (n, k), hidden = ids.shape, x.shape[1]
+    order = ids.flatten().argsort(stable=True)  # [n * k] choices, by expert
+    counts = torch.bincount(ids.flatten(), minlength=len(gate_up)).tolist()
+    answers = x.new_empty(n * k, hidden)  # [n * k, hidden], a row per choice
+    inner = LinearSpec(activation=activation, gated=True)
+    for expert, choices in enumerate(torch.split(order, counts)):
+        if len(choices):
+            between = linear(x[choices // k], weight=gate_up[expert], bias=None, spec=inner)
+            answers[choices] = linear(between, weight=down[expert], bias=None)
+    y = (answers.view(n, k, hidden) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+    return y if residual is None else residual + y
 
 
 TORCH_KERNELS = TorchKernels()

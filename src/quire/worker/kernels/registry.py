@@ -11,6 +11,7 @@ from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import DTYPES, NativeKernels
 from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.kernels.tried import choose_instruction_set
 
 logger = init_logger(__name__)
 
@@ -32,6 +33,6 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int) -
         )
     if library is None:
         return TORCH_KERNELS
-    instruction_set = there[0] if wanted == "auto" else wanted
+    instruction_set = choose_instruction_set(there) if wanted == "auto" else wanted
     logger.info("native kernels: %s, %d threads", instruction_set, num_threads)
     return NativeKernels(Context(library, num_threads, instruction_set))

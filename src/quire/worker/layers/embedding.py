@@ -13,6 +13,8 @@ class Embedding(nn.Module):
     """A vector per id. `weight` is [num_embeddings, dim]. In a model with tied embeddings it is the logits head, too:
     then `head` says how logits are finished."""
 
+    packed_parameters = ("weight",)
+
     def __init__(self, num_embeddings: int, dim: int, head: LinearSpec | None = None) -> None:
         super().__init__()
         self.weight = weight(num_embeddings, dim)

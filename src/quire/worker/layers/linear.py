@@ -7,17 +7,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from quire.config.quantization import QuantizationScheme
 from quire.worker.kernels.base import PLAIN, Kernels, LinearKernel, LinearSpec
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.activation import get_activation
 from quire.worker.layers.weights import GIVEN_BACK, forget, weight
+from quire.worker.quantization.rounding import quantize
+from quire.worker.quantization.weight import QuantizedWeight
 
 
 class Linear(nn.Module):
     """One projection. `weight` is [out_features, in_features]; [2 * out_features, in_features] if the spec is gated.
 
+    With a `scheme` it is quantized when the kernel is made, and given back: `quantized_bytes` is what it takes then.
+    The loader may put a quantized matrix into `stored` instead of filling `weight`; the kernel is made of that, once.
     Raises UnsupportedModelError if the spec names an activation that is not implemented.
     """
+
+    packed_parameters = ("weight",)
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, spec: LinearSpec = PLAIN) -> None:
         super().__init__()
@@ -27,15 +34,35 @@ class Linear(nn.Module):
         self.weight = weight(rows, in_features)
         self.bias = weight(rows) if bias else None
         self.spec = spec
+        self.scheme: QuantizationScheme | None = None
+        self.stored: QuantizedWeight | None = None
+        self.quantized_bytes: int | None = None
         self._kernel: LinearKernel | None = None
 
     def prepare(self, kernels: Kernels) -> LinearKernel:
         """See Prepared."""
         bias = None if self.bias is None else self.bias.data
-        self._kernel = kernel = kernels.linear(self.weight.data, bias, self.spec)
-        if not kernels.keeps_weights:
+        weight = self._quantized_weight(kernels)
+        self.quantized_bytes = None if weight is None else weight.num_bytes
+        if weight is None:
+            self._kernel = kernel = kernels.linear(self.weight.data, bias, self.spec)
+        else:
+            self._kernel = kernel = kernels.quantized_linear(weight, bias, self.spec)
+        if weight is not None or not kernels.keeps_weights:
             forget(self, "weight")
         return kernel
+
+    def _quantized_weight(self, kernels: Kernels) -> QuantizedWeight | None:
+        """In integers, if they came so or are wanted so, and `kernels` can compute with them."""
+        weight, self.stored = self.stored, None
+        if weight is not None:
+            weight = weight.to(self.weight.device)
+        elif self.scheme is not None:
+            weight = quantize(self.weight.data, self.scheme)
+        if weight is None or kernels.can_quantize(weight):
+            return weight
+        self.weight.data.copy_(weight.dequantize())
+        return None
 
     def discard(self) -> None:
         """See Prepared."""

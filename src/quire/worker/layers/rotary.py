@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from quire.config.hf_config import RopeConfig
 from quire.errors import UnsupportedModelError
+from quire.worker.kernels.base import Turns
 
 Scaling = Callable[[RopeConfig, int, int, int], tuple[Tensor, float]]
 """(rope, rotary_dim, trained_len, context_len) to (inv_freq [rotary_dim / 2], factor of sine and cosine)."""
@@ -164,6 +165,6 @@ class RotaryEmbedding(nn.Module):
         self.cos = (angles.cos() * self.factor).to(device, dtype)
         self.sin = (angles.sin() * self.factor).to(device, dtype)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of [num_tokens] positions, each [num_tokens, 1, rotary_dim / 2]: same for every head."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+    def forward(self, positions: Tensor) -> Turns:
+        """positions: [num_tokens] int64, each below context_len."""
+        return Turns(self.cos, self.sin, positions)

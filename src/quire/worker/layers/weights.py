@@ -7,7 +7,7 @@ by implementing `PackedWeights`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -66,13 +66,21 @@ def own_tensors(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(prefix + name, tensor.data) for name, tensor in module.named_parameters(recurse=False)]
 
 
-def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give the module's own parameters unfilled memory; on the meta device, take it away.
+def packed_parameters(module: nn.Module) -> tuple[str, ...]:
+    """The parameters that a module's kernels pack, and need no more once they have: `module.packed_parameters`, where
+    it says so."""
+    return tuple(getattr(module, "packed_parameters", ()))
+
+
+def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype, without: Collection[str] = ()) -> None:
+    """Give the module's own parameters unfilled memory; on the meta device, take it away. Those named in `without` are
+    left on the meta device.
 
     Not nn.Module.to_empty: on meta tensors it makes torch import sympy, which takes a second.
     """
     for name, parameter in module.named_parameters(recurse=False):
-        empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+        place = torch.device("meta") if name in without else device
+        empty = torch.empty(parameter.shape, dtype=dtype, device=place)
         setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
 
@@ -80,3 +88,14 @@ def forget(module: nn.Module, name: str) -> None:
     """Give back the memory of a parameter. Its shape and type stay, on the meta device."""
     shape = torch.empty_like(getattr(module, name), device="meta")
     setattr(module, name, nn.Parameter(shape, requires_grad=False))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of the weights, in the form they are computed with."""
+    return sum(_own_bytes(module) for module in model.modules())
+
+
+def _own_bytes(module: nn.Module) -> int:
+    quantized = getattr(module, "quantized_bytes", None)
+    own = [(n, p) for n, p in module.named_parameters(recurse=False) if quantized is None or n != "weight"]
+    return (quantized or 0) + sum(p.numel() * p.element_size() for _, p in own)

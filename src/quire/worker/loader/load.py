@@ -25,15 +25,31 @@ from quire.config.checkpoint import CheckpointIndex, TensorInfo
 from quire.config.hf_config import HFConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.quantization import WEIGHT_BITS, quantization_method, scheme_of
+from quire.config.stored_quantization import read_stored_scheme
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
 from quire.logger import init_logger
 from quire.worker.kernels.base import Kernels
+from quire.worker.kernels.packs import FRESH_PACKS, Packs
 from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.layers.linear import Linear
 from quire.worker.layers.rotary import RotaryEmbedding
-from quire.worker.layers.weights import Prepared, allocate, checkpoint_tensors, own_tensors
+from quire.worker.layers.weights import (
+    Prepared,
+    allocate,
+    checkpoint_tensors,
+    own_tensors,
+    packed_parameters,
+    weight_bytes,
+)
 from quire.worker.loader.dummy import Noise
+from quire.worker.loader.packed import MismatchError, WeightCache
 from quire.worker.models.registry import get_model_class
 from quire.worker.platform import release_free_memory
+from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat, make_format
+from quire.worker.quantization.layers import plan_quantization
+from quire.worker.quantization.stored import Stored, StoredMatrix, gather_matrices, same_kind
+from quire.worker.quantization.weight import QuantizedWeight
 
 logger = init_logger(__name__)
 
@@ -51,14 +67,20 @@ class Placement:
     kernels: Kernels = TORCH_KERNELS
 
 
-def load_model(model_config: ModelConfig, load_config: LoadConfig, placement: Placement) -> nn.Module:
-    """The model of `model_config`, ready to run at its `placement`: no gradients, weights loaded.
+def load_model(
+    model_config: ModelConfig, load_config: LoadConfig, placement: Placement, cache: WeightCache | None = None
+) -> nn.Module:
+    """The model of `model_config`, ready to run at its `placement`: no gradients, weights loaded. What kernels pack is
+    taken from `cache`, or put there.
 
     Raises UnsupportedModelError or ModelLoadError, naming file and tensor, before any memory is taken.
     """
     start = time.monotonic()
     hf = dataclasses.replace(model_config.hf_config, max_model_len=model_config.model_len)
     model = _build(hf)
+    method = quantization_method(model_config.quantization, hf.get("quantization_config"), hf.path)
+    if method is not None and method in WEIGHT_BITS:
+        plan_quantization(model, scheme_of(method))
     if load_config.load_format == "dummy":
         stored = None
         source = "random weights"
@@ -68,20 +90,25 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, placement: Pl
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
             module.allocate(placement.device, placement.dtype)
-    fill_weights(model, stored, model_config.seed, placement)
-    gib = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30
+    fill_weights(model, stored, model_config.seed, placement, cache, keep=True)
+    gib = weight_bytes(model) / 2**30
     name, seconds = str(placement.dtype).removeprefix("torch."), time.monotonic() - start
     logger.info("Loaded %s from %s: %.2f GiB of %s in %.2f s", hf.architecture, source, gib, name, seconds)
     return model
 
 
-def match_tensors(wanted: Mapping[str, Tensor], index: CheckpointIndex, *, tied_head: bool) -> dict[str, TensorInfo]:
+def match_tensors(
+    wanted: Mapping[str, Tensor], index: CheckpointIndex, *, tied_head: bool, format: StoredFormat | None = None
+) -> dict[str, Stored]:
     """The stored tensor of each wanted one, with its name in the file as `TensorInfo.name`.
 
     Every wanted tensor must be stored with its shape, and nothing else may be stored that could matter. Raises
-    ModelLoadError naming file and tensor. Exports of a bare decoder leave out the leading "model.".
+    ModelLoadError naming file and tensor. Exports of a bare decoder leave out the leading "model.". `format` says how
+    the quantized ones are stored.
     """
-    stored = {name: tensor for name, tensor in index.tensors.items() if not HARMLESS.search(name)}
+    stored: dict[str, Stored] = {n: tensor for n, tensor in index.tensors.items() if not HARMLESS.search(n)}
+    if format is not None:
+        stored = gather_matrices({n: tensor for n, tensor in stored.items() if isinstance(tensor, TensorInfo)}, format)
     if tied_head:
         stored.pop("lm_head.weight", None)
     if stored and not any(name.startswith("model.") for name in stored):
@@ -100,13 +127,13 @@ def match_tensors(wanted: Mapping[str, Tensor], index: CheckpointIndex, *, tied_
     return {name: stored[name] for name in wanted}
 
 
-def _check_tensor(name: str, wanted: Tensor, stored: TensorInfo) -> None:
+def _check_tensor(name: str, wanted: Tensor, stored: Stored) -> None:
     if stored.shape != tuple(wanted.shape):
         raise ModelLoadError(
             f"{stored.file}: tensor {name} has shape {list(stored.shape)}, but config.json makes it "
             f"{list(wanted.shape)}"
         )
-    if stored.dtype not in _FLOATING:
+    if isinstance(stored, TensorInfo) and stored.dtype not in _FLOATING:
         raise UnsupportedModelError(
             f"{stored.file}: tensor {name} is {stored.dtype}; only {', '.join(_FLOATING)} weights can be loaded"
         )
@@ -114,8 +141,6 @@ def _check_tensor(name: str, wanted: Tensor, stored: TensorInfo) -> None:
 
 def _build(hf: HFConfig) -> nn.Module:
     """The model on the meta device: shapes only."""
-    if hf.get("quantization_config"):
-        raise UnsupportedModelError(f"{hf.path} has a quantization_config; quantized weights are not implemented")
     if not hf.architecture:
         raise ModelLoadError(f"{hf.path} does not name an architecture in 'architectures'")
     model_class = get_model_class(hf.architecture)
@@ -130,34 +155,73 @@ def _build(hf: HFConfig) -> nn.Module:
     return model.eval()
 
 
-def find_tensors(model: nn.Module, hf: HFConfig, directory: Path) -> dict[str, TensorInfo]:
-    """What `directory` stores for each tensor the model wants. Reads headers only; raises as `match_tensors` does."""
-    index = CheckpointIndex.from_dir(directory)
-    return match_tensors(checkpoint_tensors(model), index, tied_head=hf.tie_word_embeddings)
+def find_tensors(model: nn.Module, hf: HFConfig, directory: Path) -> dict[str, Stored]:
+    """What `directory`, whose config.json is `hf`, stores for each tensor the model wants. Reads headers only.
+
+    Raises as `match_tensors` and `read_stored_scheme` do.
+    """
+    index, quantization = CheckpointIndex.from_dir(directory), hf.get("quantization_config")
+    format = make_format(read_stored_scheme(quantization, hf.path)) if quantization else None
+    return match_tensors(checkpoint_tensors(model), index, tied_head=hf.tie_word_embeddings, format=format)
+
+
+def fill_weights(
+    model: nn.Module,
+    stored: Mapping[str, Stored] | None,
+    seed: int,
+    placement: Placement,
+    cache: WeightCache | None = None,
+    *,
+    keep: bool = False,
+) -> None:
+    """Read the tensors that `find_tensors` found, or fill in noise (None: load_format "dummy"), and make the kernels.
+
+    Parameters that are where they belong are filled in place; the others get memory. Those whose packed form is in
+    `cache` are not read; with `keep`, what is packed goes there.
+    """
+    if cache is None:
+        _fill(model, stored, seed, placement, FRESH_PACKS, are_packed=False)
+        return
+    try:
+        with cache.packs(stored, placement.dtype, placement.kernels, keep=keep) as (packs, are_packed):
+            _fill(model, stored, seed, placement, packs, are_packed)
+    except MismatchError as e:
+        logger.warning("packed weights do not fit and are packed again: %s", e)
+        _fill(model, stored, seed, placement, FRESH_PACKS, are_packed=False)
 
 
 @torch.no_grad()
-def fill_weights(model: nn.Module, stored: Mapping[str, TensorInfo] | None, seed: int, placement: Placement) -> None:
-    """Read the tensors that `find_tensors` found, or fill in noise (None: load_format "dummy"), and make the kernels.
-
-    Parameters that are where they belong are filled in place; the others get memory.
-    """
+def _fill(
+    model: nn.Module,
+    stored: Mapping[str, Stored] | None,
+    seed: int,
+    placement: Placement,
+    packs: Packs,
+    are_packed: bool,
+) -> None:
     composed = []
     with ExitStack() as files:
+        files.enter_context(placement.kernels.packing(packs))
         source = Noise(seed) if stored is None else _Checkpoint(stored, files)
         for path, module in model.named_modules():
+            packs.begin(path)
             own = list(module.parameters(recurse=False))
-            if any(p.device != placement.device or p.dtype != placement.dtype for p in own):
+            if are_packed:
+                allocate(module, placement.device, placement.dtype, without=packed_parameters(module))
+            elif any(p.device != placement.device or p.dtype != placement.dtype for p in own):
                 allocate(module, placement.device, placement.dtype)
-            source.fill(own_tensors(path, module))
+            tensors = own_tensors(path, module)
+            if isinstance(source, _Checkpoint) and isinstance(module, Linear):
+                tensors = source.hand_over(module, tensors)
+            source.fill([(name, tensor) for name, tensor in tensors if not tensor.is_meta])
             if not isinstance(module, Prepared):
                 continue
             if own:
                 module.prepare(placement.kernels)
             else:
                 composed.append(module)  # of the weights of its children
-    for module in composed:
-        module.prepare(placement.kernels)
+        for module in composed:
+            module.prepare(placement.kernels)
     if not placement.kernels.keeps_weights:
         release_free_memory(placement.device)  # what the weights took before they were packed
 
@@ -165,7 +229,7 @@ def fill_weights(model: nn.Module, stored: Mapping[str, TensorInfo] | None, seed
 class _Checkpoint:
     """The stored tensors, read through memory maps that stay open as long as `files`."""
 
-    def __init__(self, stored: Mapping[str, TensorInfo], files: ExitStack) -> None:
+    def __init__(self, stored: Mapping[str, Stored], files: ExitStack) -> None:
         self._stored = stored
         self._files = files
         self._open: dict[Path, Any] = {}
@@ -174,9 +238,37 @@ class _Checkpoint:
         """Copy each from its file, converting its type."""
         for name, tensor in tensors:
             info = self._stored[name]
-            if info.file not in self._open:
-                self._open[info.file] = self._files.enter_context(safe_open(info.file, framework="pt", device="cpu"))
-            tensor.copy_(self._open[info.file].get_tensor(info.name))
+            if isinstance(info, StoredMatrix):
+                tensor.copy_(info.dequantize(self._read_all(info)))
+            else:
+                tensor.copy_(self._read(info))
+
+    def hand_over(self, module: Linear, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Give `module` its matrix as the checkpoint's integers, if every part of it is stored so, in one way.
+
+        Returns what is left to be filled.
+        """
+        weights = [name for name, tensor in tensors if tensor.dim() == 2]
+        parts = [info for name in weights if isinstance(info := self._stored[name], StoredMatrix)]
+        if len(parts) < len(weights):
+            return tensors
+        try:
+            read = [part.read(self._read_all(part)) for part in parts]
+        except ScatteredGroupsError:
+            return tensors
+        if not same_kind(read):
+            return tensors
+        module.stored = QuantizedWeight.stack(read)
+        return [(name, tensor) for name, tensor in tensors if tensor.dim() != 2]
+
+    def _read(self, info: TensorInfo) -> Tensor:
+        if info.file not in self._open:
+            self._open[info.file] = self._files.enter_context(safe_open(info.file, framework="pt", device="cpu"))
+        tensor: Tensor = self._open[info.file].get_tensor(info.name)
+        return tensor
+
+    def _read_all(self, matrix: StoredMatrix) -> dict[str, Tensor]:
+        return {suffix: self._read(info) for suffix, info in matrix.infos.items()}
 
 
 def _and_more(names: list[str]) -> str:

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.config.checkpoint import TensorInfo
 from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.quantization import quantization_method
 from quire.errors import ModelLoadError
 from quire.logger import init_logger
 from quire.worker.layers.weights import Prepared, allocate
 from quire.worker.loader.load import Placement, fill_weights, find_tensors
+from quire.worker.loader.packed import WeightCache
+from quire.worker.quantization.stored import Stored
 
 logger = init_logger(__name__)
 
@@ -25,12 +27,14 @@ _META = torch.device("meta")
 NOT_THE_MODELS = frozenset(
     {
         *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range"),
+        "quantization_config",
         *("bos_token_id", "eos_token_id", "pad_token_id"),
         *("rope_theta", "rope_scaling", "rope_parameters"),
     }
 )
-"""Keys of config.json that may differ between two checkpoints of one model: notes, the frontend's business (which keeps
-what the engine was started with), and rotary embeddings, which have several spellings and are compared as a whole."""
+"""Keys of config.json that may differ between two checkpoints of one model: notes, how weights are stored, the
+frontend's business (which keeps what the engine was started with), and rotary embeddings, which have several spellings
+and are compared as a whole."""
 
 
 class ModelWeights:
@@ -41,11 +45,17 @@ class ModelWeights:
     """
 
     def __init__(
-        self, model: nn.Module, model_config: ModelConfig, load_config: LoadConfig, placement: Placement
+        self,
+        model: nn.Module,
+        model_config: ModelConfig,
+        load_config: LoadConfig,
+        placement: Placement,
+        cache: WeightCache | None = None,
     ) -> None:
         self._model = model
         self._config = model_config
         self._placement = placement
+        self._cache = cache
         self._source: Path | None = None if load_config.load_format == "dummy" else model_config.model_dir
         """A checkpoint directory; None for noise."""
         self._offloaded: dict[str, Tensor] | None = None
@@ -60,11 +70,16 @@ class ModelWeights:
         """Move them to main memory. On a CPU they are there, and stay where they are."""
         if self._live_in_main_memory or not self._are_whole:
             return
+        if any(parameter.is_meta for parameter in self._model.parameters()):
+            self.drop()  # kernels keep them in a form of their own: quicker read again than taken apart
+            return
         self._offloaded = {name: parameter.data.cpu() for name, parameter in self._model.named_parameters()}
         self._release()
 
     def drop(self) -> None:
         """Give their memory back, that of an offloaded copy as well."""
+        if self._cache is not None:
+            self._cache.cancel()
         self._offloaded = None
         self._release()
 
@@ -100,7 +115,7 @@ class ModelWeights:
         start = time.monotonic()
         stored = None if source is None else self._find(source)
         self._are_whole, self._offloaded = False, None
-        fill_weights(self._model, stored, self._config.seed, self._placement)
+        fill_weights(self._model, stored, self._config.seed, self._placement, self._cache)
         self._are_whole = True
         logger.info("Weights of %s in place after %.2f s", source or "random noise", time.monotonic() - start)
 
@@ -115,12 +130,15 @@ class ModelWeights:
         for module in self._model.modules():
             allocate(module, device, self._placement.dtype)
 
-    def _find(self, directory: Path) -> Mapping[str, TensorInfo]:
+    def _find(self, directory: Path) -> Mapping[str, Stored]:
         if not directory.is_dir():
             raise ModelLoadError(f"{directory} is not a directory; weights come from a local checkpoint")
+        hf = self._config.hf_config
         if (directory / "config.json").exists():
-            _check_same_model(self._config.hf_config, HFConfig.from_dir(directory, self._config.hf_overrides))
-        return find_tensors(self._model, self._config.hf_config, directory)
+            hf = HFConfig.from_dir(directory, self._config.hf_overrides)
+            _check_same_model(self._config.hf_config, hf)
+            quantization_method(self._config.quantization, hf.get("quantization_config"), hf.path)
+        return find_tensors(self._model, hf, directory)
 
 
 def _check_same_model(ours: HFConfig, other: HFConfig) -> None:

@@ -1,34 +1,26 @@
-"""Log-probabilities: of the model's raw logits, before temperature, edits and filters."""
+"""Log-probabilities in torch: of the model's raw logits, before temperature, edits and filters."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class TokenLogprobs(NamedTuple):
-    """Of one selected token per row, and of others beside it."""
-
-    token_ids: Tensor
-    """[n, 1 + k] int64: the selected token, then the k most likely, most likely first."""
-    logprobs: Tensor
-    """[n, 1 + k] float32"""
-    ranks: Tensor
-    """[n] int64: rank of the selected token, 1 for the most likely; equals share the best rank."""
+from quire.worker.sample.kernel import TokenLogprobs
 
 
 def compute_logprobs(logits: Tensor, selected: Tensor, num_top: int) -> TokenLogprobs:
-    """logits: [n, vocab] float32; selected: [n] int64; num_top: k, or -1 for the whole vocabulary."""
-    k = logits.shape[1] if num_top == -1 else min(num_top, logits.shape[1])
+    """logits: [n, vocab] float32; selected: [n] int64; num_top: at most the vocabulary."""
     chosen = logits.gather(1, selected[:, None])  # [n, 1]
-    top = logits.topk(k, dim=-1)
-    values = torch.cat([chosen, top.values], dim=1) - logits.logsumexp(dim=-1, keepdim=True)
+    token_ids = torch.cat([selected[:, None], _rank(logits, num_top)], dim=1)
+    log_totals = logits.logsumexp(dim=-1).double()
+    values = (logits.gather(1, token_ids).double() - log_totals[:, None]).float()
     ranks = (logits > chosen).sum(dim=-1) + 1
-    return TokenLogprobs(torch.cat([selected[:, None], top.indices], dim=1), values, ranks)
+    return TokenLogprobs(*(t.cpu().numpy() for t in (token_ids, values, ranks, log_totals)))
 
 
-def logprobs_of(logits: Tensor, token_ids: list[int]) -> Tensor:
-    """Log-probabilities [len(token_ids)] of one row's chosen tokens. logits: [vocab] float32."""
-    return logits[torch.tensor(token_ids, device=logits.device)] - logits.logsumexp(dim=-1)
+def _rank(logits: Tensor, k: int) -> Tensor:
+    """The k most likely tokens of each row in order, the smaller id first among equals, where topk has no order."""
+    bits = (logits + 0.0).view(torch.int32).long()  # no negative zeros
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers, in the order of the floats
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return (ordered * 2**32 + (2**32 - 1 - ids)).topk(k, dim=-1).indices

@@ -17,30 +17,10 @@ from torch import Tensor
 from quire.sampling_params import SamplingParams
 from quire.worker.sample.edits import TokenEntries
 from quire.worker.sample.history import TokenHistory
+from quire.worker.sample.kernel import DrawRules
 
 Rows = npt.NDArray[np.int64]
 """Row numbers of the batch, ascending."""
-
-
-@dataclass(frozen=True)
-class RowValues:
-    """A parameter of some rows. `rows` is None when all rows have it."""
-
-    rows: Tensor | None
-    values: Tensor
-
-
-@dataclass(frozen=True)
-class RandomRows:
-    """The rows that are not greedy. Row numbers in the three filters count within these."""
-
-    rows: Rows
-    seeds: npt.NDArray[np.uint64]
-    temperature: Tensor
-    """[n] float32"""
-    min_p: RowValues | None
-    top_k: RowValues | None
-    top_p: RowValues | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +46,8 @@ class LogprobRow:
 class SamplingMetadata:
     """Constant while the same requests sample: what changes with each step is in histories and output lengths."""
 
-    random: RandomRows | None
+    rules: DrawRules | None
+    """None: all rows are greedy."""
     allowed: TokenEntries | None
     bias: tuple[TokenEntries, Tensor] | None
     penalized: PenalizedRows | None
@@ -129,7 +110,7 @@ class SamplingTable:
         ]
         allowed = [(i, sorted(set(p.allowed_token_ids))) for i, p in special if p.allowed_token_ids]
         return SamplingMetadata(
-            random=self._select_random(rows, device),
+            rules=self._select_rules(rows),
             allowed=TokenEntries.build(allowed, device) if allowed else None,
             bias=_select_bias(special, device),
             penalized=self._select_penalized(special, rows),
@@ -148,28 +129,11 @@ class SamplingTable:
             ],
         )
 
-    def _select_random(self, rows: Rows, device: torch.device) -> RandomRows | None:
+    def _select_rules(self, rows: Rows) -> DrawRules | None:
         temperature = self._temperature[rows]
-        random = np.flatnonzero(temperature)
-        if not len(random):
+        if not temperature.any():
             return None
-        batch_rows = rows[random]
-
-        def values(array: npt.NDArray[np.generic], active: npt.NDArray[np.bool_]) -> RowValues | None:
-            if not active.any():
-                return None
-            selected = None if active.all() else torch.from_numpy(np.flatnonzero(active)).to(device)
-            return RowValues(selected, torch.from_numpy(array[active]).to(device))
-
-        min_p, top_k, top_p = self._min_p[batch_rows], self._top_k[batch_rows], self._top_p[batch_rows]
-        return RandomRows(
-            rows=random,
-            seeds=self._seeds[batch_rows],
-            temperature=torch.from_numpy(temperature[random]).to(device),
-            min_p=values(min_p, min_p > 0),
-            top_k=values(top_k, top_k > 0),
-            top_p=values(top_p, top_p < 1),
-        )
+        return DrawRules(temperature, self._min_p[rows], self._top_k[rows], self._top_p[rows], self._seeds[rows])
 
     def _select_penalized(self, special: list[tuple[int, SamplingParams]], rows: Rows) -> PenalizedRows | None:
         penalized = [(i, p) for i, p in special if _has_penalty(p)]

@@ -58,6 +58,8 @@ class CountingGrammar(Grammar):
 class CountingBackend(GrammarBackend):
     """`regex` is the last number; compiling waits for `gate`."""
 
+    vocab_size = VOCAB
+
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
@@ -83,7 +85,7 @@ def backend() -> CountingBackend:
 
 @pytest.fixture
 def manager(backend: CountingBackend) -> Iterator[StructuredOutputManager]:
-    manager = StructuredOutputManager(lambda request: backend, VOCAB)
+    manager = StructuredOutputManager(lambda request: backend)
     yield manager
     backend.gate.set()
     manager.clear_backend()
@@ -278,7 +280,7 @@ def test_a_backend_that_cannot_be_made_fails_the_request() -> None:
     def refuse(request: Request) -> GrammarBackend:
         raise GenerationError("no tokenizer")
 
-    manager = StructuredOutputManager(refuse, VOCAB)
+    manager = StructuredOutputManager(refuse)
     a = structured("a", "3")
     manager.grammar_init(a)
     wait(a)

@@ -76,6 +76,7 @@ def check(
     executor: str | None = "Quick",
     keys: Sequence[bytes] = (),
     engine_flags: dict[str, Any] | None = None,
+    timeout_s: float = 60,
     **flags: Any,
 ) -> None:
     """Run `test` against a fresh server with these flags; afterwards nothing is left of any request.
@@ -100,4 +101,4 @@ def check(
             assert server.state.lifecycle.num_in_flight == 0
             server.state.renderer.close()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), timeout_s))

@@ -98,6 +98,9 @@ def test_echo_gives_the_prompt_back_with_its_logprobs(max_tokens: int) -> None:
         assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
         prompt = (await server.answer("/detokenize", tokens=[40, 41, 42]))["prompt"]
         assert choice["text"].startswith(prompt)
+        assert logprobs["tokens"][0]
+        assert prompt.startswith(logprobs["tokens"][0])
+        assert logprobs["text_offset"][1] == len(logprobs["tokens"][0])
         assert (choice["text"] == prompt) is (max_tokens == 0)
         chunks = await server.stream(PATH, **body)
         assert "".join(c["choices"][0]["text"] for c in chunks) == choice["text"]

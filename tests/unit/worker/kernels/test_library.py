@@ -13,7 +13,7 @@ import torch
 from quire.errors import ConfigError
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels import library as library_module
-from quire.worker.kernels import registry
+from quire.worker.kernels import registry, tried
 from quire.worker.kernels.library import Context, NativeLibrary, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.registry import choose_kernels
@@ -44,16 +44,18 @@ def test_the_best_instruction_set_is_chosen(library: NativeLibrary, monkeypatch:
     assert make_attention_backend(CPU, torch.bfloat16, torch.float32, kernels).name == "torch"
 
 
-def test_what_was_never_tried_is_used_on_request_only(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_its_trial_is_used_on_request_only(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_CPU_KERNELS", raising=False)
     everything = library.instruction_sets()
-    monkeypatch.setattr(library_module, "UNTRIED", frozenset({everything[0]}))
-    assert library.instruction_sets() == everything[1:]
+    monkeypatch.setattr(tried, "ON_TRIAL", frozenset({everything[0]}))
+    monkeypatch.setattr(tried, "has_passed", lambda candidate, reference: False)
     kernels = choose_kernels(CPU, torch.bfloat16, 1)
     assert isinstance(kernels, NativeKernels)
     assert kernels.context.instruction_set == everything[1]
     monkeypatch.setenv("QUIRE_CPU_KERNELS", everything[0])
-    assert library.instruction_sets() == everything
+    kernels = choose_kernels(CPU, torch.bfloat16, 1)
+    assert isinstance(kernels, NativeKernels)
+    assert kernels.context.instruction_set == everything[0]
 
 
 def test_the_environment_chooses(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +109,13 @@ def test_a_library_that_does_not_fit(source: str, message: str, tmp_path: Path) 
         "qk_create",
         "qk_destroy",
         "qk_packed_bytes",
+        "qk_quantized_bytes",
         "qk_read_memory",
         "qk_multiply_bf16",
+        "qk_begin_plan",
+        "qk_end_plan",
+        "qk_run_plan",
+        "qk_destroy_plan",
     ]
     stubs = "".join(f"void {name}(void) {{}}\n" for name in [*names, "qk_instruction_set"])
     stubs += "int qk_abi_version(void) { return 999; }\nlong long qk_struct_size(int n) { return n ? 8 : 0; }\n"

@@ -95,7 +95,7 @@ def test_unpacking_gives_the_weight_back(
     make_kernels: MakeKernels, n: int, k: int, dtype: torch.dtype, is_gated: bool
 ) -> None:
     weight, _ = make_weight(n, k, LinearSpec(gated=is_gated), dtype)
-    assert torch.equal(Matrix.pack(make_kernels(2).context, weight, is_gated=is_gated).unpack(), weight)
+    assert torch.equal(Matrix(make_kernels(2).context, weight, is_gated=is_gated).unpack(), weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -85,7 +85,7 @@ def embedding(context_len: int = 64, partial: float = 1.0) -> RotaryEmbedding:
 def test_tables_have_a_row_per_position() -> None:
     rope = embedding(context_len=10, partial=0.5)
     assert rope.cos.shape == rope.sin.shape == (10, HEAD_DIM // 4)
-    cos, sin = rope(torch.tensor([9, 0, 9]))
+    cos, sin = rope(torch.tensor([9, 0, 9])).rows
     assert cos.shape == (3, 1, HEAD_DIM // 4)
     assert torch.equal(cos[0], cos[2])
     assert torch.equal(cos[1], torch.ones(1, 4))
@@ -97,16 +97,18 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
     q, k = torch.randn(2, 1, 1, HEAD_DIM, generator=generator)
 
     def score(q_position: int, k_position: int) -> torch.Tensor:
-        return (rotate(q, *rope(torch.tensor([q_position]))) * rotate(k, *rope(torch.tensor([k_position])))).sum()
+        return (
+            rotate(q, *rope(torch.tensor([q_position])).rows) * rotate(k, *rope(torch.tensor([k_position])).rows)
+        ).sum()
 
-    torch.testing.assert_close(rotate(q, *rope(torch.tensor([17]))).norm(), q.norm())
+    torch.testing.assert_close(rotate(q, *rope(torch.tensor([17])).rows).norm(), q.norm())
     torch.testing.assert_close(score(20, 13), score(47, 40))
     assert (score(20, 13) - score(20, 14)).abs() > 1e-3
 
 
 def test_a_partial_rotation_leaves_the_rest_alone() -> None:
     x = torch.randn(2, 3, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x, *embedding(partial=0.5)(torch.tensor([3, 4])))
+    turned = rotate(x, *embedding(partial=0.5)(torch.tensor([3, 4])).rows)
     assert torch.equal(turned[..., HEAD_DIM // 2 :], x[..., HEAD_DIM // 2 :])
     assert not torch.equal(turned[..., : HEAD_DIM // 2], x[..., : HEAD_DIM // 2])
 

@@ -241,7 +241,7 @@ def test_reading_that_breaks_off_is_not_taken_for_weights(
     before = loaded.tensors()
     real = weights_module.fill_weights
 
-    def fill_one(model: nn.Module, stored: Any, seed: int, placement: Placement) -> None:
+    def fill_one(model: nn.Module, stored: Any, seed: int, placement: Placement, cache: object) -> None:
         name = next(iter(stored))
         checkpoint_tensors(model)[name].zero_()
         raise OSError("the disk is gone")

@@ -40,6 +40,11 @@ def oracle_min_p(x: np.ndarray, p: float) -> set[int]:
     return {i for i, q in enumerate(probs) if q >= p * probs.max()}
 
 
+def ones(n: int) -> Tensor:
+    """Temperatures."""
+    return torch.ones(n)
+
+
 def kept(row: Tensor) -> set[int]:
     return set(torch.isfinite(row).nonzero()[:, 0].tolist())
 
@@ -54,7 +59,7 @@ logit_rows = st.lists(
 def test_top_k(x: np.ndarray, data: st.DataObject) -> None:
     ks = data.draw(st.lists(st.integers(1, 20), min_size=len(x), max_size=len(x)))
     logits = torch.tensor(x)
-    filters.keep_top_k(logits, torch.tensor(ks))
+    filters.keep_top_k(logits, ones(len(x)), torch.tensor(ks))
     for row, original, k in zip(logits, x, ks, strict=True):
         assert kept(row) == oracle_top_k(original, k)
         assert all(row[i] == original[i] for i in kept(row))
@@ -65,7 +70,7 @@ def test_top_p(x: np.ndarray, data: st.DataObject) -> None:
     # Off the grid of exactly representable sums, so that float64 and float32 agree on what reaches p.
     ps = data.draw(st.lists(st.floats(0.0123, 0.9871), min_size=len(x), max_size=len(x)))
     logits = torch.tensor(x)
-    filters.keep_top_p(logits, torch.tensor(ps, dtype=torch.float32))
+    filters.keep_top_p(logits, ones(len(x)), torch.tensor(ps, dtype=torch.float32))
     for row, original, p in zip(logits, x, ps, strict=True):
         mass = softmax(original.astype(np.float64))
         near = np.abs(np.cumsum(np.sort(mass)[::-1]) - p).min() < 1e-6
@@ -78,9 +83,9 @@ def test_top_p_sorts_only_rows_whose_best_candidates_do_not_reach(monkeypatch: p
     x = np.stack([flat, peaked, flat[::-1]]).astype(np.float32)
     sorted_rows = []
     original = filters._sort_descending
-    monkeypatch.setattr(filters, "_sort_descending", lambda probs: sorted_rows.append(len(probs)) or original(probs))
+    monkeypatch.setattr(filters, "_sort_descending", lambda rows: sorted_rows.append(len(rows)) or original(rows))
     logits = torch.tensor(x)
-    filters.keep_top_p(logits, torch.tensor([0.7, 0.9, 0.2]))
+    filters.keep_top_p(logits, ones(3), torch.tensor([0.7, 0.9, 0.2]))
     for row, values, p in zip(logits, x, (0.7, 0.9, 0.2), strict=True):
         assert kept(row) == oracle_top_p(values, p)
     assert sorted_rows == [2]
@@ -88,7 +93,7 @@ def test_top_p_sorts_only_rows_whose_best_candidates_do_not_reach(monkeypatch: p
 
 def test_top_p_keeps_at_least_the_best_token_and_all_at_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]]).repeat(2, 1)
-    filters.keep_top_p(logits, torch.tensor([1e-9, 1.0]))
+    filters.keep_top_p(logits, ones(2), torch.tensor([1e-9, 1.0]))
     assert kept(logits[0]) == {1}
     assert kept(logits[1]) == {0, 1, 2}
 
@@ -97,17 +102,22 @@ def test_top_p_keeps_at_least_the_best_token_and_all_at_one() -> None:
 def test_min_p(x: np.ndarray, data: st.DataObject) -> None:
     ps = data.draw(st.lists(st.just(0.0) | st.floats(0.0123, 0.97), min_size=len(x), max_size=len(x)))
     logits = torch.tensor(x)
-    filters.keep_min_p(logits, torch.tensor(ps, dtype=torch.float32))
+    filters.keep_min_p(logits, ones(len(x)), torch.tensor(ps, dtype=torch.float32))
     for row, original, p in zip(logits, x, ps, strict=True):
         ratio = np.exp(original.astype(np.float64) - original.max())
         near = np.abs(ratio - p).min() < 1e-5
         assert near or kept(row) == oracle_min_p(original, p)
 
 
-def test_temperature_divides_each_row() -> None:
-    logits = torch.tensor([[1.0, 2.0], [1.0, 2.0]])
-    filters.scale_temperature(logits, torch.tensor([0.5, 2.0]))
-    assert logits.tolist() == [[2.0, 4.0], [0.5, 1.0]]
+def test_temperature_counts_in_min_p_top_p_and_the_draw() -> None:
+    logits, temperature = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.4]])).repeat(2, 1), torch.tensor([1.0, 0.1])
+    for keep, value, expected in ((filters.keep_min_p, 0.6, {2, 3}), (filters.keep_top_p, 0.89, {1, 2, 3})):
+        left = logits.clone()
+        keep(left, temperature, torch.full((2,), value))
+        assert kept(left[0]) == expected
+        assert kept(left[1]) == {3}
+    drawn = filters.draw(logits, temperature, torch.full((2,), 0.28, dtype=torch.float64))
+    assert drawn.tolist() == [1, 3]
 
 
 def test_draw_is_the_inverse_cdf_in_token_order() -> None:
@@ -115,7 +125,7 @@ def test_draw_is_the_inverse_cdf_in_token_order() -> None:
     with np.errstate(divide="ignore"):
         row = torch.tensor(np.log(probs), dtype=torch.float32)
     grid = np.array([0.0, 0.12, 0.13, 0.62, 0.63, 1 - 2.0**-52])
-    tokens = filters.draw(row.repeat(len(grid), 1), torch.tensor(grid))
+    tokens = filters.draw(row.repeat(len(grid), 1), ones(len(grid)), torch.tensor(grid))
     assert tokens.tolist() == [0, 0, 2, 2, 4, 4]
 
 
@@ -127,7 +137,7 @@ def test_draw_follows_the_distribution() -> None:
     by_index = uniforms(np.full(n, 11, np.uint64), np.arange(n))
     by_seed = uniforms(np.arange(n, dtype=np.uint64), np.full(n, 3))
     for numbers in (by_index, by_seed):
-        tokens = filters.draw(logits.repeat(n, 1), torch.from_numpy(numbers))
+        tokens = filters.draw(logits.repeat(n, 1), ones(n), torch.from_numpy(numbers))
         counts = np.bincount(tokens.numpy(), minlength=12)
         assert ((counts - expected) ** 2 / expected).sum() < 31.3
 
@@ -137,12 +147,12 @@ def test_draw_treats_every_row_as_if_alone(seed: int, vocab: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(7, vocab, generator=generator) * 4
     numbers = torch.rand(7, dtype=torch.float64, generator=generator)
-    together = filters.draw(logits, numbers)
+    together = filters.draw(logits, ones(7), numbers)
     for i in range(7):
-        assert filters.draw(logits[i : i + 1], numbers[i : i + 1]) == together[i]
+        assert filters.draw(logits[i : i + 1], ones(1), numbers[i : i + 1]) == together[i]
 
 
 @pytest.mark.parametrize("row", [[-torch.inf] * 4, [torch.nan] * 4, [0.0, torch.nan, 1.0, 2.0]])
 def test_a_spoilt_row_gives_an_id_inside_the_vocabulary(row: list[float]) -> None:
-    (token,) = filters.draw(torch.tensor([row]), torch.tensor([0.5], dtype=torch.float64)).tolist()
+    (token,) = filters.draw(torch.tensor([row]), ones(1), torch.tensor([0.5], dtype=torch.float64)).tolist()
     assert 0 <= token < 4

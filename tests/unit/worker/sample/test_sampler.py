@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.sampling_params import SamplingParams
-from quire.worker.sample import sampler
+from quire.worker.sample import sampler, torch_kernel
+from quire.worker.sample.kernel import SamplingKernel
 from quire.worker.sample.metadata import SamplingTable
 from quire.worker.sample.philox import uniforms
 
@@ -78,21 +79,23 @@ requests_strategy = st.lists(
 )
 
 
-def run(logits: torch.Tensor, requests: list[tuple[SamplingParams, list[int], list[int]]]) -> sampler.SamplerOutput:
+def run(
+    logits: torch.Tensor, requests: list[tuple[SamplingParams, list[int], list[int]]], kernel: SamplingKernel
+) -> sampler.SamplerOutput:
     table = SamplingTable(len(requests))
     for row, (p, prompt, output) in enumerate(requests):
         table.set_row(row, f"request {row}", p, prompt, output)
     lens = np.array([len(output) for _, _, output in requests])
-    return sampler.sample(logits.clone(), table.select(np.arange(len(requests)), CPU), lens)
+    return sampler.sample(logits.clone(), table.select(np.arange(len(requests)), CPU), lens, kernel)
 
 
 @settings(deadline=None)
-@given(requests_strategy, st.integers(0, 2**32 - 1))
+@given(requests=requests_strategy, seed=st.integers(0, 2**32 - 1))
 def test_equals_the_book_and_does_not_depend_on_neighbours(
-    requests: list[tuple[SamplingParams, list[int], list[int]]], seed: int
+    sampling: SamplingKernel, requests: list[tuple[SamplingParams, list[int], list[int]]], seed: int
 ) -> None:
     logits = torch.randn(len(requests), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    output = run(logits, requests)
+    output = run(logits, requests, sampling)
     for row, (p, prompt, generated) in enumerate(requests):
         x = logits[row].double().numpy()
         raw = x - np.log(np.exp(x).sum())
@@ -100,8 +103,9 @@ def test_equals_the_book_and_does_not_depend_on_neighbours(
             expected = oracle(x, p, prompt, generated)
         if np.isfinite(x).any():  # a request may forbid every token it allows
             assert output.token_ids[row] == expected
-        alone = run(logits[row : row + 1], [requests[row]])
+        alone = run(logits[row : row + 1], [requests[row]], sampling)
         assert alone.token_ids[0] == output.token_ids[row]
+        assert alone.logprobs.get(0) == output.logprobs.get(row)  # to the bit
         assert (row in output.logprobs) == (p.logprobs is not None or p.logprob_token_ids is not None)
         if row in output.logprobs:
             check_logprobs(output.logprobs[row], raw, int(output.token_ids[row]), p)
@@ -117,10 +121,10 @@ def check_logprobs(lists: sampler.LogprobsLists, raw: np.ndarray, token: int, p:
 
 
 def test_greedy_batch_does_nothing_but_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_draw", "edit_logits", "_logprobs"):
-        monkeypatch.delattr(sampler, name)
+    for module, name in ((torch_kernel, "_draw"), (sampler, "edit_logits"), (sampler, "_logprobs")):
+        monkeypatch.delattr(module, name)
     logits = torch.randn(3, VOCAB)
-    output = run(logits, [(SamplingParams(temperature=0), [1], [2])] * 3)
+    output = run(logits, [(SamplingParams(temperature=0), [1], [2])] * 3, torch_kernel.TorchSampling())
     assert output.token_ids.tolist() == logits.argmax(-1).tolist()
     assert output.logprobs == {}
 
@@ -129,11 +133,23 @@ def test_filters_run_on_the_rows_that_ask_for_them(monkeypatch: pytest.MonkeyPat
     seen = []
     for name in ("keep_top_k", "keep_top_p", "keep_min_p"):
         monkeypatch.setattr(
-            sampler.filters, name, lambda logits, values, name=name: seen.append((name, len(logits), values.tolist()))
+            torch_kernel.filters, name, lambda logits, _, v, name=name: seen.append((name, len(logits), v.tolist()))
         )
     asked = [{"temperature": 0}, {"top_k": 7}, {}, {"top_k": 9, "top_p": 0.5}]
-    run(torch.randn(4, VOCAB), [(SamplingParams(seed=1, **kwargs), [], []) for kwargs in asked])
+    requests = [(SamplingParams(seed=1, **kwargs), [], []) for kwargs in asked]
+    run(torch.randn(4, VOCAB), requests, torch_kernel.TorchSampling())
     assert seen == [("keep_top_k", 2, [7, 9]), ("keep_top_p", 1, [0.5])]
+
+
+def test_logprobs_of_one_row_do_not_depend_on_what_others_want(sampling: SamplingKernel) -> None:
+    """Rows that want more columns, or all, and rows whose logits are edited."""
+    logits = torch.randn(4, VOCAB)
+    asked = [{"logprobs": 2}, {"logprobs": -1}, {"logprobs": 0, "logit_bias": {3: 9.0}}, {"logprob_token_ids": [5, 1]}]
+    requests = [(SamplingParams(temperature=0, **kwargs), [], []) for kwargs in asked]
+    together = run(logits, requests, sampling)
+    assert [len(lists.logprobs[0]) for lists in together.logprobs.values()] == [3, 1 + VOCAB, 1, 3]
+    for row, request in enumerate(requests):
+        assert run(logits[row : row + 1], [request], sampling).logprobs[0] == together.logprobs[row]
 
 
 def test_min_tokens_ends_with_the_output_length() -> None:
@@ -145,7 +161,10 @@ def test_min_tokens_ends_with_the_output_length() -> None:
     metadata = table.select(np.array([0]), CPU)
     logits = torch.zeros(1, VOCAB)
     logits[0, [3, 4, 5]] = torch.tensor([3.0, 2.0, 1.0])
-    drawn = [sampler.sample(logits.clone(), metadata, np.array([n])).token_ids[0] for n in (0, 1, 2, 3)]
+    drawn = [
+        sampler.sample(logits.clone(), metadata, np.array([n]), torch_kernel.TorchSampling()).token_ids[0]
+        for n in (0, 1, 2, 3)
+    ]
     assert drawn == [5, 5, 3, 3]
 
 
@@ -154,7 +173,12 @@ def test_a_request_without_a_seed_draws_by_its_id() -> None:
         table = SamplingTable(1)
         table.set_row(0, req_id, SamplingParams(), [], [])
         metadata = table.select(np.array([0]), CPU)
-        return [int(sampler.sample(torch.zeros(1, 1000), metadata, np.array([n])).token_ids[0]) for n in range(8)]
+        return [
+            int(
+                sampler.sample(torch.zeros(1, 1000), metadata, np.array([n]), torch_kernel.TorchSampling()).token_ids[0]
+            )
+            for n in range(8)
+        ]
 
     assert draws("a") == draws("a")
     assert draws("a") != draws("b")

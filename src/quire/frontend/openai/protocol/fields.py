@@ -20,6 +20,8 @@ from quire.field_bounds import INT64_MAX
 
 MAX_TEXT_CHARS = 1 << 26
 """No context holds more; the body's own limit is usually met before."""
+MAX_FLOAT = 1e38
+"""Single precision holds no more."""
 MAX_SHOWN_CHARS = 60
 MAX_BYTES_TO_QUOTE = 1 << 16
 """Of a body of more bytes no value is quoted: it would have to be read a second time."""
@@ -32,7 +34,7 @@ Name = Annotated[str, Meta(max_length=1024)]
 Word = Annotated[str, Meta(max_length=4096)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 24)]
-Finite = Annotated[float, Meta(ge=-1e38, le=1e38)]
+Finite = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
 Object = Annotated[dict[Name, Any], Meta(max_length=1024)]
 """Free in form: its values are for a template, or for a later check. The parser bounds its depth."""
 
@@ -101,7 +103,10 @@ def _quote(body: bytes, path: str) -> str:
     """ ", got VALUE" for the value at `path`; nothing where it cannot be found cheaply."""
     if len(body) > MAX_BYTES_TO_QUOTE:
         return ""
-    value: Any = msgspec.json.decode(body)
+    try:
+        value: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""  # what follows the first wrong field may be anything
     for key, index in re.findall(r"([A-Za-z_]\w*)|\[(\d+)\]", path):
         if "[...]" in path or not isinstance(value, dict | list):
             return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import Logprob, PromptLogprobs
 
 MIN_LOGPROB = -9999.0
@@ -15,19 +16,27 @@ Position = dict[int, Logprob]
 class TokenNames:
     """How tokens are written: their text, or `token_id:N` where a client wants to tell equal texts apart."""
 
-    def __init__(self, as_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
         self._as_ids = as_ids
 
     def __call__(self, token_id: int, entry: Logprob) -> str:
-        return f"token_id:{token_id}" if self._as_ids else entry.decoded_token or ""
+        return f"token_id:{token_id}" if self._as_ids else self.text(token_id, entry)
+
+    def text(self, token_id: int, entry: Logprob) -> str:
+        """What it adds to the text."""
+        if entry.decoded_token is not None or self._tokenizer is None:
+            return entry.decoded_token or ""
+        return self._tokenizer.token_text(token_id)
 
 
 def text_logprobs(
     token_ids: Sequence[int], positions: Iterable[Position | None], name: TokenNames, first_offset: int = 0
-) -> dict[str, Any]:
-    """The shape of /v1/completions. A position of None is the first token of a prompt, which nothing precedes.
+) -> tuple[dict[str, Any], int]:
+    """(the shape of /v1/completions, the offset of what follows).
 
-    `first_offset` is how much of the text came before.
+    A position of None is the first token of a prompt, which nothing precedes. `first_offset` is how long the texts of
+    the tokens before are.
     """
     offsets: list[int] = []
     values: list[float | None] = []
@@ -36,13 +45,12 @@ def text_logprobs(
     offset = first_offset
     for token_id, position in zip(token_ids, positions, strict=True):
         entry = Logprob(0.0) if position is None else position[token_id]
-        text = name(token_id, entry)
         offsets.append(offset)
-        tokens.append(text)
+        tokens.append(name(token_id, entry))
         values.append(None if position is None else shown(entry.logprob))
         tops.append(None if position is None else {name(i, x): shown(x.logprob) for i, x in position.items()})
-        offset += len(entry.decoded_token or "") if position is not None else len(text)
-    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
+        offset += len(name.text(token_id, entry))
+    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}, offset
 
 
 def chat_logprobs(

@@ -10,7 +10,17 @@ from msgspec import Meta
 
 from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX
-from quire.frontend.openai.protocol.fields import Count, Finite, Int64, Name, Object, RequestBody, TokenId, Word
+from quire.frontend.openai.protocol.fields import (
+    MAX_FLOAT,
+    Count,
+    Finite,
+    Int64,
+    Name,
+    Object,
+    TokenId,
+    Word,
+)
+from quire.frontend.openai.protocol.forms import FormBody
 from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
 from quire.sampling_params import (
     MAX_BAD_WORDS,
@@ -28,9 +38,10 @@ def bound_of(name: str) -> Meta:
     """The range of a field of `SamplingParams`, as an annotation."""
     bound = _BOUNDS[name]
     low = min((bound.minimum, *bound.special), key=lambda v: -1e39 if v is None else v)
+    high = MAX_FLOAT if bound.maximum is None else bound.maximum
     if bound.exclusive_minimum:
-        return Meta(gt=low, le=bound.maximum)
-    return Meta(ge=low, le=bound.maximum)
+        return Meta(gt=low, le=high)
+    return Meta(ge=low, le=high)
 
 
 class StreamOptions(msgspec.Struct):
@@ -50,7 +61,7 @@ class RepetitionDetection(msgspec.Struct):
     min_count: Count = 0
 
 
-class GenerationBody(RequestBody, kw_only=True):
+class GenerationBody(FormBody, kw_only=True):
     """OpenAI's sampling fields and vLLM's further ones."""
 
     model: Name | None = None
@@ -106,8 +117,6 @@ class GenerationBody(RequestBody, kw_only=True):
     ec_transfer_params: Object | None = None
     thinking_token_budget: Int64 | None = None
     return_token_offsets: bool | None = False
-    response_format: Object | None = None
-    structured_outputs: Object | None = None
 
     NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base class
         "use_beam_search": (False,),
@@ -117,8 +126,6 @@ class GenerationBody(RequestBody, kw_only=True):
         "ec_transfer_params": ({},),
         "thinking_token_budget": (),
         "return_token_offsets": (False,),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
     }
 
     @property
@@ -152,6 +159,7 @@ def make_sampling_params(
         )
     if max_tokens is not None:
         given["max_tokens"] = max_tokens
+    given["structured_outputs"] = body.form()
     return SamplingParams.from_optional(
         **{"max_tokens": None, **defaults, **given},
         logprobs=logprobs,

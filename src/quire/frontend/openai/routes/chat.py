@@ -64,7 +64,7 @@ async def render_prompt(context: RequestContext, body: ChatBody) -> TokensPrompt
         variables=body.template_variables(),
     )
     options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body)
-    return await renderer.tokenize(text, options, cache_salt=body.cache_salt)
+    return await renderer.tokenize(text, options, cache_salt=context.cache_salt(body.cache_salt))
 
 
 def _sample_of(messages: Sequence[dict[str, Any]]) -> str:
@@ -91,7 +91,8 @@ class ChatWriter:
         self._role = config.response_role if body.add_generation_prompt else _last_role(body)
         self._echoed = _last_text(body) if body.echo and not body.add_generation_prompt else ""
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
-        self._name = TokenNames(bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids)
+        as_ids = bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids
+        self._name = TokenNames(context.state.engine.tokenizer, as_ids=as_ids)
         self._num_top_logprobs = params.logprobs or 0
         self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details)
         self._sends_usage = body.wants_usage or config.enable_force_include_usage

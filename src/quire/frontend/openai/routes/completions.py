@@ -35,7 +35,7 @@ async def create_completion(context: RequestContext) -> Response:
     state.check_num_outputs(len(texts) * params.n)
     check_admission(context, texts, params.n)
     options = {"add_special_tokens": body.add_special_tokens} | state.renderer.truncation(body)
-    prompts = [await state.renderer.tokenize(text, options, cache_salt=body.cache_salt) for text in texts]
+    prompts = await state.renderer.tokenize_all(texts, options, cache_salt=context.cache_salt(body.cache_salt))
     for prompt in prompts:
         state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
         if body.echo and prompt.get("prompt") is None and state.engine.tokenizer is not None:
@@ -88,7 +88,8 @@ class CompletionWriter:
         self._num_outputs = params.n
         self._fingerprint = context.state.fingerprint
         self._head = {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": model}
-        self._name = TokenNames(bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids)
+        as_ids = bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids
+        self._name = TokenNames(context.state.engine.tokenizer, as_ids=as_ids)
         self._shows_nothing = body.max_tokens == 0
         self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details)
         self._sends_usage = body.wants_usage or config.enable_force_include_usage
@@ -99,9 +100,10 @@ class CompletionWriter:
 
     def _logprobs(
         self, index: int, output: RequestOutput, completion: CompletionOutput, offset: int, *, is_first: bool
-    ) -> dict[str, Any] | None:
+    ) -> tuple[dict[str, Any] | None, int]:
+        """(log-probabilities, the offset of what follows)."""
         if self._body.logprobs is None or completion.logprobs is None:
-            return None
+            return None, offset
         token_ids, positions = list(completion.token_ids), list(completion.logprobs)
         if self._shows_nothing:
             token_ids, positions = [], []
@@ -135,7 +137,7 @@ class CompletionWriter:
         return {
             "index": index * self._num_outputs + completion.index,
             "text": self._text(index, completion, is_first=True),
-            "logprobs": self._logprobs(index, output, completion, 0, is_first=True),
+            "logprobs": self._logprobs(index, output, completion, 0, is_first=True)[0],
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
             "token_ids": list(completion.token_ids) if ids else None,
@@ -171,10 +173,8 @@ class CompletionWriter:
         body = self._body
         number = index * self._num_outputs + completion.index
         is_first = number not in offsets
-        offset = offsets.setdefault(number, 0)
         text = self._text(index, completion, is_first=is_first)
-        logprobs = self._logprobs(index, output, completion, offset, is_first=is_first)
-        offsets[number] = offset + len(text)
+        logprobs, offsets[number] = self._logprobs(index, output, completion, offsets.get(number, 0), is_first=is_first)
         if not text and logprobs is None and completion.finish_reason is None and not body.return_token_ids:
             return None
         ids = encode_json(completion.token_ids) if body.return_token_ids else b"null"

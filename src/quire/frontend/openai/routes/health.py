@@ -17,6 +17,11 @@ async def health(context: RequestContext) -> Response:
     return Response()
 
 
+async def ping(context: RequestContext) -> Response:
+    """The same, for those who call it so."""
+    return await health(context)
+
+
 async def live(context: RequestContext) -> Response:
     """200 as long as this process answers."""
     return Response()
@@ -45,7 +50,7 @@ ENDPOINTS = (
     Endpoint(path="/health", handler=health, access=Access.OPEN, methods=("GET",)),
     Endpoint(path="/health/live", handler=live, access=Access.OPEN, methods=("GET",)),
     Endpoint(path="/health/ready", handler=ready, access=Access.OPEN, methods=("GET",)),
-    Endpoint(path="/ping", handler=health, access=Access.OPEN, methods=("GET", "POST")),
+    Endpoint(path="/ping", handler=ping, access=Access.OPEN, methods=("GET", "POST")),
     Endpoint(path="/version", handler=version, access=Access.KEY, methods=("GET",)),
     Endpoint(path="/load", handler=load, access=Access.KEY, methods=("GET",)),
 )

@@ -1,0 +1,191 @@
+// Mixture of experts: which experts a token goes to, and what they answer.
+//
+// Row-invariance: a token's experts are linear layers on its own row, so their sums are those of linear.h whoever else chose them;
+// their answers are added in the order of the token's own choices, from a float32 copy that no other token shares.
+#include <cmath>
+
+#include "context.h"
+#include "kernels.h"
+#include "layout.h"
+#include "vec_math.h"
+
+namespace QK_ISA {
+namespace {
+
+constexpr int64_t ROUTES_PER_PIECE = 16, ELEMENTS_PER_PIECE = 8192;
+
+// The largest of `values` that is not taken, the first of equal ones. What is not a number is never larger.
+int largest(const float* values, const bool* taken, int count) {
+    int best = -1;
+    for (int i = 0; i < count; ++i)
+        if (!taken[i] && (best < 0 || values[i] > values[best])) best = i;
+    return best;
+}
+
+// Sum of exp(logits - top), which it leaves in `exponentials`.
+float sum_exponentials(const float* logits, int count, float top, float* exponentials) {
+    F16 total = zero();
+    for (int i = 0; i < count; i += 16) {
+        const int n = count - i < 16 ? count - i : 16;
+        const F16 p = select(lanes(0, n), exp(sub(load_n(logits + i, n), set1(top))), zero());
+        total = add(total, p);
+        store_n(exponentials + i, p, n);
+    }
+    return reduce_add(total);
+}
+
+void route_token(const qk_route_args& a, int64_t token, float* exponentials, bool* taken) {
+    const float* logits = a.logits + token * a.num_experts;
+    int64_t* ids = a.ids + token * a.chosen;
+    float* weights = a.weights + token * a.chosen;
+    memset(taken, 0, size_t(a.num_experts));
+    for (int j = 0; j < a.chosen; ++j) {
+        ids[j] = largest(logits, taken, a.num_experts);
+        taken[ids[j]] = true;
+    }
+    float total = sum_exponentials(logits, a.num_experts, logits[ids[0]], exponentials);
+    if (a.normalize) {
+        total = 0.0f;
+        for (int j = 0; j < a.chosen; ++j) total += exponentials[ids[j]];
+    }
+    for (int j = 0; j < a.chosen; ++j) {
+        float buffer[16] = {exponentials[ids[j]] / total};
+        if (a.round_to_bf16) store_f32(buffer, round_to(load_f32(buffer), (const bf16*)nullptr));
+        weights[j] = buffer[0];
+    }
+}
+
+template <class E>
+class Experts {
+  public:
+    Experts(qk_context& context, const qk_experts_args& args) : context_(context), a_(args), rows_(args.tokens * args.chosen) {
+        const int64_t per_tile = qk::PackedShape{0, 0, args.dtype, 0}.inputs_per_tile();
+        hidden_ = qk::ceil_div(args.hidden, per_tile) * per_tile;
+        inner_ = qk::ceil_div(args.expert_size, per_tile) * per_tile;
+    }
+
+    void run() {
+        take_memory();
+        sort_choices();
+        gather_inputs();
+        multiply(a_.gate_up, a_.expert_size, a_.hidden, true, inputs_, hidden_, between_, inner_, a_.dtype);
+        multiply(a_.down, a_.hidden, a_.expert_size, false, between_, inner_, answers_, a_.hidden, QK_FLOAT32);
+        combine();
+    }
+
+  private:
+    void take_memory() {
+        const auto aligned = [](int64_t bytes) { return size_t((bytes + 63) / 64 * 64); };
+        const size_t sizes[] = {
+            aligned((a_.num_experts + 1) * int64_t(sizeof(int64_t))), aligned(rows_ * int64_t(sizeof(int64_t))),
+            aligned(rows_ * hidden_ * int64_t(sizeof(E))),            aligned(rows_ * inner_ * int64_t(sizeof(E))),
+            aligned(rows_ * a_.hidden * int64_t(sizeof(float))),
+        };
+        size_t total = 0;
+        for (size_t size : sizes) total += size;
+        char* memory = (char*)context_.shared_scratch(total);
+        starts_ = (int64_t*)memory;
+        rows_of_choices_ = (int64_t*)(memory += sizes[0]);
+        inputs_ = (E*)(memory += sizes[1]);
+        between_ = (E*)(memory += sizes[2]);
+        answers_ = (float*)(memory += sizes[3]);
+    }
+
+    // Rows by expert, in each in the order of the tokens.
+    void sort_choices() {
+        memset(starts_, 0, size_t(a_.num_experts + 1) * sizeof(int64_t));
+        for (int64_t i = 0; i < rows_; ++i) ++starts_[a_.ids[i] + 1];
+        for (int32_t e = 0; e < a_.num_experts; ++e) starts_[e + 1] += starts_[e];
+        for (int64_t i = 0; i < rows_; ++i) rows_of_choices_[i] = starts_[a_.ids[i]]++;
+        for (int32_t e = a_.num_experts; e > 0; --e) starts_[e] = starts_[e - 1];  // they had moved on to the next
+        starts_[0] = 0;
+    }
+
+    // A copy of a token for each of its experts, padded, and the padding of what comes between the two matrices.
+    void gather_inputs() {
+        auto work = [&](int64_t begin, int64_t end, int) {
+            for (int64_t i = begin; i < end; ++i) {
+                E* row = inputs_ + rows_of_choices_[i] * hidden_;
+                memcpy(row, (const E*)a_.x + i / a_.chosen * a_.x_stride, size_t(a_.hidden) * sizeof(E));
+                memset(row + a_.hidden, 0, size_t(hidden_ - a_.hidden) * sizeof(E));
+                memset(between_ + rows_of_choices_[i] * inner_ + a_.expert_size, 0, size_t(inner_ - a_.expert_size) * sizeof(E));
+            }
+        };
+        context_.parallel(rows_, rows_per_piece(), work);
+    }
+
+    void multiply(const void* packed, int64_t n, int64_t k, bool is_gated, const void* x, int64_t x_stride, void* y,
+                  int64_t y_stride, int32_t out_dtype) const {
+        qk::GroupedLinearArgs grouped = {};
+        grouped.groups = a_.num_experts;
+        grouped.starts = starts_;
+        qk_linear_args& linear = grouped.linear;
+        linear.m = rows_;
+        linear.n = n;
+        linear.k = k;
+        linear.dtype = a_.dtype;
+        linear.out_dtype = out_dtype;
+        linear.gated = is_gated;
+        linear.activation = is_gated ? a_.activation : QK_IDENTITY;
+        linear.divisor = 1.0f;
+        linear.packed = packed;
+        linear.x = x;
+        linear.x_stride = x_stride;
+        linear.y = y;
+        linear.y_stride = y_stride;
+        context_.kernels.grouped_linear(context_, grouped);
+    }
+
+    void combine() const {
+        auto work = [&](int64_t begin, int64_t end, int) {
+            for (int64_t token = begin; token < end; ++token) combine_token(token);
+        };
+        context_.parallel(a_.tokens, rows_per_piece(), work);
+    }
+
+    void combine_token(int64_t token) const {
+        const int64_t* rows = rows_of_choices_ + token * a_.chosen;
+        const float* weights = a_.weights + token * a_.chosen;
+        E* y = (E*)a_.y + token * a_.y_stride;
+        for (int64_t i = 0; i < a_.hidden; i += 16) {
+            const int n = int(a_.hidden - i < 16 ? a_.hidden - i : 16);
+            F16 sum = mul(set1(weights[0]), load_n(answers_ + rows[0] * a_.hidden + i, n));
+            for (int32_t j = 1; j < a_.chosen; ++j)
+                sum = fma(set1(weights[j]), load_n(answers_ + rows[j] * a_.hidden + i, n), sum);
+            if (a_.residual) sum = add(sum, load_n((const E*)a_.residual + token * a_.residual_stride + i, n));
+            store_n(y + i, sum, n);
+        }
+    }
+
+    int64_t rows_per_piece() const { return a_.hidden < ELEMENTS_PER_PIECE ? ELEMENTS_PER_PIECE / a_.hidden : 1; }
+
+    qk_context& context_;
+    const qk_experts_args& a_;
+    const int64_t rows_;                  // one for each choice of each token
+    int64_t hidden_, inner_;              // padded to whole tiles
+    int64_t* starts_ = nullptr;           // [num_experts + 1] where each expert's rows start
+    int64_t* rows_of_choices_ = nullptr;  // [tokens, chosen]
+    E* inputs_ = nullptr;                 // [rows, hidden_]
+    E* between_ = nullptr;                // [rows, inner_]
+    float* answers_ = nullptr;            // [rows, hidden]
+};
+
+}  // namespace
+
+void route(qk_context& context, const qk_route_args& a) {
+    auto work = [&](int64_t begin, int64_t end, int thread) {
+        float* exponentials = (float*)context.thread_scratch(thread, size_t(a.num_experts) * (sizeof(float) + sizeof(bool)));
+        bool* taken = (bool*)(exponentials + a.num_experts);
+        for (int64_t token = begin; token < end; ++token) route_token(a, token, exponentials, taken);
+    };
+    context.parallel(a.tokens, ROUTES_PER_PIECE, work);
+}
+
+void experts(qk_context& context, const qk_experts_args& args) {
+    if (args.dtype == QK_BFLOAT16)
+        Experts<bf16>(context, args).run();
+    else
+        Experts<float>(context, args).run();
+}
+
+}  // namespace QK_ISA

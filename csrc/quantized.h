@@ -1,0 +1,258 @@
+// Linear layers on quantized weights: how the work is cut. The products are in quantized.cpp (vectors) and quantized_amx.cpp (tiles).
+//
+// Row-invariance. Int8 weights and inputs (QK_W8A8): a row of inputs is quantized by its own maximum, and integer sums are exact. Weights
+// only (QK_W8, QK_W4): the integers themselves, exact in either float type, are multiplied with the inputs; a group of inputs is one sum that
+// starts at zero and takes them in order, and the sums of the groups, each scaled, are added in order.
+#pragma once
+
+#include <utility>
+
+#include "linear.h"
+#include "quantized_layout.h"
+#include "vec_int8.h"
+
+namespace QK_ISA {
+
+using qk::QuantizedShape;
+
+// f(0), ..., f(N - 1), each with a constant of its own: GCC 12 unrolls loops over an array of registers too late, and then keeps a
+// copy of it in memory, written at every product.
+template <int... I, class F>
+QK_INLINE void each_of(std::integer_sequence<int, I...>, const F& f) {
+    (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, class F>
+QK_INLINE void each(const F& f) {
+    each_of(std::make_integer_sequence<int, N>(), f);
+}
+#define QK_EACH_AS(index) [&](auto index) __attribute__((always_inline))
+
+constexpr int64_t STEP_INPUTS = 32;  // of weights alone
+constexpr float SMALLEST_MAXIMUM = 1e-30f;  // a row of nothing larger is a row of zeros
+
+struct RowChunks {
+    int64_t count, rows;  // MAX_CHUNK_ROWS at most
+    explicit RowChunks(int64_t m) : count(qk::ceil_div(m, MAX_CHUNK_ROWS)), rows(qk::ceil_div(m, count)) {}
+};
+
+QK_INLINE void finish_sums(const qk_linear_args& a, int64_t panel, int64_t from, int64_t to, const float* sums) {
+    if (a.out_dtype == QK_BFLOAT16)
+        finish_panel<bf16>(a, panel, from, to, sums);
+    else
+        finish_panel<float>(a, panel, from, to, sums);
+}
+
+// -- int8 weights and inputs ---------------------------------------------------------------------------------------------
+
+// One row of inputs as integers, padded with zeros; returns the scale. Not a number, if the row holds one, or an infinity.
+template <class Dot, class E>
+float quantize_row(const E* x, int64_t k, int64_t padded, typename Dot::E* to) {
+    F16 largest = zero(), probe = zero();
+    for (int64_t i = 0; i < k; i += 16) {
+        const F16 v = load_n(x + i, int(k - i < 16 ? k - i : 16));
+        largest = max(largest, abs(v));
+        probe = fma(v, zero(), probe);  // 0, or not a number
+    }
+    const float maximum = reduce_max(largest);
+    const F16 factor = set1(maximum > SMALLEST_MAXIMUM ? 127.0f / maximum : 0.0f), limit = set1(127.0f);
+    for (int64_t i = 0; i < padded; i += 16) {
+        const F16 v = i < k ? load_n(x + i, int(k - i < 16 ? k - i : 16)) : zero();
+        Dot::store_inputs(to + i, max(min(round_even(mul(v, factor)), limit), sub(zero(), limit)));
+    }
+    return maximum / 127.0f + reduce_add(probe);
+}
+
+template <class Dot>
+struct Int8Inputs {
+    const typename Dot::E* values;  // [m, stride]
+    const float* scales;            // [m]
+    int64_t stride;
+};
+
+template <class Dot>
+Int8Inputs<Dot> quantize_inputs(qk_context& context, const qk_linear_args& a, const QuantizedShape& shape) {
+    const int64_t stride = shape.steps() * shape.step_inputs();
+    auto* values = (typename Dot::E*)context.shared_scratch(size_t(a.m * stride) + size_t(a.m) * sizeof(float));
+    float* scales = (float*)(values + a.m * stride);
+    auto work = [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+            auto* to = values + row * stride;
+            scales[row] = a.dtype == QK_BFLOAT16 ? quantize_row<Dot>((const bf16*)a.x + row * a.x_stride, a.k, stride, to)
+                                                 : quantize_row<Dot>((const float*)a.x + row * a.x_stride, a.k, stride, to);
+        }
+    };
+    context.parallel(a.m, 16, work);
+    return {values, scales, stride};
+}
+
+// Integer sums [rows, PANEL] to floats, in place.
+template <class Dot>
+QK_INLINE void scale_sums(const qk_quantized_linear_args& q, int64_t panel, const float* row_scales, int64_t rows, int32_t* sums) {
+    for (int64_t row = 0; row < rows; ++row, sums += PANEL)
+        for (int64_t o = 0; o < PANEL; o += 16) {
+            S16 sum = load_sums(sums + o);
+            if (Dot::has_offset) sum = subtract(sum, load_sums(q.corrections + panel * PANEL + o));
+            const F16 scaled = mul(to_floats(sum), load(q.scales + panel * PANEL + o));
+            store_f32((float*)(sums + o), mul(scaled, set1(row_scales[row])));
+        }
+}
+
+// `Product::multiply(x, stride, rows, panel, steps, sums)` fills int32 sums [rows, PANEL] with x times a panel of weights.
+template <class Product>
+void int8_linear_with(qk_context& context, const qk_quantized_linear_args& q) {
+    using Dot = typename Product::Dot;
+    const qk_linear_args& a = q.linear;
+    const QuantizedShape shape{a.n, a.k, q.form, a.gated};
+    const Int8Inputs<Dot> x = quantize_inputs<Dot>(context, a, shape);
+    const RowChunks chunks(a.m);
+    auto work = [&](int64_t begin, int64_t end, int thread) {
+        int32_t* sums = (int32_t*)context.thread_scratch(thread, size_t(chunks.rows * PANEL) * sizeof(int32_t));
+        Product product;
+        for (int64_t item = begin; item < end; ++item) {
+            const int64_t panel = item / chunks.count, from = item % chunks.count * chunks.rows;
+            const int64_t to = from + chunks.rows < a.m ? from + chunks.rows : a.m;
+            if (from >= to) continue;
+            product.multiply(x.values + from * x.stride, x.stride, to - from, (const char*)a.packed + panel * shape.panel_bytes(),
+                             shape.steps(), sums);
+            scale_sums<Dot>(q, panel, x.scales + from, to - from, sums);
+            finish_sums(a, panel, from, to, (const float*)sums);
+        }
+    };
+    context.parallel(shape.panels() * chunks.count, 1, work);
+}
+
+// -- weights only ----------------------------------------------------------------------------------------------------------
+
+// Inputs with rows padded with zeros to whole steps, and, where weights have zero points, the sum of each row over each group.
+template <class E>
+struct GroupedInputs {
+    const E* values;
+    int64_t stride;
+    const float* group_sums;  // [m, groups]
+};
+
+template <class E>
+GroupedInputs<E> group_inputs(qk_context& context, const qk_quantized_linear_args& q, int64_t steps, int64_t groups) {
+    const qk_linear_args& a = q.linear;
+    const int64_t padded = steps * STEP_INPUTS, copied = padded == a.k ? 0 : a.m * padded;
+    const int64_t copied_bytes = qk::ceil_div(copied * int64_t(sizeof(E)), 64) * 64;
+    const int64_t sum_count = q.zeros ? a.m * groups : 0;
+    GroupedInputs<E> inputs{(const E*)a.x, a.x_stride, nullptr};
+    if (!copied && !sum_count) return inputs;
+    char* memory = (char*)context.shared_scratch(size_t(copied_bytes + sum_count * int64_t(sizeof(float))));
+    E* copy = (E*)memory;
+    float* sums = (float*)(memory + copied_bytes);
+    auto work = [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+            const E* x = (const E*)a.x + row * a.x_stride;
+            if (copied) {
+                memcpy(copy + row * padded, x, size_t(a.k) * sizeof(E));
+                memset(copy + row * padded + a.k, 0, size_t(padded - a.k) * sizeof(E));
+            }
+            for (int64_t g = 0; sum_count && g < groups; ++g) {
+                const int64_t first = g * q.group_size, last = first + q.group_size < a.k ? first + q.group_size : a.k;
+                F16 sum = zero();
+                for (int64_t i = first; i < last; i += 16) sum = add(sum, load_n(x + i, int(last - i < 16 ? last - i : 16)));
+                sums[row * groups + g] = reduce_add(sum);
+            }
+        }
+    };
+    context.parallel(a.m, 16, work);
+    if (copied) inputs.values = copy, inputs.stride = padded;
+    inputs.group_sums = sums;
+    return inputs;
+}
+
+// totals += (sums of one group - zeros * the inputs' sum) * scales.
+QK_INLINE void add_group(const float* sums, const float* scales, const float* zeros, const float* input_sums, int64_t input_stride,
+                         int64_t rows, float* totals) {
+    for (int64_t row = 0; row < rows; ++row, sums += PANEL, totals += PANEL)
+        for (int64_t o = 0; o < PANEL; o += 16) {
+            F16 sum = load_f32(sums + o);
+            if (zeros) sum = sub(sum, mul(load_f32(zeros + o), set1(input_sums[row * input_stride])));
+            store_f32(totals + o, fma(sum, load_f32(scales + o), load_f32(totals + o)));
+        }
+}
+
+// `Product::multiply(x, stride, rows, weights, steps, scratch, sums)` fills float sums [rows, PANEL] with x times some steps of a panel.
+template <class Product>
+void grouped_linear_of(qk_context& context, const qk_quantized_linear_args& q) {
+    using E = typename Product::E;
+    const qk_linear_args& a = q.linear;
+    const QuantizedShape shape{a.n, a.k, q.form, a.gated};
+    const int64_t steps = shape.steps(), groups = qk::ceil_div(a.k, q.group_size);
+    const int64_t group_steps = groups == 1 ? steps : q.group_size / STEP_INPUTS;
+    const GroupedInputs<E> x = group_inputs<E>(context, q, steps, groups);
+    const RowChunks chunks(a.m);
+    auto work = [&](int64_t begin, int64_t end, int thread) {
+        const size_t sum_bytes = size_t(chunks.rows * PANEL) * sizeof(float);
+        char* scratch = (char*)context.thread_scratch(thread, 2 * sum_bytes + Product::SCRATCH_BYTES);
+        float *totals = (float*)scratch, *sums = (float*)(scratch + sum_bytes);
+        Product product(q.form);
+        for (int64_t item = begin; item < end; ++item) {
+            const int64_t panel = item / chunks.count, from = item % chunks.count * chunks.rows;
+            const int64_t to = from + chunks.rows < a.m ? from + chunks.rows : a.m;
+            if (from >= to) continue;
+            memset(totals, 0, size_t((to - from) * PANEL) * sizeof(float));
+            const char* weights = (const char*)a.packed + panel * shape.panel_bytes();
+            for (int64_t g = 0; g < groups; ++g) {
+                const int64_t first = g * group_steps, count = first + group_steps < steps ? group_steps : steps - first;
+                product.multiply(x.values + from * x.stride + first * STEP_INPUTS, x.stride, to - from,
+                                 weights + first * shape.step_bytes(), count, scratch + 2 * sum_bytes, sums);
+                const int64_t at = (panel * groups + g) * PANEL;
+                add_group(sums, q.scales + at, q.zeros ? q.zeros + at : nullptr,
+                          x.group_sums ? x.group_sums + from * groups + g : nullptr, groups, to - from, totals);
+            }
+            finish_sums(a, panel, from, to, totals);
+        }
+    };
+    context.parallel(shape.panels() * chunks.count, 1, work);
+}
+
+// -- values to floats --------------------------------------------------------------------------------------------------------
+
+QK_INLINE bf16 exact_bf16(int value) {
+    const float wide = float(value);
+    uint32_t bits;
+    memcpy(&bits, &wide, 4);
+    return bf16(bits >> 16);
+}
+
+// One line, its values at `shift` (from the low bits up), as a row of weights: 32 bfloat16, or 16 floats of the first inputs of the pairs
+// and 16 of the second.
+template <int BITS>
+QK_INLINE void expand_line(const uint16_t* line, int shift, bf16* to) {
+#if defined(__AVX512BW__)
+    if (BITS == 4) {
+        alignas(64) static const bf16 VALUES[32] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                                    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                                    0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                                    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+        const __m512i indices = _mm512_srli_epi16(_mm512_loadu_si512(line), unsigned(shift));
+        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(indices, _mm512_load_si512(VALUES)));
+        return;
+    }
+#endif
+    for (int i = 0; i < qk::LANES; ++i) to[i] = exact_bf16(int16_t(line[i] << (16 - BITS - shift)) >> (16 - BITS));
+}
+
+template <int BITS>
+QK_INLINE void expand_line(const uint16_t* line, int shift, float* to) {
+    for (int i = 0; i < qk::LANES; ++i)
+        to[i % 2 * 16 + i / 2] = float(int16_t(line[i] << (16 - BITS - shift)) >> (16 - BITS));
+}
+
+// Some steps of a panel to weights of type E, in the order [step, block, row].
+template <int BITS, class E>
+void expand_steps(const char* weights, int64_t steps, E* to) {
+    constexpr int PER_LANE = 16 / BITS;
+    constexpr int64_t LINES_PER_BLOCK = 16 / PER_LANE;
+    const uint16_t* line = (const uint16_t*)weights;
+    for (int64_t i = 0; i < steps * qk::PANEL_BLOCKS * LINES_PER_BLOCK; ++i, line += qk::LANES)
+        each<PER_LANE>(QK_EACH_AS(part) {
+            expand_line<BITS>(line, part * BITS, to);
+            to += qk::LANES;
+        });
+}
+
+}  // namespace QK_ISA

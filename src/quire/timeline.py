@@ -1,0 +1,47 @@
+"""When a starting process reached what: stamps that `quire bench startup` lays side by side.
+
+Each process keeps one list; the engine core's travels to its frontend in `EngineCoreReadyResponse`. Times are
+CLOCK_MONOTONIC, which on Linux is one clock for all processes of a machine, and a core runs on its frontend's machine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple
+
+
+class Stamp(NamedTuple):
+    """`name` was done at `time_s` (CLOCK_MONOTONIC), when the process had used `cpu_s` of CPU time."""
+
+    name: str
+    time_s: float
+    cpu_s: float
+
+
+_stamps: dict[str, Stamp] = {}
+
+
+def stamp(name: str) -> None:
+    """Note that `name` is done. The first time counts, so code that runs again later may stamp, too."""
+    if name not in _stamps:
+        _stamps[name] = Stamp(name, time.monotonic(), time.process_time())
+
+
+def get_stamps() -> list[Stamp]:
+    """Those of this process so far, the creation of the process first."""
+    return [Stamp("process", process_start(), 0.0), *_stamps.values()]
+
+
+def process_start(stat: str = "/proc/self/stat") -> float:
+    """When this process was created, to 10 ms (proc(5), starttime). Without /proc: when Quire was first imported."""
+    try:
+        with open(stat, encoding="utf-8", errors="replace") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])  # the name before it may hold blanks
+    except (OSError, ValueError, IndexError):
+        return min((s.time_s for s in _stamps.values()), default=time.monotonic())
+    asleep = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()  # the machine's; starttime counts it
+    return ticks / os.sysconf("SC_CLK_TCK") - asleep
+
+
+stamp("interpreter")

@@ -1,0 +1,14 @@
+"""What the library calls types and functions, and what it asks of a matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4}
+
+
+def with_packed_rows(x: Tensor) -> Tensor:
+    """x: [n, dim] itself if the elements of a row are neighbours, else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,125 @@
+"""A step's kernel calls as one: recorded once from a function made of native kernels, then run by the library.
+
+The function is called once as if for a step of the largest size, while the library records its kernels instead of
+running them. Memory for their results comes from an arena, where it stays. Whatever else the function asks of torch
+cannot be recorded: `NotPlannableError`. Views are free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, byref, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire.worker.kernels.library import AttentionArgs, Context, StepArgs
+
+ARENA_BYTES = 1 << 28
+"""Address space; the system gives memory where a result is first written."""
+LINE = 64
+STAGGER = 7 * LINE
+"""Between one result and the next: sizes are multiples of large powers of two, and first rows should not all share the
+same few lines of a cache."""
+
+
+class NotPlannableError(Exception):
+    """The function needs something that is no native kernel."""
+
+
+class Arena:
+    """Memory for the results of one plan. What nobody holds any more is used again, by the next result of its size."""
+
+    def __init__(self, num_bytes: int = ARENA_BYTES) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._memory = memoryview(mmap.mmap(-1, num_bytes, flags=flags))
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An unfilled tensor, which keeps the arena's memory alive. Raises NotPlannableError if there is no room."""
+        num_bytes = -(-max(1, torch.Size(shape).numel() * dtype.itemsize) // LINE) * LINE
+        free = self._free.setdefault(num_bytes, [])
+        start = free.pop() if free else self._grow(num_bytes)
+        piece = self._memory[start : start + num_bytes]
+        weakref.finalize(piece, free.append, start).atexit = False
+        return torch.frombuffer(piece, dtype=dtype)[: torch.Size(shape).numel()].view(*shape)
+
+    def _grow(self, num_bytes: int) -> int:
+        start, self._end = self._end, self._end + num_bytes + STAGGER
+        if self._end > len(self._memory):
+            raise NotPlannableError(f"results of a step take more than {len(self._memory)} bytes")
+        return start
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+    """Inside it torch makes views, and new tensors in the arena; it computes nothing."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
+        self._arena = arena
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; keeping the compiler out would first import it, which takes a second."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch calls for every operation."""
+        if func is torch.ops.aten.empty.memory_format:
+            return self._arena.take(args[0], (kwargs or {}).get("dtype") or torch.get_default_dtype())
+        if not func.is_view:
+            raise NotPlannableError(f"{func} is no native kernel")
+        result = func(*args, **(kwargs or {}))
+        memory = {t.untyped_storage().data_ptr() for t in (result if isinstance(result, (list, tuple)) else [result])}
+        if memory != {args[0].untyped_storage().data_ptr()}:
+            raise NotPlannableError(f"{func} copies here")  # contiguous and reshape may
+        return result
+
+
+class Plan:
+    """The recorded calls, and where their results go. Holds no weights and no cache: whoever made it sees to it that
+    those it was made with are still there."""
+
+    def __init__(
+        self,
+        context: Context,
+        function: Callable[[Tensor, Tensor], Tensor],
+        max_num_tokens: int,
+        batches: Sequence[AttentionArgs],
+    ) -> None:
+        """`function`: ids and positions, [max_num_tokens] int64 each, to [max_num_tokens, dim]. It attends with
+        `batches`, one per group of layers with the same block tables: calls are matched with them by their `slots`, so
+        those must differ. Raises NotPlannableError."""
+        self._context, cdll = context, context.library.cdll
+        self._batches = (POINTER(AttentionArgs) * len(batches))()
+        self._step = StepArgs(num_batches=len(batches), batches=self._batches)
+        ids, positions = torch.empty((2, max_num_tokens), dtype=torch.int64)
+        arena = Arena()
+        self._put(ids, positions, batches)
+        self._handle = c_void_p(cdll.qk_begin_plan(context.handle, byref(self._step)))
+        weakref.finalize(self, cdll.qk_destroy_plan, self._handle)
+        try:
+            with Recorder(arena):
+                self._result = function(ids, positions)
+        finally:
+            is_whole = cdll.qk_end_plan(context.handle)
+        if not is_whole:
+            raise NotPlannableError("a kernel is called for something else than each token of the step")
+
+    def _put(self, ids: Tensor, positions: Tensor, batches: Sequence[AttentionArgs]) -> None:
+        step = self._step
+        step.num_tokens, step.ids, step.positions = ids.shape[0], ids.data_ptr(), positions.data_ptr()
+        for i, batch in enumerate(batches):
+            self._batches[i] = ctypes.pointer(batch)
+
+    def run(self, ids: Tensor, positions: Tensor, batches: Sequence[AttentionArgs]) -> Tensor:
+        """ids, positions: [n] int64, at most the number it was made for. [n, dim], overwritten by the next run."""
+        self._put(ids, positions, batches)
+        self._context.library.cdll.qk_run_plan(self._context.handle, self._handle, byref(self._step))
+        return self._result[: ids.shape[0]]

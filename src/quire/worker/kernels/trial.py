@@ -1,0 +1,119 @@
+"""Does an instruction set compute on this CPU what the next one does? `python -m quire.worker.kernels.trial amx avx512`
+
+A small fixed set of products by both, compared within rounding, and each row of the first alone and among others,
+compared to the bit. It is a process of its own: kernels that this CPU cannot run after all end this process, and no
+engine. kernels/tried.py starts it, and remembers what it found.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from quire.failpoints import arm_failpoints, failpoint
+from quire.worker.kernels.base import Kernels, LinearSpec
+from quire.worker.kernels.library import Context, native_library
+from quire.worker.kernels.native import NativeKernels
+
+AGREES, DISAGREES = 0, 3
+"""Exit codes."""
+SHAPES = ((64, 64), (37, 53), (130, 515), (256, 96))
+"""(outputs, inputs): whole tiles, and odd remains of both."""
+ROWS = (1, 2, 15, 16, 17, 33, 64)
+SUM_STEP = 2.0**-19
+"""How far two float32 sums may be apart, by the sum of the sizes of what is summed: 16 steps, in whatever order."""
+BFLOAT16_STEP = 2.0**-7
+"""The same of two numbers that were rounded to bfloat16."""
+
+Words = Iterator[str]
+"""What is wrong; nothing if all is well."""
+Check = Callable[[Kernels, Kernels, Kernels], Words]
+"""Of (candidate, candidate with another number of threads, reference)."""
+
+
+def check_linear(candidate: Kernels, other: Kernels, reference: Kernels) -> Words:
+    """Plain and gated linear layers on bfloat16 weights."""
+    for n, k in SHAPES:
+        for is_gated in (False, True):
+            weight = noise(2 * n if is_gated else n, k)
+            spec = LinearSpec(activation="silu" if is_gated else None, gated=is_gated, float32_output=not is_gated)
+            mine, others, theirs = (kernels.linear(weight, None, spec) for kernels in (candidate, other, reference))
+            x = noise(max(ROWS), k)
+            rows = [mine(x[i : i + 1]) for i in range(max(ROWS))]
+            for m in ROWS:
+                where = f"linear of {m} x {k} by {'2 x ' * is_gated}{n}"
+                y = mine(x[:m])
+                if not same_bits(y, torch.cat(rows[:m])) or not same_bits(y, others(x[:m])):
+                    yield f"{where}: a row's bits depend on the rows beside it, or on threads"
+                expected, sizes = theirs(x[:m]), x[:m].float().abs() @ weight.float().abs().T  # [m, n or 2 n]
+                limit = sizes * SUM_STEP
+                if is_gated:  # |silu(a)| <= |a|, and its slope is below 1.1
+                    limit = expected.float().abs() * BFLOAT16_STEP + 2.1 * sizes[:, :n] * sizes[:, n:] * SUM_STEP
+                if not close(y, expected, limit):
+                    yield f"{where}: results differ by more than rounding"
+
+
+def check_experts(candidate: Kernels, other: Kernels, reference: Kernels) -> Words:
+    """A mixture of experts: the same products, of the rows that chose an expert."""
+    num_experts, hidden, size, n = 4, 80, 48, 19
+    gate_up, down, x = noise(num_experts, 2 * size, hidden), noise(num_experts, hidden, size), noise(n, hidden)
+    ids = torch.stack([torch.arange(n) % num_experts, (torch.arange(n) + 1) % num_experts], dim=1)  # [n, 2]
+    weights = torch.tensor([0.75, 0.25]).repeat(n, 1)  # [n, 2]
+    mine, others, theirs = (kernels.experts(gate_up, down, "silu") for kernels in (candidate, other, reference))
+    y = mine(x, ids, weights)
+    alone = torch.cat([mine(x[i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(n)])
+    if not same_bits(y, alone) or not same_bits(y, others(x, ids, weights)):
+        yield "experts: a row's bits depend on the rows beside it, or on threads"
+    expected = theirs(x, ids, weights)
+    if not close(y, expected, 2 * BFLOAT16_STEP * expected.float().abs().amax()):  # sums of what was rounded
+        yield "experts: results differ by more than rounding"
+
+
+CHECKS: tuple[Check, ...] = (check_linear, check_experts)
+
+
+def noise(*shape: int) -> Tensor:
+    """bfloat16 in [-1, 1), the same for the same shape."""
+    count = int(torch.tensor(shape).prod())
+    numbers = (torch.arange(count) * 2654435761) % 65521  # a multiplicative hash: no generator to depend on
+    return (numbers.float() / 32760.5 - 1.0).view(shape).bfloat16()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal to the bit."""
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def close(found: Tensor, expected: Tensor, limit: Tensor) -> bool:
+    """Whether they differ by no more than `limit`, and are numbers."""
+    return bool(torch.isfinite(found).all() and ((found.float() - expected.float()).abs() <= limit).all())
+
+
+def compare(candidate: str, reference: str) -> list[str]:
+    """What is wrong with the kernels of instruction set `candidate`. Raises ValueError if either is not there."""
+    library = native_library()
+    if library is None:
+        raise ValueError("there is no library of native kernels")
+    mine, others, theirs = (
+        NativeKernels(Context(library, num_threads, name))
+        for num_threads, name in ((1, candidate), (2, candidate), (1, reference))
+    )
+    return [words for check in CHECKS for words in check(mine, others, theirs)]
+
+
+def main() -> int:
+    """The process: its exit code is the verdict, its output the reasons."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer here, not worth a file
+    arm_failpoints()
+    failpoint("kernels.trial")
+    wrong = compare(*sys.argv[1:3])
+    print("\n".join(wrong[:5]))
+    return DISAGREES if wrong else AGREES
+
+
+if __name__ == "__main__":
+    sys.exit(main())

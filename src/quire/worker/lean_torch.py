@@ -1,0 +1,103 @@
+"""`import torch` without what serving never uses: importing this module, before torch, is the switch.
+
+More than half of torch's import is its compiler's and exporter's business: rules in Python for the shapes of operators,
+decompositions, `torch.export`, quantization for training. Here those modules are entered in sys.modules without being
+run; the first look at one of their attributes runs it, so whoever wants one still gets it. What a module does besides
+(`torch._meta_registrations` registers shape rules) happens then, and not before: a model that computes on the meta
+device with an operator whose rule is in Python needs `QUIRE_LEAN_TORCH=0`.
+
+Engine core processes import it (`ParallelConfig.core_names`), and nobody else: a user's process is the user's.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from quire import envs
+
+TRIED_VERSIONS = ("2.13.",)
+"""Of torch. Its modules import one another in circles, so which of them can wait must be tried for each version; with
+any other, all of it is imported."""
+NOT_NEEDED = frozenset(
+    {
+        *("torch._meta_registrations", "torch.distributed._meta_registrations", "torch.export", "torch.distributions"),
+        *("torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable", "torch.nn.quantized", "torch.quantization"),
+        *("torch.ao", "torch.masked", "torch.profiler", "torch.testing", "torch.utils.data", "torch.fx.passes"),
+    }
+)
+_lock = threading.RLock()
+
+
+class LazyModule(ModuleType):
+    """A module that runs its code when something is asked of it that the import system has not put there."""
+
+    def __getattr__(self, name: str) -> Any:
+        with _lock:
+            if type(self) is LazyModule:
+                self.__class__ = ModuleType  # type: ignore[assignment]  # from here on a module like any other
+                loader = self.__spec__.loader if self.__spec__ is not None else None
+                assert isinstance(loader, LazyLoader)
+                loader.run(self)
+        return getattr(self, name)
+
+
+class LazyLoader(Loader):
+    """Has a `LazyModule` run what `loader` would have run at once."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """See Loader."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Not yet."""
+        module.__class__ = LazyModule
+
+    def run(self, module: ModuleType) -> None:
+        """Now."""
+        spec = module.__spec__
+        assert spec is not None  # the import system has set it
+        spec.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+
+
+class LazyFinder(MetaPathFinder):
+    """Finds the modules named in `NOT_NEEDED`, and has them loaded lazily."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See MetaPathFinder."""
+        if fullname not in NOT_NEEDED:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = LazyLoader(spec.loader)
+        return spec
+
+
+def installed_version() -> str:
+    """Of torch, read from its files without importing it; empty if it cannot be told."""
+    spec = PathFinder.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    found = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.MULTILINE)
+    return found.group(1) if found else ""
+
+
+if envs.LEAN_TORCH.flag() and "torch" not in sys.modules and installed_version().startswith(TRIED_VERSIONS):
+    sys.meta_path.insert(0, LazyFinder())

@@ -1,0 +1,276 @@
+"""A model's packed weights between memory and the cache on disk: found there, or written there while it loads."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import quire.worker
+from quire.config.checkpoint import TensorInfo
+from quire.config.hf_config import HFConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.logger import init_logger
+from quire.worker.kernels.base import Kernels
+from quire.worker.kernels.memory import take_memory
+from quire.worker.kernels.packs import FRESH_PACKS, Fill, Packs
+from quire.worker.packed_cache import GIB, Key, PackedCache, PackedFile, PackedFileWriter, max_cache_bytes
+from quire.worker.quantization.stored import Stored, StoredMatrix
+
+logger = init_logger(__name__)
+
+SETTLED_S = 2.0
+"""A checkpoint that changed less than that ago may still be being written: what is made of it is not kept."""
+SPARE_DISK_BYTES = GIB
+"""Room that is left on the disk."""
+WRITER_NICENESS = 10
+END_S = 5.0
+"""How long an engine that ends waits for its writer."""
+
+
+class MismatchError(Exception):
+    """A cached file holds other layers than the model asks for."""
+
+
+def make_key(
+    stored: Mapping[str, Stored], hf: HFConfig, load_config: LoadConfig, dtype: torch.dtype, kernels: Kernels
+) -> Key:
+    """What the packed bytes depend on: the checkpoint's files, the model they are put into, how it packs, and the code
+    that does. Raises OSError.
+
+    A file is known by size, inode and the times of its last changes. ctime cannot be set: a file that is overwritten in
+    place is another one, whatever its mtime says. Paths do not count.
+    """
+    files = sorted({info.file for info in _infos(stored)})
+    root = Path(quire.worker.__file__).parent
+    code = [file for file in root.rglob("*") if file.suffix in (".py", ".so")]
+    return {
+        "checkpoint": [[file.name, *_identity(file)] for file in files],
+        "config": hashlib.sha256(json.dumps(hf.raw, sort_keys=True, default=str).encode()).hexdigest(),
+        "load": {name: str(value) for name, value in sorted(vars(load_config).items())},
+        "dtype": str(dtype),
+        "kernels": kernels.pack_format,
+        "code": sorted([str(file.relative_to(root)), *_identity(file)] for file in code),
+    }
+
+
+def _identity(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def is_settled(stored: Mapping[str, Stored]) -> bool:
+    """Whether nothing has changed the checkpoint lately. Raises OSError."""
+    return time.time() - max(file.stat().st_ctime for file in {info.file for info in _infos(stored)}) > SETTLED_S
+
+
+def _infos(stored: Mapping[str, Stored]) -> Iterator[TensorInfo]:
+    """Every tensor of the checkpoint that is read."""
+    for tensor in stored.values():
+        yield from tensor.infos.values() if isinstance(tensor, StoredMatrix) else (tensor,)
+
+
+class MappedPacks:
+    """Gives layers what a file holds, through one read-only mapping that lives as long as any of them."""
+
+    def __init__(self, file: PackedFile) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "not writable": nobody writes
+            self._memory = torch.frombuffer(file.memory, dtype=torch.uint8)
+        self._blobs = file.blobs
+        self._names: Iterator[str] = iter(())
+
+    def begin(self, layer: str) -> None:
+        """See Packs."""
+        self._names = _names_of(layer)
+
+    def take(self, num_bytes: int, fill: Fill) -> Tensor:
+        """See Packs. Raises MismatchError if the file does not have it."""
+        name = next(self._names)
+        blob = self._blobs.get(name)
+        if blob is None or blob.num_bytes != num_bytes:
+            raise MismatchError(f"{name} of {num_bytes} bytes is not in it")
+        return self._memory[blob.offset : blob.offset + num_bytes]
+
+
+class RecordedPacks:
+    """Packs now, and hands every layer to a writer."""
+
+    def __init__(self, writer: CacheWriter) -> None:
+        self._writer = writer
+        self._names: Iterator[str] = iter(())
+
+    def begin(self, layer: str) -> None:
+        """See Packs."""
+        self._names = _names_of(layer)
+
+    def take(self, num_bytes: int, fill: Fill) -> Tensor:
+        """See Packs."""
+        memory = take_memory(num_bytes)
+        fill(memory)
+        self._writer.add(next(self._names), memory)
+        return memory
+
+
+def _names_of(layer: str) -> Iterator[str]:
+    number = 0
+    while True:
+        yield f"{layer}/{number}"
+        number += 1
+
+
+class CacheWriter(threading.Thread):
+    """Writes layers to the cache while the model goes on loading, and while it serves. What fails is a line in the log.
+
+    It holds on to the memory of what it has not written yet: `cancel` before that is to be given back.
+    """
+
+    def __init__(self, cache: PackedCache, key: Key, source: str) -> None:
+        super().__init__(name="PackedWeightsWriter", daemon=True)
+        self._cache, self._key, self._source = cache, key, source
+        self._layers: queue.SimpleQueue[tuple[str, Tensor] | None] = queue.SimpleQueue()
+        self._is_cancelled = False
+        self._has_ended = False
+        self.start()
+
+    def add(self, name: str, memory: Tensor) -> None:
+        """Write a layer, some time; forget it at once if writing has failed."""
+        self._layers.put((name, memory))
+        if self._has_ended:
+            self._forget()
+
+    def finish(self) -> None:
+        """That was the last one."""
+        self._layers.put(None)
+
+    def cancel(self) -> None:
+        """Give up, and let go of all memory. Waits for the chunk that is being written."""
+        self._is_cancelled = True
+        self._layers.put(None)
+        self.join()
+
+    def run(self) -> None:
+        """The thread's body."""
+        with contextlib.suppress(AttributeError, OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)  # of this thread, on Linux
+        writer = None
+        try:
+            writer = PackedFileWriter(self._cache.path_of(self._key), self._key, self._source)
+            if self._write_all(writer):
+                writer.commit()
+                self._cache.trim(max_cache_bytes())
+                logger.info("packed weights are kept in %s", self._cache.path_of(self._key))
+        except OSError as e:
+            logger.info("packed weights are not kept in %s: %s", self._cache.directory, e.strerror or e)
+        finally:
+            if writer is not None:
+                writer.discard()
+            self._has_ended = True
+            self._forget()
+
+    def _forget(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._layers.get_nowait()
+
+    def _write_all(self, writer: PackedFileWriter) -> bool:
+        while not self._is_cancelled and (layer := self._layers.get()) is not None:
+            name, memory = layer
+            writer.add(name, memoryview(memory.numpy()))  # type: ignore[arg-type]  # an array is a buffer
+        return not self._is_cancelled
+
+
+class WeightCache:
+    """The packed weights of one model: finds them on disk, or has them written there. Owns the writer."""
+
+    def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
+        self._load_config = load_config
+        self._hf = hf = model_config.hf_config
+        is_quantized = hf.get("quantization_config") or getattr(model_config, "quantization", None)
+        is_wanted = load_config.weight_cache and not is_quantized and max_cache_bytes() > 0
+        self._cache = PackedCache.default() if is_wanted else None
+        self._writer: CacheWriter | None = None
+        self.mapped_bytes = 0
+        """Of the file that is in use: page cache, but not to be counted on as free memory."""
+
+    @contextmanager
+    def packs(
+        self, stored: Mapping[str, Stored] | None, dtype: torch.dtype, kernels: Kernels, *, keep: bool
+    ) -> Iterator[tuple[Packs, bool]]:
+        """Where layers take their memory while a model is filled from `stored`, and whether that has everything they
+        packed before. With `keep` what is packed anew is written to the cache."""
+        self.cancel()
+        self.mapped_bytes = 0
+        if self._cache is None or stored is None or kernels.pack_format is None:
+            yield FRESH_PACKS, False
+            return
+        try:
+            key = make_key(stored, self._hf, self._load_config, dtype, kernels)
+            may_keep = keep and is_settled(stored)
+        except OSError:
+            yield FRESH_PACKS, False
+            return
+        file = self._cache.open(key)
+        if file is not None:
+            logger.info("packed weights of %s are mapped from %s", file.source, file.path)
+            self.mapped_bytes = file.num_bytes
+            yield MappedPacks(file), True
+        elif may_keep and self._has_room(stored):
+            yield from self._record(key, stored, dtype, kernels)
+        else:
+            yield FRESH_PACKS, False
+
+    def _record(
+        self, key: Key, stored: Mapping[str, Stored], dtype: torch.dtype, kernels: Kernels
+    ) -> Iterator[tuple[Packs, bool]]:
+        assert self._cache is not None
+        source = str(next(_infos(stored)).file.parent)
+        self._writer = writer = CacheWriter(self._cache, key, source)
+        try:
+            yield RecordedPacks(writer), False
+        except BaseException:
+            self.cancel()
+            raise
+        if make_key(stored, self._hf, self._load_config, dtype, kernels) == key:
+            writer.finish()
+        else:
+            self.cancel()  # somebody wrote to the checkpoint while we read it
+
+    def _has_room(self, stored: Mapping[str, Stored]) -> bool:
+        assert self._cache is not None
+        needed = sum(info.nbytes for info in _infos(stored)) + SPARE_DISK_BYTES
+        place = self._cache.directory
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        try:
+            free = shutil.disk_usage(place).free
+        except OSError:
+            return False
+        if needed > free:
+            logger.info("packed weights are not kept: %s has %.1f GiB left", place, free / GIB)
+        return needed <= free
+
+    def cancel(self) -> None:
+        """Stop writing: the weights are about to go."""
+        if self._writer is not None:
+            self._writer.cancel()
+            self._writer = None
+
+    def close(self) -> None:
+        """The engine ends: what is almost written is written."""
+        if self._writer is not None:
+            self._writer.join(END_S)
+            self.cancel()

@@ -1,0 +1,258 @@
+"""Packed weights on disk: files that a later start maps into memory instead of packing again (docs/weight_cache.md).
+
+A file holds named blobs, the bytes of one model's packed layers, and a table that says where each lies and for what the
+whole was made. It is only ever read as bytes: nothing in it is run. A file is written under another name and renamed
+when it is whole, and is checked (lengths, digest of the table, key) before any of it is used. No torch here, so that
+`quire cache` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire import envs
+from quire.logger import init_logger
+
+logger = init_logger(__name__)
+
+MAGIC = b"QUIREPAK"
+VERSION = 1
+HEADER = struct.Struct("<8sIIQQ32s")
+"""Magic, version, zero, where the table begins, its bytes, its SHA-256. The file ends with the table."""
+ALIGNMENT = 4096
+MAX_TABLE_BYTES = 1 << 28
+SUFFIX = ".packed"
+CHUNK_BYTES = 8 << 20
+STALE_PART_S = 24 * 3600.0
+"""What a writer that died left behind is removed after that long."""
+GIB = 1 << 30
+
+Key = Mapping[str, Any]
+"""What a file was made for, as JSON values: the same key means the same bytes."""
+
+
+class InvalidPackedFileError(Exception):
+    """A file that is not what its name promises; the words say why. It is packed again."""
+
+
+@dataclass(frozen=True)
+class Blob:
+    """Where a layer's bytes lie in the file."""
+
+    offset: int
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """An open file, checked and mapped read-only. The mapping outlives the file's deletion."""
+
+    path: Path
+    key: Key
+    source: str
+    """The checkpoint directory it was packed from: for people."""
+    blobs: Mapping[str, Blob]
+    memory: mmap.mmap = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the file."""
+        return len(self.memory)
+
+    def find_damage(self) -> str | None:
+        """Read all of it; the first layer whose bytes are not those that were written, or None."""
+        view = memoryview(self.memory)
+        for name, blob in self.blobs.items():
+            if zlib.crc32(view[blob.offset : blob.offset + blob.num_bytes]) != blob.crc32:
+                return name
+        return None
+
+
+def open_packed_file(path: Path, key: Key | None = None) -> PackedFile:
+    """Map a file. With `key`, only one made for exactly that.
+
+    Raises InvalidPackedFileError for one that is truncated, damaged, of another make or of another user; OSError.
+    """
+    with open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (os.geteuid(), 0):
+            raise InvalidPackedFileError("it belongs to another user")
+        table_offset, table = _read_table(file.read(HEADER.size), status.st_size, file)
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        blobs = {name: Blob(*map(int, row)) for name, row in table["blobs"].items()}
+        found_key, source = dict(table["key"]), str(table["source"])
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise InvalidPackedFileError(f"its table is not one: {e}") from None
+    for name, blob in blobs.items():
+        if not HEADER.size <= blob.offset <= blob.offset + blob.num_bytes <= table_offset or blob.num_bytes < 0:
+            raise InvalidPackedFileError(f"layer {name} lies outside of it")
+    if key is not None and found_key != _as_json(key):
+        raise InvalidPackedFileError("it was made for something else")
+    return PackedFile(path, found_key, source, blobs, memory)
+
+
+def _read_table(header: bytes, file_bytes: int, file: Any) -> tuple[int, dict[str, Any]]:
+    if len(header) < HEADER.size:
+        raise InvalidPackedFileError("it is too short")
+    magic, version, _, offset, num_bytes, digest = HEADER.unpack(header)
+    if (magic, version) != (MAGIC, VERSION):
+        raise InvalidPackedFileError("it is no file of packed weights of this version")
+    if offset + num_bytes != file_bytes or num_bytes > MAX_TABLE_BYTES or offset < HEADER.size:
+        raise InvalidPackedFileError(f"it has {file_bytes} bytes and should have {offset + num_bytes}")
+    file.seek(offset)
+    text = file.read(num_bytes)
+    if hashlib.sha256(text).digest() != digest:
+        raise InvalidPackedFileError("its table is damaged")
+    table = json.loads(text)
+    if not isinstance(table, dict):
+        raise InvalidPackedFileError("its table is not one")
+    return offset, table
+
+
+def _as_json(key: Key) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(json.dumps(key))
+    return value
+
+
+class PackedFileWriter:
+    """Writes one file, layer by layer, under a name of its own until `commit`. Methods raise OSError."""
+
+    def __init__(self, path: Path, key: Key, source: str) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path, self._key, self._source = path, key, source
+        self._part = path.with_name(f"{path.name}.{os.getpid()}-{time.monotonic_ns():x}.part")
+        self._file = os.fdopen(os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        self._blobs: dict[str, list[int]] = {}
+        self._offset = ALIGNMENT
+
+    def add(self, name: str, data: memoryview) -> None:
+        """Append a layer's bytes."""
+        self._file.seek(self._offset)
+        checksum = 0
+        for start in range(0, len(data), CHUNK_BYTES):
+            chunk = data[start : start + CHUNK_BYTES]
+            self._file.write(chunk)
+            checksum = zlib.crc32(chunk, checksum)
+        self._blobs[name] = [self._offset, len(data), checksum]
+        self._offset += -(-len(data) // ALIGNMENT) * ALIGNMENT
+
+    def commit(self) -> None:
+        """Everything is there: the file gets its name, once it is on the disk."""
+        table = json.dumps({"key": self._key, "source": self._source, "blobs": self._blobs}).encode()
+        self._file.seek(self._offset)
+        self._file.write(table)
+        header = HEADER.pack(MAGIC, VERSION, 0, self._offset, len(table), hashlib.sha256(table).digest())
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._part.replace(self._path)
+
+    def discard(self) -> None:
+        """Leave nothing behind. May follow anything."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._part.unlink(missing_ok=True)
+
+
+class PackedCache:
+    """A directory of packed files. Any of them may be deleted at any time, also while it is in use."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @staticmethod
+    def default() -> PackedCache:
+        """That of this user."""
+        return PackedCache(cache_root() / "packed")
+
+    def path_of(self, key: Key) -> Path:
+        """Where the file of `key` is, or would be."""
+        text = json.dumps(key, sort_keys=True).encode()
+        return self.directory / f"{hashlib.sha256(text).hexdigest()[:32]}{SUFFIX}"
+
+    def open(self, key: Key) -> PackedFile | None:
+        """The file of `key`, marked as used now; None if there is none that is whole."""
+        path = self.path_of(key)
+        try:
+            file = open_packed_file(path, key)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, InvalidPackedFileError) as e:
+            logger.warning("%s is not used: %s", path, e)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the time `trim` goes by
+        return file
+
+    def files(self) -> list[Path]:
+        """All of them, the one used last first."""
+        return sorted(self._listing(SUFFIX), key=lambda path: -_mtime(path))
+
+    def trim(self, max_bytes: int) -> None:
+        """Delete what was not used for longest until `max_bytes` are kept, and what dead writers left."""
+        kept = 0
+        for path in self.files():
+            kept += _size(path)
+            if kept > max_bytes:
+                logger.info("%s is deleted: the cache may hold %.1f GiB", path, max_bytes / GIB)
+                remove(path)
+        for path in self._listing(".part"):
+            if time.time() - _mtime(path) > STALE_PART_S:
+                remove(path)
+
+    def clear(self) -> int:
+        """Delete everything; the bytes that were freed."""
+        freed = 0
+        for path in [*self.files(), *self._listing(".part")]:
+            freed += _size(path)
+            remove(path)
+        return freed
+
+    def _listing(self, suffix: str) -> Iterator[Path]:
+        with contextlib.suppress(OSError):
+            yield from (path for path in self.directory.iterdir() if path.name.endswith(suffix))
+
+
+def cache_root() -> Path:
+    """Where Quire keeps what may be deleted: QUIRE_CACHE_ROOT, or quire in XDG_CACHE_HOME or ~/.cache."""
+    root = envs.CACHE_ROOT.get() or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "quire")
+    return Path(root).expanduser()
+
+
+def max_cache_bytes() -> int:
+    """What the cache may hold: QUIRE_WEIGHT_CACHE_GIB. Raises ConfigError if that is no number."""
+    return int(envs.WEIGHT_CACHE_GIB.number() * GIB)
+
+
+def remove(path: Path) -> None:
+    """Delete a file; one that is gone, or that we may not delete, is left as it is."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _mtime(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0

@@ -1,0 +1,260 @@
+"""Quantized checkpoints, as other tools write them: which tensors make up a matrix, and how they are read.
+
+Field and tensor names, packings and formulas are those of the formats themselves:
+
+* compressed-tensors (https://github.com/vllm-project/compressed-tensors): `int-quantized` keeps int8 `weight` and
+  `weight_scale`; `pack-quantized` keeps `weight_packed`, int32 of several unsigned values each along the inputs, the
+  first in the lowest bits.
+* GPTQ (https://github.com/ModelCloud/GPTQModel): `qweight` is packed along the inputs and transposed, `qzeros` along
+  the outputs; the first version of the format stores zero points less 1. `g_idx` names each input's group.
+* AWQ (https://github.com/casper-hansen/AutoAWQ), "gemm": both are packed along the outputs, eight 4-bit values in the
+  order 0, 2, 4, 6, 1, 3, 5, 7.
+
+Unsigned values are shifted to signed ones, and zero points with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.config.checkpoint import TensorInfo
+from quire.config.stored_quantization import StoredScheme
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.worker.quantization.weight import QuantizedWeight
+
+WORD_BITS = 32
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight neighbouring outputs lies in each 4-bit field, from the lowest."""
+
+
+class StoredFormat(Protocol):
+    """One way of storing matrices."""
+
+    suffixes: ClassVar[tuple[str, ...]]
+    """Names of the tensors of one matrix, after its own name and a dot."""
+    mark: ClassVar[str]
+    """The one that every quantized matrix has."""
+
+    def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
+        """(out_features, in_features) of the matrix that these tensors are. Raises ModelLoadError if they are none."""
+
+    def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        """The matrix. Raises ModelLoadError or UnsupportedModelError without the name of a tensor."""
+
+
+class CompressedInt8:
+    """compressed-tensors `int-quantized`: 8 bits, a scale per output or per group."""
+
+    mark: ClassVar[str] = "weight_scale"
+    suffixes: ClassVar[tuple[str, ...]] = ("weight", mark, "weight_zero_point")
+
+    def __init__(self, quantizes_inputs: bool) -> None:
+        self.quantizes_inputs = quantizes_inputs
+
+    def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
+        """See StoredFormat.shape."""
+        weight = _need(infos, "weight")
+        if weight.dtype != "I8":
+            raise UnsupportedModelError(
+                f"{weight.file}: tensor {weight.name} is {weight.dtype} and has a scale; only int8 (and packed int4 or "
+                "int8) can be read"
+            )
+        return _two(weight)
+
+    def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        """See StoredFormat.read."""
+        scales = tensors[self.mark].float().reshape(shape[0], -1)
+        zeros = tensors.get("weight_zero_point")
+        zeros = None if zeros is None or not zeros.any() else zeros.to(torch.int16).reshape(scales.shape)
+        return QuantizedWeight(
+            bits=8,
+            values=tensors["weight"],
+            scales=scales,
+            zeros=zeros,
+            group_size=_group_size(scales, shape),
+            quantizes_inputs=self.quantizes_inputs and zeros is None and scales.shape[1] == 1,
+        )
+
+
+class CompressedPacked:
+    """compressed-tensors `pack-quantized`: 4 or 8 bits, weights only."""
+
+    mark: ClassVar[str] = "weight_packed"
+    suffixes: ClassVar[tuple[str, ...]] = (mark, "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+
+    def __init__(self, bits: int, quantizes_inputs: bool = False) -> None:
+        self.bits = bits
+        self.quantizes_inputs = quantizes_inputs
+
+    def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
+        """See StoredFormat.shape. Inputs fill whole words; a last one that does not is not supported."""
+        packed = _need(infos, self.mark)
+        _need(infos, "weight_scale")
+        rows, words = _two(packed)
+        return rows, words * (WORD_BITS // self.bits)
+
+    def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        """See StoredFormat.read."""
+        half = 1 << (self.bits - 1)
+        values = unpack(tensors[self.mark], self.bits) - half
+        scales = tensors["weight_scale"].float().reshape(shape[0], -1)
+        zeros = tensors.get("weight_zero_point")
+        if zeros is not None:
+            if zeros.dtype == torch.int32 and zeros.shape[0] != shape[0]:
+                zeros = unpack(zeros.T.contiguous(), self.bits).T[: shape[0]] - half
+            zeros = zeros.to(torch.int16).reshape(scales.shape).contiguous()
+        weight = QuantizedWeight(
+            bits=self.bits,
+            values=values.to(torch.int8),
+            scales=scales,
+            zeros=zeros,
+            group_size=_group_size(scales, shape),
+            quantizes_inputs=self.quantizes_inputs and zeros is None and scales.shape[1] == 1,
+        )
+        return _with_groups(weight, tensors.get("weight_g_idx"))
+
+
+class Gptq:
+    """GPTQ, versions 1 and 2."""
+
+    mark: ClassVar[str] = "qweight"
+    suffixes: ClassVar[tuple[str, ...]] = (mark, "qzeros", "scales", "g_idx")
+
+    def __init__(self, bits: int, zero_offset: int) -> None:
+        self.bits = bits
+        self.zero_offset = zero_offset
+
+    def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
+        """See StoredFormat.shape."""
+        words, columns = _two(_need(infos, self.mark))
+        _need(infos, "qzeros")
+        _need(infos, "scales")
+        return columns, words * (WORD_BITS // self.bits)
+
+    def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        """See StoredFormat.read."""
+        half = 1 << (self.bits - 1)
+        values = unpack(tensors[self.mark].T.contiguous(), self.bits) - half  # [out, in]
+        zeros = unpack(tensors["qzeros"], self.bits) + (self.zero_offset - half)  # [groups, out]
+        scales = tensors["scales"].float().T.contiguous()  # [out, groups]
+        weight = QuantizedWeight(
+            bits=self.bits,
+            values=values.to(torch.int8),
+            scales=scales,
+            zeros=_or_none(zeros.T.to(torch.int16).contiguous()),
+            group_size=_group_size(scales, shape),
+        )
+        return _with_groups(weight, tensors.get("g_idx"))
+
+
+class AwqGemm:
+    """AWQ, "gemm" version."""
+
+    mark: ClassVar[str] = "qweight"
+    suffixes: ClassVar[tuple[str, ...]] = (mark, "qzeros", "scales")
+    bits: ClassVar[int] = 4
+
+    def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
+        """See StoredFormat.shape."""
+        rows, words = _two(_need(infos, self.mark))
+        _need(infos, "qzeros")
+        _need(infos, "scales")
+        return words * (WORD_BITS // self.bits), rows
+
+    def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        """See StoredFormat.read."""
+        values = _in_order(unpack(tensors[self.mark], self.bits)) - 8  # [in, out]
+        zeros = _in_order(unpack(tensors["qzeros"], self.bits)) - 8  # [groups, out]
+        scales = tensors["scales"].float().T.contiguous()
+        return QuantizedWeight(
+            bits=self.bits,
+            values=values.T.to(torch.int8).contiguous(),
+            scales=scales,
+            zeros=_or_none(zeros.T.to(torch.int16).contiguous()),
+            group_size=_group_size(scales, shape),
+        )
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """words: [rows, n] int32 to [rows, n * 32 / bits] int32: unsigned values, the lowest bits first."""
+    if words.dtype != torch.int32:
+        raise ModelLoadError(f"packed values are {words.dtype}, not int32")
+    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def _in_order(values: Tensor) -> Tensor:
+    """AWQ's fields to the order of the outputs. values: [rows, n], n a multiple of 8."""
+    places = torch.tensor([AWQ_ORDER.index(i) for i in range(8)])
+    return values.view(values.shape[0], -1, 8)[:, :, places].flatten(1)
+
+
+def _or_none(zeros: Tensor) -> Tensor | None:
+    """Symmetric checkpoints store the middle as their zero point, which is 0 once shifted."""
+    return zeros if zeros.any() else None
+
+
+def _group_size(scales: Tensor, shape: tuple[int, int]) -> int:
+    outputs, groups = scales.shape
+    if outputs != shape[0] or groups == 0 or shape[1] % groups:
+        raise ModelLoadError(f"{outputs} x {groups} scales do not fit a matrix of {shape[0]} x {shape[1]}")
+    return shape[1] // groups
+
+
+def _with_groups(weight: QuantizedWeight, groups: Tensor | None) -> QuantizedWeight:
+    """Some quantize inputs in another order than they stand in ("act order"): groups are no neighbours then."""
+    if groups is None or (groups < 0).any():
+        return weight
+    if groups.shape != (weight.shape[1],) or groups.amax() >= weight.scales.shape[1]:
+        raise ModelLoadError(f"g_idx names {tuple(groups.shape)} groups for {weight.shape[1]} inputs")
+    neighbours = torch.arange(weight.shape[1]) // weight.group_size
+    if torch.equal(groups.long(), neighbours):
+        return weight
+    raise ScatteredGroupsError(weight, groups.long())
+
+
+class ScatteredGroupsError(Exception):
+    """Inputs of one group are no neighbours: kernels cannot compute with that, but `dequantize` can."""
+
+    def __init__(self, weight: QuantizedWeight, groups: Tensor) -> None:
+        super().__init__("groups are not of neighbouring inputs")
+        self.weight = weight
+        self.groups = groups
+
+    def dequantize(self) -> Tensor:
+        """[out_features, in_features] float32."""
+        weight, groups = self.weight, self.groups
+        wide = weight.values.float()
+        if weight.zeros is not None:
+            wide = wide - weight.zeros.float()[:, groups]
+        return wide * weight.scales[:, groups]
+
+
+def _need(infos: Mapping[str, TensorInfo], suffix: str) -> TensorInfo:
+    if suffix not in infos:
+        other = next(iter(infos.values()))
+        raise ModelLoadError(f"{other.file}: tensor {other.name} belongs to a quantized matrix that has no {suffix}")
+    return infos[suffix]
+
+
+def _two(info: TensorInfo) -> tuple[int, int]:
+    if len(info.shape) != 2:
+        raise ModelLoadError(f"{info.file}: tensor {info.name} has shape {list(info.shape)}; a matrix was expected")
+    return info.shape[0], info.shape[1]
+
+
+def make_format(scheme: StoredScheme) -> StoredFormat:
+    """What reads matrices stored as `scheme` says."""
+    match scheme.layout:
+        case "int8":
+            return CompressedInt8(scheme.quantizes_inputs)
+        case "packed":
+            return CompressedPacked(scheme.bits, scheme.quantizes_inputs)
+        case "gptq":
+            return Gptq(scheme.bits, scheme.zero_offset)
+        case "awq":
+            return AwqGemm()

@@ -1,0 +1,102 @@
+"""Short steps as one call into the native library.
+
+Calling a kernel from Python takes about as long as a small model's kernel itself: 50 calls for a token. So the calls of
+a forward pass are recorded once, from the model as it is written, and repeated by the library (kernels/plan.py). The
+bits are those of the model called module by module: the same kernels run in the same order on the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.logger import init_logger
+from quire.worker.attention.backend import AttentionBackend
+from quire.worker.attention.native_backend import NativeAttentionBackend
+from quire.worker.forward_context import ForwardContext, get_forward_context, set_forward_context
+from quire.worker.kernels.library import AttentionArgs
+from quire.worker.kernels.plan import NotPlannableError, Plan
+
+logger = init_logger(__name__)
+
+MAX_NUM_TOKENS = 256
+"""Of a step that is planned. In longer ones the calls themselves do not count."""
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+"""ids and positions, [n] int64 each, to hidden states [n, dim]; needs a forward context."""
+
+
+class StepPlanner:
+    """A model's forward pass, planned where it can be. What it returns may be overwritten by the next step.
+
+    A plan is made for the kernels and the KV cache there are, and made again when they are others. One that does not
+    repeat the model's result to the bit is not used: something in the model bypasses the recording.
+    """
+
+    def __init__(self, model: Forward, backend: NativeAttentionBackend) -> None:
+        self._model = model
+        self._backend = backend
+        self._is_plannable = True
+        self._plan: Plan | None = None
+        self._generation = -1
+        self._cache: Callable[[], Tensor | None] = lambda: None
+        """The tensor of a layer's keys, as long as it lives: caches are made and given back together."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the last short step ran from a plan."""
+        return self._plan is not None
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """See Forward."""
+        if input_ids.shape[0] > MAX_NUM_TOKENS or not self._is_plannable:
+            return self._model(input_ids, positions)
+        context = get_forward_context()
+        if self._plan is None or not self._fits(context):
+            return self._make_plan(context, input_ids, positions)
+        return self._plan.run(input_ids, positions, [metadata.args for metadata in context.metadata])
+
+    def _fits(self, context: ForwardContext) -> bool:
+        return self._generation == self._backend.context.num_kernels and self._cache() is _some_keys(context)
+
+    def _make_plan(self, context: ForwardContext, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Plan, and run the step both ways."""
+        self._plan = None
+        expected = self._model(input_ids, positions)
+        try:
+            plan = self._record(context)
+        except NotPlannableError as e:
+            self._is_plannable = False
+            logger.debug("steps are not planned: %s", e)
+            return expected
+        found = plan.run(input_ids, positions, [metadata.args for metadata in context.metadata])
+        if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
+            self._is_plannable = False
+            logger.warning("steps are not planned: the plan of this model does not repeat its results")
+            return expected
+        self._plan, self._generation = plan, self._backend.context.num_kernels
+        self._cache = weakref.ref(_some_keys(context))
+        return expected
+
+    def _record(self, context: ForwardContext) -> Plan:
+        """The plan of a step of the largest size. Its batches are named by numbers in the place of addresses."""
+        batches = [AttentionArgs(num_tokens=MAX_NUM_TOKENS, slots=i + 1) for i in range(len(context.metadata))]
+        metadata = [
+            dataclasses.replace(metadata, args=args) for metadata, args in zip(context.metadata, batches, strict=True)
+        ]
+        with set_forward_context(dataclasses.replace(context, metadata=metadata)):
+            return Plan(self._backend.context, self._model, MAX_NUM_TOKENS, batches)
+
+
+def plan_steps(model: Forward, backend: AttentionBackend[Any]) -> Forward:
+    """`model`, its short steps planned if `backend` is the native one."""
+    return StepPlanner(model, backend) if isinstance(backend, NativeAttentionBackend) else model
+
+
+def _some_keys(context: ForwardContext) -> Tensor:
+    return next(iter(context.kv_caches.values())).key

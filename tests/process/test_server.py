@@ -1,0 +1,182 @@
+"""`quire serve` as its users meet it: a process, a port, and OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import httpx2
+import openai
+import pytest
+
+from quire.sampling_params import SamplingParams
+from quire.testing.fake_model import FakeModel, expected_output
+
+from .serving import ServerProcess, environment, serve_command, serving
+
+HI = [{"role": "user", "content": "Hi"}]
+TIME_LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """One with a fake model of 20 ms a step, and the admin routes."""
+    with serving("--enable-admin", "--admin-port", "0", "--api-key", "secret", executor="Leisurely") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0, timeout=TIME_LIMIT_S) as client:
+        yield client
+
+
+def test_openais_client(client: openai.OpenAI, server: ServerProcess) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "demo"
+    answer = client.chat.completions.create(model="demo", messages=HI, max_tokens=4)  # type: ignore[arg-type]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+    streamed = client.chat.completions.create(
+        model="demo",
+        messages=HI,  # type: ignore[arg-type]
+        max_tokens=4,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(streamed)
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == answer.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 4
+    completion = client.completions.create(model="demo", prompt=["a", "b"], max_tokens=3, extra_body={"top_k": 5})
+    assert [choice.index for choice in completion.choices] == [0, 1]
+
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="demo", prompt="x", temperature=9)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+
+
+def test_the_admin_listener(server: ServerProcess) -> None:
+    assert server.admin_url is not None
+    headers = {"authorization": "Bearer secret"}
+    with httpx2.Client(timeout=TIME_LIMIT_S, headers=headers) as client:
+        assert client.post(f"{server.url}/pause").status_code == 404
+        assert client.get(f"{server.admin_url}/is_paused").json() == {"is_paused": False}
+        assert client.get(f"{server.admin_url}/is_paused", headers={"authorization": ""}).status_code == 401
+        assert client.get(f"{server.admin_url}/is_paused", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_a_stream_survives_the_death_of_the_core(client: openai.OpenAI, server: ServerProcess) -> None:
+    """Unnoticed by its reader: the same text as undisturbed, and one end."""
+    options = {"model": "demo", "prompt": [50, 51], "max_tokens": 60, "extra_body": {"ignore_eos": True}}
+    expected = client.completions.create(**options)  # type: ignore[call-overload]
+    texts, ends = [], []
+    for number, chunk in enumerate(client.completions.create(**options, stream=True)):  # type: ignore[call-overload]
+        if number == 5:
+            os.kill(server.core_pid(), signal.SIGKILL)
+        texts.append(chunk.choices[0].text)
+        ends.append(chunk.choices[0].finish_reason)
+    assert "".join(texts) == expected.choices[0].text
+    assert [end for end in ends if end] == ["length"]
+
+
+def test_a_crowd_some_of_whom_leave_while_the_core_dies(server: ServerProcess) -> None:
+    """Everyone who stays gets the answer to their own prompt; nothing is left of anyone."""
+    seeds, num_readers = random.Random(5), 60
+    headers = {"authorization": "Bearer secret"}
+
+    async def ask(client: httpx2.AsyncClient, number: int) -> None:
+        body = {"prompt": [40 + number, 50], "max_tokens": 10 + number % 30, "ignore_eos": True}
+        body |= {"stream": True, "return_token_ids": True}
+        leaves_after, tokens = seeds.choice([None, None, 3]), []
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            lines = (line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: "))
+            async for line in lines:
+                if line == "[DONE]":
+                    break
+                tokens += json.loads(line)["choices"][0]["token_ids"]
+                if leaves_after is not None and len(tokens) >= leaves_after:
+                    return
+        params = SamplingParams(max_tokens=body["max_tokens"], ignore_eos=True)
+        assert tokens == expected_output(FakeModel(), body["prompt"], params, 2048).token_ids
+
+    async def run() -> None:
+        limits = httpx2.Limits(max_connections=num_readers + 1)
+        async with httpx2.AsyncClient(
+            base_url=server.url, headers=headers, timeout=TIME_LIMIT_S, limits=limits
+        ) as client:
+            readers = [asyncio.create_task(ask(client, number)) for number in range(num_readers)]
+            await readers[0]
+            os.kill(server.core_pid(), signal.SIGKILL)
+            await asyncio.gather(*readers)
+            while (await client.get("/load")).json() != {"server_load": 0}:
+                pass
+
+    asyncio.run(asyncio.wait_for(run(), TIME_LIMIT_S))
+
+
+def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:
+    """One request ends within --shutdown-timeout; a new one is refused; the exit code is 0 and no core is left."""
+    with serving("--shutdown-timeout", "30", executor="Leisurely") as server:
+        core = server.core_pid()
+        with httpx2.Client(base_url=server.url, timeout=TIME_LIMIT_S) as client:
+            body = {"prompt": [50], "max_tokens": 100, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                server.process.send_signal(signal.SIGTERM)
+                while client.get("/health/ready").status_code == 200:
+                    pass
+                refused = client.post("/v1/completions", json={"prompt": "x"})
+                assert refused.status_code == 503
+                *_, end = (line for line in lines if line)
+                assert end == "data: [DONE]"
+        assert server.process.wait(TIME_LIMIT_S) == 0
+        assert not os.path.exists(f"/proc/{core}")
+
+
+def test_a_second_signal_ends_streams_with_an_error() -> None:
+    with serving("--shutdown-timeout", "600", executor="Leisurely") as server:
+        lines: list[str] = []
+        begun = threading.Event()
+
+        def read() -> None:
+            body = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+            with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=TIME_LIMIT_S) as response:
+                for line in response.iter_lines():
+                    lines.append(line)
+                    begun.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert begun.wait(TIME_LIMIT_S)
+        server.process.send_signal(signal.SIGTERM)
+        while httpx2.get(f"{server.url}/health/ready").status_code == 200:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        reader.join(TIME_LIMIT_S)
+        *_, error, end = (line for line in lines if line)
+        assert '"code":503' in error
+        assert end == "data: [DONE]"
+        assert server.process.wait(TIME_LIMIT_S) == 0
+
+
+def test_a_port_that_is_taken_is_told_of_before_anything_is_loaded(server: ServerProcess) -> None:
+    port = server.url.rpartition(":")[2]
+    ended = subprocess.run(
+        serve_command("--port", port), env=environment(), capture_output=True, text=True, timeout=TIME_LIMIT_S
+    )
+    assert ended.returncode == 2
+    assert f"--port {port}" in ended.stderr

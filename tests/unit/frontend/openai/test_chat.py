@@ -1,0 +1,135 @@
+"""/v1/chat/completions, whole and in chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .serving import Server, check
+
+PATH = "/v1/chat/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def test_an_answer_has_every_field_in_vllms_order() -> None:
+    async def test(server: Server) -> None:
+        answer = await server.answer(PATH, messages=HI, max_tokens=3, model="demo")
+        assert list(answer) == [
+            "id", "object", "created", "model", "choices", "service_tier", "system_fingerprint", "usage",
+            "prompt_logprobs", "prompt_token_ids", "prompt_text", "kv_transfer_params", "ec_transfer_params", "metrics",
+        ]  # fmt: skip
+        assert answer["object"] == "chat.completion"
+        (choice,) = answer["choices"]
+        assert list(choice) == [
+            "index", "message", "logprobs", "finish_reason", "stop_reason", "token_ids", "routed_experts",
+        ]  # fmt: skip
+        assert list(choice["message"]) == [
+            "role", "content", "refusal", "annotations", "audio", "function_call", "reasoning",
+        ]  # fmt: skip
+        assert choice["message"]["role"] == "assistant"
+        assert list(answer["usage"]) == [
+            "prompt_tokens", "total_tokens", "completion_tokens", "prompt_tokens_details", "completion_tokens_details",
+        ]  # fmt: skip
+
+    check(test)
+
+
+def test_a_stream_says_what_the_whole_answer_says() -> None:
+    async def test(server: Server) -> None:
+        body: dict[str, Any] = {"messages": HI, "max_completion_tokens": 12, "n": 2, "seed": 3, "temperature": 1}
+        body |= {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+        whole = await server.answer(PATH, **body)
+        *chunks, last = await server.stream(PATH, **body, stream_options={"include_usage": True})
+        assert last["usage"] == {key: whole["usage"][key] for key in last["usage"]}
+        assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+        for index in range(2):
+            first, *choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+            expected = whole["choices"][index]
+            assert first["delta"] == {"role": "assistant", "content": ""}
+            assert "".join(c["delta"]["content"] for c in choices) == expected["message"]["content"]
+            assert [t for c in choices for t in c["token_ids"]] == expected["token_ids"]
+            streamed = [entry for c in choices for entry in c["logprobs"]["content"]]
+            assert streamed == expected["logprobs"]["content"]
+            assert choices[-1]["finish_reason"] == expected["finish_reason"]
+            assert "stop_reason" in choices[-1]
+        for entry in whole["choices"][0]["logprobs"]["content"]:
+            assert list(entry) == ["token", "logprob", "bytes", "top_logprobs"]
+            assert len(entry["top_logprobs"]) == 2
+
+    check(test)
+
+
+def test_content_in_parts_is_the_same_conversation() -> None:
+    async def test(server: Server) -> None:
+        parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+        a = await server.answer(PATH, messages=HI, max_tokens=2, return_token_ids=True)
+        b = await server.answer(PATH, messages=parts, max_tokens=2, return_token_ids=True)
+        assert a["prompt_token_ids"] == b["prompt_token_ids"]
+        tokens = await server.answer("/tokenize", messages=HI)
+        assert tokens["tokens"] == a["prompt_token_ids"]
+
+    check(test)
+
+
+def test_the_last_message_may_be_continued() -> None:
+    async def test(server: Server) -> None:
+        messages = [*HI, {"role": "assistant", "content": "Paging is"}]
+        body = {"messages": messages, "max_tokens": 2, "continue_final_message": True, "add_generation_prompt": False}
+        plain = await server.answer(PATH, **body, return_prompt_text=True)
+        assert plain["prompt_text"].endswith("Paging is")
+        echoed = await server.answer(PATH, **body, echo=True)
+        content = echoed["choices"][0]["message"]["content"]
+        assert content == "Paging is" + plain["choices"][0]["message"]["content"]
+        chunks = await server.stream(PATH, **body, echo=True)
+        assert "".join(c["choices"][0]["delta"]["content"] for c in chunks) == content
+
+    check(test)
+
+
+def test_a_template_of_ones_own_needs_trust() -> None:
+    own = "{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}"
+
+    async def refused(server: Server) -> None:
+        error = await server.refusal(PATH, messages=HI, chat_template=own)
+        assert error["param"] == "chat_template"
+
+    async def taken(server: Server) -> None:
+        answer = await server.answer(
+            PATH,
+            messages=HI,
+            max_tokens=1,
+            chat_template=own,
+            chat_template_kwargs={"mark": "!"},
+            return_prompt_text=True,
+        )
+        assert answer["prompt_text"] == "Hi!"
+
+    check(refused)
+    check(taken, trust_request_chat_template=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [3]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": HI, "logprobs": True, "top_logprobs": 1000}, "logprobs"),
+        ({"messages": HI, "max_tokens": 5000}, "max_tokens"),
+        ({"messages": HI, "max_tokens": 0}, "max_tokens"),
+        ({"messages": HI, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"messages": HI, "reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"messages": HI, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": HI, "stream_options": {}}, "stream_options"),
+    ],
+)
+def test_a_bad_field_is_named(body: dict[str, Any], param: str) -> None:
+    async def test(server: Server) -> None:
+        error = await server.refusal(PATH, **body)
+        assert error["param"] == param
+
+    check(test)

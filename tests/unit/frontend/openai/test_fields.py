@@ -1,0 +1,134 @@
+"""The table of fields: everything has a bound, and the documents say what the table says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.config.server import ServerConfig
+from quire.errors import ValidationError
+from quire.frontend.openai.app import endpoints_of
+from quire.frontend.openai.endpoint import Endpoint
+from quire.frontend.openai.openapi import make_fields_page, make_openapi
+from quire.frontend.openai.protocol.fields import BodyReader, RequestBody
+
+ROOT = Path(__file__).resolve().parents[4]
+EVERYTHING = ServerConfig(enable_admin=True, admin_port=8000, port=8000, enable_tokenizer_info_endpoint=True)
+ENDPOINTS = endpoints_of(EVERYTHING, is_admin=False)
+READERS: list[BodyReader[Any]] = list(dict.fromkeys(e.body for e in ENDPOINTS if e.body is not None))
+
+
+def unbounded(schema: dict[str, Any], path: str) -> Iterator[str]:
+    """Where a JSON schema has a number without a range, or a text or list without a length."""
+    for option in schema.get("anyOf", ()):
+        yield from unbounded(option, path)
+    kind = schema.get("type")
+    if kind in ("integer", "number"):
+        has_low = "minimum" in schema or "exclusiveMinimum" in schema
+        if not has_low or not ("maximum" in schema or "exclusiveMaximum" in schema):
+            yield path
+    if kind == "string" and "maxLength" not in schema and "enum" not in schema:
+        yield path
+    if kind == "array":
+        if "maxItems" not in schema:
+            yield path
+        yield from unbounded(schema.get("items") or {}, path + "[]")
+    if kind == "object" and "properties" not in schema and "maxProperties" not in schema:
+        yield path
+
+
+def test_every_field_of_every_body_has_a_bound() -> None:
+    _, components = msgspec.json.schema_components([reader.kind for reader in READERS])
+    found = [
+        where
+        for name, schema in components.items()
+        for field, described in schema["properties"].items()
+        for where in unbounded(described, f"{name}.{field}")
+    ]
+    assert found == []
+
+
+def test_the_check_for_bounds_can_fail() -> None:
+    class Loose(RequestBody, kw_only=True):
+        text: str = ""
+        numbers: list[float] = []  # noqa: RUF012
+
+    _, components = msgspec.json.schema_components([Loose])
+    found = [w for f, s in components["Loose"]["properties"].items() for w in unbounded(s, f)]
+    assert found == ["text", "numbers", "numbers[]"]
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.kind.__name__)
+def test_neutral_fields_exist_and_their_values_are_of_their_type(reader: BodyReader[Any]) -> None:
+    for name, neutral in reader.kind.NEUTRAL.items():
+        assert name in reader.kind.__struct_fields__
+        for value in neutral:
+            body = {"prompt": "x", "messages": [], name: value}
+            assert getattr(reader.read(msgspec.json.encode(body)), name) == value
+
+
+def test_the_openapi_document_describes_every_endpoint() -> None:
+    document = make_openapi(ENDPOINTS)
+    assert document["openapi"] == "3.1.0"
+    described = {(path, method) for path, methods in document["paths"].items() for method in methods}
+    assert len(described) == sum(len(e.methods) for e in ENDPOINTS)
+    ids = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
+    assert len(ids) == len(set(ids))
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            assert operation["summary"]
+    body = document["components"]["schemas"]["CompletionBody"]
+    assert body["properties"]["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+
+
+def test_the_page_of_fields_is_up_to_date() -> None:
+    page = ROOT / "docs" / "http_fields.md"
+    assert page.read_text(encoding="utf-8") == make_fields_page(ENDPOINTS), "run python -m tools.http_fields"
+
+
+HOSTILE = [
+    None, True, False, 0, -1, -0.0, 1e308, 2**31, -(2**31), 2**63, -(2**63) - 1, 10**30, 0.5, "", "x", "x" * 5000,
+    "\u0000", "𐀀", [], [[]], [None], [1] * 5000, [True], ["x" * 5000], {}, {"": 0}, {"a": {"b": []}}, [{}],
+]  # fmt: skip
+
+
+def fields_of(endpoint: Endpoint) -> list[tuple[BodyReader[Any], str]]:
+    assert endpoint.body is not None
+    return [(endpoint.body, name) for name in endpoint.body.kind.__struct_fields__]
+
+
+@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_whatever_a_field_holds_it_is_read_or_refused_by_name(data: st.DataObject) -> None:
+    reader, name = data.draw(st.sampled_from([f for e in ENDPOINTS if e.body for f in fields_of(e)]))
+    value = data.draw(st.sampled_from(HOSTILE))
+    body = {"prompt": "x", "messages": [], "tokens": [], "request_ids": [], "path": "", "method": "", name: value}
+    assert refused_field(reader, msgspec.json.encode(body)) in (None, name)
+
+
+def refused_field(reader: BodyReader[Any], body: bytes) -> str | None:
+    """The field an error names; None if the body is taken."""
+    try:
+        reader.read(body)
+    except ValidationError as e:
+        return (e.param or "").split(".")[0]
+    return None
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.kind.__name__)
+@pytest.mark.parametrize("body", [b"[y\xfc\x80", b'{"model": 1, x', b"[" * 5000, b"\xff"])
+def test_what_is_no_json_is_refused_wherever_it_goes_wrong(reader: BodyReader[Any], body: bytes) -> None:
+    """A wrong field may come before the place where the text stops being JSON."""
+    assert refused_field(reader, body) is not None
+
+
+@given(reader=st.sampled_from(READERS), text=st.text(max_size=40), cut=st.integers(0, 60), junk=st.binary(max_size=4))
+def test_mutilated_bodies_are_read_or_refused(reader: BodyReader[Any], text: str, cut: int, junk: bytes) -> None:
+    whole = msgspec.json.encode({"model": 7, "prompt": [text], "messages": text, "tokens": {"a": text}})
+    refused_field(reader, whole[:cut] + junk + whole[cut + 1 :])

@@ -1,0 +1,50 @@
+"""Stamps of a start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quire import timeline
+
+
+@pytest.fixture(autouse=True)
+def own_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "_stamps", {})
+
+
+def test_the_first_time_of_a_name_counts() -> None:
+    timeline.stamp("a")
+    first = timeline.get_stamps()[1]
+    timeline.stamp("b")
+    timeline.stamp("a")
+    assert timeline.get_stamps()[1] == first
+    assert [s.name for s in timeline.get_stamps()] == ["process", "a", "b"]
+
+
+def test_stamps_ascend_on_the_monotonic_clock() -> None:
+    timeline.stamp("a")
+    timeline.stamp("b")
+    process, a, b = timeline.get_stamps()
+    assert process.time_s < a.time_s <= b.time_s <= time.monotonic()
+    assert process.cpu_s == 0 < a.cpu_s <= b.cpu_s
+
+
+def test_a_process_knows_when_it_was_created() -> None:
+    before = time.monotonic()
+    code = "import quire.timeline as t; print(t.process_start())"
+    started = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+    assert before - 0.02 <= started <= time.monotonic()  # to 10 ms
+
+
+@pytest.mark.parametrize("text", ["", "1 (a b) c) S 0"])
+def test_without_a_readable_stat_it_is_the_first_stamp(tmp_path: Path, text: str) -> None:
+    (tmp_path / "stat").write_text(text)
+    timeline.stamp("a")
+    first = timeline.get_stamps()[1].time_s
+    for path in (tmp_path / "stat", tmp_path / "missing"):
+        assert timeline.process_start(str(path)) == first

@@ -1,0 +1,131 @@
+"""Native mixtures of experts: near the float64 result, and each token has the same bits in any company."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.worker.kernels.base import RouterSpec
+from quire.worker.kernels.reference import ask_experts, route
+
+from ..conftest import MakeKernels
+
+DTYPES = [torch.bfloat16, torch.float32]
+SHAPES = [(4, 64, 48, 2), (7, 33, 30, 3), (3, 100, 130, 1), (16, 32, 64, 8)]
+"""(experts, hidden, expert size, experts per token): with and without padding."""
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make_weights(experts: int, hidden: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    gate_up = randn(1, experts, 2 * size, hidden) * hidden**-0.5
+    return gate_up.to(dtype), (randn(2, experts, hidden, size) * size**-0.5).to(dtype)
+
+
+def choose(seed: int, n: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
+    spec = RouterSpec(num_experts_per_token=k, normalize=True)
+    return route(randn(seed, n, experts) * 2, spec=spec, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "hidden", "size", "k"), SHAPES)
+def test_equals_the_float64_reference(
+    make_kernels: MakeKernels, experts: int, hidden: int, size: int, k: int, dtype: torch.dtype
+) -> None:
+    gate_up, down = make_weights(experts, hidden, size, dtype)
+    x, residual = randn(3, 21, hidden, dtype=dtype), randn(4, 21, hidden, dtype=dtype)
+    ids, weights = choose(5, 21, experts, k)
+    for r in (None, residual):
+        y = make_kernels(2).experts(gate_up, down, "silu")(x, ids, weights, r)
+        wide_residual = None if r is None else r.double()
+        wide = (t.double() for t in (gate_up, down))
+        expected = ask_experts(
+            x.double(), ids, weights.double(), wide_residual,
+            **dict(zip(("gate_up", "down"), wide, strict=True)), activation="silu",
+        )  # fmt: skip
+        assert y.dtype == dtype
+        # between the two matrices bfloat16 is rounded once more
+        tolerance = 2**-6 if dtype == torch.bfloat16 else 3e-6
+        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "hidden", "size", "k"), [*SHAPES, (2, 48, 80, 2)])
+def test_a_token_has_the_same_bits_in_any_company(
+    make_kernels: MakeKernels, experts: int, hidden: int, size: int, k: int, dtype: torch.dtype
+) -> None:
+    """300 tokens on two experts are more rows than go through a panel at once."""
+    gate_up, down = make_weights(experts, hidden, size, dtype)
+    n = 300
+    x, residual, (ids, weights) = (
+        randn(6, n, hidden, dtype=dtype),
+        randn(7, n, hidden, dtype=dtype),
+        choose(8, n, experts, k),
+    )
+    one = make_kernels(1).experts(gate_up, down, "gelu_pytorch_tanh")
+    alone = torch.cat([one(*(t[i : i + 1] for t in (x, ids, weights, residual))) for i in range(0, n, 7)])
+    rng = random.Random(experts)
+    for num_threads in (1, 2, 3):
+        kernel = make_kernels(num_threads).experts(gate_up, down, "gelu_pytorch_tanh")
+        whole = kernel(x, ids, weights, residual)
+        assert torch.equal(whole[::7], alone)
+        for count in (2, 5, 17, 64):
+            some = torch.tensor(rng.sample(range(n), count))
+            assert torch.equal(kernel(x[some], ids[some], weights[some], residual[some]), whole[some])
+
+
+def test_answers_are_added_in_the_order_of_the_choices(make_kernels: MakeKernels) -> None:
+    """Two experts that answer a large number and its negative, and one that answers a small one: the order shows."""
+    down = torch.tensor([1.0, -1.0, 2.0**-30]).view(3, 1, 1)
+    kernel = make_kernels(1).experts(torch.ones(3, 2, 1), down, "relu")
+    x, ones = torch.ones(3, 1), torch.ones(3, 3)
+    y = kernel(x, torch.tensor([[0, 1, 2], [0, 2, 1], [2, 0, 1]]), ones)
+    assert y.flatten().tolist() == [2.0**-30, 0.0, 0.0]
+
+
+def test_idle_experts_are_not_touched(make_kernels: MakeKernels) -> None:
+    gate_up, down = make_weights(5, 32, 32, torch.bfloat16)
+    gate_up[[1, 2]] = torch.nan
+    ids, weights = torch.tensor([[0, 3], [3, 0], [4, 3]]), torch.full((3, 2), 0.5)
+    y = make_kernels(2).experts(gate_up, down, "silu")(randn(9, 3, 32, dtype=torch.bfloat16), ids, weights)
+    assert not y.isnan().any()
+
+
+def test_no_tokens(make_kernels: MakeKernels) -> None:
+    gate_up, down = make_weights(2, 32, 32, torch.float32)
+    kernels = make_kernels(2)
+    ids, weights = kernels.router(RouterSpec(num_experts_per_token=1, normalize=True), torch.float32)(torch.empty(0, 2))
+    assert kernels.experts(gate_up, down, "silu")(torch.empty(0, 32), ids, weights).shape == (0, 32)
+
+
+@pytest.mark.parametrize("in_float32", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("experts", "k"), [(1, 1), (8, 2), (60, 4), (128, 8)])
+def test_router(make_kernels: MakeKernels, experts: int, k: int, normalize: bool, in_float32: bool) -> None:
+    spec = RouterSpec(num_experts_per_token=k, normalize=normalize, weights_in_float32=in_float32)
+    logits = randn(10, 50, experts) * 3
+    ids, weights = make_kernels(3).router(spec, torch.bfloat16)(logits)
+    expected_ids, expected = route(logits.double(), spec=spec, dtype=torch.bfloat16)
+    assert torch.equal(ids, expected_ids)
+    assert weights.dtype == torch.float32
+    tolerance = 1e-6 if in_float32 else 2**-8
+    torch.testing.assert_close(weights.double(), expected.double(), rtol=tolerance, atol=1e-9)
+    if not in_float32:
+        assert torch.equal(weights, weights.bfloat16().float())
+    rows = [make_kernels(1).router(spec, torch.bfloat16)(row) for row in logits.split(1)]
+    assert torch.equal(ids, torch.cat([row[0] for row in rows]))
+    assert torch.equal(weights, torch.cat([row[1] for row in rows]))
+
+
+def test_of_equal_experts_the_first_is_chosen_and_not_a_number_chooses_some(make_kernels: MakeKernels) -> None:
+    router = make_kernels(1).router(RouterSpec(num_experts_per_token=2, normalize=True), torch.float32)
+    ids, weights = router(torch.tensor([[1.0, 2.0, 2.0, 2.0], [torch.nan] * 4]))
+    assert ids[0].tolist() == [1, 2]
+    assert weights[0].tolist() == [0.5, 0.5]
+    assert len(set(ids[1].tolist())) == 2
+    assert ids[1].max() < 4

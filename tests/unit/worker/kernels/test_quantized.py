@@ -1,0 +1,157 @@
+"""Quantized linear layers: native kernels and torch reference agree; a row has the same bits in any company."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.worker.kernels.base import LOGITS, PLAIN, LinearSpec
+from quire.worker.kernels.native_quantized import can_pack
+from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.kernels.reference_quantized import multiply_int8, quantize_rows
+from quire.worker.quantization.rounding import quantize_int4, quantize_int8
+from quire.worker.quantization.weight import QuantizedWeight
+
+from ..conftest import MakeKernels
+
+SHAPES = [(64, 64), (100, 48), (17, 80), (160, 352), (33, 7), (1, 32)]
+"""(outputs, inputs): whole panels and parts of them, inputs that need padding, an odd number of them."""
+GATED = LinearSpec(activation="silu", gated=True)
+SPECS = [PLAIN, GATED, LinearSpec(float32_output=True, divisor=3.0, soft_cap=2.0)]
+DTYPES = [torch.bfloat16, torch.float32]
+KINDS = ["int8", "w8 with zeros", "int4", "int4 with zeros", "int4 in one group"]
+MAX_ROWS = 300
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make_weight(kind: str, n: int, k: int, seed: int = 1) -> QuantizedWeight:
+    """Integers over the whole range, which rounding does not always use."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "int8":
+        return quantize_int8(randn(seed, n, k) * k**-0.5)
+    bits = 8 if kind.startswith("w8") else 4
+    group_size = k if "one group" in kind else 32
+    half, groups = 1 << (bits - 1), -(-k // group_size)
+    zeros = torch.randint(-half, half + 1, (n, groups), generator=generator).to(torch.int16)
+    return QuantizedWeight(
+        bits=bits,
+        values=torch.randint(-half, half, (n, k), generator=generator).to(torch.int8),
+        scales=(torch.rand(n, groups, generator=generator) + 0.5) * k**-0.5 / half,
+        zeros=zeros if "zeros" in kind else None,
+        group_size=group_size,
+    )
+
+
+def test_the_reference_multiplies_what_the_integers_stand_for() -> None:
+    x, bias, residual = randn(1, 5, 96), randn(2, 40), randn(3, 5, 40)
+    for kind in KINDS[1:]:
+        weight = make_weight(kind, 40, 96)
+        y = TORCH_KERNELS.quantized_linear(weight, bias)(x, residual)
+        torch.testing.assert_close(y, x @ weight.dequantize().T + bias + residual)
+    weight = make_weight("int8", 40, 96)
+    y = TORCH_KERNELS.quantized_linear(weight, bias)(x, residual)
+    torch.testing.assert_close(y, x @ weight.dequantize().T + bias + residual, rtol=0.02, atol=0.05)
+
+
+def test_rows_of_int8() -> None:
+    x = torch.tensor([[1.0, -2.0, 0.5, 0.0], [0.0] * 4, [1.0, torch.inf, 0.0, 0.0], [torch.nan, 1.0, 2.0, 3.0]])
+    values, scales = quantize_rows(x)
+    assert values[:2].tolist() == [[64, -127, 32, 0], [0] * 4]
+    assert scales[:2, 0].tolist() == pytest.approx([2 / 127, 0.0])
+    assert scales[2:].isnan().all()
+
+
+def test_integer_sums_are_exact() -> None:
+    x, w = torch.full((2, 70_000), 127, dtype=torch.int8), torch.full((3, 70_000), -127, dtype=torch.int8)
+    assert multiply_int8(x, w).tolist() == [[-127 * 127 * 70_000] * 3] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_reference(make_kernels: MakeKernels, kind: str, spec: LinearSpec, dtype: torch.dtype) -> None:
+    for n, k in SHAPES:
+        rows = 2 * n if spec.gated else n
+        weight, bias = make_weight(kind, rows, k), randn(2, rows, dtype=dtype)
+        x, residual = randn(3, 21, k, dtype=dtype), randn(4, 21, n, dtype=dtype)
+        for b, r in ((None, None), (bias, residual)):
+            y = make_kernels(1).quantized_linear(weight, b, spec)(x, r)
+            expected = TORCH_KERNELS.quantized_linear(weight, b, spec)(x, r)
+            assert y.dtype == expected.dtype == (torch.float32 if spec.float32_output else dtype)
+            tolerance = 2**-7 if y.dtype == torch.bfloat16 else 2e-5
+            torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(100, 48), (136, 330)])
+def test_a_row_has_the_same_bits_in_any_company(
+    make_kernels: MakeKernels, n: int, k: int, kind: str, dtype: torch.dtype
+) -> None:
+    weight, bias = make_weight(kind, 2 * n, k), randn(2, 2 * n, dtype=dtype)
+    x, residual = randn(5, MAX_ROWS, k, dtype=dtype), randn(6, MAX_ROWS, n, dtype=dtype)
+    kernel = make_kernels(1).quantized_linear(weight, bias, GATED)
+    alone = torch.cat([kernel(x[i : i + 1], residual[i : i + 1]) for i in range(0, MAX_ROWS, 23)])
+    rng = random.Random(n * k)
+    for num_threads in (1, 3):
+        kernel = make_kernels(num_threads).quantized_linear(weight, bias, GATED)
+        whole = kernel(x, residual)
+        assert torch.equal(whole[::23], alone)
+        for rows in (1, 2, 5, 6, 7, 16, 17, 33, 255):
+            start = rng.randint(0, MAX_ROWS - rows)
+            some = slice(start, start + rows)
+            assert torch.equal(kernel(x[some], residual[some]), whole[some]), (num_threads, rows)
+
+
+def test_int8_has_the_same_bits_everywhere(make_kernels: MakeKernels) -> None:
+    """Integer sums leave the instruction set no choice; neither does the torch reference."""
+    weight, x = make_weight("int8", 48, 200), randn(3, 9, 200)
+    y = make_kernels(2).quantized_linear(weight, None, LOGITS)(x)
+    assert torch.equal(y, TORCH_KERNELS.quantized_linear(weight, None, LOGITS)(x))
+
+
+def test_the_extremes_of_int8(make_kernels: MakeKernels) -> None:
+    """-128 is a value that checkpoints hold; nothing saturates on the way."""
+    weight = QuantizedWeight(
+        bits=8,
+        values=torch.full((16, 256), -128, dtype=torch.int8),
+        scales=torch.ones(16, 1),
+        group_size=256,
+        quantizes_inputs=True,
+    )
+    for sign in (1.0, -1.0):
+        y = make_kernels(1).quantized_linear(weight, None, LOGITS)(torch.full((1, 256), 127.0 * sign))
+        assert y.tolist() == [[-128.0 * 127 * 256 * sign] * 16]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_not_a_number_stays_in_its_row(make_kernels: MakeKernels, kind: str) -> None:
+    kernel = make_kernels(1).quantized_linear(make_weight(kind, 64, 64), None)
+    x = randn(10, 20, 64, dtype=torch.bfloat16)
+    expected = kernel(x)
+    x[11, 3] = torch.nan
+    y = kernel(x)
+    assert y[11].isnan().all()
+    others = [*range(11), *range(12, 20)]
+    assert torch.equal(y[others], expected[others])
+
+
+def test_rows_may_be_strided(make_kernels: MakeKernels) -> None:
+    for kind in KINDS:
+        kernel = make_kernels(2).quantized_linear(make_weight(kind, 48, 64), None)
+        wide = randn(7, 9, 200, dtype=torch.bfloat16)
+        assert torch.equal(kernel(wide[:, 100:164]), kernel(wide[:, 100:164].contiguous()))
+        assert torch.equal(kernel(wide[:, 10:138:2]), kernel(wide[:, 10:138:2].contiguous()))
+
+
+def test_groups_that_are_no_multiple_of_a_step(make_kernels: MakeKernels) -> None:
+    weight = quantize_int4(randn(0, 16, 64), 16)
+    assert not can_pack(weight)
+    assert not make_kernels(1).can_quantize(weight)
+    assert TORCH_KERNELS.can_quantize(weight)

@@ -1,0 +1,256 @@
+"""Packed weights that a start finds as an earlier one left them: the same model, bit for bit, or packed again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quire.config.engine_args import EngineArgs
+from quire.worker.kernels.library import Context, native_library
+from quire.worker.kernels.native import Matrix, NativeKernels
+from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.loader import ModelWeights, Placement, WeightCache, load_model
+from quire.worker.loader import packed as packed_module
+from quire.worker.packed_cache import PackedCache, PackedFileWriter, open_packed_file
+
+Make = Callable[..., Path]
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(native_library() is None, reason="there are no native kernels here")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackedCache:
+    """Of this test alone."""
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setattr(packed_module, "SETTLED_S", -1.0)
+    return PackedCache.default()
+
+
+class Start:
+    """A model, loaded as a worker loads it."""
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.bfloat16, **flags: Any) -> None:
+        config = EngineArgs(str(path), **flags).create_engine_config()
+        library = native_library()
+        assert library is not None
+        kernels = NativeKernels(Context(library, 2, "portable"))
+        placement = Placement(CPU, dtype, kernels)
+        self.cache = WeightCache(config.model_config, config.load_config)
+        self.model = load_model(config.model_config, config.load_config, placement, self.cache)
+        self.weights = ModelWeights(self.model, config.model_config, config.load_config, placement, self.cache)
+
+    @property
+    def is_mapped(self) -> bool:
+        return self.cache.mapped_bytes > 0
+
+    def end(self) -> Start:
+        self.cache.close()
+        return self
+
+    def content(self) -> dict[str, Tensor]:
+        """Every packed matrix as it was, every table, and every parameter that is no matrix."""
+        found = {name: p.clone() for name, p in self.model.named_parameters() if not p.is_meta}
+        for path, module in self.model.named_modules():
+            found |= {f"{path}/{i}": tensor for i, tensor in enumerate(packed_tensors(module))}
+        return found
+
+
+def packed_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """What a module's kernels have packed, as bytes."""
+    kernels = [kernel for name, kernel in vars(module).items() if name.startswith("_kernel") and kernel is not None]
+    while kernels:
+        kernel = kernels.pop()
+        if isinstance(kernel, list | tuple):
+            kernels += kernel
+        elif isinstance(kernel, Matrix):
+            yield kernel.data.clone()
+        elif isinstance(kernel, Tensor) and kernel.dtype == torch.uint8:
+            yield kernel.clone()
+        elif type(kernel).__module__.startswith("quire.worker.kernels.native"):
+            kernels += vars(kernel).values()
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "opt", "qwen2"])
+def test_the_second_start_maps_what_the_first_packed(
+    tiny_checkpoint: Make, cache: PackedCache, family: str, dtype: torch.dtype
+) -> None:
+    first = Start(tiny_checkpoint(family), dtype).end()
+    assert not first.is_mapped
+    (file,) = cache.files()
+    second = Start(tiny_checkpoint(family), dtype)
+    assert second.is_mapped
+    assert second.cache.mapped_bytes == file.stat().st_size
+    content = first.content()
+    assert sum(tensor.dtype == torch.uint8 for tensor in content.values()) > 4
+    assert same(content, second.content())
+    assert cache.files() == [file]
+
+
+def test_a_mapping_outlives_its_file(tiny_checkpoint: Make, cache: PackedCache) -> None:
+    content = Start(tiny_checkpoint("llama")).end().content()
+    second = Start(tiny_checkpoint("llama"))
+    assert cache.clear() > 0
+    assert same(content, second.content())
+    second.weights.drop()
+    second.weights.restore()
+    assert not second.is_mapped, "woken up without the file, it packs again"
+    assert same(content, second.content())
+
+
+def test_sleep_and_new_weights(tiny_checkpoint: Make, cache: PackedCache) -> None:
+    start = Start(tiny_checkpoint("llama")).end()
+    content, other = start.content(), Start(tiny_checkpoint("llama", seed=1), weight_cache=False).content()
+    for _ in range(2):
+        start.weights.drop()
+        start.weights.restore()
+        assert start.is_mapped, "woken up, it maps what it had packed"
+        assert same(content, start.content())
+        start.weights.replace(tiny_checkpoint("llama", seed=1))
+        assert not start.is_mapped
+        assert same(other, start.content())
+        assert len(cache.files()) == 1, "new weights in a running engine are not kept"
+        start.weights.replace(tiny_checkpoint("llama"))
+        assert same(content, start.content())
+
+
+def overwrite(path: Path, source: Path) -> None:
+    """Other weights in the same file, with the times it had."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.write(source.read_bytes())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_file_overwritten_in_place_is_another_one(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model"))
+    Start(path).end()
+    assert Start(path).is_mapped
+    weights, before = path / "model.safetensors", (path / "model.safetensors").stat()
+    overwrite(weights, tiny_checkpoint("llama", seed=1) / "model.safetensors")
+    after = weights.stat()
+    assert (after.st_size, after.st_ino, after.st_mtime_ns) == (before.st_size, before.st_ino, before.st_mtime_ns)
+    start = Start(path)
+    assert not start.is_mapped
+    assert same(start.content(), Start(tiny_checkpoint("llama", seed=1), weight_cache=False).content())
+
+
+def test_a_checkpoint_that_is_moved_is_the_same(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model"))
+    Start(path).end()
+    assert Start(path.rename(tmp_path / "elsewhere")).is_mapped
+
+
+@pytest.mark.parametrize(
+    "flags", [{"dtype": torch.float32}, {"hf_overrides": {"rms_norm_eps": 0.5}}, {"weight_cache": False}]
+)
+def test_what_is_packed_otherwise_is_not_mapped(tiny_checkpoint: Make, flags: dict[str, Any]) -> None:
+    Start(tiny_checkpoint("llama")).end()
+    assert not Start(tiny_checkpoint("llama"), **flags).is_mapped
+
+
+def test_a_fresh_checkpoint_may_still_be_being_written(
+    tiny_checkpoint: Make, cache: PackedCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_module, "SETTLED_S", 3600.0)
+    Start(Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model"))).end()
+    assert cache.files() == []
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
+    tiny_checkpoint: Make, cache: PackedCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model"))
+    monkeypatch.setattr(
+        packed_module.CacheWriter, "__init__", with_side_effect(lambda: (path / "model.safetensors").touch())
+    )
+    Start(path).end()
+    assert cache.files() == []
+
+
+def with_side_effect(effect: Callable[[], object]) -> Callable[..., None]:
+    real = packed_module.CacheWriter.__init__
+
+    def init(self: packed_module.CacheWriter, *args: Any) -> None:
+        time.sleep(0.01)  # past the clock tick of the file's last change
+        effect()
+        real(self, *args)
+
+    return init
+
+
+def test_a_damaged_file_is_packed_again(tiny_checkpoint: Make, cache: PackedCache) -> None:
+    content = Start(tiny_checkpoint("llama")).end().content()
+    (file,) = cache.files()
+    os.truncate(file, file.stat().st_size - 1)
+    start = Start(tiny_checkpoint("llama")).end()
+    assert not start.is_mapped
+    assert same(content, start.content())
+    assert Start(tiny_checkpoint("llama")).is_mapped, "the damaged file was replaced"
+
+
+def test_a_file_that_lacks_a_layer_is_not_trusted(tiny_checkpoint: Make, cache: PackedCache) -> None:
+    content = Start(tiny_checkpoint("llama")).end().content()
+    (path,) = cache.files()
+    found = open_packed_file(path)
+    writer = PackedFileWriter(path, found.key, found.source)
+    names = list(found.blobs)
+    for name in names[:-1]:
+        blob = found.blobs[name]
+        writer.add(name, memoryview(found.memory[blob.offset : blob.offset + blob.num_bytes]))
+    writer.commit()
+    start = Start(tiny_checkpoint("llama"))
+    assert same(content, start.content())
+
+
+@pytest.mark.parametrize("failure", ["no directory", "a full disk", "no room"])
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: PackedCache, failure: str
+) -> None:
+    if failure == "no directory":
+        (tmp_path / "cache").write_text("a file")
+    elif failure == "a full disk":
+
+        def add(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(PackedFileWriter, "add", add)
+    else:
+        monkeypatch.setattr(packed_module, "SPARE_DISK_BYTES", 1 << 60)
+    start = Start(tiny_checkpoint("llama")).end()
+    expected = Start(tiny_checkpoint("llama"), weight_cache=False).content()
+    assert same(expected, start.content())
+    assert cache.files() == []
+    assert not list(tmp_path.glob("cache/packed/*"))
+
+
+def test_giving_weights_back_stops_the_writer(
+    tiny_checkpoint: Make, cache: PackedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_module.CacheWriter, "finish", lambda self: None)  # it waits for more
+    start = Start(tiny_checkpoint("llama"))
+    start.weights.drop()
+    assert not list(cache.directory.glob("*"))
+    start.weights.restore()
+    assert not start.is_mapped
+
+
+def test_torch_kernels_pack_nothing(tiny_checkpoint: Make, cache: PackedCache) -> None:
+    config = EngineArgs(str(tiny_checkpoint("llama"))).create_engine_config()
+    weight_cache = WeightCache(config.model_config, config.load_config)
+    placement = Placement(CPU, torch.float32, TORCH_KERNELS)
+    load_model(config.model_config, config.load_config, placement, weight_cache)
+    assert cache.files() == []

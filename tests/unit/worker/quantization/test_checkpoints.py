@@ -1,0 +1,254 @@
+"""Quantized checkpoints compute what the plain weights they stand for compute, and are refused in words where not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from quire.config.load import LoadConfig
+from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from quire.worker.kernels.library import Context, NativeLibrary
+from quire.worker.kernels.native import NativeKernels
+from quire.worker.layers.linear import Linear
+from quire.worker.loader import ModelWeights, Placement, load_model
+
+from ..models.oracle import CPU, load, model_config_of, quire_logits
+from .writers import (
+    AWQ_CONFIG,
+    GPTQ_CONFIG,
+    awq,
+    compressed_config,
+    compressed_int8,
+    compressed_packed,
+    gptq,
+    quantize_checkpoint,
+    random_weight,
+)
+
+Make = Callable[..., Path]
+TOKENS = [7, 100, 30, 200, 9]
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+
+zeros4 = functools.partial(random_weight, bits=4, group_size=32, zeros=True)
+plain4 = functools.partial(random_weight, bits=4, group_size=32, zeros=False)
+plain8 = functools.partial(random_weight, bits=8, group_size=32, zeros=False)
+
+
+def per_output8(weight: torch.Tensor, inputs: bool) -> Any:
+    return random_weight(weight, 8, weight.shape[1], zeros=False, inputs=inputs)
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gptq": (zeros4, gptq, GPTQ_CONFIG),
+    "gptq v2": (zeros4, functools.partial(gptq, version=2), {**GPTQ_CONFIG, "checkpoint_format": "gptq_v2"}),
+    "gptq, 8 bits, symmetric": (plain8, gptq, {**GPTQ_CONFIG, "bits": 8, "sym": True}),
+    "awq": (zeros4, awq, AWQ_CONFIG),
+    "compressed, 4 bits": (plain4, compressed_packed, compressed_config("pack-quantized", 4, "group", False)),
+    "compressed, zero points": (zeros4, compressed_packed, compressed_config("pack-quantized", 4, "group", False)),
+    "compressed, 8 bits packed": (plain8, compressed_packed, compressed_config("pack-quantized", 8, "group", False)),
+    "compressed, int8 weights": (
+        functools.partial(per_output8, inputs=False),
+        compressed_int8,
+        compressed_config("int-quantized", 8, "channel", False),
+    ),
+}
+
+
+def linears(model: nn.Module) -> list[Linear]:
+    return [m for path, m in model.named_modules() if isinstance(m, Linear) and ".layers." in path]
+
+
+def num_quantized(model: nn.Module) -> int:
+    return sum(m.quantized_bytes is not None for m in linears(model))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_is_what_its_integers_stand_for(tiny_checkpoint: Make, tmp_path: Path, case: str) -> None:
+    stored, plain = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES[case])
+    model = load(stored)
+    assert num_quantized(model) == len(linears(model)) == 12
+    torch.testing.assert_close(quire_logits(model, TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["gptq", "awq", "compressed, 4 bits"])
+def test_on_native_kernels(library: NativeLibrary, tiny_checkpoint: Make, tmp_path: Path, case: str) -> None:
+    stored, plain = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES[case])
+    placement = Placement(CPU, torch.float32, NativeKernels(Context(library, 1, library.instruction_sets()[0])))
+    model = load_model(model_config_of(stored), LoadConfig(), placement)
+    assert num_quantized(model) == 12
+    torch.testing.assert_close(quire_logits(model, TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3)
+
+
+def test_int8_with_int8_activations(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    config = compressed_config("int-quantized", 8, "channel", True)
+    make = functools.partial(per_output8, inputs=True)
+    stored, plain = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, make, compressed_int8, config)
+    logits, exact = quire_logits(load(stored), TOKENS), quire_logits(load(plain), TOKENS)
+    assert not torch.allclose(logits, exact, rtol=1e-4, atol=1e-3), "activations are rounded"
+    assert torch.cosine_similarity(logits, exact).min() > 0.99
+
+
+def test_groups_that_are_no_neighbours(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    """GPTQ in "act order": computed as plain weights."""
+    source = tiny_checkpoint("llama", **SIZES)
+
+    def write(weight: Any) -> Any:
+        groups = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1)) // weight.group_size
+        scattered.append((weight, groups))
+        return gptq(weight, groups=groups)
+
+    scattered: list[Any] = []
+    stored, plain = quantize_checkpoint(source, tmp_path, zeros4, write, {**GPTQ_CONFIG, "desc_act": True})
+    tensors = load_file(plain / "model.safetensors")
+    names = [name for name, tensor in tensors.items() if ".layers." in name and tensor.dim() == 2]
+    for name, (weight, groups) in zip(names, scattered, strict=True):
+        tensors[name] = (weight.values - weight.zeros[:, groups]) * weight.scales[:, groups]
+    save_file(tensors, plain / "model.safetensors")
+    model = load(stored)
+    assert num_quantized(model) == 0
+    torch.testing.assert_close(quire_logits(model, TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3)
+
+
+def test_only_some_matrices_are_quantized(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    """What a checkpoint leaves plain stays plain, also where it stands in one matrix with others."""
+    source = tiny_checkpoint("llama", **SIZES)
+    stored, plain = quantize_checkpoint(source, tmp_path, *CASES["awq"])
+    tensors, originals = load_file(stored / "model.safetensors"), load_file(plain / "model.safetensors")
+    base = "model.layers.1.self_attn.k_proj"
+    for suffix in ("qweight", "qzeros", "scales"):
+        del tensors[f"{base}.{suffix}"]
+    save_file(tensors | {f"{base}.weight": originals[f"{base}.weight"]}, stored / "model.safetensors")
+    model = load(stored)
+    assert num_quantized(model) == 11
+    torch.testing.assert_close(quire_logits(model, TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3)
+
+
+def test_experts_are_computed_as_plain_weights(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    source = tiny_checkpoint("mixtral", **SIZES)
+    stored, plain = quantize_checkpoint(source, tmp_path, *CASES["compressed, 4 bits"])
+    torch.testing.assert_close(
+        quire_logits(load(stored), TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3
+    )
+
+
+def test_new_weights_may_be_stored_in_another_way(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    source = tiny_checkpoint("llama", **SIZES)
+    stored, plain = quantize_checkpoint(source, tmp_path, *CASES["gptq"])
+    config, placement = model_config_of(stored), Placement(CPU, torch.float32)
+    model = load_model(config, LoadConfig(), placement)
+    weights = ModelWeights(model, config, LoadConfig(), placement)
+    before = quire_logits(model, TOKENS)
+    weights.drop()
+    weights.restore()
+    assert torch.equal(quire_logits(model, TOKENS), before)
+    weights.replace(source)
+    assert num_quantized(model) == 0
+    assert torch.equal(quire_logits(model, TOKENS), quire_logits(load(source), TOKENS))
+    weights.replace(stored)
+    assert torch.equal(quire_logits(model, TOKENS), before)
+    assert torch.allclose(before, quire_logits(load(plain), TOKENS), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "fp8"}, "method 'fp8'; those that can be read are compressed-tensors, gptq, awq"),
+        ({**GPTQ_CONFIG, "bits": 3}, "weights of 3 bits; those of 4 and 8 can be read"),
+        ({**GPTQ_CONFIG, "checkpoint_format": "marlin"}, "GPTQ in the format 'marlin'"),
+        ({**GPTQ_CONFIG, "dynamic": {"-:x": {}}}, "other bits for some layers"),
+        ({**AWQ_CONFIG, "version": "gemv"}, "AWQ of version 'gemv'"),
+        ({"quant_method": "compressed-tensors", "config_groups": ["x"]}, "quantization_config that is not understood"),
+        (["gptq"], "quantization_config that is no object"),
+        (compressed_config("marlin-24", 4, "group", False), "format 'marlin-24'"),
+        (compressed_config("pack-quantized", 4, "group", True), "int8 activations with weights of"),
+    ],
+)
+def test_formats_that_cannot_be_read(tiny_checkpoint: Make, tmp_path: Path, config: Any, message: str) -> None:
+    stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, zeros4, gptq, config)
+    with pytest.raises(ModelLoadError, match=message):
+        load(stored)
+
+
+def test_static_activations(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    config = compressed_config("int-quantized", 8, "channel", True)
+    config["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
+    stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, plain8, compressed_packed, config)
+    with pytest.raises(UnsupportedModelError, match=r"maximum of each token \(dynamic\)"):
+        load(stored)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t, b: t.pop(f"{b}.scales"), "belongs to a quantized matrix that has no scales"),
+        (
+            lambda t, b: t.update({f"{b}.scales": t[f"{b}.scales"][:, 1:].contiguous()}),
+            "scales do not fit a matrix of 32 x 64",
+        ),
+        (lambda t, b: t.update({f"{b}.qweight": t[f"{b}.qweight"][1:].contiguous()}), r"has shape \[32, 56\]"),
+        (lambda t, b: t.update({f"{b}.qweight": t[f"{b}.qweight"].long()}), "packed values are torch.int64"),
+        (lambda t, b: t.update({f"{b}.g_idx": t[f"{b}.g_idx"] + 5}), "g_idx names"),
+    ],
+)
+def test_damaged_matrices(tiny_checkpoint: Make, tmp_path: Path, edit: Any, message: str) -> None:
+    stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES["gptq"])
+    tensors = load_file(stored / "model.safetensors")
+    edit(tensors, "model.layers.0.self_attn.k_proj")
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load(stored)
+    assert "model.safetensors" in str(caught.value)
+    assert "k_proj" in str(caught.value)
+
+
+def test_the_flag_and_the_checkpoint(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    stored, plain = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES["gptq"])
+    assert num_quantized(load(stored, quantization="gptq")) == 12
+    with pytest.raises(ConfigError, match="quantized already, by gptq; leave the flag out"):
+        load(stored, quantization="int4")
+    with pytest.raises(
+        ConfigError, match="its weights are plain; leave the flag out, or quantize them at load with int8 or"
+    ):
+        load(plain, quantization="awq")
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "opt", "mixtral"])
+def test_quantized_at_load(tiny_checkpoint: Make, family: str, method: str) -> None:
+    path = tiny_checkpoint(family)
+    model = load(path, quantization=method)
+    assert num_quantized(model) == len(linears(model)) - (3 if family == "mixtral" else 0), "routers stay plain"
+    assert all(m.quantized_bytes is None for p, m in model.named_modules() if isinstance(m, Linear) and "lm_head" in p)
+    logits, exact = quire_logits(model, TOKENS), quire_logits(load(path), TOKENS)
+    similarity = torch.cosine_similarity(logits, exact).min()
+    assert (0.99 if method == "int8" else 0.5) < similarity < 1.0 - 1e-7
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_sleep_and_new_weights_at_load(library: NativeLibrary, tiny_checkpoint: Make, method: str) -> None:
+    config = dataclasses.replace(model_config_of(tiny_checkpoint("llama")), quantization=method)
+    placement = Placement(CPU, torch.bfloat16, NativeKernels(Context(library, 1, library.instruction_sets()[0])))
+    model = load_model(config, LoadConfig(), placement)
+    weights = ModelWeights(model, config, LoadConfig(), placement)
+    before = quire_logits(model, TOKENS)
+    weights.offload()
+    weights.restore()
+    assert torch.equal(quire_logits(model, TOKENS), before)
+    weights.drop()
+    with pytest.raises(RuntimeError, match="given back"):
+        quire_logits(model, TOKENS)
+    weights.restore()
+    assert torch.equal(quire_logits(model, TOKENS), before)
+    weights.replace(tiny_checkpoint("llama", seed=1))
+    after = quire_logits(model, TOKENS)
+    assert not torch.equal(after, before)
+    other = dataclasses.replace(model_config_of(tiny_checkpoint("llama", seed=1)), quantization=method)
+    assert torch.equal(after, quire_logits(load_model(other, LoadConfig(), placement), TOKENS))

@@ -1,0 +1,145 @@
+"""Writes quantized checkpoints in the layouts other tools use: the inverse of quantization/formats.py, written from the
+formats' own descriptions, value by value."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.worker.quantization.weight import QuantizedWeight
+
+AWQ_FIELDS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+Tensors = dict[str, Tensor]
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """values: [rows, n] of unsigned numbers to [rows, n * bits / 32] int32, the first in the lowest bits."""
+    per_word = 32 // bits
+    words = torch.zeros(values.shape[0], -(-values.shape[1] // per_word), dtype=torch.int64)
+    for i in range(values.shape[1]):
+        words[:, i // per_word] |= values[:, i].long() << (i % per_word * bits)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def unsigned(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """Values [out, in] and zero points [out, groups], from 0 up."""
+    half = 1 << (weight.bits - 1)
+    zeros = torch.zeros_like(weight.scales).long() if weight.zeros is None else weight.zeros.long()
+    return weight.values.long() + half, zeros + half
+
+
+def gptq(weight: QuantizedWeight, *, version: int = 1, groups: Tensor | None = None) -> Tensors:
+    """The tensors of one matrix. `groups` names each input's group, if they are not neighbours."""
+    values, zeros = unsigned(weight)
+    if groups is None:
+        groups = torch.arange(weight.shape[1]) // weight.group_size
+    stored_zeros = zeros.T - 1 if version == 1 else zeros.T
+    return {
+        "qweight": pack(values, weight.bits).T.contiguous(),
+        "qzeros": pack(stored_zeros.contiguous(), weight.bits),
+        "scales": weight.scales.T.to(torch.float16).contiguous(),
+        "g_idx": groups.to(torch.int32),
+    }
+
+
+def awq(weight: QuantizedWeight) -> Tensors:
+    """The tensors of one matrix, "gemm" version."""
+    order = torch.tensor([8 * (i // 8) + AWQ_FIELDS[i % 8] for i in range(weight.shape[0])])
+    values, zeros = unsigned(weight)
+    return {
+        "qweight": pack(values.T[:, order], 4),
+        "qzeros": pack(zeros.T[:, order], 4),
+        "scales": weight.scales.T.to(torch.float16).contiguous(),
+    }
+
+
+def compressed_packed(weight: QuantizedWeight) -> Tensors:
+    """The tensors of one matrix, compressed-tensors `pack-quantized`."""
+    values, zeros = unsigned(weight)
+    tensors = {
+        "weight_packed": pack(values, weight.bits),
+        "weight_scale": weight.scales.to(torch.bfloat16),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if weight.zeros is not None:
+        tensors["weight_zero_point"] = pack(zeros.T, weight.bits).T.contiguous()
+    return tensors
+
+
+def compressed_int8(weight: QuantizedWeight) -> Tensors:
+    """The tensors of one matrix, compressed-tensors `int-quantized`."""
+    return {"weight": weight.values, "weight_scale": weight.scales.to(torch.bfloat16)}
+
+
+GPTQ_CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+def compressed_config(layout: str, bits: int, strategy: str, quantizes_inputs: bool) -> dict[str, Any]:
+    """A quantization_config as llm-compressor writes it."""
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": bits, "type": "int", "strategy": strategy, "dynamic": False},
+        "input_activations": inputs if quantizes_inputs else None,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def random_weight(weight: Tensor, bits: int, group_size: int, *, zeros: bool, inputs: bool = False) -> QuantizedWeight:
+    """Integers of about the size of `weight`, [out, in], with scales that every type holds exactly."""
+    (rows, columns), half = weight.shape, 1 << (bits - 1)
+    generator = torch.Generator().manual_seed(rows * columns + bits)
+    groups = columns // group_size
+    scale = 2.0 ** torch.tensor(float(weight.abs().amax()) / half).log2().ceil()
+    return QuantizedWeight(
+        bits=bits,
+        values=torch.randint(-half, half, (rows, columns), generator=generator).to(torch.int8),
+        scales=scale * torch.randint(2, 6, (rows, groups), generator=generator) / 4,
+        zeros=torch.randint(-half + 1, half, (rows, groups), generator=generator).to(torch.int16) if zeros else None,
+        group_size=group_size,
+        quantizes_inputs=inputs,
+    )
+
+
+def quantize_checkpoint(
+    source: Path,
+    target: Path,
+    make: Callable[[Tensor], QuantizedWeight],
+    write: Callable[[QuantizedWeight], Tensors],
+    config: dict[str, Any],
+) -> tuple[Path, Path]:
+    """Copies of checkpoint `source` with the matrices of its layers replaced by what `make` makes of them: one as
+    `write` stores them, one as the plain weights they stand for."""
+    stored, plain = target / "stored", target / "plain"
+    for path in (stored, plain):
+        shutil.copytree(source, path)
+    packed: Tensors = {}
+    dequantized: Tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if ".layers." in name and tensor.dim() == 2:
+            weight = make(tensor)
+            dequantized[name] = weight.dequantize()
+            base = name.removesuffix(".weight")
+            packed |= {f"{base}.{suffix}": value.contiguous() for suffix, value in write(weight).items()}
+        else:
+            packed[name] = dequantized[name] = tensor
+    save_file(packed, stored / "model.safetensors")
+    save_file(dequantized, plain / "model.safetensors")
+    edit = json.loads((stored / "config.json").read_text()) | {"quantization_config": config}
+    (stored / "config.json").write_text(json.dumps(edit))
+    return stored, plain
