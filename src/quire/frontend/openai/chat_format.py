@@ -63,7 +63,10 @@ class ChatPlan:
                 "structured_outputs out",
                 param="tool_choice",
             )
-        params.structured_outputs = StructuredOutputsParams(json=self.schema)
+        try:
+            params.structured_outputs = StructuredOutputsParams(json=self.schema)
+        except ValidationError as e:
+            raise ValidationError(f"the parameters of a tool cannot be enforced: {e}", param="tools") from None
 
     def make_parser(self, prompt: str | None) -> ChatParser:
         """The parser of one choice of the answer to `prompt`."""

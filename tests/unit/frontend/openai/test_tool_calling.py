@@ -161,6 +161,12 @@ def test_requests_that_cannot_be_served_are_refused_by_field() -> None:
         assert "64" in await refused("tools", tools=[{"function": {"name": "f", "parameters": deep}}])
         wide = {"enum": list(range(70_000))}
         assert "65536" in await refused("tools", tools=[{"function": {"name": "f", "parameters": wide}}])
+        near: Any = {}
+        for _ in range(31):
+            near = {"properties": {"a": near}}
+        forced: Any = {"tools": [{"function": {"name": "f", "parameters": near}}], "tool_choice": "required"}
+        await refused("tools", **forced)
+        await refused("tool_choice", tool_choice="required", response_format={"type": "json_object"})
         assistant = {"role": "assistant", "content": None, "tool_calls": 5}
         await refused("messages", messages=[QUESTION, assistant])
 
