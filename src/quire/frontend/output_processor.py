@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from quire.errors import GenerationError, make_error
+from quire.errors import ClientError, GenerationError, make_error
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.parallel_sampling import ParentRequest
 from quire.frontend.request_state import OutputQueue, QueuePlace, RequestState
@@ -250,7 +250,11 @@ class OutputProcessor:
     ) -> None:
         """Whoever awaits the request gets the error; the other outputs of its prompt end with it."""
         if state.queue is not None:
-            state.queue.put(make_error(output.error_type, message, GenerationError))
+            error = make_error(output.error_type, message, GenerationError)
+            params = state.request.sampling_params
+            if isinstance(error, ClientError) and params is not None and params.structured_outputs is not None:
+                error.param = "structured_outputs"  # only its grammar is left to be found wrong by the core
+            state.queue.put(error)
         else:
             failed = state.make_error_output(message)
             if failed is not None:

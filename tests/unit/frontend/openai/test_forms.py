@@ -90,6 +90,6 @@ def test_answers_have_the_form_and_bad_forms_are_a_400() -> None:
         for stream in (False, True):
             error = await server.refusal(PATH, prompt="x", structured_outputs={"regex": "("}, stream=stream)
             assert "unclosed group" in error["message"]
-            assert error["type"] == "BadRequestError"
+            assert (error["type"], error["param"]) == ("BadRequestError", "structured_outputs")
 
     check(test)
