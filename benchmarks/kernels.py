@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from ceilings import MEMORY_BYTES, best_seconds, ceilings
+from ceilings import MEMORY_BYTES, Clock, best_seconds, ceilings
 from models import SHAPES
 from torch.nn import functional
 
@@ -157,8 +157,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rows", default="1,4,16,64,512")
     parser.add_argument("--instruction-set")
+    parser.add_argument("--cpu-time", action="store_true", help="for a busy machine, with --threads 1")
     parser.add_argument("--experts", default="", help="mixtures of experts to time: " + ",".join(EXPERTS))
     args = parser.parse_args()
+    if args.cpu_time:
+        Clock.count_processor_time()
     library = native_library()
     assert library is not None, "the native library is not built: scripts/setup"
     torch.set_num_threads(args.threads)

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 
@@ -18,7 +17,7 @@ import pytest
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import FakeModel, expected_output
 
-from .serving import ServerProcess, environment, serve_command, serving
+from .serving import ServerProcess, serving
 
 HI = [{"role": "user", "content": "Hi"}]
 TIME_LIMIT_S = 60
@@ -171,12 +170,3 @@ def test_a_second_signal_ends_streams_with_an_error() -> None:
         assert '"code":503' in error
         assert end == "data: [DONE]"
         assert server.process.wait(TIME_LIMIT_S) == 0
-
-
-def test_a_port_that_is_taken_is_told_of_before_anything_is_loaded(server: ServerProcess) -> None:
-    port = server.url.rpartition(":")[2]
-    ended = subprocess.run(
-        serve_command("--port", port), env=environment(), capture_output=True, text=True, timeout=TIME_LIMIT_S
-    )
-    assert ended.returncode == 2
-    assert f"--port {port}" in ended.stderr

@@ -48,6 +48,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once."),
     Command("bench startup", "quire.cli.bench.startup", "Time a start, from nothing to a first token."),
     Command("bench overhead", "quire.cli.bench.overhead", "Measure what the engine costs beside the model."),
+    Command("cache", "quire.cli.cache", "What is kept on disk between runs: list it, check it, delete it."),
     Command(
         "collect-env", "quire.cli.collect_env", "Versions and hardware, for a bug report.", checks_environment=False
     ),

@@ -62,6 +62,26 @@ class ServerConfig:
     chat_template_content_format: str = flag(
         "auto", "How messages' content is given to the template.", choices=("auto", "string", "openai")
     )
+    tool_call_parser: str | None = flag(
+        None,
+        "How the model writes tool calls: hermes, llama3_json, mistral, ... (docs/tool_calling.md), or none. Default: "
+        "as the chat template tells, if it leaves no doubt.",
+        metavar="NAME",
+    )
+    enable_auto_tool_choice: bool = flag(
+        False, 'Refuse to start unless tool_choice "auto" can be served. With a parser it always is.'
+    )
+    exclude_tools_when_tool_choice_none: bool = flag(
+        True, 'Keep the tools out of the prompt when tool_choice is "none".'
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "How the model writes its reasoning: qwen3, deepseek_r1, ... (docs/tool_calling.md), or none.",
+        metavar="NAME",
+    )
+    enable_reasoning_content: bool = flag(
+        False, "Give reasoning under its former name, reasoning_content, too, for older clients."
+    )
     response_role: str = flag("assistant", "The role of answers.")
     return_tokens_as_token_ids: bool = flag(False, "Show tokens in log-probabilities as token_id:N.")
     enable_force_include_usage: bool = flag(False, "Send usage in every stream.")

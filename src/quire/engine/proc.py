@@ -384,6 +384,7 @@ def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
         metadata = handshake.hello(LAUNCHER_PIPE)
         stamp("configuration")
         preload.join()
+        gc.freeze()  # modules live for ever: later collections need not walk them
         signals.core = core = _make_core(metadata)
         failpoint("core.ready")
         core.open(

@@ -79,12 +79,13 @@ def _cgroup_headrooms(root: Path) -> list[int]:
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, Path]]:
-    """(limit in bytes, directory) of each control group above this process that has a limit.
+    """(limit in bytes, directory) of each control group above this process that has a limit: one where processes are
+    killed, or one from which on they are slowed down (version 2, memory.high).
 
     Without one, version 2 says "max" and version 1 a number near 2**63.
     """
-    groups = _cgroups(root, "memory")
-    texts = [(_read(g / "memory.max") or _read(g / "memory.limit_in_bytes"), g) for g in groups]
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+    texts = [(_read(group / name), group) for group in _cgroups(root, "memory") for name in names]
     return [(int(text), group) for text, group in texts if text.strip().isdigit() and int(text) < 2**60]
 
 

@@ -52,6 +52,20 @@ def test_version_2_limits_of_the_group_and_those_above(machine: Path) -> None:
     assert host.cpu_quota(machine) == 2  # 1.5, rounded up
 
 
+def test_a_group_that_is_slowed_down_is_full(machine: Path) -> None:
+    write(
+        machine,
+        {
+            "proc/self/cgroup": "0::/pod\n",
+            "sys/fs/cgroup/pod/memory.max": str(500 * MIB),
+            "sys/fs/cgroup/pod/memory.high": str(400 * MIB),
+            "sys/fs/cgroup/pod/memory.current": str(300 * MIB),
+        },
+    )
+    assert host.available_cpu_memory(machine) == 100 * MIB
+    assert host.memory_limit(machine) == 400 * MIB
+
+
 def test_version_2_seen_from_inside_a_container(machine: Path) -> None:
     """The path is the host's and does not exist here; the container's own limits are at the mount."""
     write(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import mmap
 import os
 import time
 from pathlib import Path
@@ -168,6 +169,15 @@ def test_size_of_the_cache_on_cpu(
     assert worker.determine_available_memory() == expected
 
 
+def test_mapped_weights_are_not_free_memory(make_worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system counts the pages of a mapped file among those it can take back; a model reads them in every step."""
+    monkeypatch.setattr(host, "available_cpu_memory", lambda: GIB)
+    worker = make_worker(max_num_seqs=100_000, max_num_batched_tokens=100_000)
+    worker.load_model()
+    worker.weight_cache.mapped_bytes = GIB // 2
+    assert worker.determine_available_memory() == int(0.4 * GIB / 2)
+
+
 def test_a_cache_size_that_is_no_number(make_worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "much")
     worker = make_worker()
@@ -277,6 +287,22 @@ def test_cache_memory_is_reserved_not_taken() -> None:
     memory.caches["a"].key[5] = 1
     assert time.monotonic() - start < 1
     assert _resident_bytes() - resident < 64 * MIB
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no huge pages")
+def test_cache_memory_may_be_in_huge_pages() -> None:
+    spec = FullAttentionSpec(16, 8, 128, "bfloat16")
+    num_blocks = 64 * MIB // spec.page_size_bytes
+    config = KVCacheConfig(num_blocks, [KVCacheTensor(64 * MIB, ["a"])], [KVCacheGroupSpec(["a"], spec)])
+    memory = allocate_kv_cache(config, TorchAttentionBackend(), torch.device("cpu"))
+    address, flags = memory.caches["a"].key.data_ptr(), ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+        elif first == "VmFlags:" and start <= address < end:
+            flags = line
+    assert " hg" in flags
 
 
 def _resident_bytes() -> int:

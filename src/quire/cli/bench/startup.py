@@ -24,6 +24,7 @@ from quire.cli.machine import cpu_facts
 from quire.cli.options import Arguments, Option
 from quire.config.engine_args import FLAGS
 from quire.errors import ConfigError, EngineDeadError
+from quire.worker.packed_cache import PackedCache
 
 TIMEOUT_S = 900
 MIB = 1 << 20
@@ -49,9 +50,10 @@ def run(args: Arguments) -> int:
         raise ConfigError("--num-iters must be 1 or more, --num-iters-warmup 0 or more")
     config = engine_args(args).create_engine_config()
     command = [sys.executable, "-m", "quire", "complete", "--max-tokens=1", *flag_words(args), "--", args["prompt"]]
-    files = sorted(config.model_config.model_dir.glob("*.safetensors")) if args["cold"] else []
+    checkpoint = sorted(config.model_config.model_dir.glob("*.safetensors"))
     for _ in range(args["num_iters_warmup"]):
         run_once(command, [])
+    files = [*checkpoint, *PackedCache.default().files()] if args["cold"] else []
     runs = [run_once(command, files) for _ in range(args["num_iters"])]
     facts = cpu_facts()
     figures = {

@@ -26,7 +26,7 @@ from quire.config.server import ServerConfig
 from quire.errors import NotFoundError
 from quire.frontend.admission import Reservation
 from quire.frontend.openai.auth import Access, shown_key
-from quire.frontend.openai.errors import HttpError, error_response, note_error
+from quire.frontend.openai.errors import ErrorShape, HttpError, error_body, error_response, note_error
 from quire.frontend.openai.protocol.fields import Body, BodyReader
 from quire.frontend.openai.state import ServerState
 from quire.logger import init_logger
@@ -160,6 +160,8 @@ class Endpoint:
     """What the model must be for: "generate", "embed", ...; of another model the route does not exist."""
     is_work: bool = False
     """Counted as load, and refused while the server shuts down."""
+    shape_error: ErrorShape = error_body
+    """How its errors are written."""
     is_enabled: Callable[[ServerConfig], bool] = lambda config: True
     """Whether the flags ask for it."""
 
@@ -194,7 +196,7 @@ class Endpoint:
             return Response(status_code=GONE)
         except Exception as e:
             note_error(e, context.request_id)
-            return error_response(e)
+            return error_response(e, self.shape_error)
 
 
 class _Exchange:

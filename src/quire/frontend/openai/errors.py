@@ -6,6 +6,7 @@ log, beside the request's id. No path, address or traceback leaves the server.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -34,6 +35,10 @@ _KINDS = {
 HIDDEN = "the server failed on this request; its log says why, beside the request's id"
 
 
+ErrorShape = Callable[[BaseException], dict[str, Any]]
+"""How an API writes its errors."""
+
+
 class HttpError(ClientError):
     """A refusal that only HTTP knows: no key, a body too large, a route that is not there."""
 
@@ -58,20 +63,20 @@ def status_of(error: BaseException) -> int:
     return error.status_code if isinstance(error, QuireError) else 500
 
 
+def words_of(error: BaseException) -> str:
+    """What a client is told. What is not our own error is told of by its kind only."""
+    return str(error) if isinstance(error, QuireError) else HIDDEN
+
+
 def error_body(error: BaseException) -> dict[str, Any]:
-    """`{"error": {...}}`. What is not our own error is told of by its kind only."""
+    """`{"error": {...}}`, OpenAI's shape."""
     status = status_of(error)
-    if isinstance(error, QuireError):
-        message = str(error)
-    else:
-        message = HIDDEN
     param = error.param if isinstance(error, ClientError) else None
-    return {
-        "error": {"message": message, "type": _KINDS.get(status, "InternalServerError"), "param": param, "code": status}
-    }
+    kind = _KINDS.get(status, "InternalServerError")
+    return {"error": {"message": words_of(error), "type": kind, "param": param, "code": status}}
 
 
-def error_response(error: BaseException) -> Response:
+def error_response(error: BaseException, shape: ErrorShape = error_body) -> Response:
     """The whole answer to a request that failed before its first byte."""
     status = status_of(error)
     headers = {}
@@ -81,7 +86,7 @@ def error_response(error: BaseException) -> Response:
         headers["www-authenticate"] = "Bearer"
     if getattr(error, "close", False):
         headers["connection"] = "close"
-    body = msgspec.json.encode(error_body(error))
+    body = msgspec.json.encode(shape(error))
     return Response(body, status, headers, media_type="application/json")
 
 

@@ -13,6 +13,7 @@ from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.metrics.prometheus import PrometheusStatLogger
 from quire.frontend.openai.auth import Gatekeeper
+from quire.frontend.openai.chat_format import ChatFormat
 from quire.frontend.openai.errors import UnavailableError
 from quire.frontend.openai.rendering import PromptRenderer
 from quire.version import __version__
@@ -68,6 +69,7 @@ class ServerState:
         """How long a stream may wait for its reader (--slow-client-timeout-s); 0 for ever."""
         self.gatekeeper = Gatekeeper(key_digests, protect_metrics=config.protect_metrics, admin_host=config.admin_host)
         self.renderer = PromptRenderer(engine, config)
+        self.chat_format = ChatFormat(config, _template_with_tools(engine))
         self.lifecycle = Lifecycle()
         self.model_names = (engine.model_config.name,)
         self.created = int(time.time())
@@ -117,6 +119,12 @@ class ServerState:
         """Raises UnavailableError while no new work is taken."""
         if self.lifecycle.refuses_requests:
             raise UnavailableError("the server is shutting down and takes no new requests; try another one", close=True)
+
+
+def _template_with_tools(engine: AsyncLLM) -> str | None:
+    """The chat template that conversations with tools go through; None if there is none."""
+    templates = engine.tokenizer.chat_templates if engine.tokenizer is not None else {}
+    return templates.get("tool_use", templates.get("default"))
 
 
 def _fingerprint(engine: AsyncLLM) -> str:

@@ -20,7 +20,8 @@ from quire.frontend.openai.errors import error_body, error_response, note_error
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-STALL_CHECK_S = 1.0
+STALL_CHECKS = 4
+"""How often a reader's standing still is looked for within the time it may."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -116,7 +117,7 @@ class EventStream(Response):
         self._leave(main)
 
     async def _watch_clock(self, loop: asyncio.AbstractEventLoop, send: Send, main: asyncio.Task[Any]) -> None:
-        period = min(v for v in (self._keep_alive_s, STALL_CHECK_S if self._stall_s else 0.0) if v)
+        period = min(v for v in (self._keep_alive_s, self._stall_s / STALL_CHECKS) if v)
         while True:
             await asyncio.sleep(period)
             now = loop.time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import queue
 import shutil
@@ -90,6 +91,8 @@ class MappedPacks:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "not writable": nobody writes
             self._memory = torch.frombuffer(file.memory, dtype=torch.uint8)
+        if hasattr(mmap, "MADV_WILLNEED"):
+            file.memory.madvise(mmap.MADV_WILLNEED)  # read from the disk in one go, not page by page as they are used
         self._blobs = file.blobs
         self._names: Iterator[str] = iter(())
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from .serving import Server, check
 
 PATH = "/v1/chat/completions"
@@ -109,27 +107,29 @@ def test_a_template_of_ones_own_needs_trust() -> None:
     check(taken, trust_request_chat_template=True)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"content": "x"}]}, "messages"),
-        ({"messages": [3]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
-        ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
-        ({"messages": HI, "logprobs": True, "top_logprobs": 1000}, "logprobs"),
-        ({"messages": HI, "max_tokens": 5000}, "max_tokens"),
-        ({"messages": HI, "max_tokens": 0}, "max_tokens"),
-        ({"messages": HI, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
-        ({"messages": HI, "reasoning_effort": "huge"}, "reasoning_effort"),
-        ({"messages": HI, "continue_final_message": True}, "continue_final_message"),
-        ({"messages": HI, "stream_options": {}}, "stream_options"),
-    ],
-)
-def test_a_bad_field_is_named(body: dict[str, Any], param: str) -> None:
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages"),
+    ({"messages": [3]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 1000}, "logprobs"),
+    ({"messages": HI, "max_tokens": 5000}, "max_tokens"),
+    ({"messages": HI, "max_tokens": 0}, "max_tokens"),
+    ({"messages": HI, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"messages": HI, "reasoning_effort": "huge"}, "reasoning_effort"),
+    ({"messages": HI, "continue_final_message": True}, "continue_final_message"),
+    ({"messages": HI, "stream_options": {}}, "stream_options"),
+]
+
+
+def test_a_bad_field_is_named() -> None:
     async def test(server: Server) -> None:
-        error = await server.refusal(PATH, **body)
-        assert error["param"] == param
+        for body, param in BAD:
+            error = await server.refusal(PATH, **body)
+            assert error["param"] == param, body
+            assert error["type"] == "BadRequestError"
+            assert error["message"]
 
     check(test)

@@ -133,41 +133,41 @@ def test_prompt_logprobs_and_truncation() -> None:
     check(test, executor=None)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt": "x", "temperature": -1}, "temperature"),
-        ({"prompt": "x", "n": 0}, "n"),
-        ({"prompt": "x", "n": True}, "n"),
-        ({"prompt": "x", "max_tokens": "x"}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": 5000}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": [40] * 3000}, "prompt"),
-        ({"prompt": [999999]}, "prompt"),
-        ({"prompt": [40, "x"]}, "prompt"),
-        ({"prompt": [[40], [-1]]}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({}, "prompt"),
-        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias"),
-        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
-        ({"prompt": "x", "logprobs": 1000}, "logprobs"),
-        ({"prompt": "x", "best_of": 2}, "best_of"),
-        ({"prompt": "x", "suffix": "y"}, "suffix"),
-        ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
-        ({"prompt": "x", "cache_salt": "s" * 2000}, "cache_salt"),
-        ({"prompt": "x", "n": 5000, "temperature": 1}, "n"),
-        ({"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ],
-)
-def test_a_bad_field_is_named(body: dict[str, Any], param: str) -> None:
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "x", "temperature": -1}, "temperature"),
+    ({"prompt": "x", "n": 0}, "n"),
+    ({"prompt": "x", "n": True}, "n"),
+    ({"prompt": "x", "max_tokens": "x"}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 5000}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": [40] * 3000}, "prompt"),
+    ({"prompt": [999999]}, "prompt"),
+    ({"prompt": [40, "x"]}, "prompt"),
+    ({"prompt": [[40], [-1]]}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({}, "prompt"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+    ({"prompt": "x", "logprobs": 1000}, "logprobs"),
+    ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": "x", "suffix": "y"}, "suffix"),
+    ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+    ({"prompt": "x", "cache_salt": "s" * 2000}, "cache_salt"),
+    ({"prompt": "x", "n": 5000, "temperature": 1}, "n"),
+    ({"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+]
+
+
+def test_a_bad_field_is_named() -> None:
     async def test(server: Server) -> None:
-        error = await server.refusal(PATH, **body)
-        assert error["param"] == param
-        assert error["type"] == "BadRequestError"
-        assert error["message"]
+        for body, param in BAD:
+            error = await server.refusal(PATH, **body)
+            assert error["param"] == param, body
+            assert error["type"] == "BadRequestError"
+            assert error["message"]
 
     check(test)
 

@@ -24,6 +24,13 @@ ENDPOINTS = endpoints_of(EVERYTHING, is_admin=False)
 READERS: list[BodyReader[Any]] = list(dict.fromkeys(e.body for e in ENDPOINTS if e.body is not None))
 
 
+REQUIRED: dict[str, Any] = {
+    "prompt": "x", "messages": [], "tokens": [], "request_ids": [], "path": "", "method": "", "model": "m",
+    "max_tokens": 1,
+}  # fmt: skip
+"""Every field that some body cannot do without."""
+
+
 def unbounded(schema: dict[str, Any], path: str) -> Iterator[str]:
     """Where a JSON schema has a number without a range, or a text or list without a length."""
     for option in schema.get("anyOf", ()):
@@ -69,7 +76,7 @@ def test_neutral_fields_exist_and_their_values_are_of_their_type(reader: BodyRea
     for name, neutral in reader.kind.NEUTRAL.items():
         assert name in reader.kind.__struct_fields__
         for value in neutral:
-            body = {"prompt": "x", "messages": [], name: value}
+            body = {**REQUIRED, name: value}
             assert getattr(reader.read(msgspec.json.encode(body)), name) == value
 
 
@@ -108,7 +115,7 @@ def fields_of(endpoint: Endpoint) -> list[tuple[BodyReader[Any], str]]:
 def test_whatever_a_field_holds_it_is_read_or_refused_by_name(data: st.DataObject) -> None:
     reader, name = data.draw(st.sampled_from([f for e in ENDPOINTS if e.body for f in fields_of(e)]))
     value = data.draw(st.sampled_from(HOSTILE))
-    body = {"prompt": "x", "messages": [], "tokens": [], "request_ids": [], "path": "", "method": "", name: value}
+    body = {**REQUIRED, name: value}
     assert refused_field(reader, msgspec.json.encode(body)) in (None, name)
 
 

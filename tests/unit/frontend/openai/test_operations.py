@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from quire.config.server import ServerConfig
 from quire.errors import EngineDeadError
+from quire.frontend.admission import Reservation
 from quire.frontend.openai.app import ROUTERS, add_endpoint, build_app, endpoints_of
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint
@@ -130,7 +131,8 @@ def test_request_ids_are_echoed_unless_they_are_dangerous() -> None:
 
 
 def test_our_own_faults_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*args: object, **kwargs: object) -> None:
+    async def broken(*args: object, reservation: Reservation, **kwargs: object) -> None:
+        reservation.release()  # as the real one does
         raise RuntimeError("/secret/path at 0xdeadbeef")
 
     async def test(server: Server) -> None:

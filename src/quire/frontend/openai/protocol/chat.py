@@ -9,6 +9,7 @@ from msgspec import Meta
 from quire.errors import ValidationError
 from quire.frontend.openai.protocol.fields import Object, PositiveCount, Text
 from quire.frontend.openai.protocol.sampling import GenerationBody, bound_of
+from quire.frontend.openai.protocol.tools import ToolChoice, Tools
 
 MAX_MESSAGES = 1 << 16
 Messages = Annotated[list[Object], Meta(max_length=MAX_MESSAGES)]
@@ -46,16 +47,17 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     return_prompt_text: bool | None = None
 
-    tools: Annotated[list[Object], Meta(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Object | None = None
+    tools: Tools | None = None
+    """Functions the model may call."""
+    tool_choice: ToolChoice | None = None
+    """Default: auto where there are tools."""
     parallel_tool_calls: bool | None = True
+    """False: only the first call of an answer counts."""
     media_io_kwargs: Object | None = None
     mm_processor_kwargs: Object | None = None
 
     NEUTRAL = {  # noqa: RUF012
         **GenerationBody.NEUTRAL,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
     }

@@ -90,8 +90,8 @@ def _field_error(message: str, body: bytes) -> ValidationError:
     what, path = found["what"], (found["path"] or "").lstrip(".")
     missing = _MISSING.match(what)
     if missing is not None:
-        param = f"{path}.{missing['name']}".lstrip(".")
-        return ValidationError(f"{param} is missing; it is required", param=param)
+        where = f"{path}.{missing['name']}".lstrip(".")
+        return ValidationError(f"{where} is missing; it is required", param=where.partition("[")[0])
     shown = _quote(body, path)
     words = what[:1].lower() + what[1:]
     if shown:

@@ -9,7 +9,8 @@ from typing import Any
 from starlette.responses import Response
 
 from quire.frontend.openai.auth import Access
-from quire.frontend.openai.chat_output import ChatParser, Delta, make_chat_parser, make_message
+from quire.frontend.openai.chat_format import ChatPlan
+from quire.frontend.openai.chat_output import ChatParser, Delta, make_message
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.fields import BodyReader
@@ -37,11 +38,13 @@ async def create_chat_completion(context: RequestContext) -> Response:
         logprobs=body.num_logprobs,
     )
     state.check_num_outputs(params.n)
+    plan = state.chat_format.plan(body)
+    plan.adjust(params)
     check_admission(context, [_sample_of(body.messages)], params.n)
-    prompt = await render_prompt(context, body)
+    prompt = await render_prompt(context, body, plan)
     state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
     request_id = f"chatcmpl-{body.request_id or context.request_id}"
-    writer = ChatWriter(context, body, model, request_id, prompt, params)
+    writer = ChatWriter(context, body, model, request_id, prompt, params, plan)
     submission = await Submission.submit(context, [prompt], params, request_id, priority=body.priority)
     if body.stream:
         return stream_response(context, writer.chunks(submission), submission)
@@ -52,12 +55,13 @@ async def create_chat_completion(context: RequestContext) -> Response:
         await submission.close()
 
 
-async def render_prompt(context: RequestContext, body: ChatBody) -> TokensPrompt:
+async def render_prompt(context: RequestContext, body: ChatBody, plan: ChatPlan) -> TokensPrompt:
     """The prompt of a conversation, through the model's chat template."""
     renderer = context.state.renderer
     text = await renderer.render_chat(
         body.messages,
         chat_template=body.chat_template,
+        tools=plan.tools,
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
@@ -83,10 +87,12 @@ class ChatWriter:
         request_id: str,
         prompt: TokensPrompt,
         params: SamplingParams,
+        plan: ChatPlan,
     ) -> None:
         config = context.state.config
         self._body = body
         self._prompt = prompt
+        self._plan = plan
         self._fingerprint = context.state.fingerprint
         self._role = config.response_role if body.add_generation_prompt else _last_role(body)
         self._echoed = _last_text(body) if body.echo and not body.add_generation_prompt else ""
@@ -126,7 +132,7 @@ class ChatWriter:
         }
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        parser = make_chat_parser(self._body)
+        parser = self._plan.make_parser(self._prompt.get("prompt"))
         deltas = [*self._echo(), *parser.feed(completion.text, completion.token_ids), *parser.finish()]
         return {
             "index": completion.index,
@@ -156,7 +162,7 @@ class ChatWriter:
             for completion in output.outputs:
                 parser = parsers.get(completion.index)
                 if parser is None:
-                    parser = parsers[completion.index] = make_chat_parser(self._body)
+                    parser = parsers[completion.index] = self._plan.make_parser(self._prompt.get("prompt"))
                     yield b"".join((head, self._first_choice(output, completion.index), tail))
                     for delta in self._echo():
                         yield b"".join((head, _choice_chunk(completion.index, delta), b"]", tail))

@@ -1,0 +1,76 @@
+"""`quire cache`: what Quire keeps on disk between runs; list it, check it, delete it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from quire.cli.command_line import CommandLine
+from quire.cli.options import Arguments, Option, Positional
+from quire.errors import ConfigError
+from quire.worker.packed_cache import InvalidPackedFileError, PackedCache, max_cache_bytes, open_packed_file
+
+ACTIONS = ("list", "verify", "clear")
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def command_line() -> CommandLine:
+    """The arguments of `quire cache`."""
+    own = [Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False)]
+    return CommandLine(
+        "quire cache",
+        "Packed weights that later starts map into memory. All of them may be deleted at any time, also while in use.",
+        own,
+        Positional("action", "list (the default); verify reads every file and checks its bytes; clear deletes all."),
+    )
+
+
+def run(args: Arguments) -> int:
+    """Print what there is, or what was done. 1 if `verify` found damage."""
+    action = args["action"] or "list"
+    if action not in ACTIONS:
+        raise ConfigError(f"unknown action {action!r}; quire cache takes one of {', '.join(ACTIONS)}")
+    cache = PackedCache.default()
+    if action == "clear":
+        freed = cache.clear()
+        print(json.dumps({"freed_bytes": freed}) if args["json"] else f"freed {_size(freed)} in {cache.directory}")
+        return 0
+    files = [describe(path, is_verified=action == "verify") for path in cache.files()]
+    figures = {"directory": str(cache.directory), "max_bytes": max_cache_bytes(), "files": files}
+    print(json.dumps(figures) if args["json"] else format_cache(figures))
+    return int(action == "verify" and any(file["state"] != "ok" for file in files))
+
+
+def describe(path: Path, *, is_verified: bool) -> dict[str, Any]:
+    """What is known of a file: where it is, what it was packed from, its size, its last use, and its state."""
+    facts: dict[str, Any] = {"path": str(path), "source": None, "bytes": 0, "used_time": None, "state": "gone"}
+    try:
+        status = path.stat()
+        facts |= {"bytes": status.st_size, "used_time": status.st_mtime}
+        file = open_packed_file(path)
+    except FileNotFoundError:
+        return facts
+    except (OSError, ValueError, InvalidPackedFileError) as e:
+        return {**facts, "state": f"not usable: {e}"}
+    damaged = file.find_damage() if is_verified else None
+    return {**facts, "source": file.source, "state": "ok" if damaged is None else f"damaged in {damaged}"}
+
+
+def format_cache(figures: dict[str, Any]) -> str:
+    """The files as people read them."""
+    total = sum(file["bytes"] for file in figures["files"])
+    limit = _size(figures["max_bytes"])
+    lines = [
+        f"{figures['directory']}: {len(figures['files'])} files, {_size(total)} of {limit} (QUIRE_WEIGHT_CACHE_GIB)"
+    ]
+    for file in figures["files"]:
+        used = "-" if file["used_time"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(file["used_time"]))
+        state = "" if file["state"] == "ok" else f"  {file['state']}"
+        lines.append(f"  {Path(file['path']).name}  {_size(file['bytes']):>9}  {used}  {file['source'] or '-'}{state}")
+    return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"

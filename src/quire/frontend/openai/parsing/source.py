@@ -1,0 +1,173 @@
+"""Text that comes in pieces, read as if it were all there.
+
+A parser is a generator: it asks its `TextSource` for what it needs with `yield from`, and stands still while that has
+not come. So a format reads from top to bottom, and the events cannot depend on how the text was cut. What has been
+looked at is never looked at again, but for the few characters of a marker that may be incomplete: the work is linear
+in the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
+
+from quire.frontend.openai.parsing.json_text import JsonScanner
+
+Result = TypeVar("Result")
+Step: TypeAlias = Generator[None, None, Result]
+"""A piece of a parser. It yields when it needs more text."""
+
+SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class Markers:
+    """Literal texts to look for. None may begin another one."""
+
+    def __init__(self, *literals: str) -> None:
+        self.pattern = re.compile("|".join(map(re.escape, literals)))
+        self.longest = max(map(len, literals))
+        self._beginnings = frozenset(literal[:i] for literal in literals for i in range(1, len(literal)))
+
+    def num_open(self, text: str, start: int) -> int:
+        """How many characters at the end of `text[start:]` may be the beginning of a marker."""
+        for length in range(min(self.longest - 1, len(text) - start), 0, -1):
+            if text[-length:] in self._beginnings:
+                return length
+        return 0
+
+
+class TextSource:
+    """The text still to be read. One reader."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._record: list[str] | None = None
+        self.is_closed = False
+        """No more text will come."""
+        self.num_examined = 0
+        """Characters that were copied or searched so far; tests hold it against the text's length."""
+
+    def append(self, text: str) -> None:
+        """More text."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+        self.num_examined += len(self._text)
+
+    def close(self) -> None:
+        """There is no more."""
+        self.is_closed = True
+
+    # -- what was read, for the case that it is no call after all ---------------------------------------------------
+
+    def begin(self, text: str = "") -> None:
+        """Remember what is read from here on, after `text`, unless that is being done already."""
+        if self._record is None:
+            self._record = [text]
+
+    def forget(self) -> None:
+        """It was what it seemed."""
+        self._record = None
+
+    def roll_back(self) -> str:
+        """All that was remembered: it is content. Reading goes on where it is."""
+        text = "".join(self._record or ())
+        self._record = None
+        return text
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def take(self, end: int) -> str:
+        """Read up to index `end` of the present piece."""
+        piece = self._text[self._at : end]
+        self.num_examined += len(piece)
+        self._at = end
+        if self._record is not None and piece:
+            self._record.append(piece)
+        return piece
+
+    def take_char(self) -> None:
+        """Read the one character that `peek` showed."""
+        self.take(self._at + 1)
+
+    def peek(self) -> Step[str]:
+        """The next character; "" at the end."""
+        while self._at >= len(self._text):
+            if self.is_closed:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def match(self, literal: str, *, or_end: bool = False) -> Step[bool]:
+        """Read `literal` if it comes next; nothing otherwise. With `or_end`, the text's end may have cut it off."""
+        while True:
+            self.num_examined += len(literal)
+            if self._text.startswith(literal, self._at):
+                self.take(self._at + len(literal))
+                return True
+            if len(self._text) - self._at >= len(literal) or not literal.startswith(self._text[self._at :]):
+                return False
+            if self.is_closed:
+                if or_end:
+                    self.take(len(self._text))
+                return or_end
+            yield
+
+    def take_while(self, pattern: re.Pattern[str], limit: int = 1 << 62) -> Step[str]:
+        """Read what `pattern`, a repeated set of characters, matches. More than `limit` is more than is looked at."""
+        parts: list[str] = []
+        while True:
+            found = pattern.match(self._text, self._at, min(len(self._text), self._at + limit + 1))
+            end = found.end() if found is not None else self._at
+            limit -= end - self._at
+            parts.append(self.take(end))
+            if self._at < len(self._text) or self.is_closed or limit < 0:
+                return "".join(parts)
+            yield
+
+    def copy_while(self, pattern: re.Pattern[str], emit: Callable[[str], None]) -> Step[None]:
+        """Hand what `pattern`, a repeated set of characters, matches to `emit` as it comes."""
+        while True:
+            found = pattern.match(self._text, self._at)
+            emit(self.take(found.end() if found is not None else self._at))
+            if self._at < len(self._text) or self.is_closed:
+                return
+            yield
+
+    def skip_space(self) -> Step[None]:
+        """Read white space."""
+        yield from self.take_while(SPACE)
+
+    def copy_until(self, markers: Markers, emit: Callable[[str], None]) -> Step[str | None]:
+        """Hand everything before the next marker to `emit` as it comes. The marker, which is read; None at the end."""
+        while True:
+            found = markers.pattern.search(self._text, self._at)
+            if found is not None:
+                emit(self.take(found.start()))
+                self._at = found.end()
+                return found.group()
+            held = 0 if self.is_closed else markers.num_open(self._text, self._at)
+            emit(self.take(len(self._text) - held))
+            if self.is_closed:
+                return None
+            yield
+
+    def copy_rest(self, emit: Callable[[str], None]) -> Step[None]:
+        """Hand everything to `emit`."""
+        while True:
+            emit(self.take(len(self._text)))
+            if self.is_closed:
+                return
+            yield
+
+    def copy_json(self, emit: Callable[[str], None]) -> Step[bool]:
+        """Hand one JSON value to `emit` as it comes. False if it is none, or breaks off; reading stops there."""
+        scanner = JsonScanner()
+        while True:
+            emit(self.take(scanner.advance(self._text, self._at)))
+            if scanner.is_over:
+                return not scanner.is_broken
+            if self.is_closed:
+                return scanner.is_scalar
+            yield

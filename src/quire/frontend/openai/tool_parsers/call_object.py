@@ -1,0 +1,207 @@
+"""A call written as a JSON object: {"name": "f", "arguments": {...}}, the heart of most formats."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum, auto
+
+from quire.frontend.openai.parsing.events import EventSink
+from quire.frontend.openai.parsing.json_text import decode_string
+from quire.frontend.openai.parsing.source import SPACE, Step, TextSource
+
+NAME = re.compile(r"[\w.:/-]*", re.ASCII)
+"""What the name of a tool is made of."""
+MAX_NAME_CHARS = 128
+MAX_KEY_CHARS = 64
+ARGUMENT_KEYS = ("arguments", "parameters")
+_CLOSING = re.compile(r"[ \t\r\n,}\]]*")
+
+
+class Found(Enum):
+    """What an object turned out to be."""
+
+    NO_CALL = auto()
+    """All that was read of it has become content."""
+    CALL = auto()
+    BROKEN_CALL = auto()
+    """A call that the text does not end properly. What is no part of its arguments has become content."""
+
+
+def read_call(source: TextSource, sink: EventSink, *, is_marked: bool = True) -> Step[Found]:
+    """Read one object; the caller has begun to record. After a CALL its end is recorded, too.
+
+    The call starts as soon as its name and the beginning of its arguments are known; from there on they are passed on
+    as they come. Keys may stand in any order, and others are passed over. Arguments are an object, or text that
+    holds one, which is unpacked; null is {}. Where the format marks its calls (`is_marked`) they may be left out.
+    """
+    reader = _CallReader(source, sink, is_marked)
+    is_whole = yield from reader.read_object()
+    if is_whole and reader.has_started:
+        return Found.CALL
+    rest = source.roll_back()
+    if reader.has_started and source.is_closed and _CLOSING.fullmatch(rest):
+        rest = ""  # the end of the text has cut off the end of a call: nothing that a reader would miss
+    sink.content(rest)
+    return Found.BROKEN_CALL if reader.has_started else Found.NO_CALL
+
+
+class _CallReader:
+    def __init__(self, source: TextSource, sink: EventSink, is_marked: bool) -> None:
+        self.has_started = False
+        self._source = source
+        self._sink = sink
+        self._is_marked = is_marked
+        self._name: str | None = None
+        self._has_arguments = False
+        self._early: list[str] | None = None
+        """Arguments that stand before the name."""
+
+    def read_object(self) -> Step[bool]:
+        """The object. False where it breaks off or is no call."""
+        source = self._source
+        if not (yield from source.match("{")):
+            return False
+        while True:
+            yield from source.skip_space()
+            if (yield from source.match("}")):
+                break
+            key = yield from read_string(source, MAX_KEY_CHARS)
+            yield from source.skip_space()
+            if key is None or not (yield from source.match(":")):
+                return False
+            yield from source.skip_space()
+            if not (yield from self._read_value(key)):
+                return False
+            yield from source.skip_space()
+            if (yield from source.match(",")):
+                continue
+            if not (yield from source.match("}")):
+                return False
+            break
+        if not self._has_arguments and self._name is not None and self._is_marked:
+            self._start(self._name, "{}")
+        return True
+
+    def _read_value(self, key: str) -> Step[bool]:
+        if key == "name" and self._name is None:
+            self._name = yield from read_string(self._source, MAX_NAME_CHARS)
+            if self._name is None or not is_name(self._name):
+                return False
+            if self._early is not None:
+                self._start(self._name, "".join(self._early))
+            return True
+        if key in ARGUMENT_KEYS and not self._has_arguments:
+            self._has_arguments = True
+            return (yield from self._read_arguments())
+        return (yield from self._source.copy_json(_drop))
+
+    def _read_arguments(self) -> Step[bool]:
+        source, sign = self._source, (yield from self._source.peek())
+        if self._name is None:
+            self._early = []
+        if sign == "{":
+            if self._name is None:
+                return (yield from source.copy_json(self._write))
+            self._start(self._name)
+            is_whole = yield from source.copy_json(self._sink.arguments)
+            source.begin()
+            return is_whole
+        parts: list[str] = []
+        if not self._is_marked or not (yield from source.copy_json(parts.append)):
+            return False
+        raw = "".join(parts)
+        text = "{}" if raw == "null" else decode_string(raw)
+        if text is None:
+            return False
+        self._write(text)
+        return True
+
+    def _write(self, text: str) -> None:
+        """Arguments, which wait for a name."""
+        if self._early is not None:
+            self._early.append(text)
+        elif self._name is not None:
+            self._start(self._name, text)
+
+    def _start(self, name: str, arguments: str = "") -> None:
+        self.has_started = True
+        self._sink.start(name)
+        self._sink.arguments(arguments)
+        self._source.forget()
+        if arguments:
+            self._source.begin()
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` may be the name of a tool."""
+    return 0 < len(text) <= MAX_NAME_CHARS and NAME.fullmatch(text) is not None
+
+
+def read_string(source: TextSource, limit: int) -> Step[str | None]:
+    """Read a JSON string. None if it is none, or longer than `limit`."""
+    parts: list[str] = []
+    if (yield from source.peek()) != '"' or not (yield from source.copy_json(parts.append)):
+        return None
+    raw = "".join(parts)
+    return decode_string(raw) if len(raw) <= 6 * limit + 2 else None
+
+
+def read_calls(source: TextSource, sink: EventSink, separators: re.Pattern[str] = SPACE) -> Step[None]:
+    """Unmarked calls with `separators` between them. Ends at what is no call."""
+    while (yield from read_call(source, sink, is_marked=False)) is Found.CALL:
+        source.forget()
+        source.begin()
+        yield from source.take_while(separators)
+        if (yield from source.peek()) != "{":
+            sink.content(source.roll_back())
+            return
+
+
+def read_call_array(source: TextSource, sink: EventSink) -> Step[None]:
+    """[call, call, ...], up to and with its end; the caller has begun to record."""
+    if not (yield from source.match("[")):
+        sink.content(source.roll_back())
+        return
+    while True:
+        yield from source.skip_space()
+        if (yield from read_call(source, sink)) is not Found.CALL:
+            return
+        source.forget()
+        source.begin()
+        yield from source.skip_space()
+        if (yield from source.match(",")):
+            continue
+        if (yield from source.match("]", or_end=True)):
+            source.forget()
+        sink.content(source.roll_back())
+        return
+
+
+def read_bare_call(source: TextSource, sink: EventSink, name: str, call_id: str | None = None) -> Step[bool]:
+    """The arguments of a call whose name stands outside of them; the caller has begun to record.
+
+    True: records from their end on, for `read_end`. False: there are none, or they break off; nothing is recorded.
+    """
+    if (yield from source.peek()) != "{":
+        sink.content(source.roll_back())
+        return False
+    sink.start(name, call_id)
+    source.forget()
+    is_whole = yield from source.copy_json(sink.arguments)
+    if is_whole:
+        source.begin()
+    return is_whole
+
+
+def read_end(source: TextSource, sink: EventSink, literal: str) -> Step[None]:
+    """What closes a CALL, after white space. If it is missing, what was read is content."""
+    source.forget()
+    source.begin()
+    yield from source.skip_space()
+    if (yield from source.match(literal, or_end=True)):
+        source.forget()
+    sink.content(source.roll_back())
+
+
+def _drop(text: str) -> None:
+    """Of no interest."""

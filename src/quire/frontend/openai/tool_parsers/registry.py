@@ -1,0 +1,74 @@
+"""The table of tool parsers. A new format is a file with a program, and a row (docs/recipes/add_a_tool_parser.md)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from quire.errors import ConfigError
+from quire.frontend.openai.parsing.stream_parser import Program
+from quire.frontend.openai.tool_parsers.deepseek import parse_deepseek
+from quire.frontend.openai.tool_parsers.harmony import is_harmony, parse_harmony
+from quire.frontend.openai.tool_parsers.hermes import is_hermes, parse_hermes
+from quire.frontend.openai.tool_parsers.llama import parse_llama
+from quire.frontend.openai.tool_parsers.mistral import make_mistral_id, parse_mistral
+from quire.frontend.openai.tool_parsers.pythonic import parse_pythonic
+
+
+def make_call_id() -> str:
+    """An id that no other call has."""
+    return f"chatcmpl-tool-{uuid.uuid4().hex[:16]}"
+
+
+@dataclass(frozen=True)
+class ToolParserSpec:
+    """How a family of models writes its calls."""
+
+    program: Program
+    make_call_id: Callable[[], str] = make_call_id
+    keeps_special_tokens: bool = False
+    """Its markers are special tokens, which must not be left out of the text."""
+    reads_reasoning: bool = False
+    """It tells reasoning, too, so that no reasoning parser may stand before it."""
+    recognizes: Callable[[str], bool] = lambda template: False
+    """Whether a chat template surely asks for this format; then no flag is needed."""
+
+
+TOOL_PARSERS: Mapping[str, ToolParserSpec] = MappingProxyType(
+    {
+        "hermes": ToolParserSpec(parse_hermes, recognizes=is_hermes),
+        "llama3_json": ToolParserSpec(parse_llama, keeps_special_tokens=True),
+        "llama4_json": ToolParserSpec(parse_llama, keeps_special_tokens=True),
+        "mistral": ToolParserSpec(
+            parse_mistral,
+            make_call_id=make_mistral_id,
+            keeps_special_tokens=True,
+            recognizes=lambda template: "[TOOL_CALLS]" in template,
+        ),
+        "pythonic": ToolParserSpec(parse_pythonic),
+        "deepseek_v3": ToolParserSpec(
+            parse_deepseek,
+            keeps_special_tokens=True,
+            recognizes=lambda template: "<｜tool▁calls▁begin｜>" in template,
+        ),
+        "deepseek_v31": ToolParserSpec(parse_deepseek, keeps_special_tokens=True),
+        "openai": ToolParserSpec(parse_harmony, keeps_special_tokens=True, reads_reasoning=True, recognizes=is_harmony),
+    }
+)
+"""By the names of vLLM's --tool-call-parser."""
+
+
+def tool_parser(name: str) -> ToolParserSpec:
+    """The row called `name`. Raises ConfigError."""
+    spec = TOOL_PARSERS.get(name)
+    if spec is None:
+        raise ConfigError(f"--tool-call-parser {name!r} is not one of {', '.join(TOOL_PARSERS)}")
+    return spec
+
+
+def recognize(template: str | None) -> str | None:
+    """The name of the format that a chat template asks for, if exactly one row is sure."""
+    found = [name for name, spec in TOOL_PARSERS.items() if template is not None and spec.recognizes(template)]
+    return found[0] if len(found) == 1 else None

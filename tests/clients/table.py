@@ -1,0 +1,32 @@
+"""The clients that must work, one row each: what to install and which program of theirs to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAMS = Path(__file__).with_name("programs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """A client in an environment of its own. Its program exits with 0 if every answer was right."""
+
+    name: str
+    tier: int
+    """1: in every CI run; 2: by `python -m tests.clients --tier 2`."""
+    requirements: tuple[str, ...]
+    time_limit_s: float = 300
+
+    @property
+    def program(self) -> Path:
+        """It finds the server by QUIRE_URL, its base without /v1, and the API key in QUIRE_API_KEY."""
+        return PROGRAMS / f"{self.name}_client.py"
+
+
+CLIENTS = (
+    Client(name="openai", tier=1, requirements=("openai>=2",)),
+    Client(name="schemathesis", tier=1, requirements=("schemathesis>=4",)),
+    Client(name="litellm", tier=2, requirements=("litellm>=1.80",)),
+    Client(name="langchain", tier=2, requirements=("langchain-openai>=1",)),
+)

@@ -1,0 +1,217 @@
+"""Tools through /v1/chat/completions: the real demo model, and what the client is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError
+from quire.frontend.openai.chat_format import ChatFormat
+from quire.frontend.openai.chat_output import make_message
+from quire.frontend.openai.protocol.chat import ChatBody
+from quire.frontend.openai.protocol.fields import BodyReader
+
+from .serving import Server, check, client_of
+
+PATH = "/v1/chat/completions"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+QUESTION: dict[str, Any] = {"role": "user", "content": "What is the weather in Oslo?"}
+ASK: dict[str, Any] = {"messages": [QUESTION], "tools": [WEATHER]}
+
+
+def openai_client(server: Server) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key="none", http_client=client_of(server.app), max_retries=0
+    )
+
+
+def test_the_demo_model_calls_a_tool_and_answers_from_its_result() -> None:
+    async def test(server: Server) -> None:
+        async with openai_client(server) as client:
+            answer = await client.chat.completions.create(model="demo", **ASK)
+            (choice,) = answer.choices
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content is None
+            (call,) = choice.message.tool_calls or ()
+            assert call.type == "function"
+            assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
+            result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 7, "sky": "cloudy"}'}
+            messages: Any = [QUESTION, choice.message.model_dump(exclude_none=True), result]
+            final = await client.chat.completions.create(model="demo", messages=messages, tools=ASK["tools"])
+            assert final.choices[0].finish_reason == "stop"
+            assert "7" in (final.choices[0].message.content or "")
+            assert final.choices[0].message.tool_calls is None
+
+    check(test, executor=None)
+
+
+def test_a_stream_has_name_and_id_first_then_arguments() -> None:
+    async def test(server: Server) -> None:
+        whole = await server.answer(PATH, **ASK)
+        async with openai_client(server) as client:
+            stream = await client.chat.completions.create(model="demo", stream=True, **ASK)
+            chunks = [chunk async for chunk in stream]
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        first, *more = calls
+        assert first.id is not None
+        assert first.id.startswith("chatcmpl-tool-")
+        assert (first.index, first.type) == (0, "function")
+        assert first.function is not None
+        assert (first.function.name, first.function.arguments) == ("get_weather", "")
+        assert len(more) > 1  # they come piece by piece
+        assert all(c.index == 0 and c.id is None and c.function and c.function.name is None for c in more)
+        arguments = "".join((c.function.arguments or "") for c in more if c.function)
+        (expected,) = whole["choices"][0]["message"]["tool_calls"]
+        assert arguments == expected["function"]["arguments"]
+        assert json.loads(arguments) == {"city": "Oslo"}
+        assert not "".join(delta.content or "" for delta in deltas)
+        assert [c.choices[0].finish_reason for c in chunks][-1] == "tool_calls"
+
+    check(test, executor=None)
+
+
+def test_tools_that_are_not_wanted_are_not_shown_to_the_model() -> None:
+    async def test(server: Server) -> None:
+        plain = await server.answer(PATH, messages=[QUESTION], max_tokens=1, return_token_ids=True)
+        none = await server.answer(PATH, **ASK, tool_choice="none", max_tokens=1, return_token_ids=True)
+        auto = await server.answer(PATH, **ASK, max_tokens=1, return_token_ids=True)
+        assert none["prompt_token_ids"] == plain["prompt_token_ids"] != auto["prompt_token_ids"]
+
+    check(test)
+
+
+def test_they_may_be_shown_all_the_same() -> None:
+    async def test(server: Server) -> None:
+        none = await server.answer(PATH, **ASK, tool_choice="none", max_tokens=1, return_token_ids=True)
+        auto = await server.answer(PATH, **ASK, max_tokens=1, return_token_ids=True)
+        assert none["prompt_token_ids"] == auto["prompt_token_ids"]
+
+    check(test, exclude_tools_when_tool_choice_none=False)
+
+
+def test_requests_that_cannot_be_served_are_refused_by_field() -> None:
+    async def test(server: Server) -> None:
+        async def refused(param: str, **body: Any) -> str:
+            error = await server.refusal(PATH, **{**ASK, **body})
+            assert error["param"].startswith(param)
+            return str(error["message"])
+
+        assert "needs tools" in await refused("tool_choice", tools=None, tool_choice="required")
+        named = {"type": "function", "function": {"name": "f"}}
+        assert "get_weather" in await refused("tool_choice", tool_choice=named)
+        await refused("tool_choice", tool_choice="sometimes")
+        await refused("tools", tools=[{"type": "function"}])
+        await refused("tools", tools=[{"type": "retrieval", "function": {"name": "f"}}])
+        await refused("tools", tools=[{"function": {"name": "a b"}}])
+        await refused("tools", tools=[{"function": {"name": "x" * 129}}])
+        await refused("tools", tools=[WEATHER] * 1025)
+        deep: Any = {}
+        for _ in range(100):
+            deep = {"properties": {"a": deep}}
+        assert "64" in await refused("tools", tools=[{"function": {"name": "f", "parameters": deep}}])
+        wide = {"enum": list(range(70_000))}
+        assert "65536" in await refused("tools", tools=[{"function": {"name": "f", "parameters": wide}}])
+        assistant = {"role": "assistant", "content": None, "tool_calls": 5}
+        await refused("messages", messages=[QUESTION, assistant])
+
+    check(test)
+
+
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, "1" * 5000, "null", ""])
+def test_arguments_that_come_back_may_be_anything(arguments: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+    async def test(server: Server) -> None:
+        messages = [QUESTION, {"role": "assistant", "tool_calls": [call]}, QUESTION]
+        response = await server.post(PATH, {"messages": messages, "max_tokens": 1})
+        assert response.status_code in (200, 400)
+
+    check(test)
+
+
+# -- without an engine ------------------------------------------------------------------------------------------------
+
+HERMES = '<tool_call> "arguments"'
+CALLS = (
+    '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {"a": 1}}</tool_call>'
+)
+
+
+def answer_of(text: str, *, template: str = HERMES, prompt: str = "", size: int = 5, **fields: Any) -> dict[str, Any]:
+    """The message that a server with `fields` of its config makes of a model's `text`."""
+    names = {name for name in fields if hasattr(ServerConfig, name)}
+    chat_format = ChatFormat(ServerConfig(**{name: fields.pop(name) for name in names}), template)
+    request = {"messages": [QUESTION], "tools": [{"function": {"name": "f"}}], **fields}
+    body = BodyReader(ChatBody).read(json.dumps(request).encode())
+    parser = chat_format.plan(body).make_parser(prompt)
+    deltas = [d for i in range(0, len(text), size) for d in parser.feed(text[i : i + size], ())]
+    message = make_message("assistant", [*deltas, *parser.finish()])
+    return {**message, "reason": parser.finish_reason("stop"), "cut": parser.finish_reason("length")}
+
+
+def test_parallel_calls_have_indices_and_ids_of_their_own() -> None:
+    message = answer_of(CALLS)
+    first, second = message["tool_calls"]
+    assert first["id"] != second["id"]
+    assert [c["function"] for c in (first, second)] == [
+        {"name": "f", "arguments": "{}"},
+        {"name": "g", "arguments": '{"a": 1}'},
+    ]
+    assert (message["content"], message["reason"], message["cut"]) == (None, "tool_calls", "length")
+
+
+def test_without_parallel_calls_only_the_first_counts() -> None:
+    (call,) = answer_of(CALLS + "Bye", parallel_tool_calls=False)["tool_calls"]
+    assert call["function"]["name"] == "f"
+
+
+def test_without_tools_a_call_is_text() -> None:
+    message = answer_of(CALLS, tools=None)
+    assert message["content"] == CALLS
+    assert message["reason"] == "stop"
+    assert answer_of(CALLS, tool_choice="none")["content"] == CALLS
+
+
+def test_reasoning_goes_before_calls() -> None:
+    text = f"<think>Hm {CALLS}</think>\n{CALLS}"
+    message = answer_of(text, reasoning_parser="qwen3")
+    assert message["reasoning"] == f"Hm {CALLS}"
+    assert "reasoning_content" not in message
+    assert len(message["tool_calls"]) == 2
+    assert (
+        answer_of(text, reasoning_parser="qwen3", enable_reasoning_content=True)["reasoning_content"] == f"Hm {CALLS}"
+    )
+    hidden = answer_of(text, reasoning_parser="qwen3", include_reasoning=False)
+    assert hidden["reasoning"] is None
+    assert hidden["content"] is None
+
+
+def test_harmony_is_read_by_one_parser() -> None:
+    template = "<|start|><|channel|><|message|>functions."
+    text = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Hi"
+    for fields in ({}, {"tools": None}):
+        message = answer_of(text, template=template, **fields)
+        assert (message["reasoning"], message["content"]) == ("Hm", "Hi")
+
+
+def test_a_server_that_does_not_know_the_format_says_so() -> None:
+    with pytest.raises(Exception, match="--tool-call-parser"):
+        answer_of("x", template="")
+    assert answer_of("Hi", template="", tool_choice="none")["content"] == "Hi"
+    with pytest.raises(ConfigError, match="--enable-auto-tool-choice"):
+        ChatFormat(ServerConfig(enable_auto_tool_choice=True), "")
+    with pytest.raises(ConfigError, match="hermes"):
+        ChatFormat(ServerConfig(tool_call_parser="zeus"), "")
+    assert ChatFormat(ServerConfig(tool_call_parser="none"), HERMES).tool_spec is None

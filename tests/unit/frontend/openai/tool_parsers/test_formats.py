@@ -1,0 +1,151 @@
+"""Every tool parser: what it makes of its texts, however they are cut and whatever they are."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.frontend.openai.parsing.stream_parser import StreamParser
+from quire.frontend.openai.tool_parsers.constrained import parse_named, parse_required
+from quire.frontend.openai.tool_parsers.harmony import parse_harmony
+from quire.frontend.openai.tool_parsers.registry import TOOL_PARSERS
+
+from ..reading import all_text, count_work, read, split
+from .texts import PIECES, TEXTS
+
+FORMATS = sorted(TOOL_PARSERS)
+CASES = [(name, text, meaning) for name in FORMATS for text, meaning in TEXTS[name]]
+
+hostile_texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join)
+json_objects = st.dictionaries(
+    st.text(max_size=5),
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize(("name", "text", "meaning"), CASES)
+def test_a_text_means_the_same_however_it_is_cut(name: str, text: str, meaning: list[tuple[str, str]]) -> None:
+    program = TOOL_PARSERS[name].program
+    assert read(program, [text]) == meaning
+    for size in (1, 2, 3, 7, 20):
+        assert read(program, split(text, size)) == meaning
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), text=hostile_texts)
+def test_hostile_text_means_the_same_however_it_is_cut(name: str, data: st.DataObject, text: str) -> None:
+    program = TOOL_PARSERS[name].program
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = read(program, [text])
+    assert read(program, pieces) == whole
+    if all(kind == "content" for kind, _ in whole) and name != "openai":
+        assert all_text(whole) == text  # what is no call is content, to the last character
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "pythonic"])
+@settings(max_examples=40, deadline=None)
+@given(arguments=json_objects, size=st.integers(1, 9), indent=st.none() | st.integers(0, 2))
+def test_arguments_are_the_text_the_model_wrote(name: str, arguments: object, size: int, indent: int | None) -> None:
+    text = json.dumps(arguments, ensure_ascii=False, indent=indent)
+    call = f'{{"name": "f", "arguments": {text}}}'
+    written = {
+        "hermes": f"<tool_call>{call}</tool_call>",
+        "mistral": f"[TOOL_CALLS][{call}]",
+        "deepseek_v3": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{text}\n```",
+        "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{text}<｜tool▁call▁end｜>",
+        "openai": f"<|channel|>commentary to=functions.f<|message|>{text}<|call|>",
+    }.get(name, call)
+    assert read(TOOL_PARSERS[name].program, split(written, size)) == [("call", "f"), ("arguments", text)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(arguments=json_objects, size=st.integers(1, 9))
+def test_python_literals_become_json(arguments: dict[str, object], size: int) -> None:
+    keywords = {f"k{i}": value for i, value in enumerate(arguments.values())}
+    text = "[f(" + ", ".join(f"{name}={value!r}" for name, value in keywords.items()) + ")]"
+    (call, (kind, written)) = read(TOOL_PARSERS["pythonic"].program, split(text, size))
+    assert (call, kind) == (("call", "f"), "arguments")
+    assert json.loads(written) == keywords
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    """No reader waits for the end of a call."""
+    for name, beginning, more in (
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "x"),
+        ("mistral", "[TOOL_CALLS]f{", "1"),
+        ("pythonic", "[f(a='", "x"),
+        ("openai", "<|channel|>commentary to=functions.f<|message|>", "{"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "{"),
+    ):
+        parser = StreamParser(TOOL_PARSERS[name].program, trims=True)
+        parser.feed(beginning)
+        (event,) = [e for e in parser.feed(more) if type(e).__name__ == "Arguments"]
+        assert event.text.endswith(more)
+
+
+BOMBS = {
+    "braces": "{" * 4_000,
+    "a call of braces": '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 4_000,
+    "brackets in Python": "[f(a=" + "[" * 4_000,
+    "an open string": '<tool_call>{"name": "f", "arguments": {"a": "' + "x\\n" * 300,
+    "a key without an end": '<tool_call>{"' + "k" * 4_000,
+    "tags": "<tool_call>" * 600,
+    "half tags": "<tool_call" * 600,
+    "almost calls": '<tool_call>{"name": "f", ' * 400,
+    "almost Mistral": "[TOOL_CALLS][" * 400,
+    "almost DeepSeek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" * 200,
+    "almost harmony": "<|channel|>analysis" * 400,
+    "white space": "<tool_call>" + " " * 4_000,
+    "escapes": "[f(a='" + "\\x4" * 300,
+    "Llama": '{"name": "f", "parameters": {}};' * 300,
+}
+
+
+@pytest.mark.parametrize("size", [3, 4096])
+@pytest.mark.parametrize("bomb", sorted(BOMBS))
+def test_work_grows_no_faster_than_the_text(bomb: str, size: int) -> None:
+    text = BOMBS[bomb]
+    for name in FORMATS:
+        program = TOOL_PARSERS[name].program
+        small = count_work(program, split(text[: len(text) // 4], size))
+        large = count_work(program, split(text[: len(text) // 2], size))
+        assert large <= 2.2 * small + 2000, (name, small, large)
+        assert large <= 60 * len(text), (name, large)
+
+
+def test_a_hundred_thousand_braces() -> None:
+    for name in FORMATS:
+        for text in ("{" * 100_000, '<tool_call>{"name": "f", "arguments": ' + "{" * 100_000, "[f(a=" + "[" * 100_000):
+            whole = read(TOOL_PARSERS[name].program, [text])
+            assert len(all_text(whole)) >= 100_000
+
+
+def test_forced_calls() -> None:
+    text = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
+    for size in (1, 5, 100):
+        assert read(parse_required, split(text, size)) == [
+            ("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", "{}"),
+        ]  # fmt: skip
+        assert read(parse_named("f"), split(' {"a": 1}', size)) == [("call", "f"), ("arguments", '{"a": 1}')]
+    assert read(parse_named("f"), []) == []
+    assert read(parse_required, ["No."]) == [("content", "No.")]
+
+
+def test_calls_without_tools_are_content() -> None:
+    text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    assert read(partial(parse_harmony, has_tools=False), [text]) == [("content", "{}")]

@@ -1,0 +1,130 @@
+"""What models write, by format: (text, what it means). And pieces of which hostile texts are made."""
+
+from __future__ import annotations
+
+from ..reading import Summary
+
+WEATHER = '{"city": "Os}lo \\"x\\"", "days": [1, {"a": null}]}'
+
+V3 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>"
+HARMONY_CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+
+TEXTS: dict[str, list[tuple[str, Summary]]] = {
+    "hermes": [
+        ("", []),
+        ("Hi there", [("content", "Hi there")]),
+        ("  \n", [("content", "  \n")]),
+        (
+            f'So:\n<tool_call>\n{{"name": "f", "arguments": {WEATHER}}}\n</tool_call>\n'
+            '<tool_call>{"arguments": {"a": 1}, "name": "g"}</tool_call>\n',
+            [("content", "So:\n"), ("call", "f"), ("arguments", WEATHER), ("call", "g"), ("arguments", '{"a": 1}')],
+        ),
+        ('\n\n<tool_call>{"name": "f"}</tool_call> Done', [("call", "f"), ("arguments", "{}"), ("content", " Done")]),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [("call", "f"), ("arguments", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [("call", "f"), ("arguments", '{"a": 1}')]),
+        ('<tool_call>{"id": 7, "name": "f", "arguments": {}, "x": [{}]}', [("call", "f"), ("arguments", "{}")]),
+        # Cut off: within the arguments, behind them, within the closing tag, before the call has begun.
+        ('<tool_call>{"name": "f", "arguments": {"a": "b', [("call", "f"), ("arguments", '{"a": "b')]),
+        ('<tool_call>{"name": "f", "arguments": {}', [("call", "f"), ("arguments", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": {}}\n</tool', [("call", "f"), ("arguments", "{}")]),
+        ('<tool_call>{"name": "f", "arg', [("content", '<tool_call>{"name": "f", "arg')]),
+        ("a <tool_ca", [("content", "a <tool_ca")]),
+        # No calls.
+        ("<tool_call>(x)</tool_call>", [("content", "<tool_call>(x)</tool_call>")]),
+        ('<tool_call>{"name": 3}</tool_call>', [("content", '<tool_call>{"name": 3}</tool_call>')]),
+        ('<tool_call>{"name": "a b", "arguments": {}}', [("content", '<tool_call>{"name": "a b", "arguments": {}}')]),
+        ('<tool_call>{"name": "f", "arguments": [1]}', [("content", '<tool_call>{"name": "f", "arguments": [1]}')]),
+        ('<tool_call>{"a": 1}</tool_call>', [("content", '<tool_call>{"a": 1}</tool_call>')]),
+        # Partly.
+        ('<tool_call><tool_call>{"name": "f"}', [("content", "<tool_call>"), ("call", "f"), ("arguments", "{}")]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call> Bye',
+            [("call", "f"), ("arguments", '{"a": 1'), ("content", "</tool_call> Bye")],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {}} Bye',
+            [("call", "f"), ("arguments", "{}"), ("content", " Bye")],
+        ),
+    ],
+    "llama3_json": [
+        (f'{{"name": "f", "parameters": {WEATHER}}}', [("call", "f"), ("arguments", WEATHER)]),
+        (
+            '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}',
+            [("call", "f"), ("arguments", "{}"), ("call", "g"), ("arguments", '{"a": 1}')],
+        ),
+        ('{"name": "Ada", "age": 36}', [("content", '{"name": "Ada", "age": 36}')]),
+        ('{"name": "f"}', [("content", '{"name": "f"}')]),
+        ('Say {"name": "f", "parameters": {}}', [("content", 'Say {"name": "f", "parameters": {}}')]),
+        ("<|python_tag|>print(1)", [("content", "<|python_tag|>print(1)")]),
+        ('{"name": "f", "parameters": {}} Bye', [("call", "f"), ("arguments", "{}"), ("content", " Bye")]),
+    ],
+    "mistral": [
+        (
+            f'[TOOL_CALLS] [{{"name": "f", "arguments": {WEATHER}}}, {{"name": "g", "arguments": {{}}}}]',
+            [("call", "f"), ("arguments", WEATHER), ("call", "g"), ("arguments", "{}")],
+        ),
+        (
+            '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{"b": 2}',
+            [("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", '{"b": 2}')],
+        ),
+        ('Hi[TOOL_CALLS]{"name": "f"}', [("content", "Hi"), ("call", "f"), ("arguments", "{}")]),
+        ("[TOOL_CALLS] []", [("content", "[TOOL_CALLS] []")]),
+        ("[TOOL_CALLS]hello", [("content", "[TOOL_CALLS]hello")]),
+        ("a [TOOL", [("content", "a [TOOL")]),
+    ],
+    "pythonic": [
+        (
+            "[f(city='Oslo', days=2, o={'a': [1, -2.5e3, ], \"b\": None}, t=True), g()]",
+            [
+                ("call", "f"),
+                ("arguments", '{"city": "Oslo", "days": 2, "o": {"a": [1, -2.5e3], "b": null}, "t": true}'),
+                ("call", "g"),
+                ("arguments", "{}"),
+            ],
+        ),
+        (
+            r"""[f(a='\'"\n\x41\u00e9\U0001F600\q')]""",
+            [("call", "f"), ("arguments", r"""{"a": "'\"\n\u0041\u00e9😀\\q"}""")],
+        ),
+        ("[1, 2]", [("content", "[1, 2]")]),
+        ("[f(x)]", [("content", "[f(x)]")]),
+        ("[f(a=g())]", [("content", "[f(a=g())]")]),
+        ("Hi [f(a=1)]", [("content", "Hi [f(a=1)]")]),
+        ("[f(a=1, b=g)] x", [("call", "f"), ("arguments", '{"a": 1'), ("content", ", b=g)] x")]),
+        ("[f(a=0x10)]", [("content", "[f(a=0x10)]")]),
+        ("[f(a='b", [("call", "f"), ("arguments", '{"a": "b')]),
+        ("[f(a=[1, (2)])]", [("call", "f"), ("arguments", '{"a": [1, '), ("content", "(2)])]")]),
+    ],
+    "deepseek_v3": [
+        (
+            f"Ok {V3}\n<｜tool▁call▁begin｜>g<｜tool▁sep｜>{WEATHER}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            [("content", "Ok "), ("call", "f"), ("arguments", "{}"), ("call", "g"), ("arguments", WEATHER)],
+        ),
+        (V3, [("call", "f"), ("arguments", "{}")]),
+        ("<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", [("content", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>")]),
+        ("<｜tool▁calls▁begin｜>x", [("content", "<｜tool▁calls▁begin｜>x")]),
+    ],
+    "openai": [
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>So:<|end|>"
+            f"<|start|>assistant{HARMONY_CALL}{WEATHER}<|call|>",
+            [("reasoning", "Hm."), ("content", "So:"), ("call", "f"), ("arguments", WEATHER)],
+        ),
+        ("<|channel|>final<|message|>Hi<|return|>", [("content", "Hi")]),
+        ("Hi", [("content", "Hi")]),
+        (HARMONY_CALL.replace("functions.f", "browser") + "{}", [("content", "{}")]),
+        ("<|channel|>x<|end|>y", [("content", "<|channel|>x<|end|>y")]),
+        ("<|channel|>" + "x" * 2000, [("content", "<|channel|>" + "x" * 2000)]),
+    ],
+}
+TEXTS["llama4_json"] = TEXTS["llama3_json"]
+TEXTS["deepseek_v31"] = TEXTS["deepseek_v3"]
+
+PIECES = [
+    "<tool_call>", "</tool_call>", "<tool_", "call>", '{"name": "f"', ', "arguments": ', '"parameters"', "{", "}", "[",
+    "]", '"', "\\", ":", ",", ";", " ", "\n", "f(", "a=", "'", "1", "-", "None", ")", "\\u12", "[TOOL_CALLS]", "[ARGS]",
+    "<|python_tag|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "```json", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "analysis", "commentary to=functions.f",
+    "<think>", "</think>", "é", "😀", "\x00", "null",
+]  # fmt: skip
+"""Hostile texts are these in any order."""
