@@ -3,7 +3,7 @@
     python benchmarks/step_parts.py [--model tiny] [--requests 512]
 
 Microseconds per generated token, of the thread that runs the loop and of the whole process: kernels work on all
-threads, everything else on one. `host` is what is not the model: what a step scheduled ahead could at best be hidden behind.
+threads, everything else on one. `host` is what is not the model.
 """
 
 from __future__ import annotations

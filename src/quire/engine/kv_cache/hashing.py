@@ -51,10 +51,6 @@ def block_extra_keys(request: CacheableRequest, block_index: int) -> ExtraKeys |
     return keys or None
 
 
-_NOTHING: list[BlockHash] = []
-"""What most calls of a hasher return; nobody changes it."""
-
-
 def make_block_hasher(block_size: int, hash_function: HashFunction = hash_block) -> BlockHasher:
     """A function that returns the hashes a request still lacks: one per full block beyond its `block_hashes`."""
 
@@ -62,7 +58,7 @@ def make_block_hasher(block_size: int, hash_function: HashFunction = hash_block)
         known = request.block_hashes
         first, stop = len(known), request.num_tokens // block_size
         if first >= stop:
-            return _NOTHING
+            return []  # most calls
         new: list[BlockHash] = []
         parent = known[-1] if known else None
         for index in range(first, stop):
