@@ -1,6 +1,6 @@
 """What quantization costs and gives: perplexity of the demo model, speed and memory of a larger one, beside bfloat16.
 
-    python -m benchmarks.quantization [--shape half] [--rounds 3] [--documents 400]
+    python -m benchmarks.quantization [--shape half] [--rounds 3] [--documents 400] [--matrix 2048]
 
 Perplexity is over what the demo model was trained to write, in documents its generator makes from a seed that training
 did not use. Speed is of random weights in the shape of a benchmark model (benchmarks/models.py): all methods in one
@@ -22,6 +22,7 @@ from typing import Any
 
 os.environ.setdefault("QUIRE_ENABLE_MULTIPROCESSING", "0")
 
+import torch
 from tokenizers import Tokenizer
 from tools.demo_model.corpus import documents
 from tools.demo_model.tokenizer import encode_document
@@ -29,7 +30,11 @@ from tools.demo_model.tokenizer import encode_document
 from benchmarks.models import SHAPES
 from quire import LLM, SamplingParams
 from quire.config.model import ASSETS_DIR
+from quire.config.quantization import scheme_of
+from quire.worker.kernels.library import Context, native_library
+from quire.worker.kernels.native import NativeKernels
 from quire.worker.layers.weights import weight_bytes
+from quire.worker.quantization.rounding import quantize
 
 METHODS = (None, "int8", "int4")
 HELD_OUT_SEED = 977
@@ -110,7 +115,8 @@ def speed_table(shape: str, rounds: int) -> list[str]:
     """A line per method: tokens per second, and the ratio to bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(shape, Path(folder))
-        flags: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False}
+        flags: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2048}
+        flags["enable_prefix_caching"] = False
         engines = [LLM(str(path), quantization=m, kv_cache_memory_bytes=256 << 20, **flags) for m in METHODS]
     memory = [llm.apply_model(weight_bytes)[0] for llm in engines]
     best: dict[tuple[int, str], float] = {}
@@ -124,17 +130,47 @@ def speed_table(shape: str, rounds: int) -> list[str]:
     return lines
 
 
+def matrix_table(size: int) -> list[str]:
+    """Times of one square matrix, on one thread, in processor time; copies enough that none is found in a cache."""
+    library = native_library()
+    assert library is not None, "there are no native kernels here"
+    kernels = NativeKernels(Context(library, 1, library.instruction_sets()[0]))
+    weight, copies = (torch.randn(size, size) * 0.02).bfloat16(), max(2, (160 << 20) // (2 * size * size))
+    quantized = [None if m is None else quantize(weight, scheme_of(m)) for m in METHODS]
+    layers = [
+        [kernels.linear(weight, None) if q is None else kernels.quantized_linear(q, None) for _ in range(copies)]
+        for q in quantized
+    ]
+    lines = [f"| rows | {' | '.join(m or 'bfloat16' for m in METHODS)} |", "|--:" * (len(METHODS) + 1) + "|"]
+    for rows in (1, 4, 8, 16, 64, 512):
+        x, best = torch.randn(rows, size).bfloat16(), [math.inf] * len(METHODS)
+        deadline, turn = time.perf_counter() + 1.5, itertools.count()
+        while time.perf_counter() < deadline:
+            copy = next(turn) % copies
+            for i, made in enumerate(layers):
+                start = time.thread_time()
+                made[copy](x)
+                best[i] = min(best[i], time.thread_time() - start)
+        cells = [f"{seconds * 1e3:.3f} ms ({best[0] / seconds:.2f})" for seconds in best]
+        lines.append(f"| {rows} | {' | '.join(cells)} |")
+    print(f"\na matrix of {size} x {size}, one thread, {kernels.context.instruction_set}: processor time (ratio)\n")
+    return lines
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="half")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--documents", type=int, default=400, help="for perplexity; 0 leaves it out")
+    parser.add_argument("--matrix", type=int, default=2048, help="size of a single matrix to time; 0 leaves it out")
     args = parser.parse_args()
     if args.documents:
         print("\n".join(perplexity_table(args.documents)))
     if args.rounds:
         print("\n".join(speed_table(args.shape, args.rounds)))
+    if args.matrix:
+        print("\n".join(matrix_table(args.matrix)))
 
 
 if __name__ == "__main__":

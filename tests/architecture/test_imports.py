@@ -17,6 +17,7 @@ VOCABULARY = {
     "quire.logger",
     "quire.resolve",
     "quire.sampling_params",
+    "quire.structured_outputs",
     "quire.pooling_params",
     "quire.lora_request",
     "quire.outputs",
@@ -41,19 +42,20 @@ THIRD_PARTY: dict[str, set[str]] = {
     "config": {"huggingface_hub", "msgspec"},
     "wire": {"msgspec", "zmq", "numpy"},
     "worker": {"torch", "safetensors", "numpy"},
-    "engine": {"zmq", "numpy", "msgspec"},
+    "engine": {"zmq", "numpy", "msgspec", "llguidance"},
     "frontend": {
         *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"),
         *("fastapi", "starlette", "uvicorn", "prometheus_client"),
     },
     "face": set(),
-    "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec"},
+    "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf"},
     "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec"},
 }
 ONLY_IN: dict[str, set[str]] = {
     "transformers": {"quire.frontend.hf_tokenizer", "quire.frontend.tokenizer", "quire.testing.tiny_models"},
     "yaml": {"quire.cli.config_file", "quire.cli.flags"},
     "torch": {"quire.cli.collect_env"},
+    "gguf": {"quire.cli.gguf_checkpoint", "quire.cli.gguf_tensors"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
 

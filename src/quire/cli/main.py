@@ -44,6 +44,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("chat", "quire.cli.chat", "Talk to a model in the terminal."),
     Command("batch", "quire.cli.batch", "Run a file of OpenAI batch requests; resumable."),
     Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it."),
+    Command("convert-gguf", "quire.cli.convert_gguf", "Turn a GGUF file into a checkpoint directory."),
     Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),
     Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once."),
     Command("bench startup", "quire.cli.bench.startup", "Time a start, from nothing to a first token."),

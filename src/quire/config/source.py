@@ -25,6 +25,10 @@ def resolve_model_dir(
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()
+    if path.suffix == ".gguf" and path.is_file():
+        raise ModelLoadError(
+            f"{model} is a GGUF file; turn it into a checkpoint directory first: quire convert-gguf {model} DIRECTORY"
+        )
     if path.is_file():
         raise ModelLoadError(f"{model} is a file; give the directory that holds config.json and the weights")
     if not _HUB_ID.match(model) or model.startswith((".", "~")):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.versus import __main__ as versus
+from benchmarks.versus.comparison import better_ceilings
 from benchmarks.versus.engine import Engine, EngineError, Repetition
 from benchmarks.versus.figures import Figure, Row, offline_rows
 from benchmarks.versus.options import parse
@@ -157,6 +158,17 @@ def test_the_page_gets_the_table_between_its_markers(tmp_path: Path) -> None:
 def test_the_page_of_the_project_has_the_markers() -> None:
     text = versus.PAGE.read_text(encoding="utf-8")
     assert text.count(BEGIN) == text.count(END) == 1
+
+
+def test_ceilings_are_the_best_of_two_measurements() -> None:
+    first = {"instruction_set": "avx2", "1": {"read_gb_s": 9.0, "bf16_tflop_s": 0.2}}
+    second = {"instruction_set": "avx2", "1": {"read_gb_s": 8.0, "bf16_tflop_s": 0.3}}
+    assert better_ceilings(first, second) == {
+        "instruction_set": "avx2",
+        "1": {"read_gb_s": 9.0, "bf16_tflop_s": 0.3},
+    }
+    assert better_ceilings(None, second) == second
+    assert better_ceilings(None, None) is None
 
 
 # -- the command line ---------------------------------------------------------------------------------------------
