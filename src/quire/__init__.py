@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quire.sampling_params import BeamSearchParams as BeamSearchParams
     from quire.sampling_params import RequestOutputKind as RequestOutputKind
     from quire.sampling_params import SamplingParams as SamplingParams
+    from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 
 _EXPORTS: dict[str, str] = {
@@ -46,6 +47,7 @@ _EXPORTS: dict[str, str] = {
     "SamplingParams": "quire.sampling_params",
     "BeamSearchParams": "quire.sampling_params",
     "RequestOutputKind": "quire.sampling_params",
+    "StructuredOutputsParams": "quire.structured_outputs",
     "PoolingParams": "quire.pooling_params",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",

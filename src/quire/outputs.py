@@ -63,6 +63,8 @@ class CompletionOutput(msgspec.Struct, gc=False):
     lora_request: LoRARequest | None = None
     error_message: str | None = None
     """What went wrong, and what to do, when `finish_reason` is "error"."""
+    error_type: str = ""
+    """Its class in `quire.errors`, where it is not a GenerationError."""
 
     def finished(self) -> bool:
         """True once no more tokens will come."""

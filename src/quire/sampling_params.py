@@ -17,6 +17,7 @@ import msgspec
 from quire import envs
 from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
+from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this a temperature means greedy decoding (spec/vllm.md §1)."""
@@ -172,6 +173,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
     """Set by the frontend: the token that ends the output unless ignore_eos."""
     bad_words_token_ids: list[list[int]] | None = None
     """Set by the frontend: bad_words as token id sequences."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form the output must have."""
 
     def __post_init__(self) -> None:
         if self.seed == -1:
@@ -264,6 +267,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
                 value=self.min_tokens,
             )
         self._validate_words()
+        form: object = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputsParams):
+            raise ValidationError(
+                f"structured_outputs must be StructuredOutputsParams, got {type(form).__name__}",
+                param="structured_outputs",
+            )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValidationError(
                 "allowed_token_ids is empty: no token could be sampled", param="allowed_token_ids", value=[]

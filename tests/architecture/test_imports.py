@@ -17,6 +17,7 @@ VOCABULARY = {
     "quire.logger",
     "quire.resolve",
     "quire.sampling_params",
+    "quire.structured_outputs",
     "quire.pooling_params",
     "quire.lora_request",
     "quire.outputs",
@@ -41,7 +42,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "config": {"huggingface_hub", "msgspec"},
     "wire": {"msgspec", "zmq", "numpy"},
     "worker": {"torch", "safetensors", "numpy"},
-    "engine": {"zmq", "numpy", "msgspec"},
+    "engine": {"zmq", "numpy", "msgspec", "llguidance"},
     "frontend": {
         *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"),
         *("fastapi", "starlette", "uvicorn", "prometheus_client"),

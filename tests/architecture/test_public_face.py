@@ -29,6 +29,7 @@ EXPORTS = [
     "RequestOutputKind",
     "SamplingParams",
     "StreamingInput",
+    "StructuredOutputsParams",
     "__version__",
 ]
 HEAVY = ["torch", "transformers", "tokenizers", "jinja2", "numpy", "huggingface_hub", "safetensors", "yaml"]

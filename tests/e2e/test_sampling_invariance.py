@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, StructuredOutputsParams
 
 from .conftest import Checkpoint
 from .oracle import make_prompts
@@ -24,6 +24,7 @@ PARAMS = [
             {"logit_bias": {10: 3.0, 11: -100.0}, "bad_words": ["the"], "min_tokens": 5, "stop_token_ids": [12]},
             {"temperature": 0},
             {"allowed_token_ids": list(range(20, 60))},
+            {"structured_outputs": StructuredOutputsParams(regex="([a-d]{2}[0-9])+")},
             {"top_p": 0.5, "seed": -(2**63)},
         ]
         * 2

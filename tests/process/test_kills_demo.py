@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from quire import EngineArgs, RequestOutputKind, SamplingParams
+from quire import EngineArgs, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.testing.history import History
 from quire.worker.kernels.library import native_library
 
@@ -19,6 +19,15 @@ from .harness import Assassin, Engine, read, running
 
 PROMPT = "Once upon a time"
 LENGTH = 80
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "names": {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 4, "maxItems": 4},
+        "age": {"type": "integer"},
+    },
+    "required": ["names", "age"],
+    "additionalProperties": False,
+}
 REQUESTS: dict[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True),
     "greedy with logprobs": SamplingParams(temperature=0, max_tokens=LENGTH, logprobs=3, prompt_logprobs=2),
@@ -45,6 +54,12 @@ REQUESTS: dict[str, SamplingParams] = {
     ),
     "allowed tokens": SamplingParams(
         seed=18, max_tokens=LENGTH, allowed_token_ids=list(range(40, 90)), ignore_eos=True
+    ),
+    "json schema": SamplingParams(
+        seed=19, max_tokens=2 * LENGTH, structured_outputs=StructuredOutputsParams(json=SCHEMA), logprobs=1
+    ),
+    "regex, two outputs": SamplingParams(
+        n=2, max_tokens=LENGTH, structured_outputs=StructuredOutputsParams(regex="([a-z]{3} ){12}[.]")
     ),
 }
 ARGS = {

@@ -150,6 +150,7 @@ def test_every_declared_bound_is_a_field() -> None:
         "extra_args",
         "eos_token_id",
         "bad_words_token_ids",
+        "structured_outputs",
     }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
 from quire.timeline import Stamp
 from quire.wire.elastic import ReconfigureDistributedRequest, ReconfigureRankType
 from quire.wire.engine_core import (
@@ -52,6 +53,13 @@ from quire.wire.stats import (
 
 LORA = LoRARequest("adapter", 3, "adapters/three")
 REPETITION = RepetitionDetectionParams(max_pattern_size=8, min_pattern_size=2, min_count=3)
+STRUCTURED = StructuredOutputsParams(
+    regex="[ab]",
+    json_object=False,
+    disable_any_whitespace=True,
+    disable_additional_properties=True,
+    whitespace_pattern=" ?",
+)
 SAMPLING = SamplingParams(
     n=2,
     presence_penalty=0.5,
@@ -85,6 +93,7 @@ SAMPLING = SamplingParams(
     extra_args={"key": [1, "two", 3.5, None]},
     eos_token_id=2,
     bad_words_token_ids=[[10, 11]],
+    structured_outputs=STRUCTURED,
 )
 UNTEXTED = SamplingParams(detokenize=False)
 POOLING = PoolingParams(
@@ -129,6 +138,7 @@ OUTPUT = EngineCoreOutput(
     routed_experts=np.array([[1, 2]], dtype=np.uint8),
     num_nans_in_logits=1,
     error_message="it failed",
+    error_type="ValidationError",
 )
 ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
@@ -139,6 +149,7 @@ FULL: dict[str, Any] = {
     "LoRARequest": LORA,
     "RepetitionDetectionParams": REPETITION,
     "SamplingParams": SAMPLING,
+    "StructuredOutputsParams": STRUCTURED,
     "PoolingParams": POOLING,
     "EngineCoreRequest": EngineCoreRequest(
         "0_request",
@@ -217,8 +228,11 @@ FULL: dict[str, Any] = {
     "SchedulerStats": SCHEDULER_STATS,
 }
 """By class name."""
-LEFT_AT_DEFAULT = {"SamplingParams": {"detokenize"}}
-"""Fields that a full sample cannot set: stop strings need the text."""
+LEFT_AT_DEFAULT = {
+    "SamplingParams": {"detokenize"},
+    "StructuredOutputsParams": {"json", "choice", "grammar", "structural_tag"},
+}
+"""Fields that a full sample cannot set: stop strings need the text, and an output has one form."""
 
 PLAIN: dict[str, Any] = {
     "SamplingParams": UNTEXTED,

@@ -12,6 +12,7 @@ from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.structured_outputs import StructuredOutputsConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,4 +27,5 @@ class EngineConfig:
     device_config: DeviceConfig = field(default_factory=DeviceConfig)
     lifecycle_config: LifecycleConfig = field(default_factory=LifecycleConfig)
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    structured_outputs_config: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     frontend_config: FrontendConfig = field(default_factory=FrontendConfig)

@@ -25,6 +25,7 @@ from quire.engine.pulse import Pulse
 from quire.engine.request import BlockHasher, Request, RequestStatus
 from quire.engine.sched.interface import SchedulerInterface
 from quire.engine.step_report import describe_iteration, log_error_detail
+from quire.engine.structured_output.registry import make_structured_output_manager
 from quire.errors import ServerError, ValidationError
 from quire.failpoints import failpoint
 from quire.interrupts import InterruptShield
@@ -81,6 +82,7 @@ class EngineCore:
             self.executor.register_failure_callback(executor_fail_callback)
         sizes = initialize_kv_caches(config, self.executor)
         cache_config = config.cache_config
+        self.structured_output_manager = make_structured_output_manager(config)
         self.scheduler: SchedulerInterface = resolve(config.scheduler_config.scheduler_cls)(
             sizes.config,
             config.scheduler_config,
@@ -89,6 +91,7 @@ class EngineCore:
             log_stats=log_stats,
             include_finished_set=include_finished_set,
             kv_cache_metrics_sample=cache_config.kv_cache_metrics_sample if cache_config.kv_cache_metrics else None,
+            structured_output_manager=self.structured_output_manager,
         )
         self.ready_response = EngineCoreReadyResponse(
             max_model_len=sizes.max_model_len,
@@ -124,7 +127,9 @@ class EngineCore:
 
         Raises ValidationError; that concerns this request only.
         """
-        return Request.from_engine_core_request(request, self.block_hasher), request.current_wave
+        core_request = Request.from_engine_core_request(request, self.block_hasher)
+        self.structured_output_manager.grammar_init(core_request)
+        return core_request, request.current_wave
 
     def add_request(self, request: Request, wave: int = 0) -> None:
         """Queue a request (`wave` matters to data-parallel engines only).
@@ -320,6 +325,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """End the workers and release everything. May be called twice."""
+        self.structured_output_manager.clear_backend()
         self.executor.shutdown()
         self.scheduler.shutdown()
         gc.unfreeze()

@@ -15,6 +15,7 @@ import msgspec
 
 from quire.engine.pulse import Pulse
 from quire.engine.request import Request
+from quire.errors import error_name
 from quire.failpoints import failpoint
 from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreRequest, EngineCoreRequestType
@@ -33,6 +34,8 @@ class RefusedRequest(NamedTuple):
     client_index: int
     request_id: str
     message: str
+    error_type: str = ""
+    """Its class in `quire.errors`."""
 
 
 class ClientLink(NamedTuple):
@@ -122,7 +125,7 @@ class MessageIntake:
         self._pulse.end_intake()
 
     def _refuse(self, client_index: int, request_id: str, error: Exception) -> None:
-        refused = RefusedRequest(client_index, request_id, str(error) or type(error).__name__)
+        refused = RefusedRequest(client_index, request_id, str(error) or type(error).__name__, error_name(error))
         self._input_queue.put((EngineCoreRequestType.ADD, refused))
 
     def _take_abort(self, client_index: int, frames: Sequence[Frame]) -> None:

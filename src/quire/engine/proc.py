@@ -41,7 +41,7 @@ from quire.engine.pulse import UTILITY_S, Pulse
 from quire.engine.request import Request, RequestStatus
 from quire.engine.startup import CoreHandshake, LaunchOptions, Preload, parse_command_line, read_curve_keys
 from quire.engine.utility import answer_utility
-from quire.errors import QuireError, ServerError, ValidationError
+from quire.errors import QuireError, ServerError, ValidationError, error_name
 from quire.failpoints import arm_failpoints, failpoint
 from quire.logger import init_logger
 from quire.resolve import resolve
@@ -199,18 +199,18 @@ class EngineCoreProc(EngineCore):
         try:
             self.add_request(request, wave)
         except ValidationError as e:
-            self._refuse(request.client_index, request.request_id, str(e))
+            self._refuse(request.client_index, request.request_id, str(e), error_name(e))
         except Exception as e:  # its fault or ours, but no other request's
             logger.exception("request %s could not be added", request.request_id)
             self.abort_requests([request.request_id])
             self._refuse(request.client_index, request.request_id, f"{type(e).__name__}: {e}")
 
-    def _refuse(self, client_index: int, request_id: str, message: str) -> None:
+    def _refuse(self, client_index: int, request_id: str, message: str, error_type: str = "") -> None:
         """Answer an ADD with an error; one whose id lives is a replay, and the answer would end the one that lives."""
         if self.scheduler.has_request(request_id):
             self.dropped.drop("replayed", f"request {request_id} of client {client_index} is being served")
         else:
-            self._send_end(client_index, [request_id], FinishReason.ERROR, message)
+            self._send_end(client_index, [request_id], FinishReason.ERROR, message, error_type)
 
     def _handle_abort(self, request_ids: list[str]) -> None:
         self._process_aborts_queue()  # has the same ids: left there they would meet a later request of that id
@@ -237,9 +237,19 @@ class EngineCoreProc(EngineCore):
     def _send_utility_output(self, client_index: int, output: UtilityOutput) -> None:
         self.output_queue.put((client_index, EngineCoreOutputs(utility_output=output)))
 
-    def _send_end(self, client_index: int, request_ids: Iterable[str], reason: FinishReason, message: str) -> None:
+    def _send_end(
+        self,
+        client_index: int,
+        request_ids: Iterable[str],
+        reason: FinishReason,
+        message: str,
+        error_type: str = "",
+    ) -> None:
         """The last output of requests that no step will speak of."""
-        outputs = [EngineCoreOutput(i, [], finish_reason=reason, error_message=message) for i in request_ids]
+        outputs = [
+            EngineCoreOutput(i, [], finish_reason=reason, error_message=message, error_type=error_type)
+            for i in request_ids
+        ]
         batch = EngineCoreOutputs(outputs=outputs, finished_requests={output.request_id for output in outputs})
         self.output_queue.put((client_index, batch))
 

@@ -12,7 +12,8 @@ from itertools import islice
 from typing import overload
 
 from quire.engine.session import Session
-from quire.errors import ValidationError
+from quire.engine.structured_output.request import StructuredOutputRequest
+from quire.errors import QuireError, ValidationError
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
@@ -111,6 +112,7 @@ class Request:
         "all_token_ids",
         "arrival_index",
         "block_hashes",
+        "error",
         "events",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -125,6 +127,7 @@ class Request:
         "spec_token_ids",
         "status",
         "stop_reason",
+        "structured_output",
     )
 
     def __init__(self, origin: EngineCoreRequest, block_hasher: BlockHasher | None = None) -> None:
@@ -150,6 +153,8 @@ class Request:
         self.arrival_index = 0
         """How many requests the scheduler was given before this one."""
         self.stop_reason: int | str | None = None
+        self.error: QuireError | None = None
+        """What the client is told when it ends with FINISHED_ERROR."""
         self.num_computed_tokens = 0
         """Tokens whose KV is in the cache, those of steps in flight included."""
         self.num_cached_tokens = -1
@@ -157,6 +162,11 @@ class Request:
         cache, or kept from the segment before. -1 before that."""
         self.num_preemptions = 0
         self.events: list[EngineCoreEvent] = []
+        params = origin.sampling_params
+        self.structured_output: StructuredOutputRequest | None = None
+        """Its grammar, if it asks for a form of its output."""
+        if params is not None and params.structured_outputs is not None:
+            self.structured_output = StructuredOutputRequest(params.structured_outputs)
 
         self._block_hasher = block_hasher
         self.block_hashes: list[bytes] = []

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
-from quire.errors import ClientError, EngineDeadError, GenerationError, ValidationError
+from quire.errors import ClientError, EngineDeadError, GenerationError, ValidationError, make_error
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.progress import GenerationProgress
 from quire.frontend.prompts import PromptType, as_prompt_list
@@ -158,7 +158,9 @@ class BatchRunner:
             logger.error("request %s failed: %s", request_id, message)
         if failures and len(failures) == len(outputs):
             is_dead = self._engine.engine_core.engine_dead
-            raise (EngineDeadError if is_dead else GenerationError)(next(iter(failures.values())))
+            first = next(c for c in outputs[0].outputs if c.finish_reason == "error")
+            message = failures[outputs[0].request_id]
+            raise EngineDeadError(message) if is_dead else make_error(first.error_type, message, GenerationError)
 
 
 def _one_per_prompt(name: str, value: T | Sequence[T], prompts: Sequence[Any]) -> Sequence[T]:

@@ -226,6 +226,11 @@ class InputProcessor:
         if params.seed is None:
             params.seed = seed
         params.eos_token_id = self._eos_token_id
+        if params.structured_outputs is not None and self._eos_token_id is None:
+            raise ValidationError(
+                "structured_outputs needs a model with an end-of-sequence token, and this one has none",
+                param="structured_outputs",
+            )
         if self._more_eos_ids and not params.ignore_eos:
             params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self._more_eos_ids]))
         if params.bad_words:

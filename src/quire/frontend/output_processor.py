@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from quire.errors import GenerationError
+from quire.errors import ClientError, GenerationError, make_error
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.parallel_sampling import ParentRequest
 from quire.frontend.request_state import OutputQueue, QueuePlace, RequestState
@@ -225,7 +225,7 @@ class OutputProcessor:
             stop_string = state.update_text(output, finish_reason is FinishReason.STOP)
             if stop_string is not None:
                 finish_reason, stop_reason = FinishReason.STOP, stop_string
-            user_output = state.make_request_output(finish_reason, stop_reason, output.error_message)
+            user_output = state.make_request_output(finish_reason, stop_reason, output.error_message, output.error_type)
         if user_output is not None:
             if ends_segment:
                 user_output.finished = False
@@ -248,9 +248,13 @@ class OutputProcessor:
         iteration_stats: IterationStats | None,
         result: OutputProcessorOutput,
     ) -> None:
-        """Whoever awaits the request gets a GenerationError; the other outputs of its prompt end with it."""
+        """Whoever awaits the request gets the error; the other outputs of its prompt end with it."""
         if state.queue is not None:
-            state.queue.put(GenerationError(message))
+            error = make_error(output.error_type, message, GenerationError)
+            params = state.request.sampling_params
+            if isinstance(error, ClientError) and params is not None and params.structured_outputs is not None:
+                error.param = "structured_outputs"  # only its grammar is left to be found wrong by the core
+            state.queue.put(error)
         else:
             failed = state.make_error_output(message)
             if failed is not None:

@@ -159,6 +159,10 @@ class RequestState:
         Tokens after a stop string, and their log-probabilities, are dropped.
         """
         detokenizer = self.detokenizer
+        params = self.request.sampling_params
+        if stop_terminated and params is not None and params.structured_outputs is not None:
+            # A form may have been completed by an ordinary token, which belongs to the text.
+            stop_terminated = bool(params.all_stop_token_ids.intersection(output.new_token_ids[-1:]))
         if self.logprobs is None:
             return detokenizer.update(output.new_token_ids, stop_terminated)
         before = len(detokenizer.token_ids)
@@ -174,6 +178,7 @@ class RequestState:
         finish_reason: FinishReason | None,
         stop_reason: int | str | None = None,
         error_message: str | None = None,
+        error_type: str = "",
     ) -> RequestOutput | None:
         """What there is to show now; None when there is nothing (checklist S2-OUT-013…018)."""
         finished = finish_reason is not None
@@ -193,7 +198,8 @@ class RequestState:
         completion.lora_request = self.request.lora_request
         if finish_reason is not None:
             completion.finish_reason = FINISH_REASON_STRINGS[finish_reason]
-            completion.stop_reason, completion.error_message = stop_reason, error_message
+            completion.stop_reason = stop_reason
+            completion.error_message, completion.error_type = error_message, error_type
         return self._show(completion)
 
     def make_error_output(self, message: str) -> RequestOutput | None:

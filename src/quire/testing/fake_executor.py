@@ -19,6 +19,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
 from quire.errors import ModelLoadError
@@ -140,8 +143,10 @@ class FakeExecutor(Executor):
     def _sample(self, grammar_output: GrammarOutput | None) -> InFlight:
         if self._unsampled is None:
             raise ProtocolError("sample_tokens was called without a step whose logits are held")
+        masks: dict[str, npt.NDArray[np.int32]] = {}
         if grammar_output is not None:
-            raise ProtocolError("the fake model knows no grammars")
+            ids, rows = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
+            masks = dict(zip(ids, rows, strict=True))
         (step, digests), self._unsampled = self._unsampled, None
         output = ModelRunnerOutput(req_ids=list(step.num_scheduled_tokens))
         for req_id in output.req_ids:
@@ -149,7 +154,7 @@ class FakeExecutor(Executor):
             if digest is None:
                 output.sampled_token_ids.append([])
                 continue
-            token, request = self.model.next_token(digest), self._requests[req_id]
+            token, request = _allowed(self.model.next_token(digest), masks.get(req_id)), self._requests[req_id]
             output.sampled_token_ids.append([token])
             request.tokens.append(token)
             if request.params is not None and request.params.num_logprobs is not None:
@@ -338,3 +343,13 @@ class FakeExecutor(Executor):
 
     def shutdown(self) -> None:
         self._requests.clear()
+
+
+def _allowed(token: int, mask: npt.NDArray[np.int32] | None) -> int:
+    """`token`, or the next higher one a grammar allows, in a circle; `token` if it allows none."""
+    if mask is None:
+        return token
+    allowed = np.flatnonzero(np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little"))
+    if not len(allowed):
+        return token
+    return int(allowed[np.searchsorted(allowed, token) % len(allowed)])

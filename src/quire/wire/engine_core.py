@@ -168,6 +168,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Why, when `finish_reason` is ERROR."""
     segment_finish_reason: FinishReason | None = None
     """How the answer to one input of a session ended, while the session goes on: `finish_reason` is None."""
+    error_type: str = ""
+    """When `finish_reason` is ERROR: its class in `quire.errors`; empty for a GenerationError."""
 
     @property
     def finished(self) -> bool:

@@ -68,7 +68,10 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The token masks of the step's structured-output requests. [num_reqs, ceil(vocab / 32)] int32, row per id."""
+    """The token masks of the step's structured-output requests: [num_rows, ceil(vocab / 32)] int32.
+
+    A row per id, and one more after it for each draft token of that request in this step.
+    """
 
     structured_output_request_ids: list[str]
     grammar_bitmask: npt.NDArray[np.int32]

@@ -46,6 +46,10 @@ class InvalidPackedFileError(Exception):
     """A file that is not what its name promises; the words say why. It is packed again."""
 
 
+class OtherKeyError(InvalidPackedFileError):
+    """A whole file that was made for another key, by another version of the code, say."""
+
+
 @dataclass(frozen=True)
 class Blob:
     """Where a layer's bytes lie in the file."""
@@ -100,7 +104,7 @@ def open_packed_file(path: Path, key: Key | None = None) -> PackedFile:
         if not HEADER.size <= blob.offset <= blob.offset + blob.num_bytes <= table_offset or blob.num_bytes < 0:
             raise InvalidPackedFileError(f"layer {name} lies outside of it")
     if key is not None and found_key != _as_json(key):
-        raise InvalidPackedFileError("it was made for something else")
+        raise OtherKeyError("it was made for something else")
     return PackedFile(path, found_key, source, blobs, memory)
 
 
@@ -182,8 +186,9 @@ class PackedCache:
         return PackedCache(cache_root() / "packed")
 
     def path_of(self, key: Key) -> Path:
-        """Where the file of `key` is, or would be."""
-        text = json.dumps(key, sort_keys=True).encode()
+        """Where the file of `key` is, or would be. The code that packs is left out: what an upgrade packs takes the
+        place of what was there before it."""
+        text = json.dumps({name: value for name, value in key.items() if name != "code"}, sort_keys=True).encode()
         return self.directory / f"{hashlib.sha256(text).hexdigest()[:32]}{SUFFIX}"
 
     def open(self, key: Key) -> PackedFile | None:
@@ -192,6 +197,9 @@ class PackedCache:
         try:
             file = open_packed_file(path, key)
         except FileNotFoundError:
+            return None
+        except OtherKeyError as e:
+            logger.info("%s is not used: %s", path, e)
             return None
         except (OSError, ValueError, InvalidPackedFileError) as e:
             logger.warning("%s is not used: %s", path, e)

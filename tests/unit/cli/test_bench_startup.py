@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.cli.bench.startup import command_line, flag_words, forget, format_startup, run_once, summarize
+from quire.cli.main import main
 from quire.errors import EngineDeadError
 
 
@@ -84,9 +85,8 @@ def test_forgetting_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_start(capsys: pytest.CaptureFixture[str]) -> None:
-    from quire.cli.main import main
-
+def test_a_real_start(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "1")
     assert main(["bench", "startup", "--num-iters", "1", "--num-iters-warmup", "0", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     names = {stamp["name"] for stamp in figures["core"]}

@@ -90,9 +90,9 @@ def test_a_request_that_cannot_be_prepared_fails_alone(intake: Intake, monkeypat
         raise errors.pop(0)
 
     intake.intake = MessageIntake(preprocess, intake.input_queue, intake.aborts_queue, intake.dropped)
-    for message in ("it is too long", "KeyError"):
+    for message, kind in (("it is too long", "ValidationError"), ("KeyError", "")):
         ((_, refused),) = intake.take(ADD, pack(make_core_request("a")), client_index=1)
-        assert refused == RefusedRequest(1, "a", message)
+        assert refused == RefusedRequest(1, "a", message, kind)
     assert not intake.dropped.counts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.lora_request import LoRARequest
@@ -253,8 +254,13 @@ def test_execute_and_sample_alternate(executor: FakeExecutor) -> None:
     executor.execute_model(new("a", [1, 2], 6))
     with pytest.raises(ProtocolError, match="called twice"):
         executor.execute_model(cached("a", 6, 1))
-    with pytest.raises(ProtocolError, match="no grammars"):
-        executor.sample_tokens(GrammarOutput(["a"], None))
+
+
+def test_a_mask_decides_where_it_forbids_the_models_token(executor: FakeExecutor) -> None:
+    executor.execute_model(new("a", [1, 2], 6))
+    mask = np.zeros((1, 2), dtype=np.int32)
+    mask[0, 1] = 1 << 5
+    assert executor.sample_tokens(GrammarOutput(["a"], mask)).sampled_token_ids == [[37]]
 
 
 def test_a_block_that_left_the_window_may_go_to_another_request() -> None:

@@ -131,6 +131,12 @@ def test_a_key_has_one_place_and_finds_its_file(cache: PackedCache) -> None:
     assert file.memory[:8] == packed_cache.MAGIC, "deleting a file takes nothing from those who use it"
 
 
+def test_what_another_version_packed_is_replaced(cache: PackedCache) -> None:
+    write(cache.path_of({**KEY, "code": [1]}))
+    assert cache.path_of({**KEY, "code": [2]}) == cache.path_of(KEY) != cache.path_of({**KEY, "dtype": "float32"})
+    assert cache.open({**KEY, "code": [2]}) is None
+
+
 def test_what_cannot_be_used_is_no_error(cache: PackedCache) -> None:
     path = cache.path_of(KEY)
     path.parent.mkdir()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -30,8 +30,8 @@ class StructuredOutputManager(Protocol):
         """Whether the request's grammar is compiled (True for a request without one). Called often: must be cheap."""
         ...
 
-    def grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Token masks for the step's structured requests, None if it has none."""
+    def grammar_bitmask(self, requests: Sequence[Request], scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Token masks for those of the step's `requests` that have a grammar and sample, None if there are none."""
         ...
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 
 from quire.engine.request import Request, RequestStatus
-from quire.engine.sched.stop import check_stop
+from quire.engine.sched.stop import Stop, check_stop
+from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
+from quire.errors import error_name
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 from quire.wire.stats import PrefillStats, SchedulerStats, SpecDecodingStats
+
+_COMPLETE = Stop(RequestStatus.FINISHED_STOPPED)
 
 
 def apply_result(
@@ -39,7 +43,17 @@ def apply_result(
         prefill_stats=make_prefill_stats(request) if first else None,
         trace_headers=request.trace_headers,
         num_nans_in_logits=result.num_nans_in_logits.get(request_id, 0),
+        error_message=_error_message(request),
+        error_type=_error_type(request),
     )
+
+
+def _error_message(request: Request) -> str | None:
+    return None if request.error is None else str(request.error)
+
+
+def _error_type(request: Request) -> str:
+    return "" if request.error is None else error_name(request.error)
 
 
 def _append_until_stop(request: Request, new_token_ids: list[int], max_model_len: int) -> list[int]:
@@ -47,11 +61,31 @@ def _append_until_stop(request: Request, new_token_ids: list[int], max_model_len
     for count, token_id in enumerate(new_token_ids, start=1):
         request.append_output_token_ids(token_id)
         stop = check_stop(request, max_model_len)
+        if request.structured_output is not None:
+            stop = _check_grammar(request, request.structured_output, token_id, stop)
         if stop is not None:
             request.status = stop.status
             request.stop_reason = stop.reason
             return new_token_ids[:count]
     return new_token_ids
+
+
+def _check_grammar(
+    request: Request, structured: StructuredOutputRequest, token_id: int, stop: Stop | None
+) -> Stop | None:
+    """Let the grammar see the token that was appended, which ends the request by `stop` if that is not None.
+
+    A form that is complete ends the output at once, without an end-of-sequence token, whatever `ignore_eos` and
+    `min_tokens` say, and although max_tokens may be used up, too.
+    """
+    match structured.accept(token_id):
+        case GrammarVerdict.COMPLETE:
+            return _COMPLETE if stop is None or stop.status is RequestStatus.FINISHED_LENGTH_CAPPED else stop
+        case GrammarVerdict.BROKEN:
+            request.error = structured.error
+            return Stop(RequestStatus.FINISHED_ERROR)
+        case GrammarVerdict.GOES_ON:
+            return stop
 
 
 def _apply_pooling_result(request: Request, result: ModelRunnerOutput) -> EngineCoreOutput | None:
@@ -138,6 +172,8 @@ class OutputCollector:
                 stop_reason=request.stop_reason,
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
+                error_message=_error_message(request),
+                error_type=_error_type(request),
             )
         )
 

@@ -12,6 +12,7 @@ the token of a step in flight has nothing left to compute and is passed over.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 
@@ -28,7 +29,8 @@ from quire.engine.sched.step import StepBuilder, StepsInFlight
 from quire.engine.sched.stop import Stop, check_stop
 from quire.engine.sched.waiting import WaitingRequests
 from quire.engine.session import Session
-from quire.errors import ValidationError
+from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
+from quire.errors import ClientError, GenerationError, QuireError, ServerError, ValidationError
 from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -121,7 +123,7 @@ class Scheduler(SchedulerInterface):
             return
         session = request.session
         if session is None or session.is_closed or (segment.resumable and not segment.prompt_token_ids):
-            self._fail(request, "it was sent an input that is empty, or that nothing announced")
+            self._fail(request, GenerationError("it was sent an input that is empty, or that nothing announced"))
             return
         session.queued.append(segment)
         session.is_closed = not segment.resumable
@@ -208,6 +210,8 @@ class Scheduler(SchedulerInterface):
     def _admit(self, request: Request, step: StepBuilder) -> bool:
         """Make the head of the queue run, or make room for it. False if it must wait for blocks or budget."""
         limits, manager = self.limits, self.kv_cache_manager
+        if request.structured_output is not None and self._end_by_grammar(request, request.structured_output):
+            return True
         computed_blocks, num_hits = manager.empty_kv_cache_blocks, 0
         if not request.num_computed_tokens:  # a session may have kept its blocks: all others have none
             computed_blocks, num_hits = manager.get_computed_blocks(request)
@@ -231,7 +235,10 @@ class Scheduler(SchedulerInterface):
         )
         if new_blocks is None:
             return self._evict_session(step.timestamp, spared=request) or (
-                alone and self._fail(request, f"its {request.num_tokens} tokens do not fit into the KV cache")
+                alone
+                and self._fail(
+                    request, GenerationError(f"its {request.num_tokens} tokens do not fit into the KV cache")
+                )
             )
         self.waiting.pop()
         if request.session is not None:
@@ -244,6 +251,18 @@ class Scheduler(SchedulerInterface):
         self.running.append(request)
         step.add_new(request, num_new, manager.get_block_ids(request.request_id))
         return True
+
+    def _end_by_grammar(self, request: Request, structured: StructuredOutputRequest) -> bool:
+        """End a request whose grammar cannot be compiled, or that said all of it before the core was restarted."""
+        if self.structured_output_manager is None:
+            return self._fail(request, ServerError("this scheduler has no grammars"))
+        verdict = structured.check_start()
+        if verdict is GrammarVerdict.BROKEN:
+            return self._fail(request, structured.error or ServerError("its grammar cannot be compiled"))
+        if verdict is GrammarVerdict.COMPLETE:
+            self.finish_requests(request.request_id, RequestStatus.FINISHED_STOPPED, report=True)
+            return True
+        return False
 
     def _preempt(self, request: Request, timestamp: float) -> None:
         """Back to its place in the queue, to be recomputed. The caller has taken it out of `running`."""
@@ -267,9 +286,10 @@ class Scheduler(SchedulerInterface):
             pass
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        if self.structured_output_manager is None:
+        if self.structured_output_manager is None or not scheduler_output.has_structured_output_requests:
             return None
-        return self.structured_output_manager.grammar_bitmask(scheduler_output)
+        alive = [self.requests[i] for i in scheduler_output.num_scheduled_tokens if i in self.requests]
+        return self.structured_output_manager.grammar_bitmask(alive, scheduler_output)
 
     # -- its result --------------------------------------------------------------------------------------------
 
@@ -326,6 +346,8 @@ class Scheduler(SchedulerInterface):
                 self.resting.add(request)
                 continue
             self.kv_cache_manager.free(request)
+            if request.structured_output is not None:
+                request.structured_output.cancel()
             self._outputs.note_finished(request)
             del self.requests[request.request_id]
             if request.session is not None:
@@ -334,9 +356,11 @@ class Scheduler(SchedulerInterface):
             if request.session is not None and request.session.queued and not request.is_finished:
                 self._begin_segment(request, request.session)
 
-    def _fail(self, request: Request, why: str) -> bool:
+    def _fail(self, request: Request, error: QuireError) -> bool:
         """End a request that can never run, so that it does not wait for ever. True: the queue has moved."""
-        logger.error("request %s ends with an error: %s", request.request_id, why)
+        level = logging.INFO if isinstance(error, ClientError) else logging.ERROR
+        logger.log(level, "request %s ends with an error: %s", request.request_id, error)
+        request.error = error
         self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR, report=True)
         return True
 

@@ -95,6 +95,7 @@ class StepsInFlight:
             scheduled_spec_decode_tokens=step.spec_token_ids,
             finished_req_ids=self.finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
+            has_structured_output_requests=any(r.structured_output is not None for r in step.requests),
         )
         self.finished_req_ids, self.preempted_req_ids = set(), set()
         self._steps.append((output, step.requests))

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, error_name
 from quire.frontend.client.base import AsyncEngineCoreClient
 from quire.frontend.client.inproc import InprocClient
 from quire.frontend.client.mailbox import LoopMailbox
@@ -177,7 +177,9 @@ class AsyncInprocClient(AsyncEngineCoreClient):
         try:
             core.add_request(request)
         except Exception as e:  # whatever is wrong with one request costs no other
-            refusal = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error_message=str(e))
+            refusal = EngineCoreOutput(
+                request.request_id, [], finish_reason=FinishReason.ERROR, error_message=str(e), error_type=error_name(e)
+            )
             self._outputs.put_outputs(EngineCoreOutputs(outputs=[refusal]))
 
 

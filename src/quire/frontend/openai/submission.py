@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import cast
 
-from quire.errors import GenerationError
+from quire.errors import GenerationError, make_error
 from quire.frontend.admission import estimate_num_tokens
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.openai.endpoint import RequestContext
@@ -110,8 +110,10 @@ class Submission:
     def _checked(self, output: RequestOutput) -> RequestOutput:
         for completion in output.outputs:
             if completion.finish_reason == "error":
-                raise GenerationError(
-                    completion.error_message or "the engine failed on this request; it may be retried"
+                raise make_error(
+                    completion.error_type,
+                    completion.error_message or "the engine failed on this request; it may be retried",
+                    GenerationError,
                 )
             if completion.finish_reason == "abort" and self._lifecycle.is_stopping:
                 raise UnavailableError("the server shut down before the answer was complete; ask another one")

@@ -33,11 +33,17 @@ class NotPlannableError(Exception):
 
 
 class Arena:
-    """Memory for the results of one plan. What nobody holds any more is used again, by the next result of its size."""
+    """Memory for the results of one plan. What nobody holds any more is used again, by the next result of its size.
+
+    Raises NotPlannableError if the system refuses so much address space.
+    """
 
     def __init__(self, num_bytes: int = ARENA_BYTES) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._memory = memoryview(mmap.mmap(-1, num_bytes, flags=flags))
+        try:
+            self._memory = memoryview(mmap.mmap(-1, num_bytes, flags=flags))
+        except OSError as e:  # a limit of the address space
+            raise NotPlannableError(f"no {num_bytes} bytes of address space for results: {e}") from None
         self._end = 0
         self._free: dict[int, list[int]] = {}
 

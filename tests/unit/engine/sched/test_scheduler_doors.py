@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.engine.request import Request, RequestStatus
+from quire.engine.structured_output.request import StructuredOutputRequest
+from quire.structured_outputs import StructuredOutputsParams
 from quire.wire.execution import DraftTokenIds, GrammarOutput, SchedulerOutput
 
 from ..harness import Engine, digest, make_request, make_scheduler
@@ -17,8 +21,15 @@ class Grammars:
     def is_ready(self, request: Request) -> bool:
         return request.request_id not in self.pending
 
-    def grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        return GrammarOutput(list(scheduler_output.num_scheduled_tokens), None)
+    def grammar_bitmask(self, requests: Sequence[Request], scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        return GrammarOutput([request.request_id for request in requests], None)
+
+
+class Anything:
+    """A grammar that allows all."""
+
+    def is_complete(self) -> bool:
+        return False
 
 
 # -- structured output -----------------------------------------------------------------------------------------
@@ -56,7 +67,10 @@ def test_who_is_not_ready_can_be_aborted() -> None:
 
 def test_masks_come_from_the_manager() -> None:
     scheduler = make_scheduler(structured_output_manager=Grammars())
-    scheduler.add_request(make_request("a", 4))
+    request = make_request("a", 4)
+    request.structured_output = StructuredOutputRequest(StructuredOutputsParams(regex="a*"))
+    request.structured_output.compiling.set_result(Anything())
+    scheduler.add_request(request)
     mask = scheduler.get_grammar_bitmask(scheduler.schedule())
     assert mask is not None
     assert mask.structured_output_request_ids == ["a"]

@@ -88,6 +88,8 @@ def test_tools_that_are_not_wanted_are_not_shown_to_the_model() -> None:
         none = await server.answer(PATH, **ASK, tool_choice="none", max_tokens=1, return_token_ids=True)
         auto = await server.answer(PATH, **ASK, max_tokens=1, return_token_ids=True)
         assert none["prompt_token_ids"] == plain["prompt_token_ids"] != auto["prompt_token_ids"]
+        tokens = await server.answer("/tokenize", **ASK)
+        assert tokens["tokens"] == auto["prompt_token_ids"]
 
     check(test)
 

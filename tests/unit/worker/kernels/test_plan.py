@@ -127,6 +127,11 @@ def test_the_arena_uses_again_what_nobody_holds() -> None:
         arena.take((1 << 16,), torch.float32)
 
 
+def test_a_system_that_refuses_address_space() -> None:
+    with pytest.raises(NotPlannableError, match="bytes of address space for results"):
+        Arena(1 << 62)
+
+
 def test_a_plan_is_forgotten_by_the_library(library: NativeLibrary) -> None:
     """Plans come and go with their context alive; each is freed once."""
     kernels = NativeKernels(Context(library, 1, library.instruction_sets()[0]))

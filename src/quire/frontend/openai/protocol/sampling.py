@@ -17,10 +17,10 @@ from quire.frontend.openai.protocol.fields import (
     Int64,
     Name,
     Object,
-    RequestBody,
     TokenId,
     Word,
 )
+from quire.frontend.openai.protocol.forms import FormBody
 from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
 from quire.sampling_params import (
     MAX_BAD_WORDS,
@@ -61,7 +61,7 @@ class RepetitionDetection(msgspec.Struct):
     min_count: Count = 0
 
 
-class GenerationBody(RequestBody, kw_only=True):
+class GenerationBody(FormBody, kw_only=True):
     """OpenAI's sampling fields and vLLM's further ones."""
 
     model: Name | None = None
@@ -117,8 +117,6 @@ class GenerationBody(RequestBody, kw_only=True):
     ec_transfer_params: Object | None = None
     thinking_token_budget: Int64 | None = None
     return_token_offsets: bool | None = False
-    response_format: Object | None = None
-    structured_outputs: Object | None = None
 
     NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base class
         "use_beam_search": (False,),
@@ -128,8 +126,6 @@ class GenerationBody(RequestBody, kw_only=True):
         "ec_transfer_params": ({},),
         "thinking_token_budget": (),
         "return_token_offsets": (False,),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
     }
 
     @property
@@ -163,6 +159,7 @@ def make_sampling_params(
         )
     if max_tokens is not None:
         given["max_tokens"] = max_tokens
+    given["structured_outputs"] = body.form()
     return SamplingParams.from_optional(
         **{"max_tokens": None, **defaults, **given},
         logprobs=logprobs,

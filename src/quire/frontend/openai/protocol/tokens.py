@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.errors import ValidationError
 from quire.frontend.openai.protocol.chat import Messages
 from quire.frontend.openai.protocol.fields import Name, Object, RequestBody, Text, TokenIds
+from quire.frontend.openai.protocol.tools import Tools
 
 
 class TokenizeBody(RequestBody, kw_only=True):
@@ -13,6 +14,8 @@ class TokenizeBody(RequestBody, kw_only=True):
     model: Name | None = None
     prompt: Text | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
+    """Offered in the conversation."""
     add_special_tokens: bool | None = None
     """Default: true for a text, false for a conversation, whose template writes them."""
     return_token_strs: bool | None = False

@@ -11,6 +11,7 @@ from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.tokens import DetokenizeBody, TokenizeBody
+from quire.frontend.openai.protocol.tools import tools_for_template
 from quire.frontend.tokenizer import Tokenizer
 
 TOKENIZE = BodyReader(TokenizeBody)
@@ -30,6 +31,7 @@ async def tokenize(context: RequestContext) -> Response:
         text = await state.renderer.render_chat(
             body.messages,
             chat_template=body.chat_template,
+            tools=tools_for_template(body.tools) if body.tools else None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,

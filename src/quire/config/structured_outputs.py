@@ -1,0 +1,22 @@
+"""Structured outputs: what compiles their grammars, and what one may cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.flags import flag, parse_human_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsConfig:
+    """Limits are per grammar; a request whose grammar goes beyond one is refused."""
+
+    grammar_backend: str = flag(
+        "auto", "Library that compiles JSON schemas, regular expressions and grammars.", choices=("auto", "guidance")
+    )
+    grammar_compile_cpu_s: float = flag(
+        3.0, "CPU seconds a grammar may take to compile.", parse=float, minimum=0.1, maximum=600
+    )
+    grammar_compile_memory_bytes: int = flag(
+        1 << 29, "Memory a grammar may take to compile (512M, 1G).", parse=parse_human_int, minimum=1 << 24
+    )

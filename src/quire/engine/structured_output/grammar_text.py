@@ -1,0 +1,83 @@
+"""From what a user asks for to the grammar llguidance reads. Runs in the compiler's child process: no foreign text is
+worked on anywhere else before it has passed there."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import llguidance
+
+from quire.engine.structured_output.schema import bound_schema
+from quire.errors import ValidationError
+from quire.structured_outputs import StructuredOutputsParams
+
+WHITESPACE = r"[ ]|\n[ ]{0,16}"
+"""Between two parts of JSON: one space, or a line break with its indentation. Bounded, so that white space alone can
+never use up an output."""
+
+_MAX_WHY_CHARS = 400
+"""Of what a library says of a grammar; it may quote all of it."""
+
+
+def make_grammar_text(params: StructuredOutputsParams) -> str:
+    """Raises ValidationError for what cannot be translated. Whether the grammar makes sense is not checked."""
+    kind, text = params.source
+    try:
+        match kind:
+            case "json":
+                return _json_grammar(text, params)
+            case "regex":
+                return str(llguidance.LLMatcher.grammar_from_regex(text))
+            case "choice":
+                choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+                return str(llguidance.LLMatcher.grammar_from_lark(f"start: {choices}"))
+            case "grammar":
+                return str(llguidance.grammar_from("grammar", text))
+            case _:
+                return _tag_grammar(text, params)
+    except ValidationError:
+        raise
+    except (ValueError, TypeError, RecursionError, AssertionError) as e:
+        raise grammar_error(params, str(e) or type(e).__name__) from None
+
+
+def grammar_error(params: StructuredOutputsParams, why: str) -> ValidationError:
+    """A grammar cannot be used."""
+    kind = params.source.kind
+    lines = [line.strip() for line in why.splitlines()]
+    words = " ".join(line for line in lines if line.strip("^") and not re.match(r"\d+ \|", line))
+    if len(words) > _MAX_WHY_CHARS:
+        words = words[:_MAX_WHY_CHARS] + "…"
+    return ValidationError(f"structured_outputs.{kind} cannot be compiled: {words}", param=f"structured_outputs.{kind}")
+
+
+def _json_options(params: StructuredOutputsParams) -> Any:
+    if params.disable_any_whitespace:
+        return {"whitespace_flexible": False, "lenient": False}
+    pattern = WHITESPACE if params.whitespace_pattern is None else params.whitespace_pattern
+    return {"whitespace_flexible": True, "whitespace_pattern": pattern, "lenient": False}
+
+
+def _json_grammar(schema: str, params: StructuredOutputsParams) -> str:
+    bounded = bound_schema(schema, disable_additional_properties=params.disable_additional_properties)
+    return str(llguidance.LLMatcher.grammar_from_json_schema(bounded, overrides=_json_options(params)))
+
+
+def _tag_grammar(text: str, params: StructuredOutputsParams) -> str:
+    """Free text in which a trigger begins a tag: its begin, JSON of its schema, its end."""
+    value = json.loads(text)
+    if not isinstance(value, dict) or not isinstance(value.get("structures"), list):
+        raise grammar_error(params, 'it must be {"structures": [{"begin", "schema", "end"}], "triggers": [...]}')
+    triggers = [t for t in value.get("triggers") or () if isinstance(t, str) and t]
+    tags = []
+    for structure in value["structures"]:
+        begin, end = structure["begin"], structure.get("end", "")
+        trigger = next((t for t in triggers if begin.startswith(t)), None)
+        if trigger is None:
+            raise grammar_error(params, f"no trigger begins {begin!r}")
+        schema = json.loads(bound_schema(json.dumps(structure.get("schema") or {})))
+        schema["x-guidance"] = _json_options(params)
+        tags.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
+    return str(llguidance.StructTag.to_grammar(tags))

@@ -1,0 +1,108 @@
+"""Grammars by llguidance (https://github.com/guidance-ai/llguidance): the default backend."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.structured_output.backend import Grammar, GrammarBackend
+from quire.engine.structured_output.compiler import CompilerSetup
+from quire.engine.structured_output.sandbox import CompilerProcess
+from quire.engine.structured_output.vocabulary import ENDS_WELL, GrammarVocabulary, compile_matcher, load_vocabulary
+from quire.errors import ClientError, ValidationError
+from quire.structured_outputs import StructuredOutputsParams
+
+MAX_CACHED_GRAMMARS = 64
+"""Compiled grammars that are kept for the next request that asks for the same."""
+MAX_CACHED_CHARS = 1 << 21
+"""Text of those grammars together: their memory grows with it."""
+
+
+class LLGuidanceGrammar(Grammar):
+    """One matcher."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: GrammarVocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def accept(self, token_id: int) -> ClientError | None:
+        matcher = self._matcher
+        is_known = token_id < self._vocabulary.tokenizer.vocab_size
+        if is_known and matcher.consume_token(token_id) and (not matcher.is_stopped() or self.is_complete()):
+            return None
+        why = matcher.get_error().partition("\n")[0] or f"the grammar ends with {matcher.stop_reason()}"
+        return ValidationError(
+            f"the output cannot go on in the form that was asked for: {why}; a limit of the grammar library was "
+            "reached, or another parameter (allowed_token_ids, bad_words, logit_bias, min_tokens) forbids what fits",
+            param="structured_outputs",
+        )
+
+    def is_complete(self) -> bool:
+        return self._matcher.is_stopped() and self._matcher.stop_reason() in ENDS_WELL
+
+    def fill_bitmask(self, row: npt.NDArray[np.int32]) -> None:
+        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        row[:] = -1 if self._matcher.is_error() else mask[: len(row)]
+
+    def count_valid(self, token_ids: Sequence[int]) -> int:
+        return int(self._matcher.validate_tokens(list(token_ids)))
+
+    def copy_with(self, token_ids: Sequence[int]) -> LLGuidanceGrammar:
+        copy = LLGuidanceGrammar(self._matcher.deep_copy(), self._vocabulary)
+        for token_id in token_ids:
+            error = copy.accept(token_id)
+            if error is not None:
+                raise error
+        return copy
+
+
+class LLGuidanceBackend(GrammarBackend):
+    """Compiles in a child process first (see compiler.py), then here."""
+
+    def __init__(self, setup: CompilerSetup) -> None:
+        """Raises ConfigError if the tokenizer cannot be read."""
+        self.vocab_size = setup.vocab_size
+        self._process = CompilerProcess(setup)
+        self._vocabulary = load_vocabulary(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
+        self._cached: OrderedDict[tuple[object, ...], LLGuidanceGrammar] = OrderedDict()
+        self._num_chars = 0
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        key = _key(params)
+        grammar = self._cached.get(key)
+        if grammar is None:
+            text = self._process.check(params)
+            matcher = compile_matcher(self._vocabulary, text, params)
+            grammar = LLGuidanceGrammar(matcher, self._vocabulary)
+            self._keep(key, grammar)
+        else:
+            self._cached.move_to_end(key)
+        return grammar.copy_with(())
+
+    def _keep(self, key: tuple[object, ...], grammar: LLGuidanceGrammar) -> None:
+        self._cached[key] = grammar
+        self._num_chars += _size(key)
+        while len(self._cached) > MAX_CACHED_GRAMMARS or self._num_chars > MAX_CACHED_CHARS:
+            oldest, _ = self._cached.popitem(last=False)
+            self._num_chars -= _size(oldest)
+
+    def close(self) -> None:
+        self._process.kill()
+
+
+def _key(params: StructuredOutputsParams) -> tuple[object, ...]:
+    return (
+        *params.source,
+        params.disable_any_whitespace,
+        params.disable_additional_properties,
+        params.whitespace_pattern,
+    )
+
+
+def _size(key: tuple[object, ...]) -> int:
+    return len(str(key[1]))

@@ -1,0 +1,44 @@
+"""Which backend an engine uses, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from quire.config.engine import EngineConfig
+from quire.config.model import ModelConfig
+from quire.engine.request import Request
+from quire.engine.structured_output.backend import GrammarBackend
+from quire.engine.structured_output.compiler import CompilerSetup
+from quire.engine.structured_output.llguidance_backend import LLGuidanceBackend
+from quire.engine.structured_output.manager import StructuredOutputManager
+
+BACKENDS: Mapping[str, type[LLGuidanceBackend]] = {"auto": LLGuidanceBackend, "guidance": LLGuidanceBackend}
+"""By --grammar-backend."""
+
+
+def make_structured_output_manager(config: EngineConfig) -> StructuredOutputManager:
+    """Costs nothing until a request has a grammar."""
+    return StructuredOutputManager(partial(_make_backend, config))
+
+
+def _make_backend(config: EngineConfig, request: Request) -> GrammarBackend:
+    """Raises ConfigError if the model's tokenizer cannot be used."""
+    limits, model = config.structured_outputs_config, config.model_config
+    setup = CompilerSetup(
+        tokenizer_file=str((model.tokenizer_dir / "tokenizer.json").absolute()),
+        vocab_size=model.hf_config.vocab_size,
+        eos_token_ids=_eos_token_ids(model, request),
+        cpu_s=limits.grammar_compile_cpu_s,
+        memory_bytes=limits.grammar_compile_memory_bytes,
+    )
+    return BACKENDS[limits.grammar_backend](setup)
+
+
+def _eos_token_ids(model: ModelConfig, request: Request) -> list[int]:
+    """All tokens that end a text of this model: the one the frontend knows, and those its configurations list."""
+    listed = model.generation_defaults.get("eos_token_id")
+    more = listed if isinstance(listed, list) else [listed]
+    params = request.sampling_params
+    ids = [None if params is None else params.eos_token_id, *more, *model.hf_config.eos_token_ids]
+    return list(dict.fromkeys(int(i) for i in ids if i is not None and i < model.hf_config.vocab_size))

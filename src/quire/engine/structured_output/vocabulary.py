@@ -1,0 +1,57 @@
+"""The model's tokens as llguidance knows them, and its matchers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import llguidance
+
+from quire.engine.structured_output.grammar_text import grammar_error
+from quire.errors import ConfigError
+from quire.structured_outputs import StructuredOutputsParams
+
+ENDS_WELL = frozenset({"NoExtension", "NoExtensionBias", "EndOfSentence"})
+"""llguidance's words for an output that nothing can follow."""
+
+
+class GrammarVocabulary(NamedTuple):
+    """A tokenizer and how many rows of logits there are."""
+
+    tokenizer: llguidance.LLTokenizer
+    vocab_size: int
+
+
+def load_vocabulary(tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
+    """Read a tokenizer.json. Raises ConfigError if it cannot be read.
+
+    The model may have more rows of logits than the tokenizer has tokens, or fewer.
+    """
+    if not tokenizer_file.is_file():
+        raise ConfigError(f"structured outputs need the model's tokenizer.json, and there is no {tokenizer_file}")
+    eos = list(eos_token_ids)
+    try:
+        text = tokenizer_file.read_text(encoding="utf-8")
+        try:
+            tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
+        except ValueError as e:
+            if "too small" not in str(e):
+                raise
+            tokenizer = llguidance.LLTokenizer(text, eos_token=eos)
+    except (ValueError, OSError) as e:
+        raise ConfigError(f"{tokenizer_file} cannot be used for structured outputs: {e}") from None
+    return GrammarVocabulary(tokenizer, vocab_size)
+
+
+def compile_matcher(vocabulary: GrammarVocabulary, text: str, params: StructuredOutputsParams) -> llguidance.LLMatcher:
+    """The start of a grammar. Raises ValidationError if it is wrong, beyond llguidance's limits, or allows nothing."""
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher = llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+    if not matcher.is_error() and not matcher.is_accepting():
+        matcher.compute_bitmask()  # which finds out that nothing can begin
+        if matcher.is_stopped() and matcher.stop_reason() in ENDS_WELL:
+            raise grammar_error(params, "no output can satisfy it")
+    if matcher.is_error():
+        raise grammar_error(params, matcher.get_error())
+    return matcher

@@ -1,0 +1,112 @@
+"""Forms of outputs through the whole engine, with a model that has learned nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.errors import ValidationError
+
+from .conftest import Checkpoint
+from .test_oracle import FEW_BLOCKS, engine, num_preemptions
+
+ORDER = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer"},
+        "kind": {"enum": ["book", "paper"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 3},
+        "paid": {"type": "boolean"},
+    },
+    "required": ["id", "kind", "tags", "paid"],
+    "additionalProperties": False,
+}
+PROMPT = {"prompt_token_ids": [40, 41, 42, 43]}
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Checkpoint) -> Iterator[LLM]:
+    with engine(checkpoint("llama"), max_num_seqs=8) as llm:
+        yield llm
+
+
+def outputs(llm: LLM, form: dict[str, Any], **fields: Any) -> list[Any]:
+    params = SamplingParams(
+        **{"max_tokens": 400, "seed": 5, **fields}, structured_outputs=StructuredOutputsParams(**form)
+    )
+    return list(llm.generate([PROMPT], params, use_tqdm=False)[0].outputs)
+
+
+@pytest.mark.parametrize("temperature", [0, 1, 2])
+def test_an_untrained_model_closes_its_json(temperature: float, llm: LLM) -> None:
+    for output in outputs(llm, {"json": ORDER}, temperature=temperature, n=3 if temperature else 1):
+        assert output.finish_reason == "stop"
+        order = json.loads(output.text)
+        assert list(order) == ["id", "kind", "tags", "paid"]
+        assert order["kind"] in ("book", "paper")
+        assert len(output.token_ids) < 250
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"logprobs": 3},
+        {"ignore_eos": True, "min_tokens": 50},
+        {"presence_penalty": 2.0, "repetition_penalty": 1.5, "top_k": 3, "min_p": 0.1},
+    ],
+)
+def test_every_way_of_sampling_keeps_the_form(fields: dict[str, Any], llm: LLM) -> None:
+    (output,) = outputs(llm, {"regex": r"\d{3}-[a-z]{4}( no)?"}, **fields)
+    assert re.fullmatch(r"\d{3}-[a-z]{4}( no)?", output.text)
+    assert output.finish_reason == "stop"
+    if "logprobs" in fields:
+        assert len(output.logprobs) == len(output.token_ids)
+
+
+def test_choice(llm: LLM) -> None:
+    texts = [output.text for output in outputs(llm, {"choice": ["left", "right", "lefty"]}, n=8)]
+    assert set(texts) <= {"left", "right", "lefty"}
+    assert len(set(texts)) > 1
+
+
+def test_a_form_of_nothing_ends_at_once(llm: LLM) -> None:
+    (output,) = outputs(llm, {"regex": "(a?){0}"})
+    assert (output.text, output.finish_reason) == ("", "stop")
+
+
+@pytest.mark.parametrize(
+    ("form", "fields"),
+    [
+        ({"regex": "("}, {}),
+        ({"grammar": "root ::= nothing"}, {}),
+        ({"choice": ["left"]}, {"allowed_token_ids": [300], "temperature": 0}),
+        ({"choice": ["left"]}, {"allowed_token_ids": [300]}),
+    ],
+)
+def test_what_cannot_be_is_the_clients_error_and_costs_nobody_else(
+    form: dict[str, Any], fields: dict[str, Any], llm: LLM
+) -> None:
+    with pytest.raises(ValidationError, match=r"structured_outputs|the form"):
+        outputs(llm, form, **fields)
+    bad = SamplingParams(**fields, structured_outputs=StructuredOutputsParams(**form))
+    both = llm.generate([PROMPT, PROMPT], [bad, SamplingParams(max_tokens=3, ignore_eos=True)], use_tqdm=False)
+    assert [o.outputs[0].finish_reason for o in both] == ["error", "length"]
+
+
+def test_chunks_and_preemption_change_nothing(checkpoint: Checkpoint, llm: LLM) -> None:
+    params = SamplingParams(
+        seed=7, max_tokens=150, structured_outputs=StructuredOutputsParams(json=ORDER, disable_any_whitespace=True)
+    )
+    prompts = [{"prompt_token_ids": [40 + i] * 30} for i in range(4)]
+    expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    flags = {"max_num_seqs": 4, "max_num_batched_tokens": 9, **FEW_BLOCKS}
+    with engine(checkpoint("llama"), **{**flags, "max_model_len": 192, "num_gpu_blocks_override": 13}) as small:
+        got = small.generate(prompts, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in got] == expected
+    assert num_preemptions(got) > 0

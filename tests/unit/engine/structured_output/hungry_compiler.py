@@ -1,0 +1,27 @@
+"""The compiler process with a translation that takes what the name of the grammar says: time, memory or a stack."""
+
+from __future__ import annotations
+
+import faulthandler
+
+from quire.engine.structured_output import compiler
+from quire.engine.structured_output.grammar_text import make_grammar_text
+from quire.structured_outputs import StructuredOutputsParams
+
+
+def hungry(params: StructuredOutputsParams) -> str:
+    """As `make_grammar_text`, at a price."""
+    match params.regex:
+        case "cpu":
+            while True:
+                pass
+        case "memory":
+            bytearray(1 << 30)
+        case "stack":
+            faulthandler._stack_overflow()
+    return make_grammar_text(params)
+
+
+if __name__ == "__main__":
+    compiler.make_grammar_text = hungry  # type: ignore[attr-defined]
+    compiler.main()
