@@ -70,7 +70,7 @@ def test_a_stream_has_name_and_id_first_then_arguments() -> None:
         assert (first.index, first.type) == (0, "function")
         assert first.function is not None
         assert (first.function.name, first.function.arguments) == ("get_weather", "")
-        assert len(more) > 1  # they come piece by piece
+        assert more
         assert all(c.index == 0 and c.id is None and c.function and c.function.name is None for c in more)
         arguments = "".join((c.function.arguments or "") for c in more if c.function)
         (expected,) = whole["choices"][0]["message"]["tool_calls"]
