@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from quire.cli.command_line import CommandLine
 from quire.cli.engine_options import engine_args, engine_options
+from quire.cli.form_options import form_options, make_form
 from quire.cli.generation import Engine, RequestTiming, make_engine, timing_line
 from quire.cli.options import Arguments, Option, Positional
 from quire.cli.sampling_options import SAMPLING_HELP, make_sampling_params, sampling_options
@@ -31,7 +32,7 @@ def command_line() -> CommandLine:
     return CommandLine(
         "quire complete",
         "Continue prompts. Text streams to stdout as it comes; several prompts run at once and are printed in order.",
-        [*own, *sampling_options(), *engine_options(without=SAMPLING_HELP)],
+        [*own, *sampling_options(), *form_options(), *engine_options(without=SAMPLING_HELP)],
         Positional("prompt", "Text to continue. None, or -, reads one prompt from stdin.", nargs="*"),
     )
 
@@ -45,6 +46,7 @@ def run(args: Arguments) -> int:
         args.given_among(SAMPLING_HELP),
         {"max_tokens": DEFAULT_MAX_TOKENS, **config.model_config.sampling_defaults},
         output_kind=RequestOutputKind.DELTA,
+        structured_outputs=make_form(args),
     )
     engine = make_engine(flags)
     timings = _add_requests(engine, prompts, params)

@@ -210,7 +210,9 @@ class Request:
             self._tokens.extend(token_ids)
             self.num_tokens += len(token_ids)
         if self._block_hasher is not None:
-            self.block_hashes += self._block_hasher(self)
+            hashes = self._block_hasher(self)
+            if hashes:
+                self.block_hashes += hashes
 
     def set_drafts(self, token_ids: list[int], max_model_len: int) -> None:
         """Propose tokens to be verified by the next step; ignored if that will not compute the last token anyway."""

@@ -174,11 +174,10 @@ class ModelRunner:
             batch.add_request(request)
             self.prompt_logprobs.add_request(request)
         cached = scheduler_output.scheduled_cached_reqs
-        for req_id, block_ids, num_computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            row = batch.rows[req_id]
-            batch.num_computed_tokens[row] = num_computed
+        rows = [batch.rows[req_id] for req_id in cached.req_ids]
+        if rows:
+            batch.num_computed_tokens[rows] = cached.num_computed_tokens
+        for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
             if block_ids is not None:
                 batch.append_blocks(row, block_ids)
 
@@ -203,7 +202,9 @@ class ModelRunner:
         self, inputs: StepInputs, req_ids: list[str], hidden: Tensor
     ) -> dict[str, LogprobsTensors]:
         """Score the step's prompt chunks; those of the prompts it completes."""
-        complete = {}
+        complete: dict[str, LogprobsTensors] = {}
+        if not self.prompt_logprobs.any_wanted:
+            return complete
         for i, req_id in enumerate(req_ids):
             if self.prompt_logprobs.wanted_by(req_id):
                 start, n = int(inputs.starts[i]), int(inputs.query_lens[i])

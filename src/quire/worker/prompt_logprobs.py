@@ -45,6 +45,11 @@ class PromptLogprobs:
         """Forget a finished request."""
         self._partial.pop(req_id, None)
 
+    @property
+    def any_wanted(self) -> bool:
+        """Whether any prompt is being scored."""
+        return bool(self._partial)
+
     def wanted_by(self, req_id: str) -> bool:
         """Whether this request's prompt is being scored."""
         return req_id in self._partial

@@ -103,6 +103,25 @@ def test_parameters_command_line_over_model_over_own(complete: Callable[..., int
     assert params.output_kind is RequestOutputKind.DELTA
 
 
+def test_the_form_of_the_output(complete: Callable[..., int], use_engine: UseEngine, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "null"}', encoding="utf-8")
+    forms = []
+    for flags in (["--json-schema", str(schema)], ["--choice", "a", "--choice=b"], ["--grammar", "root ::= x"], []):
+        engine = use_engine(ScriptedEngine())
+        assert complete("x", *flags) == 0
+        forms.append(engine.params_seen[0].structured_outputs)
+    assert [form and form.source for form in forms] == [
+        ("json", '{"type": "null"}'),
+        ("choice", '["a", "b"]'),
+        ("grammar", "root ::= x"),
+        None,
+    ]
+    use_engine(ScriptedEngine())
+    assert complete("x", "--json-schema", "nowhere.json") == 2
+    assert complete("x", "--regex", "a", "--choice", "b") == 2
+
+
 def test_config_file_holds_sampling_and_engine_flags(
     complete: Callable[..., int], use_engine: UseEngine, tmp_path: Path
 ) -> None:

@@ -128,15 +128,15 @@ class BatchMachine(RuleBasedStateMachine):
         assert sorted(batch.req_ids) == sorted(self.known)
         assert batch.rows == {req_id: row for row, req_id in enumerate(batch.req_ids)}
         rows = np.arange(batch.num_reqs)
-        seeds = batch.sampling.select(rows, CPU).random
+        rules = batch.sampling.select(rows, CPU).rules
         for row, req_id in enumerate(batch.req_ids):
             request = self.known[req_id]
             tokens = request["prompt"] + request["outputs"]
             assert batch.token_ids[row, : batch.num_tokens[row]].tolist() == tokens
             assert batch.num_computed_tokens[row] == request["computed"]
             assert batch.output_lens(rows)[row] == len(request["outputs"])
-            assert seeds is not None
-            assert seeds.seeds[row] == request["params"].seed
+            assert rules is not None
+            assert rules.seeds[row] == request["params"].seed
             if request["params"].presence_penalty:
                 assert batch.sampling.histories[row].output_token_ids == request["outputs"]
             else:

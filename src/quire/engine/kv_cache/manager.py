@@ -117,6 +117,13 @@ class KVCacheManager:
         On None nothing has changed. ValueError for no new tokens, or hits of another length or for an admitted request.
         """
         held = self._requests.get(request.request_id)
+        if held is not None and num_new_tokens == 1 and new_computed_blocks is None and not self._windowed_groups:
+            num_after = request.num_computed_tokens + 1
+            if num_after + num_lookahead_tokens <= held.num_blocks * self.block_size and not full_sequence_must_fit:
+                # A decoding request with room in its last block: most calls, and nothing of what follows would happen.
+                if self.enable_caching and num_after // self.block_size > held.num_cached_blocks:
+                    self._cache_full_blocks(request, held, num_after)
+                return self.empty_kv_cache_blocks
         hits = (new_computed_blocks or self.empty_kv_cache_blocks).blocks
         num_hit_blocks = len(hits[0]) if hits else 0
         if num_new_tokens < 1:

@@ -29,7 +29,8 @@ def apply_result(
     if not new_token_ids:
         return None
     kept = _append_until_stop(request, new_token_ids, max_model_len)
-    logprobs = result.logprobs.get(request_id)
+    ends = request.status is not RequestStatus.RUNNING
+    logprobs = result.logprobs.get(request_id) if result.logprobs else None
     if logprobs is not None and len(kept) < len(new_token_ids):
         logprobs = logprobs.slice_rows(0, len(kept))
     return EngineCoreOutput(
@@ -37,14 +38,14 @@ def apply_result(
         new_token_ids=kept,
         new_logprobs=logprobs,
         new_prompt_logprobs_tensors=result.prompt_logprobs.get(request_id) if first else None,
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-        events=request.take_events(),
+        finish_reason=request.finish_reason if ends else None,
+        stop_reason=request.stop_reason if ends else None,
+        events=request.take_events() if request.events else None,
         prefill_stats=make_prefill_stats(request) if first else None,
-        trace_headers=request.trace_headers,
-        num_nans_in_logits=result.num_nans_in_logits.get(request_id, 0),
-        error_message=_error_message(request),
-        error_type=_error_type(request),
+        trace_headers=request.origin.trace_headers,
+        num_nans_in_logits=result.num_nans_in_logits.get(request_id, 0) if result.num_nans_in_logits else 0,
+        error_message=_error_message(request) if ends else None,
+        error_type=_error_type(request) if ends else "",
     )
 
 

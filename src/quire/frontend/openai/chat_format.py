@@ -6,7 +6,7 @@ a `ChatPlan` of each request: which tools the template is shown, what the engine
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.server import ServerConfig
@@ -18,9 +18,11 @@ from quire.frontend.openai.protocol.tools import NamedToolChoice, tools_for_temp
 from quire.frontend.openai.reasoning_parsers import registry as reasoning_registry
 from quire.frontend.openai.reasoning_parsers.registry import ReasoningParserSpec, reasoning_parser
 from quire.frontend.openai.tool_parsers import registry as tool_registry
+from quire.frontend.openai.tool_parsers.constrained import parse_required, required_schema
 from quire.frontend.openai.tool_parsers.registry import ToolParserSpec, tool_parser
 from quire.logger import init_logger
 from quire.sampling_params import SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
 
 logger = init_logger(__name__)
 
@@ -41,13 +43,30 @@ class ChatPlan:
     max_num_calls: int | None = None
     shows_reasoning: bool = True
     repeats_reasoning: bool = False
+    schema: dict[str, Any] | None = None
+    """The JSON schema that the answer is held to."""
     is_named: bool = False
     """The function was the request's choice."""
 
     def adjust(self, params: SamplingParams) -> None:
-        """Have the engine leave in the text what the parsers look for."""
+        """Have the engine leave in the text what the parsers look for, and force what was asked for.
+
+        Raises ValidationError for a form that cannot be had.
+        """
         if any(spec is not None and spec.keeps_special_tokens for spec in (self.tool_spec, self.reasoning_spec)):
             params.skip_special_tokens = False
+        if self.schema is None:
+            return
+        if params.structured_outputs is not None:
+            raise ValidationError(
+                "a tool_choice that forces a call says what the answer is; leave response_format and "
+                "structured_outputs out",
+                param="tool_choice",
+            )
+        try:
+            params.structured_outputs = StructuredOutputsParams(json=self.schema)
+        except ValidationError as e:
+            raise ValidationError(f"the parameters of a tool cannot be enforced: {e}", param="tools") from None
 
     def make_parser(self, prompt: str | None) -> ChatParser:
         """The parser of one choice of the answer to `prompt`."""
@@ -105,17 +124,23 @@ class ChatFormat:
         return self._plan(body, tools=tools, program=self.tool_spec.program)
 
     def _forced(self, body: ChatBody, tools: list[dict[str, Any]], choice: str | NamedToolChoice) -> ChatPlan:
-        if isinstance(choice, NamedToolChoice):
-            names = [tool["function"]["name"] for tool in tools]
-            if choice.function.name not in names:
+        functions = [tool["function"] for tool in tools]
+        named = choice.function.name if isinstance(choice, NamedToolChoice) else None
+        if named is not None:
+            names = [function["name"] for function in functions]
+            functions = [function for function in functions if function["name"] == named][:1]
+            if not functions:
                 raise ValidationError(
-                    f"tool_choice names {choice.function.name!r}, which is not among tools: {', '.join(names)[:500]}",
+                    f"tool_choice names {named!r}, which is not among tools: {', '.join(names)[:500]}",
                     param="tool_choice",
                 )
-        raise ValidationError(
-            'tool_choice "required", or one that names a function, is not supported by this version of Quire; use '
-            '"auto"',
-            param="tool_choice",
+        is_parallel = named is None and body.parallel_tool_calls is not False
+        # The form holds from the first token on, so there is no reasoning to be read.
+        return replace(
+            self._plan(body, tools=tools, program=parse_required),
+            schema=required_schema(functions, is_parallel=is_parallel),
+            reasoning_spec=None,
+            is_named=named is not None,
         )
 
     def _plan(

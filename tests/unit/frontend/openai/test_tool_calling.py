@@ -82,6 +82,42 @@ def test_a_stream_has_name_and_id_first_then_arguments() -> None:
     check(test, executor=None)
 
 
+ZONE = {"type": "string", "enum": ["utc", "cet"]}
+TIME = {
+    "type": "function",
+    "function": {
+        "name": "get_time",
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"$ref": "#/$defs/Zone"}},
+            "required": ["zone"],
+            "additionalProperties": False,
+            "$defs": {"Zone": ZONE},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+def test_a_call_can_be_forced(choice: Any) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TIME], "tool_choice": choice}
+
+    async def test(server: Server) -> None:
+        whole = (await server.answer(PATH, **body))["choices"][0]
+        *chunks, last = [c["choices"][0] for c in await server.stream(PATH, **body)]
+        for call in whole["message"]["tool_calls"]:
+            assert call["function"]["name"] == "get_time"
+            assert json.loads(call["function"]["arguments"])["zone"] in ZONE["enum"]
+        assert whole["message"]["content"] is None
+        assert whole["finish_reason"] == last["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+        streamed = make_message("assistant", [chunk["delta"] for chunk in [*chunks, last]])
+        assert [c["function"] for c in streamed["tool_calls"]] == [
+            c["function"] for c in whole["message"]["tool_calls"]
+        ]
+
+    check(test, executor=None, tool_call_parser="none")
+
+
 def test_tools_that_are_not_wanted_are_not_shown_to_the_model() -> None:
     async def test(server: Server) -> None:
         plain = await server.answer(PATH, messages=[QUESTION], max_tokens=1, return_token_ids=True)
@@ -125,6 +161,12 @@ def test_requests_that_cannot_be_served_are_refused_by_field() -> None:
         assert "64" in await refused("tools", tools=[{"function": {"name": "f", "parameters": deep}}])
         wide = {"enum": list(range(70_000))}
         assert "65536" in await refused("tools", tools=[{"function": {"name": "f", "parameters": wide}}])
+        near: Any = {}
+        for _ in range(31):
+            near = {"properties": {"a": near}}
+        forced: Any = {"tools": [{"function": {"name": "f", "parameters": near}}], "tool_choice": "required"}
+        await refused("tools", **forced)
+        await refused("tool_choice", tool_choice="required", response_format={"type": "json_object"})
         assistant = {"role": "assistant", "content": None, "tool_calls": 5}
         await refused("messages", messages=[QUESTION, assistant])
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.frontend.openai.parsing.stream_parser import StreamParser
-from quire.frontend.openai.tool_parsers.constrained import parse_named, parse_required
+from quire.frontend.openai.tool_parsers.constrained import parse_required, required_schema
 from quire.frontend.openai.tool_parsers.harmony import parse_harmony
 from quire.frontend.openai.tool_parsers.registry import TOOL_PARSERS
 
@@ -141,9 +141,23 @@ def test_forced_calls() -> None:
         assert read(parse_required, split(text, size)) == [
             ("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", "{}"),
         ]  # fmt: skip
-        assert read(parse_named("f"), split(' {"a": 1}', size)) == [("call", "f"), ("arguments", '{"a": 1}')]
-    assert read(parse_named("f"), []) == []
+    assert read(parse_required, []) == []
     assert read(parse_required, ["No."]) == [("content", "No.")]
+
+
+def test_the_schema_of_forced_calls_keeps_the_references_of_each_function() -> None:
+    zone = {
+        "properties": {"zone": {"$ref": "#/$defs/Z"}, "all": {"items": [{"$ref": "#"}]}},
+        "$defs": {"Z": {"enum": [1]}},
+    }
+    schema = required_schema([{"name": "f", "parameters": zone}, {"name": "g"}], is_parallel=True)
+    moved = schema["$defs"]["function_0"]
+    assert moved["properties"]["zone"] == {"$ref": "#/$defs/function_0/$defs/Z"}
+    assert moved["properties"]["all"] == {"items": [{"$ref": "#/$defs/function_0"}]}
+    assert moved["$defs"]["Z"] == {"enum": [1]}
+    assert schema["$defs"]["function_1"] == {"type": "object"}
+    assert [call["properties"]["name"] for call in schema["items"]["anyOf"]] == [{"enum": ["f"]}, {"enum": ["g"]}]
+    assert required_schema([{"name": "f"}], is_parallel=False)["maxItems"] == 1
 
 
 def test_calls_without_tools_are_content() -> None:
