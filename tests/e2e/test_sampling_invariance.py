@@ -18,13 +18,12 @@ PARAMS = [
     for i, extra in enumerate(
         [
             {},
-            {"temperature": 0.7, "top_p": 0.9},
+            {"temperature": 0.7, "top_p": 0.9, "structured_outputs": StructuredOutputsParams(regex="([a-d]{2}[0-9])+")},
             {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
             {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.1},
             {"logit_bias": {10: 3.0, 11: -100.0}, "bad_words": ["the"], "min_tokens": 5, "stop_token_ids": [12]},
             {"temperature": 0},
             {"allowed_token_ids": list(range(20, 60))},
-            {"structured_outputs": StructuredOutputsParams(regex="([a-d]{2}[0-9])+")},
             {"top_p": 0.5, "seed": -(2**63)},
         ]
         * 2

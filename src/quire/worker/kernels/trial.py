@@ -18,6 +18,7 @@ from quire.failpoints import arm_failpoints, failpoint
 from quire.worker.kernels.base import Kernels, LinearSpec
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
+from quire.worker.quantization.rounding import quantize_int4, quantize_int8
 
 AGREES, DISAGREES = 0, 3
 """Exit codes."""
@@ -73,7 +74,28 @@ def check_experts(candidate: Kernels, other: Kernels, reference: Kernels) -> Wor
         yield "experts: results differ by more than rounding"
 
 
-CHECKS: tuple[Check, ...] = (check_linear, check_experts)
+def check_quantized(candidate: Kernels, other: Kernels, reference: Kernels) -> Words:
+    """Linear layers on int8 weights, whose sums are exact, and on int4 ones, which are expanded to bfloat16."""
+    for n, k in SHAPES:
+        plain = noise(n, k).float()
+        for weight, step in ((quantize_int8(plain), SUM_STEP), (quantize_int4(plain, 32), BFLOAT16_STEP)):
+            spec = LinearSpec(float32_output=True)
+            mine, others, theirs = (
+                kernels.quantized_linear(weight, None, spec) for kernels in (candidate, other, reference)
+            )
+            x = noise(max(ROWS), k)
+            rows = [mine(x[i : i + 1]) for i in range(max(ROWS))]
+            sizes = x.float().abs() @ plain.abs().T  # [max(ROWS), n]
+            for m in ROWS:
+                where = f"int{weight.bits} linear of {m} x {k} by {n}"
+                y = mine(x[:m])
+                if not same_bits(y, torch.cat(rows[:m])) or not same_bits(y, others(x[:m])):
+                    yield f"{where}: a row's bits depend on the rows beside it, or on threads"
+                if not close(y, theirs(x[:m]), sizes[:m] * step):
+                    yield f"{where}: results differ by more than rounding"
+
+
+CHECKS: tuple[Check, ...] = (check_linear, check_experts, check_quantized)
 
 
 def noise(*shape: int) -> Tensor:

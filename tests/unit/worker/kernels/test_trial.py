@@ -16,6 +16,7 @@ from quire.worker.kernels.base import Kernels, LinearSpec
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.trial import CHECKS, compare
+from quire.worker.quantization.weight import QuantizedWeight
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,10 @@ class Wrong:
 
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:
         kernel = self._kernels.linear(weight, bias, spec)
+        return lambda x: self._spoil(kernel(x))
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec) -> Any:
+        kernel = self._kernels.quantized_linear(weight, bias, spec)
         return lambda x: self._spoil(kernel(x))
 
     def experts(self, *args: Any) -> Any:
