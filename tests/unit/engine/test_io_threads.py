@@ -311,6 +311,8 @@ def test_nothing_piles_up_for_a_client_that_is_gone(frontend: Frontend, output: 
     output.queue.put(ClientLink(1, is_up=False))
     for _ in range(100):
         output.queue.put((1, tokens("old", 2)))
+    output.queue.put((0, tokens("another", 1)))
+    assert frontend.outputs_of(0).outputs[0].request_id == "another"  # so all before it has been dealt with
     frontend.rebind(1)
     output.queue.put(ClientLink(1, is_up=True))
     output.queue.put((1, tokens("new", 3)))
