@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 command = [
@@ -22,4 +23,6 @@ command = [
     "--warnings",
     "off",
 ]
-sys.exit(subprocess.run(command).returncode)
+with tempfile.TemporaryDirectory() as directory:  # where it keeps what it has found
+    code = subprocess.run(command, cwd=directory).returncode
+sys.exit(code)
