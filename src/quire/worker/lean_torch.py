@@ -33,7 +33,12 @@ NOT_NEEDED = frozenset(
         *("torch.ao", "torch.masked", "torch.profiler", "torch.testing", "torch.utils.data", "torch.fx.passes"),
     }
 )
+NEEDS_ALL = frozenset({"torch._dynamo", "torch._inductor"})
+"""What counts on all that having been run before it: the profiler, for one, asks for the compiler. Nothing in
+`NOT_NEEDED` imports these."""
 _lock = threading.RLock()
+_waiting: list[ModuleType] = []
+"""Modules that were asked for and not run, in the order in which torch wanted them."""
 
 
 class LazyModule(ModuleType):
@@ -41,12 +46,23 @@ class LazyModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         with _lock:
-            if type(self) is LazyModule:
-                self.__class__ = ModuleType  # type: ignore[assignment]  # from here on a module like any other
-                loader = self.__spec__.loader if self.__spec__ is not None else None
-                assert isinstance(loader, LazyLoader)
-                loader.run(self)
+            _run(self)
         return getattr(self, name)
+
+
+def _run(module: ModuleType) -> None:
+    if type(module) is LazyModule:
+        module.__class__ = ModuleType  # type: ignore[assignment]  # from here on a module like any other
+        loader = module.__spec__.loader if module.__spec__ is not None else None
+        assert isinstance(loader, LazyLoader)
+        loader.run(module)
+
+
+def run_waiting() -> None:
+    """Run all modules that wait."""
+    with _lock:
+        while _waiting:
+            _run(_waiting.pop(0))
 
 
 class LazyLoader(Loader):
@@ -62,6 +78,7 @@ class LazyLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Not yet."""
         module.__class__ = LazyModule
+        _waiting.append(module)
 
     def run(self, module: ModuleType) -> None:
         """Now."""
@@ -78,6 +95,8 @@ class LazyFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """See MetaPathFinder."""
+        if fullname in NEEDS_ALL and "torch.nn" in sys.modules:
+            run_waiting()
         if fullname not in NOT_NEEDED:
             return None
         spec = PathFinder.find_spec(fullname, path, target)

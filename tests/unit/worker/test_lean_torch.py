@@ -38,6 +38,15 @@ def test_what_is_not_needed_waits_until_it_is() -> None:
     assert (product, name, mean) == ("24.0 torch.Size([2])", "n module", "0.0")
 
 
+@pytest.mark.parametrize("module", ["torch._inductor", "torch._dynamo"])
+def test_what_counts_on_all_of_torch_finds_it(module: str) -> None:
+    """The profiler asks for the compiler, whose modules import one another in circles."""
+    program = f"import sys, quire.worker.lean_torch as lean, torch, {module}; print(len(lean._waiting))"
+    environment = {**os.environ, "QUIRE_LEAN_TORCH": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
 def test_switched_off() -> None:
     counts, product, name, mean = run_lean("0")
     assert counts.split() == ["0", str(len(NOT_NEEDED))]
