@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.worker.kernels.abi import ACTIVATIONS as ACTIVATIONS
 from quire.worker.kernels.abi import DTYPES as DTYPES
+from quire.worker.kernels.abi import set_residual
 from quire.worker.kernels.abi import with_packed_rows as with_packed_rows
 from quire.worker.kernels.base import (
     PLAIN,
@@ -196,11 +197,7 @@ class NativeLinear:
         args, n = self._args, x.shape[0]
         y = torch.empty((n, self._matrix.n), dtype=self._out_dtype)
         args.m, args.x, args.x_stride, args.y = n, x.data_ptr(), x.stride(0), y.data_ptr()
-        if residual is None:
-            args.residual = None
-        else:
-            residual = with_packed_rows(residual)
-            args.residual, args.residual_stride = residual.data_ptr(), residual.stride(0)
+        residual = set_residual(args, residual)
         self._function(self._handle, self._pointer)
         return y
 
@@ -266,11 +263,7 @@ class NativeRmsNorm:
         args, n = self._args, x.shape[0]
         y = torch.empty(x.shape, dtype=x.dtype)
         args.rows, args.x, args.x_stride, args.y = n, x.data_ptr(), x.stride(0), y.data_ptr()
-        if residual is None:
-            args.residual = None
-        else:
-            residual = with_packed_rows(residual)
-            args.residual, args.residual_stride = residual.data_ptr(), residual.stride(0)
+        residual = set_residual(args, residual)
         self._function(self._handle, self._pointer)
         return y
 

@@ -7,7 +7,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.abi import ACTIVATIONS, DTYPES, with_packed_rows
+from quire.worker.kernels.abi import ACTIVATIONS, DTYPES, set_residual, with_packed_rows
 from quire.worker.kernels.base import RouterSpec
 from quire.worker.kernels.library import Context, ExpertsArgs, PackArgs, RouteArgs
 
@@ -59,11 +59,7 @@ class NativeExperts:
         y = torch.empty(x.shape, dtype=x.dtype)
         (args.tokens, args.chosen), args.ids, args.weights = ids.shape, ids.data_ptr(), weights.data_ptr()
         args.x, args.x_stride, args.y = x.data_ptr(), x.stride(0), y.data_ptr()
-        if residual is None:
-            args.residual = None
-        else:
-            residual = with_packed_rows(residual)
-            args.residual, args.residual_stride = residual.data_ptr(), residual.stride(0)
+        residual = set_residual(args, residual)
         self._context.library.cdll.qk_experts(self._context.handle, byref(args))
         return y
 

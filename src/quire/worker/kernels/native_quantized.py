@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.worker.kernels.abi import ACTIVATIONS, DTYPES, with_packed_rows
+from quire.worker.kernels.abi import ACTIVATIONS, DTYPES, set_residual, with_packed_rows
 from quire.worker.kernels.base import LinearSpec
 from quire.worker.kernels.library import Context, LinearArgs, PackQuantizedArgs, QuantizedLinearArgs
 from quire.worker.kernels.memory import take_memory
@@ -115,10 +115,6 @@ class NativeQuantizedLinear:
         y = torch.empty((n, self._matrix.n), dtype=out_dtype)
         args.dtype, args.out_dtype = DTYPES[x.dtype], DTYPES[out_dtype]
         args.m, args.x, args.x_stride, args.y = n, x.data_ptr(), x.stride(0), y.data_ptr()
-        if residual is None:
-            args.residual = None
-        else:
-            residual = with_packed_rows(residual)
-            args.residual, args.residual_stride = residual.data_ptr(), residual.stride(0)
+        residual = set_residual(args, residual)
         self._function(self._handle, self._pointer)
         return y

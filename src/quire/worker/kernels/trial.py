@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.failpoints import arm_failpoints, failpoint
-from quire.worker.kernels.base import Kernels, LinearSpec
+from quire.worker.kernels.base import Kernels, LinearKernel, LinearSpec
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.quantization.rounding import quantize_int4, quantize_int8
@@ -44,18 +44,26 @@ def check_linear(candidate: Kernels, other: Kernels, reference: Kernels) -> Word
             spec = LinearSpec(activation="silu" if is_gated else None, gated=is_gated, float32_output=not is_gated)
             mine, others, theirs = (kernels.linear(weight, None, spec) for kernels in (candidate, other, reference))
             x = noise(max(ROWS), k)
-            rows = [mine(x[i : i + 1]) for i in range(max(ROWS))]
-            for m in ROWS:
-                where = f"linear of {m} x {k} by {'2 x ' * is_gated}{n}"
-                y = mine(x[:m])
-                if not same_bits(y, torch.cat(rows[:m])) or not same_bits(y, others(x[:m])):
-                    yield f"{where}: a row's bits depend on the rows beside it, or on threads"
-                expected, sizes = theirs(x[:m]), x[:m].float().abs() @ weight.float().abs().T  # [m, n or 2 n]
-                limit = sizes * SUM_STEP
-                if is_gated:  # |silu(a)| <= |a|, and its slope is below 1.1
-                    limit = expected.float().abs() * BFLOAT16_STEP + 2.1 * sizes[:, :n] * sizes[:, n:] * SUM_STEP
-                if not close(y, expected, limit):
-                    yield f"{where}: results differ by more than rounding"
+            sizes = x.float().abs() @ weight.float().abs().T  # [max(ROWS), n or 2 n]
+            limit = sizes * SUM_STEP
+            if is_gated:  # |silu(a)| <= |a|, and its slope is below 1.1
+                limit = theirs(x).float().abs() * BFLOAT16_STEP + 2.1 * sizes[:, :n] * sizes[:, n:] * SUM_STEP
+            yield from compare_rows(f"linear of {k} by {'2 x ' * is_gated}{n}", (mine, others, theirs), x, limit)
+
+
+def compare_rows(
+    name: str, linears: tuple[LinearKernel, LinearKernel, LinearKernel], x: Tensor, limit: Tensor
+) -> Words:
+    """Layers of (candidate, candidate with another number of threads, reference) on the first rows of x; `limit` is
+    how far each result may be from the reference's."""
+    mine, others, theirs = linears
+    rows = [mine(x[i : i + 1]) for i in range(max(ROWS))]
+    for m in ROWS:
+        y = mine(x[:m])
+        if not same_bits(y, torch.cat(rows[:m])) or not same_bits(y, others(x[:m])):
+            yield f"{name}, {m} rows: a row's bits depend on the rows beside it, or on threads"
+        if not close(y, theirs(x[:m]), limit[:m]):
+            yield f"{name}, {m} rows: results differ by more than rounding"
 
 
 def check_experts(candidate: Kernels, other: Kernels, reference: Kernels) -> Words:
@@ -84,15 +92,8 @@ def check_quantized(candidate: Kernels, other: Kernels, reference: Kernels) -> W
                 kernels.quantized_linear(weight, None, spec) for kernels in (candidate, other, reference)
             )
             x = noise(max(ROWS), k)
-            rows = [mine(x[i : i + 1]) for i in range(max(ROWS))]
-            sizes = x.float().abs() @ plain.abs().T  # [max(ROWS), n]
-            for m in ROWS:
-                where = f"int{weight.bits} linear of {m} x {k} by {n}"
-                y = mine(x[:m])
-                if not same_bits(y, torch.cat(rows[:m])) or not same_bits(y, others(x[:m])):
-                    yield f"{where}: a row's bits depend on the rows beside it, or on threads"
-                if not close(y, theirs(x[:m]), sizes[:m] * step):
-                    yield f"{where}: results differ by more than rounding"
+            limit = x.float().abs() @ plain.abs().T * step  # [max(ROWS), n]
+            yield from compare_rows(f"int{weight.bits} linear of {k} by {n}", (mine, others, theirs), x, limit)
 
 
 CHECKS: tuple[Check, ...] = (check_linear, check_experts, check_quantized)
