@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from quire.errors import GenerationError, make_error
 from quire.frontend.admission import estimate_num_tokens
@@ -131,12 +131,32 @@ class Submission:
             await self._engine.abort(running, internal=True)
 
 
-def check_admission(context: RequestContext, prompts: Sequence[str | Sequence[int]], n: int) -> None:
-    """Reserve room for the prompts, n outputs each, which `Submission.submit` uses.
+def check_admission(
+    context: RequestContext, prompts: Sequence[str | Sequence[int]], n: int, max_tokens: int | None = None
+) -> None:
+    """Reserve room for the prompts, n outputs each of at most `max_tokens` (None: as many as the context has room
+    for), which `Submission.submit` uses.
 
     Raises OverloadedError, before any work is done, if they are not taken now.
     """
-    context.reserve_places([estimate_num_tokens(prompt) for prompt in prompts], n)
+    limit = context.state.max_model_len
+    nums_tokens = [estimate_num_tokens(prompt) for prompt in prompts]
+    nums_output = [min(max(0, limit - num), limit if max_tokens is None else max_tokens) for num in nums_tokens]
+    context.reserve_places(nums_tokens, n, nums_output)
+
+
+def sample_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Text about as long as a conversation's, for a first estimate of its tokens."""
+    return "".join(_texts(messages))
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            text = part.get("text") if isinstance(part, Mapping) else None
+            if isinstance(text, str):
+                yield text
 
 
 def stream_response(

@@ -18,7 +18,7 @@ from quire.frontend.openai.protocol.logprobs import TokenNames, chat_logprobs, p
 from quire.frontend.openai.protocol.sampling import make_sampling_params
 from quire.frontend.openai.protocol.usage import TokenCount
 from quire.frontend.openai.streaming import DONE, encode_json, event
-from quire.frontend.openai.submission import Submission, check_admission, stream_response
+from quire.frontend.openai.submission import Submission, check_admission, sample_of, stream_response
 from quire.frontend.prompts import TokensPrompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ async def create_chat_completion(context: RequestContext) -> Response:
     state.check_num_outputs(params.n)
     plan = state.chat_format.plan(body)
     plan.adjust(params)
-    check_admission(context, [_sample_of(body.messages)], params.n)
+    check_admission(context, [sample_of(body.messages)], params.n, params.max_tokens)
     prompt = await render_prompt(context, body, plan)
     state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
     request_id = f"chatcmpl-{body.request_id or context.request_id}"
@@ -69,11 +69,6 @@ async def render_prompt(context: RequestContext, body: ChatBody, plan: ChatPlan)
     )
     options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body)
     return await renderer.tokenize(text, options, cache_salt=context.cache_salt(body.cache_salt))
-
-
-def _sample_of(messages: Sequence[dict[str, Any]]) -> str:
-    """Text about as long as the conversation's, for a first estimate of its tokens."""
-    return "".join(m["content"] for m in messages if isinstance(m.get("content"), str))
 
 
 class ChatWriter:

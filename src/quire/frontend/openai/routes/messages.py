@@ -15,7 +15,7 @@ from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.messages import ConversationBody, CountTokensBody, MessagesBody
 from quire.frontend.openai.protocol.sampling import make_sampling_params
 from quire.frontend.openai.streaming import encode_json
-from quire.frontend.openai.submission import Submission, check_admission, stream_response
+from quire.frontend.openai.submission import Submission, check_admission, sample_of, stream_response
 from quire.frontend.prompts import TokensPrompt
 from quire.outputs import CompletionOutput, RequestOutput
 
@@ -42,7 +42,7 @@ async def create_message(context: RequestContext) -> Response:
     params = make_sampling_params(
         chat, state.engine.model_config.sampling_defaults, max_tokens=body.max_tokens, logprobs=None
     )
-    check_admission(context, [turn.content for turn in body.messages if isinstance(turn.content, str)][-1:] or [""], 1)
+    check_admission(context, [sample_of(chat.messages)], 1, params.max_tokens)
     prompt = await _render(context, body, context.cache_salt(body.cache_salt))
     state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
     request_id = f"msg_{context.request_id}"
