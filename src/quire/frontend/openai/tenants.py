@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,17 +17,19 @@ class Tenants:
         self._limits = (max_num_reqs, max_num_tokens)
         self._rejections = rejections
         self._rooms: dict[bytes, tuple[Room, Room]] = {}
-        """By digest. As many as there are keys: nobody comes this far without one."""
+        """As many as there are keys: nobody comes this far without one."""
 
-    def take(self, key: bytes, num_reqs: int, num_tokens: int) -> TenantPlace:
-        """A place for so many requests, with so many tokens of prompts and outputs. Raises QuotaExceededError."""
+    def take(self, owner: bytes, num_reqs: int, num_tokens: int) -> TenantPlace:
+        """A place for so many requests of `owner` (`Gatekeeper.owner_of`), with so many tokens of prompts and outputs.
+
+        Raises QuotaExceededError.
+        """
         if self._limits == (None, None):
             return TenantPlace(())
-        digest = hashlib.sha256(key).digest()
-        reqs, tokens = self._rooms.get(digest) or (Room(self._limits[0]), Room(self._limits[1]))
+        reqs, tokens = self._rooms.get(owner) or (Room(self._limits[0]), Room(self._limits[1]))
         self._check(reqs, num_reqs, "max_requests_per_key", "requests of this key are under way")
         self._check(tokens, num_tokens, "max_tokens_per_key", "tokens are promised to this key's requests")
-        self._rooms[digest] = (reqs, tokens)
+        self._rooms[owner] = (reqs, tokens)
         return TenantPlace([(reqs, num_reqs), (tokens, num_tokens)])
 
     def _check(self, room: Room, more: int, name: str, words: str) -> None:

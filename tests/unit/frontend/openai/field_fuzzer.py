@@ -44,7 +44,7 @@ STRANGE = (
     '{"type":"json_schema","json_schema":{"schema":{"$ref":"#"}}}',
 )  # fmt: skip
 """Of every kind; what a field makes of them is its own business."""
-INPUTS = ("prompt", "input", "messages", "text", "query", "tokens")
+INPUTS = ("input", "prompt", "messages", "text", "query", "tokens")
 """Fields by which a body says what it is about: a good one has the first of them that it knows."""
 GOOD: Mapping[str, Any] = {
     "prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}], "text": "x", "query": "x",
@@ -89,9 +89,10 @@ class FieldFuzzer:
         """The least a body of this kind must hold, and little work."""
         properties = self._schemas[kind.__name__]["properties"]
         required = self._schemas[kind.__name__].get("required", ())
-        topic = next((name for name in INPUTS if name in properties), None)
-        names = {*required, *_BUDGETS, topic} & set(properties)
-        return {name: GOOD.get(name) or self._minimal(properties[name]) for name in properties if name in names}
+        usual = {name: GOOD[name] for name in GOOD if name in properties and self._fits(properties[name], GOOD[name])}
+        topic = next((name for name in INPUTS if name in usual), None)
+        names = [name for name in properties if name in required or name in (*_BUDGETS, topic)]
+        return {name: usual[name] if name in usual else self._minimal(properties[name]) for name in names}
 
     def every_value(self) -> Iterator[Case]:
         """Each value of each field once, all else being good."""
@@ -178,6 +179,11 @@ class FieldFuzzer:
             found: Schema = self._schemas[schema["$ref"].rpartition("/")[2]]
             return found
         return schema
+
+    def _fits(self, schema: Schema, value: Any) -> bool:
+        """Whether a value is of a kind that the schema takes."""
+        kinds = [self._resolve(option).get("type") for option in schema.get("anyOf", [schema])]
+        return {str: "string", int: "integer", list: "array"}[type(value)] in kinds
 
     def _minimal(self, schema: Schema) -> Any:
         """Something small that fits."""

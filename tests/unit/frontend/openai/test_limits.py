@@ -116,6 +116,19 @@ def test_outputs_are_reserved_as_long_as_they_may_be(route: str) -> None:
     check(test, engine_flags={"max_num_reserved_tokens": 1000})
 
 
+def test_a_response_in_the_background_holds_its_keys_share() -> None:
+    async def test(server: Server) -> None:
+        body = {"input": "x", "max_output_tokens": 100, "background": True}
+        assert (await server.post("/v1/responses", body, headers=shown("first"))).status_code == 200
+        assert (await server.post("/v1/responses", body, headers=shown("first"))).status_code == 429
+        assert (await server.post("/v1/responses", body, headers=shown("second"))).status_code == 200
+        await server.state.lifecycle.wait_idle()
+        assert (await server.post("/v1/responses", body, headers=shown("first"))).status_code == 200
+        await server.state.lifecycle.wait_idle()
+
+    check(test, executor="Steady", keys=KEYS, max_requests_per_key=1)
+
+
 def test_twenty_times_too_much() -> None:
     """Everyone is either answered in full or refused before any work; refusals are counted, and say when to come."""
     num_offered, num_seats = 480, 8
