@@ -162,7 +162,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Where templates of repositories and requests are compiled, and run within a `budget`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
-    concat = staticmethod(_concat)  # type: ignore[assignment]
+    concat = staticmethod(_concat)
 
     def __init__(self, *, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
         """`filters` are further ones, or replace Jinja's."""
