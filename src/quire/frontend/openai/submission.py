@@ -17,8 +17,11 @@ from quire.frontend.openai.state import Lifecycle
 from quire.frontend.openai.streaming import EventStream, error_event
 from quire.frontend.output_collector import RequestOutputCollector
 from quire.frontend.prompts import TokensPrompt
+from quire.logger import init_logger
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+
+logger = init_logger(__name__)
 
 
 class Submission:
@@ -55,6 +58,8 @@ class Submission:
                         reservation=context.take_place(),
                     )
                 )
+                if context.state.config.enable_log_requests:
+                    logger.info("%s", _described(collectors[-1].request_id, prompt, params))
                 if index:
                     await asyncio.sleep(0)  # others may go on between two prompts
         except BaseException:
@@ -129,6 +134,16 @@ class Submission:
         running = [collector.request_id for collector in self._collectors if not collector.is_final]
         if running:
             await self._engine.abort(running, internal=True)
+
+
+def _described(request_id: str, prompt: TokensPrompt, params: SamplingParams) -> str:
+    """A request in one line, without any text of its own."""
+    form = "" if params.structured_outputs is None else f", {params.structured_outputs.source.kind}"
+    return (
+        f"request {request_id}: {len(prompt['prompt_token_ids'])} prompt tokens, max_tokens={params.max_tokens}, "
+        f"n={params.n}, temperature={params.temperature:g}, top_p={params.top_p:g}, top_k={params.top_k}, "
+        f"seed={params.seed}{form}"
+    )
 
 
 def check_admission(context: RequestContext, prompts: Sequence[str | Sequence[int]], n: int) -> None:
