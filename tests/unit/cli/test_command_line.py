@@ -79,7 +79,8 @@ def test_numbers_survive_the_round_trip(data: st.DataObject) -> None:
     low = int(spec.minimum) if spec.minimum is not None and spec.minimum >= 1 else 0
     high = spec.maximum if spec.maximum is not None else 2**40
     value: float = data.draw(
-        st.floats(max(low, 0.01), high) if spec.parse is float else st.integers(low, int(high)), label=spec.name
+        st.floats(max(spec.minimum or 0, 0.01), high) if spec.parse is float else st.integers(low, int(high)),
+        label=spec.name,
     )
     assert line().parse([f"{spec.option}={value!r}"])[spec.name] == value
 

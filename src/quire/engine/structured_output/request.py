@@ -27,10 +27,12 @@ class StructuredOutputRequest:
     it where it is compiled, later ones as they are appended. A preemption changes nothing.
     """
 
-    __slots__ = ("compiling", "error", "params")
+    __slots__ = ("compiling", "error", "jumps", "params")
 
     def __init__(self, params: StructuredOutputsParams) -> None:
         self.params = params
+        self.jumps = False
+        """Whether tokens that the grammar forces are appended without the model."""
         self.compiling: Future[Grammar] = Future()
         self.error: QuireError | None = None
 
