@@ -34,7 +34,7 @@ def forced_tokens(request: Request) -> Iterator[int]:
     if structured is None or params is None or not structured.jumps:
         return
     for _ in range(MAX_JUMP):
-        token_id = structured.grammar.forced_token()
+        token_id = structured.forced_token()
         if token_id is None or (params.min_tokens and token_id in params.all_stop_token_ids):
             return
         yield token_id

@@ -62,6 +62,10 @@ class StructuredOutputRequest:
             return GrammarVerdict.BROKEN
         return GrammarVerdict.COMPLETE if self.grammar.is_complete() else GrammarVerdict.GOES_ON
 
+    def forced_token(self) -> int | None:
+        """The token that must come next, where there is no choice."""
+        return self.grammar.forced_token()
+
     def cancel(self) -> None:
         """The request has ended: do not begin to compile."""
         self.compiling.cancel()

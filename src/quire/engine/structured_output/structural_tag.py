@@ -1,6 +1,6 @@
 """Structural tags: text whose parts each have a form of their own, as one grammar for llguidance.
 
-`{"format": …}` is a tree of formats, in xgrammar's words; the older `{"structures": …, "triggers": …}` is one such tree.
+`{"format": …}` is a tree of formats in xgrammar's words; the older `{"structures": …, "triggers": …}` is one such tree.
 Free text is the difficulty: a lexer that reads it would read what follows it, too. So a format is always written
 together with what ends it (`until`), and free text becomes one lexeme with its end.
 """

@@ -30,6 +30,7 @@ from quire.frontend.openai.routes import (
     messages,
     metrics,
     models,
+    responses,
     tokens,
 )
 from quire.frontend.openai.state import ServerState
@@ -43,6 +44,7 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     tokens.ENDPOINTS,
     completions.ENDPOINTS,
     chat.ENDPOINTS,
+    responses.ENDPOINTS,
     messages.ENDPOINTS,
     invocations.ENDPOINTS,
     documents.ENDPOINTS,
