@@ -29,7 +29,7 @@ def make_structured_output_manager(config: EngineConfig) -> StructuredOutputMana
     return StructuredOutputManager(
         partial(_make_backend, config),
         jumps=config.structured_outputs_config.grammar_jump_forward,
-        preloads=model.hf_config.vocab_size >= PRELOAD_VOCAB_SIZE and _tokenizer_file(model).is_file(),
+        preloads=(model.hf_config.get("vocab_size") or 0) >= PRELOAD_VOCAB_SIZE and _tokenizer_file(model).is_file(),
     )
 
 

@@ -33,7 +33,7 @@ class TransparentScheduler(ObservedScheduler):
 
 
 class FakeGrammar(StructuredOutputRequest):
-    """Is ready after it was asked for `waits` times; then begins as `start` says; breaks, jumps, completes at random."""
+    """Is ready after it was asked for `waits` times; then begins as `start` says; breaks, jumps, ends at random."""
 
     __slots__ = ("rng", "start", "waits")
 
