@@ -57,9 +57,7 @@ def run(args: Arguments) -> int:
     listeners = resolve("quire.frontend.openai.server:Listeners").bind(config)
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)
-        metrics = resolve("quire.frontend.metrics.prometheus:PrometheusStatLogger")(engine_config.model_config.name)
-        loggers = [resolve("quire.frontend.metrics.manager:LoggingStatLogger")(), metrics]
-        engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config, stat_loggers=loggers)
+        engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config)
         try:
             make_state = partial(
                 resolve("quire.frontend.openai.state:ServerState"),
@@ -67,7 +65,6 @@ def run(args: Arguments) -> int:
                 config,
                 key_digests=keys,
                 stall_s=engine_config.frontend_config.slow_client_timeout_s,
-                metrics=metrics if engine.log_stats else None,
             )
             main = _serve(make_state, listeners, engine_config.lifecycle_config.shutdown_timeout, start)
             with asyncio.Runner(loop_factory=resolve("uvloop:new_event_loop")) as runner:

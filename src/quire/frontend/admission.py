@@ -10,10 +10,11 @@ waits it is admitted, or a prompt above the limit could never be served.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import OverloadedError
+from quire.frontend.metrics.ledger import Receipt, RequestLedger
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
 
@@ -25,7 +26,13 @@ OTHER_CHARS_PER_TOKEN = 2
 class AdmissionControl:
     """Counts what waits, and keeps it under its limits (None: no limit). Belongs to one thread."""
 
-    def __init__(self, max_num_reqs: int | None = None, max_num_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        max_num_reqs: int | None = None,
+        max_num_tokens: int | None = None,
+        ledger: RequestLedger | None = None,
+    ) -> None:
+        self._ledger = RequestLedger() if ledger is None else ledger
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self.num_reqs = 0
@@ -33,7 +40,7 @@ class AdmissionControl:
         self.num_tokens = 0
         """Of their prompts."""
         self.rejections: Counter[str] = Counter()
-        """How many were refused, by the name of the limit."""
+        """How many user requests were refused, by the name of the limit."""
 
     def check_admission(self, num_reqs: int = 1, num_tokens: int = 1) -> None:
         """Raises OverloadedError if `num_reqs` requests with prompts of `num_tokens` in all would be refused now."""
@@ -52,13 +59,22 @@ class AdmissionControl:
 
     def reserve(self, num_reqs: int, num_tokens_each: int) -> Reservation:
         """Room for `num_reqs` requests of `num_tokens_each`. Raises OverloadedError."""
-        self.check_admission(num_reqs, num_reqs * num_tokens_each)
-        return self.reserve_unchecked(num_reqs, num_tokens_each)
+        return self.reserve_all([num_tokens_each], num_reqs)[0]
 
-    def reserve_unchecked(self, num_reqs: int, num_tokens_each: int) -> Reservation:
-        """The same where `check_admission` has just said yes, to all of several prompts."""
-        self._change(num_reqs, num_reqs * num_tokens_each)
-        return Reservation(self, num_reqs, num_tokens_each)
+    def reserve_all(self, nums_tokens: Sequence[int], num_reqs_each: int) -> list[Reservation]:
+        """Room for several prompts that come together, each so often. Raises OverloadedError; then there is none."""
+        receipts = [self._ledger.receive(num_reqs_each) for _ in nums_tokens]
+        try:
+            self.check_admission(num_reqs_each * len(nums_tokens), num_reqs_each * sum(nums_tokens))
+        except OverloadedError as e:
+            for receipt in receipts:
+                receipt.reject(e)
+            raise
+        self._change(num_reqs_each * len(nums_tokens), num_reqs_each * sum(nums_tokens))
+        return [
+            Reservation(self, receipt, num_reqs_each, num_tokens)
+            for receipt, num_tokens in zip(receipts, nums_tokens, strict=True)
+        ]
 
     def _change(self, num_reqs: int, num_tokens: int) -> None:
         self.num_reqs += num_reqs
@@ -68,10 +84,11 @@ class AdmissionControl:
 class Reservation:
     """The room one user request takes in the queue. It is given back part by part, and never twice."""
 
-    __slots__ = ("_control", "_num_reqs", "_num_tokens_each")
+    __slots__ = ("_control", "_num_reqs", "_num_tokens_each", "_receipt")
 
-    def __init__(self, control: AdmissionControl, num_reqs: int, num_tokens_each: int) -> None:
+    def __init__(self, control: AdmissionControl, receipt: Receipt, num_reqs: int, num_tokens_each: int) -> None:
         self._control = control
+        self._receipt = receipt
         self._num_reqs = num_reqs
         self._num_tokens_each = num_tokens_each
 
@@ -80,14 +97,20 @@ class Reservation:
         self._control._change(0, self._num_reqs * (num_tokens_each - self._num_tokens_each))
         self._num_tokens_each = num_tokens_each
 
+    def accept_one(self) -> None:
+        """One of the requests is the engine's from now on."""
+        self._receipt.accept_one()
+
     def release_one(self) -> None:
         """One of the requests waits no more."""
         if self._num_reqs:
             self._num_reqs -= 1
             self._control._change(-1, -self._num_tokens_each)
 
-    def release(self) -> None:
-        """None of them waits any more."""
+    def release(self, error: BaseException | None = None) -> None:
+        """None of them waits any more. Those that are not the engine's are refused because of `error`; None: their
+        client has left."""
+        self._receipt.reject(error)
         self._control._change(-self._num_reqs, -self._num_reqs * self._num_tokens_each)
         self._num_reqs = 0
 

@@ -33,7 +33,9 @@ class RequestIntake:
 
     def __init__(self, config: EngineConfig, engine_core: AsyncEngineCoreClient, pipeline: RequestPipeline) -> None:
         scheduler, frontend = config.scheduler_config, config.frontend_config
-        self.admission = AdmissionControl(scheduler.max_num_queued_reqs, scheduler.max_num_queued_tokens)
+        self.admission = AdmissionControl(
+            scheduler.max_num_queued_reqs, scheduler.max_num_queued_tokens, pipeline.ledger
+        )
         self._engine_core = engine_core
         self._pipeline = pipeline
         self._request_timeout_s = frontend.request_timeout_s
@@ -71,7 +73,8 @@ class RequestIntake:
         if params is None:
             params = self._pipeline.input_processor.get_default_sampling_params()
         if reservation is None:
-            reservation = self.admission.reserve(count_requests(params), estimate_num_tokens(prompt))
+            asked = prompt.params if isinstance(prompt, EngineCoreRequest) else params
+            reservation = self.admission.reserve(count_requests(asked), estimate_num_tokens(prompt))
         try:
             TIMEOUT_S.validate(timeout_s)
             timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
@@ -85,8 +88,8 @@ class RequestIntake:
                 raise deadline_error(timeout_s)
             collector = RequestOutputCollector(request.params.output_kind)
             await self._submit(request, text, collector, reservation)
-        except BaseException:
-            reservation.release()
+        except BaseException as e:
+            reservation.release(e)
             raise
         if not collector.is_final:
             self._timers.watch(collector, start, timeout_s)
@@ -125,7 +128,7 @@ class RequestIntake:
             )
         except BaseException as e:
             if reservation is not None:
-                reservation.release()
+                reservation.release(e)
             await feed.close()
             if isinstance(e, TimeoutError) and timeout_s is not None:
                 raise deadline_error(timeout_s) from None
@@ -156,6 +159,7 @@ class RequestIntake:
         try:
             for index, child in enumerate(children):
                 output_processor.add_request(child, text, parent, index, collector, reservation)
+                reservation.accept_one()
             for index, child in enumerate(children, start=1):
                 if child.request_id in output_processor.request_states:  # not aborted meanwhile
                     await self._engine_core.add_request_async(child)

@@ -25,8 +25,10 @@ from starlette.types import Message, Receive, Scope, Send
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError
 from quire.frontend.admission import Reservation
+from quire.frontend.metrics.exchange import HttpExchange
 from quire.frontend.openai.auth import Access, shown_key
 from quire.frontend.openai.errors import ErrorShape, HttpError, error_body, error_response, note_error
+from quire.frontend.openai.orca import REQUEST_HEADER, RESPONSE_HEADER, load_report
 from quire.frontend.openai.protocol.fields import Body, BodyReader
 from quire.frontend.openai.state import ServerState
 from quire.logger import init_logger
@@ -40,6 +42,11 @@ _MAX_TRACE_HEADER_CHARS = 512
 MIN_VALUES = 1 << 18
 VALUES_PER_CONTEXT_TOKEN = 4
 """Values a body may hold, told by its commas: the parser takes about 100 ns for each, and lets nobody else run."""
+PROBES = frozenset(
+    {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version", "/server_info"}
+)
+"""Not counted as HTTP requests: their callers come every few seconds."""
+_MAX_LENGTH_DIGITS = 16
 GONE = 499
 """Logged where the client left before the answer; nobody receives it."""
 
@@ -66,18 +73,16 @@ class RequestContext:
         Taken before any work is done for the request, so that no work is done in vain; what is not used up by
         `take_place` is given back when the request ends.
         """
-        admission = self.state.engine.admission
-        admission.check_admission(n * len(nums_tokens), n * sum(nums_tokens))
-        self._places.extend(admission.reserve_unchecked(n, num_tokens) for num_tokens in nums_tokens)
+        self._places.extend(self.state.engine.admission.reserve_all(nums_tokens, n))
 
     def take_place(self) -> Reservation | None:
         """The next prompt's room, now its user's; None if none was reserved."""
         return self._places.popleft() if self._places else None
 
-    def release_places(self) -> None:
-        """Give back what nobody took."""
+    def release_places(self, error: BaseException | None = None) -> None:
+        """Give back what nobody took, because of `error`; None: the client has left."""
         while self._places:
-            self._places.popleft().release()
+            self._places.popleft().release(error)
 
     def cache_salt(self, given: str | None) -> str | None:
         """The salt of a request that brings `given`: with --isolate-cache-by-key one that only its key's owner has."""
@@ -169,7 +174,7 @@ class Endpoint:
         """Serve one request (ASGI)."""
         state: ServerState = scope["app"].state.server
         context = RequestContext(Request(scope, receive), state)
-        exchange = _Exchange(context, send)
+        exchange = _Exchange(context, send, is_work=self.is_work)
         if self.is_work:
             state.lifecycle.begin_request()
         try:
@@ -179,6 +184,8 @@ class Endpoint:
             context.release_places()
             if self.is_work:
                 state.lifecycle.end_request()
+            if self.path not in PROBES:
+                exchange.count(self.path)
             exchange.log()
 
     async def _respond(self, context: RequestContext) -> Response:
@@ -195,6 +202,7 @@ class Endpoint:
         except ClientDisconnect:
             return Response(status_code=GONE)
         except Exception as e:
+            context.release_places(e)
             note_error(e, context.request_id)
             return error_response(e, self.shape_error)
 
@@ -202,18 +210,46 @@ class Endpoint:
 class _Exchange:
     """Watches what is sent: adds the request's id, and remembers the status for the log."""
 
-    def __init__(self, context: RequestContext, send: Send) -> None:
+    def __init__(self, context: RequestContext, send: Send, *, is_work: bool) -> None:
+        self._is_work = is_work
         self._context = context
         self._send = send
         self._status = GONE
+        self._num_bytes = 0
         self._start = time.perf_counter()
 
     async def send(self, message: Message) -> None:
         """Pass a message on."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self._context.request_id.encode("latin-1"))]
+            headers = [*message["headers"], (b"x-request-id", self._context.request_id.encode("latin-1"))]
+            message["headers"] = headers + self._load_headers()
+        else:
+            self._num_bytes += len(message.get("body", b""))
         await self._send(message)
+
+    def _load_headers(self) -> list[tuple[bytes, bytes]]:
+        """What a balancer that asked for it is told of our load, with the answers to work."""
+        asked = self._context.request.headers.get(REQUEST_HEADER)
+        if asked is None or not self._is_work:
+            return []
+        report = load_report(self._context.state.engine.pipeline.stats, asked)
+        return [] if report is None else [(RESPONSE_HEADER.encode(), report.encode())]
+
+    def count(self, path: str) -> None:
+        """Tell the statistics. `path` is the route's."""
+        headers = self._context.request.headers
+        length = headers.get("content-length", "")
+        self._context.state.engine.pipeline.stat_loggers.record_exchange(
+            HttpExchange(
+                self._context.request.method,
+                path,
+                self._status,
+                time.perf_counter() - self._start,
+                int(length) if length.isdigit() and len(length) < _MAX_LENGTH_DIGITS else 0,
+                self._num_bytes,
+            )
+        )
 
     def log(self) -> None:
         """One line, without the query and whatever else a client may have put into it."""
