@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.frontend.metrics.snapshot import Family, MetricsSnapshot, Series
+from quire.frontend.metrics.snapshot import Family, Kind, MetricsSnapshot, Series
 
 _PER_FINISHED_REQUEST = (
     "vllm:e2e_request_latency_seconds",
@@ -140,6 +140,6 @@ def read_exposition(text: str) -> MetricsSnapshot:
         for labels, totals in cumulative.items():
             series[labels].counts = [after - before for before, after in zip([0, *totals], totals, strict=False)]
         names = tuple(name for name in (found.samples[0].labels if found.samples else ()) if name != "le")
-        kind = found.type if found.type in ("counter", "histogram", "summary") else "gauge"
+        kind: Kind = found.type if found.type in ("counter", "histogram", "summary") else "gauge"
         families.append(Family(found.name, kind, found.documentation, names, series=list(series.values())))
     return MetricsSnapshot(families)

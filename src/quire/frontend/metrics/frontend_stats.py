@@ -11,7 +11,6 @@ from typing import Protocol
 from quire import envs
 from quire.config.cache import CacheConfig
 from quire.config.engine import EngineConfig
-from quire.frontend.metrics.catalog import KV_SAMPLING, LEGACY_NAMES, NANS
 from quire.frontend.metrics.facts import AdapterLoad, FrontendFacts
 from quire.frontend.metrics.ledger import RequestLedger
 from quire.frontend.metrics.logging import LoggingStatLogger
@@ -19,6 +18,7 @@ from quire.frontend.metrics.manager import StatLogger, StatLoggerManager, load_s
 from quire.frontend.metrics.operations import ControlOperations
 from quire.frontend.metrics.prometheus import MetricsSetup, PrometheusStatLogger
 from quire.frontend.metrics.saturation import EngineLimits, SaturationMeter
+from quire.frontend.metrics.spec import KV_SAMPLING, LEGACY_NAMES, NANS
 from quire.frontend.metrics.stats import IterationStats
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.stats import SchedulerStats

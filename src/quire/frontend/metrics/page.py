@@ -9,15 +9,13 @@ from quire.frontend.metrics.catalog import (
     COUNTERS,
     ENGINE_GAUGES,
     HISTOGRAMS,
-    HTTP,
     INFOS,
-    LEDGER,
     LEGACY,
     NOT_APPLICABLE,
     OPERATIONS,
-    VLLM,
-    MetricSpec,
 )
+from quire.frontend.metrics.catalog_quire import HTTP, LEDGER
+from quire.frontend.metrics.spec import VLLM, MetricSpec
 
 _SECTIONS: tuple[tuple[str, tuple[MetricSpec, ...]], ...] = (
     ("Gauges of the engine", ENGINE_GAUGES),

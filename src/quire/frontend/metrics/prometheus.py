@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.frontend.metrics.buckets import make_bounds
-from quire.frontend.metrics.catalog import BUILD_INFO, CACHE_CONFIG_INFO, LAZY, METRICS
+from quire.frontend.metrics.catalog import BUILD_INFO, CACHE_CONFIG_INFO, METRICS
 from quire.frontend.metrics.exchange import HttpExchange
 from quire.frontend.metrics.exposition import Exposition, Format
 from quire.frontend.metrics.facts import FrontendFacts
 from quire.frontend.metrics.manager import StatLogger
 from quire.frontend.metrics.operations import ControlOperation
 from quire.frontend.metrics.snapshot import MetricsSnapshot
+from quire.frontend.metrics.spec import LAZY
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.metrics.store import MetricsStore
 from quire.version import __version__

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.frontend.metrics.catalog import VLLM
 from quire.frontend.metrics.exposition import format_value
 from quire.frontend.metrics.snapshot import Family, MetricsSnapshot, Series
+from quire.frontend.metrics.spec import VLLM
 
 _POSITION = "position"
 """A counter with this label is a vector."""

@@ -8,9 +8,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 
-from quire.frontend.metrics.catalog import Condition, InfoSpec, MetricSpec, Sample
 from quire.frontend.metrics.facts import FrontendFacts
 from quire.frontend.metrics.snapshot import Exemplar, Family, MetricsSnapshot, Series
+from quire.frontend.metrics.spec import Condition, InfoSpec, MetricSpec, Sample
 
 MAX_SERIES = 1000
 """Per metric. Labels come from tables, so this is never reached; should it be, what is new is not counted."""

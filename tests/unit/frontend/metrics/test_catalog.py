@@ -12,10 +12,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from quire.config.cache import CacheConfig
-from quire.frontend.metrics.catalog import INFOS, LEGACY_NAMES, METRICS, NOT_APPLICABLE, VLLM, MetricSpec
+from quire.frontend.metrics.catalog import INFOS, METRICS, NOT_APPLICABLE
 from quire.frontend.metrics.frontend_stats import cache_config_labels
 from quire.frontend.metrics.prometheus import MetricsSetup, PrometheusStatLogger
 from quire.frontend.metrics.snapshot import Family
+from quire.frontend.metrics.spec import LEGACY_NAMES, VLLM, MetricSpec
 from quire.wire.engine_core import EngineCoreReadyResponse
 
 SPEC = tomllib.loads((Path(__file__).parent / "vllm_metrics.toml").read_text())
