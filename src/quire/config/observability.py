@@ -71,6 +71,12 @@ class ObservabilityConfig:
         "Classes that take the statistics, too, as package.module:Class, separated by commas (docs/metrics.md).",
         metavar="CLASSES",
     )
+    record: str | None = flag(
+        None,
+        "Write arrivals, lengths and every scheduling decision to this new file, for `quire replay`. No prompts.",
+        metavar="FILE",
+    )
+    record_prompts: bool = flag(False, "With --record: write the token ids of prompts, too.")
     profiler_config: dict[str, Any] | None = flag(
         None,
         'JSON object: what start_profile records and where the trace goes, e.g. {"torch_profiler_dir": "traces"}.',

@@ -24,6 +24,7 @@ _PER_FINISHED_REQUEST = (
     "vllm:request_num_preemptions",
 )
 _STAGES = ("queue", "prefill", "decode", "inference")
+_KINDS: dict[str, Kind] = {"counter": "counter", "histogram": "histogram", "summary": "summary"}
 TOLERANCE_S = 1e-6
 """Per request: end to end is on another clock than its stages."""
 
@@ -140,6 +141,6 @@ def read_exposition(text: str) -> MetricsSnapshot:
         for labels, totals in cumulative.items():
             series[labels].counts = [after - before for before, after in zip([0, *totals], totals, strict=False)]
         names = tuple(name for name in (found.samples[0].labels if found.samples else ()) if name != "le")
-        kind: Kind = found.type if found.type in ("counter", "histogram", "summary") else "gauge"
+        kind = _KINDS.get(found.type, "gauge")
         families.append(Family(found.name, kind, found.documentation, names, series=list(series.values())))
     return MetricsSnapshot(families)

@@ -27,6 +27,9 @@ from quire.wire.engine_core import FINISH_REASON_STRINGS, FinishReason
 REJECTION_REASONS = (
     "max_num_queued_reqs",
     "max_num_queued_tokens",
+    "max_num_reserved_tokens",
+    "max_requests_per_key",
+    "max_tokens_per_key",
     "invalid",
     "prompt_too_long",
     "deadline",
