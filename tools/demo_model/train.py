@@ -28,7 +28,7 @@ from torch.nn import functional
 
 ASSETS = Path(__file__).parents[2] / "src" / "quire" / "assets"
 FOLDERS = {"main": ASSETS / "demo", "draft": ASSETS / "demo-draft"}
-STEPS = {"main": 5600, "draft": 1600}  # about 32 and 7 minutes on two idle cores
+STEPS = {"main": 5600, "draft": 1600}  # about 30 and 6 minutes on two idle cores
 LONG_EVERY = 16  # one batch in sixteen holds long conversations
 
 
