@@ -69,6 +69,8 @@ class CommandLine:
         for option in self.options:
             if option.is_switch:
                 parser.add_argument(*option.spellings, dest=option.name, action=argparse.BooleanOptionalAction)
+            elif option.takes_several:
+                parser.add_argument(*option.spellings, dest=option.name, action="extend", nargs="+")
             else:
                 action = "append" if option.is_repeatable else "store"
                 parser.add_argument(*option.spellings, dest=option.name, action=action)

@@ -28,6 +28,8 @@ class Option:
     """--x / --no-x."""
     is_repeatable: bool = False
     """Each use adds one value to a list."""
+    takes_several: bool = False
+    """One use may add several: `--x a b`. For options that are repeatable."""
     short: str | None = None
     alias: str | None = None
     """A second name, spelled like `name`."""
