@@ -92,7 +92,7 @@ STARTUP_REPORT = EnvVar(
 API_KEY = EnvVar(
     "QUIRE_API_KEY",
     "",
-    "A key that clients of `quire serve` must show, beside those of --api-key; commands with --url show it to their server.",
+    "A key that clients of `quire serve` must show, beside those of --api-key; commands with --url show it.",
 )
 FAILPOINTS = EnvVar(
     "QUIRE_FAILPOINTS",

@@ -20,7 +20,18 @@ from quire.errors import ConfigError
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint
 from quire.frontend.openai.errors import error_response, http_status_error, unknown_route
-from quire.frontend.openai.routes import admin, chat, completions, documents, health, messages, metrics, models, tokens
+from quire.frontend.openai.routes import (
+    admin,
+    chat,
+    completions,
+    documents,
+    health,
+    messages,
+    metrics,
+    models,
+    responses,
+    tokens,
+)
 from quire.frontend.openai.state import ServerState
 from quire.resolve import resolve
 from quire.version import __version__
@@ -32,6 +43,7 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     tokens.ENDPOINTS,
     completions.ENDPOINTS,
     chat.ENDPOINTS,
+    responses.ENDPOINTS,
     messages.ENDPOINTS,
     documents.ENDPOINTS,
     admin.ENDPOINTS,
