@@ -110,7 +110,7 @@ def _own_options() -> list[Option]:
         Option(name="client_timeout_s", help="Longest wait for an answer.", parse=float, default=600.0,
                validate=_positive("--client-timeout-s"), group=when),
         Option(name="goodput", help="Bounds in ms that a good answer meets: ttft:200 tpot:50 e2e:3000.",
-               takes_several=True, is_repeatable=True, metavar="METRIC:MS", group=report),
+               takes_many=True, is_repeatable=True, metavar="METRIC:MS", group=report),
         Option(name="save_result", help="Also write the figures to this file.", metavar="FILE.json", group=report),
         Option(name="save_detailed", help="With every request's times in it.", is_switch=True, default=False,
                group=report),
