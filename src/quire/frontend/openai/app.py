@@ -26,6 +26,7 @@ from quire.frontend.openai.routes import (
     completions,
     documents,
     health,
+    invocations,
     messages,
     metrics,
     models,
@@ -45,6 +46,7 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     chat.ENDPOINTS,
     responses.ENDPOINTS,
     messages.ENDPOINTS,
+    invocations.ENDPOINTS,
     documents.ENDPOINTS,
     admin.ENDPOINTS,
 )
