@@ -58,7 +58,8 @@ def run(args: Arguments) -> int:
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)
         metrics = resolve("quire.frontend.metrics.prometheus:PrometheusStatLogger")(engine_config.model_config.name)
-        loggers = [resolve("quire.frontend.metrics.manager:LoggingStatLogger")(), metrics]
+        recent = resolve("quire.frontend.metrics.recent:RecentRequests")()
+        loggers = [resolve("quire.frontend.metrics.manager:LoggingStatLogger")(), metrics, recent]
         engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config, stat_loggers=loggers)
         try:
             make_state = partial(
@@ -68,6 +69,7 @@ def run(args: Arguments) -> int:
                 key_digests=keys,
                 stall_s=engine_config.frontend_config.slow_client_timeout_s,
                 metrics=metrics if engine.log_stats else None,
+                recent=recent,
             )
             main = _serve(make_state, listeners, engine_config.lifecycle_config.shutdown_timeout, start)
             with asyncio.Runner(loop_factory=resolve("uvloop:new_event_loop")) as runner:

@@ -20,7 +20,19 @@ from quire.errors import ConfigError
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint
 from quire.frontend.openai.errors import error_response, http_status_error, unknown_route
-from quire.frontend.openai.routes import admin, chat, completions, documents, health, messages, metrics, models, tokens
+from quire.frontend.openai.routes import (
+    admin,
+    chat,
+    completions,
+    debug,
+    documents,
+    health,
+    messages,
+    metrics,
+    models,
+    pages,
+    tokens,
+)
 from quire.frontend.openai.state import ServerState
 from quire.resolve import resolve
 from quire.version import __version__
@@ -34,6 +46,8 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     chat.ENDPOINTS,
     messages.ENDPOINTS,
     documents.ENDPOINTS,
+    pages.ENDPOINTS,
+    debug.ENDPOINTS,
     admin.ENDPOINTS,
 )
 """Every endpoint there is, one row per file of `routes/`."""
@@ -43,7 +57,7 @@ def endpoints_of(config: ServerConfig, *, is_admin: bool) -> list[Endpoint]:
     """The endpoints of the main listener, or of the admin one."""
     found = [endpoint for router in ROUTERS for endpoint in router if endpoint.is_enabled(config)]
     if is_admin:
-        return [e for e in found if e.access in (Access.ADMIN, Access.OPEN)]
+        return [e for e in found if e.access in (Access.ADMIN, Access.OPEN) or e.is_on_admin]
     with_admin = config.enable_admin and not config.admin_is_apart
     return [e for e in found if e.access is not Access.ADMIN or with_admin]
 
