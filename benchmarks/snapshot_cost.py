@@ -58,9 +58,8 @@ def main() -> None:
         times.sort()
         size = len(msgspec.msgpack.encode(snapshot)) / 1024
         num_used = num_blocks - 1 - snapshot.blocks.num_free
-        print(
-            f"{num_blocks:>9,} {num_used:>9,} {num_requests:>9,} {times[REPEATS // 2]:>10.2f} {times[-1]:>9.2f} {size:>7.0f}"
-        )
+        counts = f"{num_blocks:>9,} {num_used:>9,} {num_requests:>9,}"
+        print(f"{counts} {times[REPEATS // 2]:>10.2f} {times[-1]:>9.2f} {size:>7.0f}")
 
 
 if __name__ == "__main__":

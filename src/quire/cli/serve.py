@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,7 @@ from quire.resolve import resolve
 
 logger = init_logger(__name__)
 
+_ANYWHERE = re.compile(r"//(0\.0\.0\.0|\[::\])(?=[:/]|$)")
 _FLAGS = {spec.name: spec for spec in flags_of(ServerConfig)}
 
 
@@ -82,6 +84,15 @@ def run(args: Arguments) -> int:
     return 0
 
 
+def describe_pages(url: str, admin_url: str | None) -> str:
+    """Where a person at this machine finds the pages; one that listens everywhere is found here, too."""
+    if url.startswith("unix:"):
+        return "pages: /ui to talk to the model, /ui/dashboard to watch the engine"
+    shown, admin = (_ANYWHERE.sub("//localhost", one or "") for one in (url, admin_url))
+    text = f"pages: {shown}/ui to talk to the model, {shown}/ui/dashboard to watch the engine"
+    return f"{text}; {admin}/ui/dashboard can abort requests, too" if admin else text
+
+
 async def _serve(make_state: Callable[[], Any], listeners: Any, shutdown_timeout_s: float, start: float) -> None:
     state = make_state()
 
@@ -91,6 +102,8 @@ async def _serve(make_state: Callable[[], Any], listeners: Any, shutdown_timeout
         logger.info(
             "quire %s: serving %s on %s%s (%.1f s)", __version__, state.model_name, listeners.url, admin, took_s
         )
+        if not state.config.disable_ui:
+            logger.info("%s", describe_pages(listeners.url, listeners.admin_url))
 
     run_server = resolve("quire.frontend.openai.server:serve")
     await run_server(state, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=tell)

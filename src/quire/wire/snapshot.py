@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 
 RequestPlace = Literal["running", "waiting", "preempted", "blocked", "resting"]
-"""waiting: for capacity. preempted: the same, after its blocks were taken. blocked: for a grammar, the end of a pause or
-a step in flight. resting: a session between two inputs."""
+"""waiting: for capacity. preempted: the same, after its blocks were taken. blocked: for a grammar, the end of a pause
+or a step in flight. resting: a session between two inputs."""
 MAX_REFERENCES = 255
 """What is shown of a block that is held more often."""
 

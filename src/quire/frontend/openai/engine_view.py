@@ -75,9 +75,7 @@ def describe_blocks(blocks: BlockMap) -> dict[str, Any]:
     }
 
 
-def describe_request(
-    request: RequestSnapshot, state: RequestState | None, wall_offset: float
-) -> dict[str, Any]:
+def describe_request(request: RequestSnapshot, state: RequestState | None, wall_offset: float) -> dict[str, Any]:
     """One unfinished request. `blocks` are [first id, number of ids that follow one another]."""
     ids = np.frombuffer(request.block_ids, "<u4").astype(int)
     starts, lengths = find_runs(ids, 1)

@@ -20,7 +20,9 @@ async def debug_state(context: RequestContext) -> Response:
     state = context.state
     after = context.request.query_params.get("after", "0")
     if not (after.isascii() and after.isdigit() and len(after) <= MAX_DIGITS):
-        raise ValidationError(f"after must be the number of a request that has ended, got {after[:60]!r}", param="after")
+        raise ValidationError(
+            f"after must be the number of a request that has ended, got {after[:60]!r}", param="after"
+        )
     snapshot = await state.snapshots.get()
     facts = {
         "version": __version__,
