@@ -45,6 +45,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("batch", "quire.cli.batch", "Run a file of OpenAI batch requests; resumable."),
     Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it."),
     Command("convert-gguf", "quire.cli.convert_gguf", "Turn a GGUF file into a checkpoint directory."),
+    Command("top", "quire.cli.top", "Watch a server: speed, memory, requests.", checks_environment=False),
     Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),
     Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once."),
     Command("bench startup", "quire.cli.bench.startup", "Time a start, from nothing to a first token."),

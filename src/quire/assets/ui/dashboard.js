@@ -102,8 +102,8 @@ function show(state) {
   const now = measure(state), usable = state.kv_cache.total - 1;
   setText(byId("model"), `${state.model} · Quire ${state.version}`);
   setText(byId("block-size"), count(state.block_size));
-  tile("written", rate(now.written), "tokens/s", "of answers");
-  tile("read", rate(now.read), "tokens/s", "of prompts, cached ones included");
+  tile("written", rate(now.written), "", "tokens/s, of answers");
+  tile("read", rate(now.read), "", "tokens/s, of prompts (cached ones too)");
   tile("running", count(state.running), `of ${count(state.max_num_seqs)}`, "answered together, in one batch");
   tile("waiting", count(state.waiting), "", "for a place, or for blocks");
   tile("cache", percent(now.cache), "", `${count(usable - state.kv_cache.free)} of ${count(usable)} blocks`);
