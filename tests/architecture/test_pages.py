@@ -101,6 +101,31 @@ def test_scripts_name_elements_that_exist() -> None:
         assert named <= ids, f"{path.name} looks for {named - ids}"
 
 
+def _luminance(colour: str) -> float:
+    digits = colour.lstrip("#")
+    digits = "".join(digit * 2 for digit in digits) if len(digits) == 3 else digits
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    ("ink", "ground", "least"),
+    [
+        *((ink, ground, 4.5) for ink in ("ink", "soft", "accent", "danger") for ground in ("paper", "panel", "field")),
+        ("ink", "accent-pale", 4.5), ("accent-ink", "accent", 4.5), ("focus", "panel", 3), ("focus", "paper", 3),
+        *((line, "panel", 3) for line in ("s1", "s2", "s3", "shared", "prompt", "writing")),
+    ],
+)  # fmt: skip
+def test_contrast(theme: int, ink: str, ground: str, least: float) -> None:
+    """WCAG AA: 4.5 to 1 for text, 3 to 1 for what is drawn."""
+    style = (UI / "style.css").read_text(encoding="utf-8")
+    pairs = dict(re.findall(r"--([\w-]+): light-dark\((#\w+, #\w+)\)", style))
+    lights = sorted(_luminance(pairs[name].split(", ")[theme]) for name in (ink, ground))
+    assert (lights[1] + 0.05) / (lights[0] + 0.05) >= least
+
+
 @pytest.mark.parametrize(
     "text", ["x.innerHTML = y", "eval(x)", 'setTimeout("x()", 1)', "new Function(x)", 'localStorage.setItem("key", k)']
 )
