@@ -4,7 +4,7 @@ import { call, wireKey } from "./api.js";
 import { BlockMap } from "./blockmap.js";
 import { LineChart } from "./chart.js";
 import { byId, count, duration, el, percent, plural, rate, setText, wireTheme } from "./dom.js";
-import { parse, Readings } from "./metrics.js";
+import { labelled, parse, Readings } from "./metrics.js";
 import { RequestTables } from "./tables.js";
 import { Timeline } from "./timeline.js";
 import { inWords } from "./words.js";
@@ -63,9 +63,9 @@ const itl = new LineChart(charts, {
 });
 const saturation = new LineChart(charts, {
   title: "How full it is", format: percent, max: 1,
-  what: "Saturation. Whichever line reaches the top is what holds new requests back.",
-  lines: [{ label: "places taken", variable: "--s1" }, { label: "KV cache", variable: "--s2", dashed: true },
-    { label: "tokens per step", variable: "--s3" }],
+  what: "Saturation. Whichever line reaches the top is what holds new requests back: places for them, memory, or time to compute.",
+  lines: [{ label: "places", variable: "--s1" }, { label: "KV cache", variable: "--s2", dashed: true },
+    { label: "compute", variable: "--s3" }],
 });
 const hits = new LineChart(charts, {
   title: "Prefix cache", format: percent, max: 1,
@@ -81,8 +81,6 @@ const tables = new RequestTables(async (id) => {
 
 /** What the metrics say now; null for what they do not know. */
 function measure(state) {
-  const steps = readings.growth("vllm:iteration_tokens_total_count", RATE_S);
-  const stepTokens = readings.growth("vllm:iteration_tokens_total_sum", RATE_S);
   const queries = readings.growth("vllm:prefix_cache_queries_total", HITS_S);
   const found = readings.growth("vllm:prefix_cache_hits_total", HITS_S);
   const usable = Math.max(1, state.kv_cache.total - 1);
@@ -93,7 +91,7 @@ function measure(state) {
     hits: queries ? found / queries : null,
     places: state.running / state.max_num_seqs,
     cache: (usable - state.kv_cache.free) / usable,
-    budget: steps ? Math.min(1, stepTokens / steps / state.max_num_scheduled_tokens) : null,
+    compute: labelled(readings.last, "quire_saturation_by_resource", "resource", "compute"),
     preempted: readings.growth("vllm:num_preemptions_total", HITS_S),
   };
 }
@@ -114,7 +112,7 @@ function show(state) {
   queue.push(state.time, [state.running, state.waiting]);
   ttft.push(state.time, now.ttft);
   itl.push(state.time, now.itl);
-  saturation.push(state.time, [now.places, now.cache, now.budget]);
+  saturation.push(state.time, [now.places, now.cache, now.compute]);
   hits.push(state.time, [now.hits]);
   map.update(state.kv_cache, state.requests);
   timeline.update(state);

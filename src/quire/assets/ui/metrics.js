@@ -25,6 +25,11 @@ export function total(metrics, name) {
   return samples ? samples.reduce((sum, sample) => sum + sample.value, 0) : null;
 }
 
+/** The value of the sample with this label; null where there is none. */
+export function labelled(metrics, name, label, value) {
+  return metrics.get(name)?.find((sample) => sample.labels[label] === value)?.value ?? null;
+}
+
 /** Cumulative counts by upper bound, over all label sets: sorted [bound, count]. */
 export function buckets(metrics, name) {
   const counts = new Map();
@@ -93,11 +98,6 @@ export class Readings {
     const grown = this.growth(name, windowS);
     const elapsed = this.all.length < 2 ? 0 : this.all.at(-1).time - this.before(windowS).time;
     return grown === null || elapsed <= 0 ? null : grown / elapsed;
-  }
-
-  /** The first of `names` that the server has. */
-  firstKnown(names) {
-    return names.find((name) => this.last.has(name)) ?? null;
   }
 
   quantile(name, q, windowS) {

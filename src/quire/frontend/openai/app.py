@@ -31,6 +31,7 @@ from quire.frontend.openai.routes import (
     metrics,
     models,
     pages,
+    responses,
     tokens,
 )
 from quire.frontend.openai.state import ServerState
@@ -44,6 +45,7 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     tokens.ENDPOINTS,
     completions.ENDPOINTS,
     chat.ENDPOINTS,
+    responses.ENDPOINTS,
     messages.ENDPOINTS,
     documents.ENDPOINTS,
     pages.ENDPOINTS,
