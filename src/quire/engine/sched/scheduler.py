@@ -426,7 +426,7 @@ class Scheduler(SchedulerInterface):
             num_holding=len(self.running) + len(self.resting.waiting_for_input),
         )
         return EngineSnapshot(
-            timestamp=self.clock(),
+            timestamp=time.monotonic(),
             time=time.time(),
             pause_state=int(self.pause_state),
             num_running=len(self.running),
