@@ -1,8 +1,8 @@
 """An `EngineSnapshot` of a scheduler and its blocks, in one pass and at a bounded cost.
 
 Everything that grows with the cache or with the number of requests has a limit here, so that looking at an engine never
-holds up a step: about half a millisecond at 10,000 blocks in use, and not more at a million
-(`benchmarks/snapshot_cost.py`). The loops run inside `map`: per block they cost what an attribute costs.
+holds up a step: 0.6 ms at 10,000 blocks in use, 1.5 ms at 100,000, and no more above (`benchmarks/snapshot_cost.py`).
+The loops run inside `map`: per block they cost what an attribute costs.
 """
 
 from __future__ import annotations
