@@ -49,6 +49,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("top", "quire.cli.top", "Watch a server: speed, memory, requests.", checks_environment=False),
     Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),
     Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once."),
+    Command("bench serve", "quire.cli.bench.serve", "Load a server: latencies, goodput, saturation."),
     Command("bench startup", "quire.cli.bench.startup", "Time a start, from nothing to a first token."),
     Command("bench overhead", "quire.cli.bench.overhead", "Measure what the engine costs beside the model."),
     Command("cache", "quire.cli.cache", "What is kept on disk between runs: list it, check it, delete it."),
