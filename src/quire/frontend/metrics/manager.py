@@ -46,6 +46,10 @@ class StatLoggerManager:
     def __init__(self, loggers: Sequence[StatLogger] = ()) -> None:
         self.loggers: list[StatLogger] = list(loggers)
 
+    def add(self, stat_logger: StatLogger) -> None:
+        """One more. Where statistics are off it is never told of anything."""
+        self.loggers.append(stat_logger)
+
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:

@@ -213,6 +213,8 @@ class Endpoint:
     """How its errors are written."""
     is_enabled: Callable[[ServerConfig], bool] = lambda config: True
     """Whether the flags ask for it."""
+    is_on_admin: bool = False
+    """Served by the admin listener, too: the dashboard there reads it. Admin and open routes always are."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""

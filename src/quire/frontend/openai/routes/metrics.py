@@ -23,4 +23,4 @@ async def metrics(context: RequestContext) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPES[format]})
 
 
-ENDPOINTS = (Endpoint(path="/metrics", handler=metrics, access=Access.METRICS, methods=("GET",)),)
+ENDPOINTS = (Endpoint(path="/metrics", handler=metrics, access=Access.METRICS, methods=("GET",), is_on_admin=True),)
