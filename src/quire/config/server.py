@@ -136,6 +136,7 @@ class ServerConfig:
         (), "ASGI middleware class, or function(request, call_next), as package.module.name.", metavar="NAME"
     )
     disable_fastapi_docs: bool = flag(False, "No /docs, /redoc and /openapi.json.")
+    disable_ui: bool = flag(False, "No pages at /ui, and no /debug/state, which the dashboard reads.")
     ssl_keyfile: str | None = flag(None, "Key of the TLS certificate.", metavar="FILE")
     ssl_certfile: str | None = flag(None, "TLS certificate; serves HTTPS.", metavar="FILE")
     ssl_ca_certs: str | None = flag(None, "Certificates that clients' are checked against.", metavar="FILE")
