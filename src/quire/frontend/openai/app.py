@@ -22,6 +22,7 @@ from quire.frontend.openai.endpoint import Endpoint
 from quire.frontend.openai.errors import error_response, http_status_error, unknown_route
 from quire.frontend.openai.routes import (
     admin,
+    batch,
     chat,
     completions,
     documents,
@@ -29,6 +30,7 @@ from quire.frontend.openai.routes import (
     messages,
     metrics,
     models,
+    render,
     responses,
     tokens,
 )
@@ -43,8 +45,10 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     tokens.ENDPOINTS,
     completions.ENDPOINTS,
     chat.ENDPOINTS,
+    batch.ENDPOINTS,
     responses.ENDPOINTS,
     messages.ENDPOINTS,
+    render.ENDPOINTS,
     documents.ENDPOINTS,
     admin.ENDPOINTS,
 )
