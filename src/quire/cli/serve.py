@@ -22,6 +22,8 @@ from quire.resolve import resolve
 
 logger = init_logger(__name__)
 
+QUEUE_LIMITS = {"max_num_queued_reqs": 16_384, "max_num_queued_tokens": 1 << 25}
+"""What may wait where no flag says otherwise: far above what anyone would wait for, and within a server's memory."""
 _FLAGS = {spec.name: spec for spec in flags_of(ServerConfig)}
 
 
@@ -53,7 +55,7 @@ def run(args: Arguments) -> int:
     keys = read_api_keys(config)
     config = dataclasses.replace(config, api_key=())  # from here on only their digests are kept
     named = {"model": args["model_name"]} if args["model_name"] is not None else {}
-    engine_config = engine_args(args, **named).create_engine_config("serving")
+    engine_config = engine_args(args, **QUEUE_LIMITS, **named).create_engine_config("serving")
     listeners = resolve("quire.frontend.openai.server:Listeners").bind(config)
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)

@@ -111,9 +111,11 @@ class TextLogprobs:
         self._held.clear()
 
     def take_rest(self) -> list[Entry]:
-        """Those of an answer that is all text, at its end: of tokens that add nothing to it."""
+        """What is left at the end of an answer that is all text: tokens that add nothing to it."""
+        if not self._is_plain:
+            return []
         held, self._held = self._held, []
-        return held if self._is_plain else []
+        return held
 
     def take(self, text: str) -> list[Entry]:
         """Those of `text`, which comes now. What stands before them was of a marker, unless all is text."""

@@ -50,7 +50,7 @@ async def prepare_completion(
     params = _sampling_params(body, state.engine.model_config.sampling_defaults)
     state.check_num_outputs(len(texts) * params.n)
     if reserves:
-        check_admission(context, texts, params.n)
+        check_admission(context, texts, params.n, params.max_tokens)
     options = {"add_special_tokens": body.add_special_tokens} | state.renderer.truncation(body)
     prompts = await state.renderer.tokenize_all(texts, options, cache_salt=context.cache_salt(body.cache_salt))
     for prompt in prompts:
