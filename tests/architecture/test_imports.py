@@ -48,7 +48,7 @@ THIRD_PARTY: dict[str, set[str]] = {
         *("fastapi", "starlette", "uvicorn", "prometheus_client"),
     },
     "face": set(),
-    "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf"},
+    "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "httptools"},
     "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec"},
 }
 ONLY_IN: dict[str, set[str]] = {
@@ -56,6 +56,7 @@ ONLY_IN: dict[str, set[str]] = {
     "yaml": {"quire.cli.config_file", "quire.cli.flags"},
     "torch": {"quire.cli.collect_env"},
     "gguf": {"quire.cli.gguf_checkpoint", "quire.cli.gguf_tensors"},
+    "httptools": {"quire.cli.remote.connection"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
 

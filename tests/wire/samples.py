@@ -41,6 +41,7 @@ from quire.wire.kv_cache import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
+from quire.wire.snapshot import BlockMap, EngineSnapshot, RequestSnapshot
 from quire.wire.sockets import CurveKeys
 from quire.wire.stats import (
     BaseCacheStats,
@@ -143,8 +144,12 @@ OUTPUT = EngineCoreOutput(
 ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
 NEW_REQUEST = NewRequestData("r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA)
-CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32])
+CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32], {"s": [7]})
 
+BLOCK_MAP = BlockMap(8, 3, 2, 6, 2, b"\x01\x02\x00", b"\x00\x01\x01")
+REQUEST_SNAPSHOT = RequestSnapshot(
+    "0_request", "request", "preempted", 5, 7, 6, 4, 16, 1, -3, 1700000000.5, 2, b"\x01\x00\x00\x00"
+)
 FULL: dict[str, Any] = {
     "LoRARequest": LORA,
     "RepetitionDetectionParams": REPETITION,
@@ -226,6 +231,9 @@ FULL: dict[str, Any] = {
     "SpecDecodingStats": SPEC_STATS,
     "PrefillStats": PREFILL_STATS,
     "SchedulerStats": SCHEDULER_STATS,
+    "BlockMap": BLOCK_MAP,
+    "RequestSnapshot": REQUEST_SNAPSHOT,
+    "EngineSnapshot": EngineSnapshot(99.5, 1700000000.5, 1, 2, 3, 4, 5, BLOCK_MAP, [REQUEST_SNAPSHOT], 6),
 }
 """By class name."""
 LEFT_AT_DEFAULT = {

@@ -38,6 +38,7 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreRequest, PauseMode
+from quire.wire.snapshot import EngineSnapshot
 
 
 class AsyncLLM:
@@ -310,6 +311,10 @@ class AsyncLLM:
     async def do_log_stats(self) -> None:
         """Let the statistics loggers write now."""
         self.pipeline.stat_loggers.log()
+
+    async def get_snapshot(self) -> EngineSnapshot:
+        """The blocks and requests of the core at this moment, for people who watch. Waits for the step that runs."""
+        return await self.engine_core.get_snapshot_async()
 
     # -- control ------------------------------------------------------------------------------------------------------
 

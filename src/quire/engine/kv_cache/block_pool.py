@@ -87,6 +87,8 @@ class BlockPool:
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
         self.null_block.ref_cnt = 1  # so that "free" and "no references" are one thing for every block
+        self.num_touched = 1
+        """Blocks from this one on have never been given out."""
         self._group_suffixes = [group_id.to_bytes(4, "little") for group_id in range(num_groups)]
         self._metrics = metrics
 
@@ -138,6 +140,8 @@ class BlockPool:
                 if self._metrics is not None:
                     self._metrics.on_block_evicted(block.block_id)
                 self._forget(block)
+            elif block.block_id >= self.num_touched:
+                self.num_touched = block.block_id + 1
             block.ref_cnt = 1
             if self._metrics is not None:
                 self._metrics.on_block_allocated(block.block_id)

@@ -183,6 +183,11 @@ class KVCacheManager:
         held = self._requests.get(request_id)
         return KVCacheBlocks(tuple(map(list, held.tables))) if held is not None else self.empty_kv_cache_blocks
 
+    def get_tables(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:
+        """Its block tables themselves, to be looked at and not kept; none if it was not admitted."""
+        held = self._requests.get(request_id)
+        return held.tables if held is not None else ()
+
     def get_block_ids(self, request_id: str) -> BlockIds:
         """Their ids, per group."""
         return self.get_blocks(request_id).get_block_ids()

@@ -29,12 +29,14 @@ from quire.engine.sched.step import StepBuilder, StepsInFlight
 from quire.engine.sched.stop import Stop, check_stop
 from quire.engine.sched.waiting import WaitingRequests
 from quire.engine.session import Session
+from quire.engine.snapshot import MAX_REQUESTS, make_block_map, make_request_snapshots
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
 from quire.errors import ClientError, GenerationError, QuireError, ServerError, ValidationError
 from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.snapshot import EngineSnapshot
 from quire.wire.stats import SchedulerStats
 
 logger = init_logger(__name__)
@@ -409,6 +411,32 @@ class Scheduler(SchedulerInterface):
         if prefix_cache_stats is not None:
             stats.prefix_cache_stats = prefix_cache_stats
         return stats
+
+    def make_snapshot(self) -> EngineSnapshot:
+        num_listed = min(len(self.requests), MAX_REQUESTS)
+        requests = make_request_snapshots(
+            (
+                ("running", self.running),
+                (None, self.waiting.ready.first(num_listed)),
+                ("blocked", self.waiting.blocked.first(num_listed)),
+                ("resting", self.resting.waiting_for_input),
+            ),
+            self.kv_cache_manager.get_tables,
+            num_requests=num_listed,
+            num_holding=len(self.running) + len(self.resting.waiting_for_input),
+        )
+        return EngineSnapshot(
+            timestamp=time.monotonic(),
+            time=time.time(),
+            pause_state=int(self.pause_state),
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_scheduled_tokens=self.limits.max_num_scheduled_tokens,
+            blocks=make_block_map(self.kv_cache_manager.block_pool),
+            requests=requests,
+            num_left_out=len(self.requests) - len(requests),
+        )
 
     def _record(self, request: Request, event_type: EngineCoreEventType, timestamp: float) -> None:
         if self.log_stats:

@@ -54,6 +54,7 @@ class RequestContext:
         self.state = state
         given = request.headers.get("x-request-id", "")
         self._places: deque[Reservation] = deque()
+        self._content: bytes | None = None
         self._share: TenantPlace | None = None
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16]
 
@@ -124,7 +125,12 @@ class RequestContext:
         return reader.read(content)
 
     async def read_bytes(self) -> bytes:
-        """The body as it came. Raises HttpError: 408, 413, 415."""
+        """The body as it came; it may be asked for again. Raises HttpError: 408, 413, 415."""
+        if self._content is None:
+            self._content = await self._receive_bytes()
+        return self._content
+
+    async def _receive_bytes(self) -> bytes:
         headers, config = self.request.headers, self.state.config
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json" and not media_type.endswith("+json"):
@@ -193,6 +199,8 @@ class Endpoint:
     """How its errors are written."""
     is_enabled: Callable[[ServerConfig], bool] = lambda config: True
     """Whether the flags ask for it."""
+    is_on_admin: bool = False
+    """Served by the admin listener, too: the dashboard there reads it. Admin and open routes always are."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""

@@ -18,4 +18,4 @@ async def metrics(context: RequestContext) -> Response:
     return Response(exporter.exposition(), headers={"content-type": CONTENT_TYPE})
 
 
-ENDPOINTS = (Endpoint(path="/metrics", handler=metrics, access=Access.METRICS, methods=("GET",)),)
+ENDPOINTS = (Endpoint(path="/metrics", handler=metrics, access=Access.METRICS, methods=("GET",), is_on_admin=True),)
