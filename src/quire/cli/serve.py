@@ -22,6 +22,8 @@ from quire.resolve import resolve
 
 logger = init_logger(__name__)
 
+TRACE_EVENTS = 50_000
+"""Kept for /debug/trace where there are admin routes, unless --trace-events says otherwise."""
 _FLAGS = {spec.name: spec for spec in flags_of(ServerConfig)}
 
 
@@ -52,8 +54,10 @@ def run(args: Arguments) -> int:
     config = server_config(args)
     keys = read_api_keys(config)
     config = dataclasses.replace(config, api_key=())  # from here on only their digests are kept
-    named = {"model": args["model_name"]} if args["model_name"] is not None else {}
-    engine_config = engine_args(args, **named).create_engine_config("serving")
+    defaults: dict[str, Any] = {"model": args["model_name"]} if args["model_name"] is not None else {}
+    if config.enable_admin:
+        defaults["trace_events"] = TRACE_EVENTS
+    engine_config = engine_args(args, **defaults).create_engine_config("serving")
     listeners = resolve("quire.frontend.openai.server:Listeners").bind(config)
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)

@@ -265,6 +265,10 @@ class LLMEngine:
         """
         return self.engine_core.update_weights(str(path), version)
 
+    def get_trace(self, seconds: float = 10.0) -> bytes:
+        """What happened in the last `seconds`, as JSON for Perfetto. Raises ValidationError without --trace-events."""
+        return self.pipeline.encode_trace(self.engine_core.get_trace(seconds))
+
     def get_weight_version(self) -> str:
         """Of the weights that are loaded; "0" for those of start-up."""
         return self.engine_core.get_weight_version()

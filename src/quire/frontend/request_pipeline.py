@@ -6,6 +6,7 @@ Everything but the engine core and the loop around it: validation, the state of 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,10 @@ from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.timeline import stamp
+from quire.version import __version__
+from quire.wire.chrome_trace import BatchTimes, encode_window
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, FinishReason
+from quire.wire.trace import TraceWindow
 
 Params = SamplingParams | PoolingParams
 
@@ -51,6 +55,12 @@ class RequestPipeline:
             tokenizer, log_stats=log_stats, stream_interval=config.scheduler_config.stream_interval
         )
         self.stat_loggers = StatLoggerManager(stat_loggers if log_stats else ())
+        self._model_name = config.model_config.name
+        self._batch_times: deque[BatchTimes] | None = (
+            deque(maxlen=config.observability_config.trace_events) if config.observability_config.trace_events else None
+        )
+        """For traces: what was done with outputs of the core, and when. None where none are kept."""
+        self._batch_start = 0.0
         self._startup: StartupReport | None = StartupReport(ready)
         """None once there was an output."""
 
@@ -168,15 +178,25 @@ class RequestPipeline:
 
     def open_stats(self, outputs: EngineCoreOutputs) -> IterationStats | None:
         """Where the processing of `outputs` is to be counted; None if nothing is."""
+        if self._batch_times is not None:
+            self._batch_start = time.monotonic()
         return IterationStats() if self.log_stats and outputs.outputs else None
 
     def close_stats(self, outputs: EngineCoreOutputs, stats: IterationStats | None) -> None:
         """`outputs` are processed: tell the statistics loggers."""
+        if self._batch_times is not None and outputs.outputs:
+            self._batch_times.append((outputs.timestamp, self._batch_start, time.monotonic()))
         if self._startup is not None and outputs.outputs:
             self._startup.finish()
             self._startup = None
         if outputs.scheduler_stats is not None or stats is not None:
             self.stat_loggers.record(outputs.scheduler_stats, stats, outputs.engine_index)
+
+    def encode_trace(self, window: TraceWindow) -> bytes:
+        """What the core did, and this frontend with its outputs, as JSON for Perfetto."""
+        batches = [times for times in self._batch_times or () if times[2] >= window.start]
+        facts = {"model": self._model_name, "quire": __version__, "seconds": round(window.end - window.start, 3)}
+        return encode_window(window, batches, **facts, kv_cache_blocks=window.num_blocks)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

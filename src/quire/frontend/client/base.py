@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from quire import envs
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, ValidationError
@@ -14,6 +16,7 @@ from quire.lora_request import LoRARequest
 from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, PauseMode
 from quire.wire.handshake import ClientAddresses
+from quire.wire.trace import TraceWindow
 
 CLIENTS: dict[tuple[bool, bool], str] = {
     (False, True): "quire.frontend.client.sync_mp:SyncMPClient",
@@ -164,6 +167,10 @@ class EngineCoreClient(ABC):
         """Messages the core could not take in, by reason: "corrupt", "unknown type", "replayed"."""
         return dict(self.call_utility("get_dropped_messages"))
 
+    def get_trace(self, seconds: float) -> TraceWindow:
+        """What the core did in the last `seconds`. Raises ValidationError if it keeps no traces."""
+        return _as_trace(self.call_utility("get_trace", seconds))
+
 
 class AsyncEngineCoreClient(ABC):
     """The same engine core for a caller on an asyncio event loop. All coroutines belong to that one loop.
@@ -307,6 +314,15 @@ class AsyncEngineCoreClient(ABC):
     async def get_dropped_messages_async(self) -> dict[str, int]:
         """As `EngineCoreClient.get_dropped_messages`."""
         return dict(await self.call_utility_async("get_dropped_messages"))
+
+    async def get_trace_async(self, seconds: float) -> TraceWindow:
+        """As `EngineCoreClient.get_trace`."""
+        return _as_trace(await self.call_utility_async("get_trace", seconds))
+
+
+def _as_trace(result: Any) -> TraceWindow:
+    """An answer as it came from another process, or from this one."""
+    return result if isinstance(result, TraceWindow) else msgspec.convert(result, TraceWindow)
 
 
 def method_name(method: str | Callable[..., Any]) -> str:

@@ -14,12 +14,14 @@ from quire.errors import ValidationError
 from quire.frontend.client.base import AsyncEngineCoreClient, EngineCoreClient
 from quire.lora_request import LoRARequest
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest
+from quire.wire.trace import PhaseTrace, TraceWindow
 from tests.unit.frontend.fake_client import FakeClient
 
 OWN = {"get_output", "add_request", "abort_requests", "call_utility", "shutdown"}
 VERBS = [name for name, _ in inspect.getmembers(EngineCoreClient, inspect.isfunction) if name not in OWN]
 READY = FakeClient().ready_response
 LORA = LoRARequest("a", 1, "/a")
+TRACE = TraceWindow(1.0, 2.0, [], [PhaseTrace("a", "queued", 1.0, 2.0)], 9)
 CALLS: list[tuple[str, tuple[Any, ...], Any, Any, tuple[Any, ...]]] = [
     # verb, its arguments, what the core answers, what the caller gets, what the core is asked
     ("pause_scheduler", ("keep",), None, None, ("keep", True)),
@@ -43,6 +45,8 @@ CALLS: list[tuple[str, tuple[Any, ...], Any, Any, tuple[Any, ...]]] = [
     ("profile", (True, "p", 3), None, None, (True, "p", 3, None)),
     ("execute_dummy_batch", (), None, None, ()),
     ("get_dropped_messages", (), {"corrupt": 2}, {"corrupt": 2}, ()),
+    ("get_trace", (5.0,), [1.0, 2.0, [], [["a", "queued", 1.0, 2.0]], 9], TRACE, (5.0,)),
+    ("get_trace", (5.0,), TRACE, TRACE, (5.0,)),
 ]
 
 
@@ -72,7 +76,7 @@ class AsyncFake(AsyncEngineCoreClient):
 
 
 def test_every_verb_is_tried_here() -> None:
-    assert sorted(VERBS) == sorted(call[0] for call in CALLS)
+    assert sorted(VERBS) == sorted({call[0] for call in CALLS})
 
 
 @pytest.mark.parametrize(("verb", "args", "answer", "result", "asked"), CALLS, ids=[call[0] for call in CALLS])
