@@ -24,6 +24,8 @@ logger = init_logger(__name__)
 
 TRACE_EVENTS = 50_000
 """Kept for /debug/trace where there are admin routes, unless --trace-events says otherwise."""
+QUEUE_LIMITS = {"max_num_queued_reqs": 16_384, "max_num_queued_tokens": 1 << 25}
+"""What may wait where no flag says otherwise: far above what anyone would wait for, and within a server's memory."""
 _FLAGS = {spec.name: spec for spec in flags_of(ServerConfig)}
 
 
@@ -54,7 +56,9 @@ def run(args: Arguments) -> int:
     config = server_config(args)
     keys = read_api_keys(config)
     config = dataclasses.replace(config, api_key=())  # from here on only their digests are kept
-    defaults: dict[str, Any] = {"model": args["model_name"]} if args["model_name"] is not None else {}
+    defaults: dict[str, Any] = dict(QUEUE_LIMITS)
+    if args["model_name"] is not None:
+        defaults["model"] = args["model_name"]
     if config.enable_admin:
         defaults["trace_events"] = TRACE_EVENTS
     engine_config = engine_args(args, **defaults).create_engine_config("serving")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ from quire.config.engine import EngineConfig
 from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
+from quire.config.repository import read_object
 from quire.config.scheduler import SchedulerConfig
 from quire.config.source import resolve_model_dir
-from quire.errors import ConfigError, ModelLoadError
+from quire.errors import ConfigError
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
@@ -104,14 +104,11 @@ def _generation_defaults(model: ModelConfig, model_dir: Path) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     if model.generation_config != "vllm":
         directory = model_dir if model.generation_config == "auto" else Path(model.generation_config)
-        path = directory / "generation_config.json"
-        if path.exists():
-            try:
-                defaults = json.loads(path.read_text(encoding="utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as e:
-                raise ModelLoadError(f"{path} is not valid JSON: {e}") from None
-        elif model.generation_config != "auto":
+        found = read_object(directory, "generation_config.json")
+        if found is None and model.generation_config != "auto":
+            path = directory / "generation_config.json"
             raise ConfigError(f"--generation-config {model.generation_config}: {path} does not exist")
+        defaults = found or {}
     return {**defaults, **(model.override_generation_config or {})}
 
 

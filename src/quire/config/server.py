@@ -43,6 +43,20 @@ class ServerConfig:
     isolate_cache_by_key: bool = flag(
         False, "Let only requests with the same API key share cached prefixes: nobody learns what others have asked."
     )
+    max_requests_per_key: int | None = flag(
+        None,
+        "Requests that one API key may have under way, each output of each prompt counted; more are refused (429). "
+        "Default: no limit.",
+        parse=int,
+        minimum=1,
+    )
+    max_tokens_per_key: int | None = flag(
+        None,
+        "Tokens that one API key's requests may have under way, prompts and the longest outputs they ask for; more are "
+        "refused (429). Default: no limit.",
+        parse=parse_human_int,
+        minimum=1,
+    )
     enable_admin: bool = flag(
         False, "Serve the admin routes (sleep, pause, update_weights, ...) on a listener of their own."
     )
@@ -159,6 +173,9 @@ def read_api_keys(config: ServerConfig) -> tuple[bytes, ...]:
         keys += _read_key_file(Path(config.api_key_file).expanduser())
     if any(not key.strip() for key in keys):
         raise ConfigError("an API key is empty; give one that nobody guesses")
+    for name in ("max_requests_per_key", "max_tokens_per_key"):
+        if getattr(config, name) is not None and not keys:
+            raise ConfigError(f"--{name.replace('_', '-')} limits each key, and there is none; give --api-key")
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 

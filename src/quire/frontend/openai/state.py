@@ -17,6 +17,7 @@ from quire.frontend.openai.chat_format import ChatFormat
 from quire.frontend.openai.errors import UnavailableError
 from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.response_store import ResponseStore
+from quire.frontend.openai.tenants import Tenants
 from quire.version import __version__
 
 
@@ -69,6 +70,7 @@ class ServerState:
         self.stall_s = stall_s
         """How long a stream may wait for its reader (--slow-client-timeout-s); 0 for ever."""
         self.gatekeeper = Gatekeeper(key_digests, protect_metrics=config.protect_metrics, admin_host=config.admin_host)
+        self.tenants = Tenants(config.max_requests_per_key, config.max_tokens_per_key, engine.admission.rejections)
         self.renderer = PromptRenderer(engine, config)
         self.chat_format = ChatFormat(config, _template_with_tools(engine))
         self.lifecycle = Lifecycle()

@@ -15,6 +15,7 @@ from quire.frontend.openai.endpoint import RequestContext
 from quire.frontend.openai.errors import UnavailableError
 from quire.frontend.openai.state import Lifecycle
 from quire.frontend.openai.streaming import EventStream, error_event
+from quire.frontend.openai.tenants import TenantPlace
 from quire.frontend.output_collector import RequestOutputCollector
 from quire.frontend.prompts import TokensPrompt
 from quire.outputs import RequestOutput
@@ -24,8 +25,16 @@ from quire.sampling_params import SamplingParams
 class Submission:
     """Live requests, one per prompt. Whoever has one calls `close` in the end, which aborts what still runs."""
 
-    def __init__(self, engine: AsyncLLM, lifecycle: Lifecycle, collectors: Sequence[RequestOutputCollector]) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        lifecycle: Lifecycle,
+        collectors: Sequence[RequestOutputCollector],
+        share: TenantPlace | None = None,
+    ) -> None:
+        """`share` is what the requests take of their key's limits; it is given back in the end."""
         self._engine = engine
+        self._share = share
         self._lifecycle = lifecycle
         self._collectors = collectors
 
@@ -42,7 +51,7 @@ class Submission:
         """Hand in all prompts, or none: what fails on one aborts the others. Raises as `AsyncLLM.add_request`."""
         engine = context.state.engine
         params.skip_clone = len(prompts) == 1  # made for this request, and used once
-        submission = cls(engine, context.state.lifecycle, collectors := [])
+        submission = cls(engine, context.state.lifecycle, collectors := [], context.take_share())
         try:
             for index, prompt in enumerate(prompts):
                 collectors.append(
@@ -129,14 +138,22 @@ class Submission:
         running = [collector.request_id for collector in self._collectors if not collector.is_final]
         if running:
             await self._engine.abort(running, internal=True)
+        if self._share is not None:
+            self._share.release()
 
 
-def check_admission(context: RequestContext, prompts: Sequence[str | Sequence[int]], n: int) -> None:
-    """Reserve room for the prompts, n outputs each, which `Submission.submit` uses.
+def check_admission(
+    context: RequestContext, prompts: Sequence[str | Sequence[int]], n: int, max_tokens: int | None = None
+) -> None:
+    """Reserve room for the prompts, n outputs each of at most `max_tokens` (None: as many as the context has room
+    for), which `Submission.submit` uses.
 
     Raises OverloadedError, before any work is done, if they are not taken now.
     """
-    context.reserve_places([estimate_num_tokens(prompt) for prompt in prompts], n)
+    limit = context.state.max_model_len
+    nums_tokens = [estimate_num_tokens(prompt) for prompt in prompts]
+    nums_output = [min(max(0, limit - num), limit if max_tokens is None else max_tokens) for num in nums_tokens]
+    context.reserve_places(nums_tokens, n, nums_output)
 
 
 def stream_response(

@@ -23,6 +23,8 @@ MAX_TEXT_CHARS = 1 << 26
 MAX_FLOAT = 1e38
 """Single precision holds no more."""
 MAX_SHOWN_CHARS = 60
+MAX_WORDS_CHARS = 400
+"""Of what the parser says: it repeats a text that is none of a field's words in full."""
 MAX_BYTES_TO_QUOTE = 1 << 16
 """Of a body of more bytes no value is quoted: it would have to be read a second time."""
 
@@ -67,7 +69,7 @@ class BodyReader(Generic[Body]):
         except msgspec.ValidationError as e:
             raise _field_error(str(e), body) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            raise ValidationError(f"the body is not valid JSON: {e}", param="body") from None
+            raise ValidationError(f"the body is not valid JSON: {str(e)[:MAX_WORDS_CHARS]}", param="body") from None
         except RecursionError:
             raise ValidationError("the body is nested too deeply", param="body") from None
         refuse_unknown_wishes(request)
@@ -93,7 +95,7 @@ def _field_error(message: str, body: bytes) -> ValidationError:
         where = f"{path}.{missing['name']}".lstrip(".")
         return ValidationError(f"{where} is missing; it is required", param=where.partition("[")[0])
     shown = _quote(body, path)
-    words = what[:1].lower() + what[1:]
+    words = what[:1].lower() + what[1:MAX_WORDS_CHARS]
     if shown:
         words = _GOT.sub("", words)
     return ValidationError(f"{path or 'the body'}: {words}{shown}", param=path.partition("[")[0] or "body")
