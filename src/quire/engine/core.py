@@ -36,6 +36,7 @@ from quire.resolve import resolve
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
+from quire.wire.snapshot import EngineSnapshot
 from quire.wire.trace import TraceWindow
 
 logger = init_logger(__name__)
@@ -80,12 +81,13 @@ class EngineCore:
     ) -> None:
         logger.info("engine core: model %s, executor %s", config.model_config.name, executor_class.__name__)
         self.pulse = pulse if pulse is not None else Pulse()
+        self.structured_output_manager = make_structured_output_manager(config)
+        self.structured_output_manager.preload()
         self.executor = executor_class(config)
         if executor_fail_callback is not None:
             self.executor.register_failure_callback(executor_fail_callback)
         sizes = initialize_kv_caches(config, self.executor)
         cache_config = config.cache_config
-        self.structured_output_manager = make_structured_output_manager(config)
         observers, self._traces = make_observers(config, sizes)
         grammars: StructuredOutputManager | None = self.structured_output_manager
         for observer in observers:
@@ -326,6 +328,10 @@ class EngineCore:
         if self._log_iterations:
             logger.info(describe_iteration(self._num_iterations, scheduler_output, time.perf_counter() - start))
             self._num_iterations += 1
+
+    def get_snapshot(self) -> EngineSnapshot:
+        """The blocks and requests of this moment, for people who watch."""
+        return self.scheduler.make_snapshot()
 
     def get_dropped_messages(self) -> dict[str, int]:
         """Messages that could not be taken in, by reason. A core in its user's process is sent none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from quire.lora_request import LoRARequest
 from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, PauseMode
 from quire.wire.handshake import ClientAddresses
+from quire.wire.snapshot import EngineSnapshot
 from quire.wire.trace import TraceWindow
 
 CLIENTS: dict[tuple[bool, bool], str] = {
@@ -41,6 +42,21 @@ class EngineCoreClient(ABC):
     def engine_dead(self) -> bool:
         """Whether the core is gone for good: every call from now on raises EngineDeadError."""
         return False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request handed over now would be worked on now: False while a core is being started again."""
+        return not self.engine_dead
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What has happened so far, as `EngineLink.counts` has it; empty for a core in this process."""
+        return {}
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Restarts of the core by cause of the death before; empty where another process looks after it."""
+        return {}
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -169,7 +185,11 @@ class EngineCoreClient(ABC):
 
     def get_trace(self, seconds: float) -> TraceWindow:
         """What the core did in the last `seconds`. Raises ValidationError if it keeps no traces."""
-        return _as_trace(self.call_utility("get_trace", seconds))
+        return msgspec.convert(self.call_utility("get_trace", seconds), TraceWindow)
+
+    def get_snapshot(self) -> EngineSnapshot:
+        """The blocks and requests of this moment, for people who watch."""
+        return msgspec.convert(self.call_utility("get_snapshot"), EngineSnapshot)
 
 
 class AsyncEngineCoreClient(ABC):
@@ -193,6 +213,16 @@ class AsyncEngineCoreClient(ABC):
     @abstractmethod
     def engine_dead(self) -> bool:
         """Whether the core is gone for good: every call from now on raises EngineDeadError."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What has happened so far, as `EngineLink.counts` has it; empty for a core in this process."""
+        return {}
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Restarts of the core by cause of the death before; empty where another process looks after it."""
+        return {}
 
     @abstractmethod
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -317,12 +347,11 @@ class AsyncEngineCoreClient(ABC):
 
     async def get_trace_async(self, seconds: float) -> TraceWindow:
         """As `EngineCoreClient.get_trace`."""
-        return _as_trace(await self.call_utility_async("get_trace", seconds))
+        return msgspec.convert(await self.call_utility_async("get_trace", seconds), TraceWindow)
 
-
-def _as_trace(result: Any) -> TraceWindow:
-    """An answer as it came from another process, or from this one."""
-    return result if isinstance(result, TraceWindow) else msgspec.convert(result, TraceWindow)
+    async def get_snapshot_async(self) -> EngineSnapshot:
+        """As `EngineCoreClient.get_snapshot`."""
+        return msgspec.convert(await self.call_utility_async("get_snapshot"), EngineSnapshot)
 
 
 def method_name(method: str | Callable[..., Any]) -> str:

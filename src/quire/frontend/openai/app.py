@@ -24,11 +24,14 @@ from quire.frontend.openai.routes import (
     admin,
     chat,
     completions,
+    debug,
     documents,
     health,
+    invocations,
     messages,
     metrics,
     models,
+    pages,
     responses,
     tokens,
 )
@@ -45,7 +48,10 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     chat.ENDPOINTS,
     responses.ENDPOINTS,
     messages.ENDPOINTS,
+    invocations.ENDPOINTS,
     documents.ENDPOINTS,
+    pages.ENDPOINTS,
+    debug.ENDPOINTS,
     admin.ENDPOINTS,
 )
 """Every endpoint there is, one row per file of `routes/`."""
@@ -55,7 +61,7 @@ def endpoints_of(config: ServerConfig, *, is_admin: bool) -> list[Endpoint]:
     """The endpoints of the main listener, or of the admin one."""
     found = [endpoint for router in ROUTERS for endpoint in router if endpoint.is_enabled(config)]
     if is_admin:
-        return [e for e in found if e.access in (Access.ADMIN, Access.OPEN)]
+        return [e for e in found if e.access in (Access.ADMIN, Access.OPEN) or e.is_on_admin]
     with_admin = config.enable_admin and not config.admin_is_apart
     return [e for e in found if e.access is not Access.ADMIN or with_admin]
 

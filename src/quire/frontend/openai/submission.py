@@ -18,8 +18,11 @@ from quire.frontend.openai.streaming import EventStream, error_event
 from quire.frontend.openai.tenants import TenantPlace
 from quire.frontend.output_collector import RequestOutputCollector
 from quire.frontend.prompts import TokensPrompt
+from quire.logger import init_logger
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+
+logger = init_logger(__name__)
 
 
 class Submission:
@@ -64,6 +67,8 @@ class Submission:
                         reservation=context.take_place(),
                     )
                 )
+                if context.state.config.enable_log_requests:
+                    logger.info("%s", _described(collectors[-1].request_id, prompt, params))
                 if index:
                     await asyncio.sleep(0)  # others may go on between two prompts
         except BaseException:
@@ -140,6 +145,16 @@ class Submission:
             await self._engine.abort(running, internal=True)
         if self._share is not None:
             self._share.release()
+
+
+def _described(request_id: str, prompt: TokensPrompt, params: SamplingParams) -> str:
+    """A request in one line, without any text of its own."""
+    form = "" if params.structured_outputs is None else f", {params.structured_outputs.source.kind}"
+    return (
+        f"request {request_id}: {len(prompt['prompt_token_ids'])} prompt tokens, max_tokens={params.max_tokens}, "
+        f"n={params.n}, temperature={params.temperature:g}, top_p={params.top_p:g}, top_k={params.top_k}, "
+        f"seed={params.seed}{form}"
+    )
 
 
 def check_admission(

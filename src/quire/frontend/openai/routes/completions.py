@@ -162,7 +162,11 @@ class CompletionWriter:
                 if choice is not None:
                     yield b"data: " + head + choice + tail
         if self._sends_usage:
-            usage = {"choices": [], "usage": self._usage.in_chunk(), "system_fingerprint": self._fingerprint}
+            usage: dict[str, Any] = {
+                "choices": [],
+                "usage": self._usage.in_chunk(),
+                "system_fingerprint": self._fingerprint,
+            }
             yield event(self._head | usage)
         yield DONE
 
