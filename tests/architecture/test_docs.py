@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
 from tools.compat.page import make_page
 
 ROOT = Path(__file__).resolve().parents[2]
