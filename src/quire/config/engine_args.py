@@ -80,14 +80,16 @@ class EngineArgs:
 
     def _resolve_model(self, model: ModelConfig) -> ModelConfig:
         download_dir = self.download_dir
-        model_dir = resolve_model_dir(model.model, model.revision, download_dir)
+        token = model.hf_token
+        model_dir = resolve_model_dir(model.model, model.revision, download_dir, token=token)
         tokenizer_dir = model_dir
         if model.tokenizer is not None:
             tokenizer_dir = resolve_model_dir(
-                model.tokenizer, model.tokenizer_revision, download_dir, tokenizer_only=True
+                model.tokenizer, model.tokenizer_revision, download_dir, token=token, tokenizer_only=True
             )
         return dataclasses.replace(
             model,
+            hf_token=None,  # used up: no other process gets it
             model_dir=model_dir,
             tokenizer_dir=tokenizer_dir,
             hf_config=HFConfig.from_dir(model_dir, model.hf_overrides),

@@ -68,6 +68,9 @@ class ServerConfig:
         minimum=0,
         maximum=65535,
     )
+    enable_scale_out: bool = flag(
+        False, "Answer at the render routes: the token ids and sampling parameters of a request, nothing generated."
+    )
     enable_tokenizer_info_endpoint: bool = flag(False, "Serve /tokenizer_info.")
     trust_request_chat_template: bool = flag(False, "Let requests bring a chat template of their own.")
     default_chat_template_kwargs: str | None = flag(
@@ -142,6 +145,7 @@ class ServerConfig:
         (), "ASGI middleware class, or function(request, call_next), as package.module.name.", metavar="NAME"
     )
     disable_fastapi_docs: bool = flag(False, "No /docs, /redoc and /openapi.json.")
+    disable_ui: bool = flag(False, "No pages at /ui, and no /debug/state, which the dashboard reads.")
     ssl_keyfile: str | None = flag(None, "Key of the TLS certificate.", metavar="FILE")
     ssl_certfile: str | None = flag(None, "TLS certificate; serves HTTPS.", metavar="FILE")
     ssl_ca_certs: str | None = flag(None, "Certificates that clients' are checked against.", metavar="FILE")
@@ -149,6 +153,21 @@ class ServerConfig:
         0, "Must clients show a certificate: 0 no, 1 if they have one, 2 yes.", parse=int, minimum=0, maximum=2
     )
     ssl_ciphers: str | None = flag(None, "TLS ciphers, as OpenSSL writes them.")
+    log_level: str | None = flag(
+        None,
+        "Log level; QUIRE_LOGGING_LEVEL does the same. Default: INFO.",
+        choices=("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET"),
+    )
+    enable_log_requests: bool = flag(
+        False, "Log each generating request as it is handed in: its id, lengths and sampling; never its text."
+    )
+    fingerprint_mode: str = flag(
+        "full",
+        "system_fingerprint in answers: full (the version, and a hash of the model and its settings), the hash alone, "
+        "none, or custom: --fingerprint-value.",
+        choices=("full", "hash", "custom", "none"),
+    )
+    fingerprint_value: str | None = flag(None, "The system_fingerprint of --fingerprint-mode custom.", metavar="TEXT")
     disable_uvicorn_access_log: bool = flag(False, "No line per request.")
     disable_access_log_for_endpoints: str | None = flag(
         None, "Paths, with commas between, whose requests are not logged.", metavar="PATHS"
@@ -168,6 +187,8 @@ class ServerConfig:
             raise ConfigError("--uds and --ssl-certfile exclude each other: a Unix socket has no TLS")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile belong together; give both or neither")
+        if (self.fingerprint_mode == "custom") != (self.fingerprint_value is not None):
+            raise ConfigError("--fingerprint-mode custom and --fingerprint-value belong together; give both or neither")
 
     @property
     def admin_is_apart(self) -> bool:

@@ -116,6 +116,7 @@ class Request:
         "events",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_lost_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
@@ -128,6 +129,7 @@ class Request:
         "status",
         "stop_reason",
         "structured_output",
+        "untold_token_ids",
     )
 
     def __init__(self, origin: EngineCoreRequest, block_hasher: BlockHasher | None = None) -> None:
@@ -148,6 +150,8 @@ class Request:
         self._set_origin(origin)
         self.spec_token_ids: list[int] = []
         """Draft tokens to be verified by the next step."""
+        self.untold_token_ids: list[int] = []
+        """The last outputs, where the worker did not sample them and has not been told of them."""
 
         self.status = RequestStatus.WAITING
         self.arrival_index = 0
@@ -160,6 +164,8 @@ class Request:
         self.num_cached_tokens = -1
         """Prompt tokens that were there when the request (or this segment) was first admitted: found in the prefix
         cache, or kept from the segment before. -1 before that."""
+        self.num_lost_tokens = 0
+        """Computed once, and lost with its blocks; 0 when it has been admitted again."""
         self.num_preemptions = 0
         self.events: list[EngineCoreEvent] = []
         params = origin.sampling_params

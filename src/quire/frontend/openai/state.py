@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.metrics.prometheus import PrometheusStatLogger
+from quire.frontend.metrics.process import ProcessMetrics
+from quire.frontend.metrics.recent import RecentRequests
 from quire.frontend.openai.auth import Gatekeeper
 from quire.frontend.openai.chat_format import ChatFormat
+from quire.frontend.openai.engine_view import SnapshotSource
 from quire.frontend.openai.errors import UnavailableError
 from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.response_store import ResponseStore
@@ -62,11 +64,14 @@ class ServerState:
         *,
         key_digests: Sequence[bytes] = (),
         stall_s: float = 60.0,
-        metrics: PrometheusStatLogger | None = None,
+        recent: RecentRequests | None = None,
     ) -> None:
         self.engine = engine
         self.config = config
-        self.metrics = metrics
+        self.process_metrics = ProcessMetrics()
+        self.recent = recent if recent is not None else RecentRequests()
+        """Empty where the engine's statistics go elsewhere."""
+        self.snapshots = SnapshotSource(engine)
         self.stall_s = stall_s
         """How long a stream may wait for its reader (--slow-client-timeout-s); 0 for ever."""
         self.gatekeeper = Gatekeeper(key_digests, protect_metrics=config.protect_metrics, admin_host=config.admin_host)
@@ -75,9 +80,10 @@ class ServerState:
         self.chat_format = ChatFormat(config, _template_with_tools(engine))
         self.lifecycle = Lifecycle()
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
-        self.model_names = (engine.model_config.name,)
+        self.model_names = engine.model_config.names
         self.created = int(time.time())
-        self.fingerprint = _fingerprint(engine)
+        self.model_hash = _model_hash(engine)
+        self.fingerprint = _fingerprint(config, self.model_hash)
         self.salt_secret = secrets.token_bytes(32)
         """What cache salts are made with, so that they cannot be guessed."""
         self.supported_tasks = tuple(engine.engine_core.ready_response.supported_tasks)
@@ -131,8 +137,14 @@ def _template_with_tools(engine: AsyncLLM) -> str | None:
     return templates.get("tool_use", templates.get("default"))
 
 
-def _fingerprint(engine: AsyncLLM) -> str:
+def _model_hash(engine: AsyncLLM) -> str:
     """Changes with what could change an answer: the version, the model, its type."""
     model = engine.model_config
-    identity = repr((model.name, model.revision, model.dtype, model.hf_overrides, model.seed))
-    return f"quire-{__version__}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+    identity = repr((__version__, model.name, model.revision, model.dtype, model.hf_overrides, model.seed))
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]
+
+
+def _fingerprint(config: ServerConfig, model_hash: str) -> str | None:
+    if config.fingerprint_mode == "full":
+        return f"quire-{__version__}-{model_hash}"
+    return {"hash": model_hash, "custom": config.fingerprint_value, "none": None}[config.fingerprint_mode]

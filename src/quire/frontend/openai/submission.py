@@ -12,14 +12,17 @@ from quire.errors import GenerationError, make_error
 from quire.frontend.admission import estimate_num_tokens
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.openai.endpoint import RequestContext
-from quire.frontend.openai.errors import UnavailableError
+from quire.frontend.openai.errors import ErrorShape, UnavailableError, error_body
 from quire.frontend.openai.state import Lifecycle
 from quire.frontend.openai.streaming import EventStream, error_event
 from quire.frontend.openai.tenants import TenantPlace
 from quire.frontend.output_collector import RequestOutputCollector
 from quire.frontend.prompts import TokensPrompt
+from quire.logger import init_logger
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+
+logger = init_logger(__name__)
 
 
 class Submission:
@@ -64,6 +67,8 @@ class Submission:
                         reservation=context.take_place(),
                     )
                 )
+                if context.state.config.enable_log_requests:
+                    logger.info("%s", _described(collectors[-1].request_id, prompt, params))
                 if index:
                     await asyncio.sleep(0)  # others may go on between two prompts
         except BaseException:
@@ -142,6 +147,16 @@ class Submission:
             self._share.release()
 
 
+def _described(request_id: str, prompt: TokensPrompt, params: SamplingParams) -> str:
+    """A request in one line, without any text of its own."""
+    form = "" if params.structured_outputs is None else f", {params.structured_outputs.source.kind}"
+    return (
+        f"request {request_id}: {len(prompt['prompt_token_ids'])} prompt tokens, max_tokens={params.max_tokens}, "
+        f"n={params.n}, temperature={params.temperature:g}, top_p={params.top_p:g}, top_k={params.top_k}, "
+        f"seed={params.seed}{form}"
+    )
+
+
 def check_admission(
     context: RequestContext, prompts: Sequence[str | Sequence[int]], n: int, max_tokens: int | None = None
 ) -> None:
@@ -162,6 +177,7 @@ def stream_response(
     submission: Submission | None,
     *,
     encode_error: Callable[[BaseException], bytes] = error_event,
+    shape_error: ErrorShape = error_body,
 ) -> EventStream:
     """`chunks` as server-sent events; when they end, however they end, what still runs of `submission` is aborted."""
     state = context.state
@@ -172,4 +188,5 @@ def stream_response(
         keep_alive_s=state.config.sse_keep_alive_interval,
         stall_s=state.stall_s,
         encode_error=encode_error,
+        shape_error=shape_error,
     )
