@@ -121,7 +121,7 @@ PREFIX_STATS = PrefixCacheStats(True, 1, 20, 16, 2, 40, 32)
 EVICTION = KVCacheEvictionEvent(1.5, 0.25, (0.5, 0.125))
 SPEC_STATS = SpecDecodingStats(3, 2, 6, 4, [2, 1, 1])
 PREFILL_STATS = PrefillStats(10, 4, 5, 1)
-SCHEDULER_STATS = SchedulerStats(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130)
+SCHEDULER_STATS = SchedulerStats(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29)
 EVENT = EngineCoreEvent(EngineCoreEventType.PREEMPTED, 12.5)
 OUTPUT = EngineCoreOutput(
     "0_request",

@@ -69,10 +69,9 @@ def run(args: Arguments) -> int:
     listeners = resolve("quire.frontend.openai.server:Listeners").bind(config)
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)
-        metrics = resolve("quire.frontend.metrics.prometheus:PrometheusStatLogger")(engine_config.model_config.name)
+        engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config)
         recent = resolve("quire.frontend.metrics.recent:RecentRequests")()
-        loggers = [resolve("quire.frontend.metrics.manager:LoggingStatLogger")(), metrics, recent]
-        engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config, stat_loggers=loggers)
+        engine.pipeline.stat_loggers.add(recent)
         try:
             make_state = partial(
                 resolve("quire.frontend.openai.state:ServerState"),
@@ -80,7 +79,6 @@ def run(args: Arguments) -> int:
                 config,
                 key_digests=keys,
                 stall_s=engine_config.frontend_config.slow_client_timeout_s,
-                metrics=metrics if engine.log_stats else None,
                 recent=recent,
             )
             main = _serve(make_state, listeners, engine_config.lifecycle_config.shutdown_timeout, start)

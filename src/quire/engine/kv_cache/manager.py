@@ -83,6 +83,13 @@ class KVCacheManager:
         """Share of blocks in use, 0...1."""
         return self.block_pool.get_usage()
 
+    def count_blocks(self) -> tuple[int, int, int]:
+        """Blocks by what they are: held by requests, free with content that may be hit, free without."""
+        pool = self.block_pool
+        num_free = pool.get_num_free_blocks()
+        num_cached = pool.num_cached_free_blocks
+        return pool.num_gpu_blocks - 1 - num_free, num_cached, num_free - num_cached
+
     def get_computed_blocks(self, request: CacheableRequest) -> tuple[KVCacheBlocks, int]:
         """The longest cached prefix of a request about to be admitted: its blocks and its length in tokens.
 

@@ -85,6 +85,8 @@ class Scheduler(SchedulerInterface):
         self.resting = RestingSessions(self.policy)
         self._steps = StepsInFlight()
         self._outputs = OutputCollector(max_model_len, include_finished_set, num_spec_tokens)
+        self._num_recomputed_tokens = 0
+        """Since the last snapshot."""
 
     # -- coming ------------------------------------------------------------------------------------------------
 
@@ -159,9 +161,13 @@ class Scheduler(SchedulerInterface):
 
     def _free_blocks(self, request: Request) -> None:
         """What a session holds that is not running."""
-        self.kv_cache_manager.free(request)
-        request.num_computed_tokens = 0
+        self._lose_blocks(request)
         self.resting.has_no_blocks(request)
+
+    def _lose_blocks(self, request: Request) -> None:
+        self.kv_cache_manager.free(request)
+        request.num_lost_tokens = min(request.num_computed_tokens, request.num_tokens)
+        request.num_computed_tokens = 0
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -248,6 +254,9 @@ class Scheduler(SchedulerInterface):
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_cached
         request.num_computed_tokens = num_cached
+        if request.num_lost_tokens:
+            self._num_recomputed_tokens += max(0, request.num_lost_tokens - num_cached)
+            request.num_lost_tokens = 0
         request.status = RequestStatus.RUNNING
         self._record(request, EngineCoreEventType.SCHEDULED, step.timestamp)
         self.running.append(request)
@@ -268,9 +277,8 @@ class Scheduler(SchedulerInterface):
 
     def _preempt(self, request: Request, timestamp: float) -> None:
         """Back to its place in the queue, to be recomputed. The caller has taken it out of `running`."""
-        self.kv_cache_manager.free(request)
+        self._lose_blocks(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
         request.spec_token_ids = []
         self._note_preemption(request, timestamp)
         self.waiting.add_preempted(request)
@@ -400,13 +408,19 @@ class Scheduler(SchedulerInterface):
         if not self.log_stats:
             return None
         manager = self.kv_cache_manager
+        num_used, num_cached, num_free = manager.count_blocks()
         stats = SchedulerStats(
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting.ready),
             num_skipped_waiting_reqs=len(self.waiting.blocked) + len(self.resting.waiting_for_input),
             kv_cache_usage=manager.usage,
             kv_cache_eviction_events=manager.take_events(),
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_used_blocks=num_used,
+            num_cached_blocks=num_cached,
+            num_free_blocks=num_free,
         )
+        self._num_recomputed_tokens = 0
         prefix_cache_stats = manager.take_prefix_cache_stats()
         if prefix_cache_stats is not None:
             stats.prefix_cache_stats = prefix_cache_stats

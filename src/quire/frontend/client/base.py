@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -41,6 +41,21 @@ class EngineCoreClient(ABC):
     def engine_dead(self) -> bool:
         """Whether the core is gone for good: every call from now on raises EngineDeadError."""
         return False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request handed over now would be worked on now: False while a core is being started again."""
+        return not self.engine_dead
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What has happened so far, as `EngineLink.counts` has it; empty for a core in this process."""
+        return {}
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Restarts of the core by cause of the death before; empty where another process looks after it."""
+        return {}
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -193,6 +208,16 @@ class AsyncEngineCoreClient(ABC):
     @abstractmethod
     def engine_dead(self) -> bool:
         """Whether the core is gone for good: every call from now on raises EngineDeadError."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What has happened so far, as `EngineLink.counts` has it; empty for a core in this process."""
+        return {}
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Restarts of the core by cause of the death before; empty where another process looks after it."""
+        return {}
 
     @abstractmethod
     async def add_request_async(self, request: EngineCoreRequest) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.metrics.prometheus import PrometheusStatLogger
+from quire.frontend.metrics.process import ProcessMetrics
 from quire.frontend.metrics.recent import RecentRequests
 from quire.frontend.openai.auth import Gatekeeper
 from quire.frontend.openai.chat_format import ChatFormat
@@ -64,12 +64,11 @@ class ServerState:
         *,
         key_digests: Sequence[bytes] = (),
         stall_s: float = 60.0,
-        metrics: PrometheusStatLogger | None = None,
         recent: RecentRequests | None = None,
     ) -> None:
         self.engine = engine
         self.config = config
-        self.metrics = metrics
+        self.process_metrics = ProcessMetrics()
         self.recent = recent if recent is not None else RecentRequests()
         """Empty where the engine's statistics go elsewhere."""
         self.snapshots = SnapshotSource(engine)
