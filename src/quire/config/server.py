@@ -68,6 +68,9 @@ class ServerConfig:
         minimum=0,
         maximum=65535,
     )
+    enable_scale_out: bool = flag(
+        False, "Answer at the render routes: the token ids and sampling parameters of a request, nothing generated."
+    )
     enable_tokenizer_info_endpoint: bool = flag(False, "Serve /tokenizer_info.")
     trust_request_chat_template: bool = flag(False, "Let requests bring a chat template of their own.")
     default_chat_template_kwargs: str | None = flag(

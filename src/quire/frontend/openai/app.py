@@ -22,6 +22,7 @@ from quire.frontend.openai.endpoint import Endpoint
 from quire.frontend.openai.errors import error_response, http_status_error, unknown_route
 from quire.frontend.openai.routes import (
     admin,
+    batch,
     chat,
     completions,
     debug,
@@ -32,6 +33,7 @@ from quire.frontend.openai.routes import (
     metrics,
     models,
     pages,
+    render,
     responses,
     tokens,
 )
@@ -46,8 +48,10 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     tokens.ENDPOINTS,
     completions.ENDPOINTS,
     chat.ENDPOINTS,
+    batch.ENDPOINTS,
     responses.ENDPOINTS,
     messages.ENDPOINTS,
+    render.ENDPOINTS,
     invocations.ENDPOINTS,
     documents.ENDPOINTS,
     pages.ENDPOINTS,
