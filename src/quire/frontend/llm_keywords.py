@@ -12,7 +12,6 @@ from quire.config.engine_args import FLAGS
 from quire.errors import ConfigError
 
 UNSUPPORTED_DEFAULTS: dict[str, Any] = {
-    "convert": "auto",
     "allowed_local_media_path": "",
     "allowed_media_domains": None,
     "tensor_parallel_size": 1,
@@ -29,7 +28,6 @@ UNSUPPORTED_DEFAULTS: dict[str, Any] = {
     "disable_custom_all_reduce": False,
     "hf_token": None,
     "mm_processor_kwargs": None,
-    "pooler_config": None,
     "structured_outputs_config": None,
     "speculative_config": None,
     "attention_config": None,

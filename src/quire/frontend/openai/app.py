@@ -20,7 +20,19 @@ from quire.errors import ConfigError
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint
 from quire.frontend.openai.errors import error_response, http_status_error, unknown_route
-from quire.frontend.openai.routes import admin, chat, completions, documents, health, messages, metrics, models, tokens
+from quire.frontend.openai.routes import (
+    admin,
+    chat,
+    completions,
+    documents,
+    embeddings,
+    health,
+    messages,
+    metrics,
+    models,
+    scores,
+    tokens,
+)
 from quire.frontend.openai.state import ServerState
 from quire.resolve import resolve
 from quire.version import __version__
@@ -33,6 +45,8 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     completions.ENDPOINTS,
     chat.ENDPOINTS,
     messages.ENDPOINTS,
+    embeddings.ENDPOINTS,
+    scores.ENDPOINTS,
     documents.ENDPOINTS,
     admin.ENDPOINTS,
 )

@@ -156,8 +156,8 @@ class Endpoint:
     methods: tuple[str, ...] = ("POST",)
     body: BodyReader[Any] | None = None
     """What it reads, for the documents."""
-    task: str | None = None
-    """What the model must be for: "generate", "embed", ...; of another model the route does not exist."""
+    task: str | tuple[str, ...] | None = None
+    """What the model must be for, or one of several: "generate", "embed", ...; of another the route does not exist."""
     is_work: bool = False
     """Counted as load, and refused while the server shuts down."""
     shape_error: ErrorShape = error_body
@@ -185,7 +185,8 @@ class Endpoint:
         state = context.state
         try:
             state.gatekeeper.check(self.access, context.request)
-            if self.task is not None and self.task not in state.supported_tasks:
+            tasks = (self.task,) if isinstance(self.task, str) else self.task
+            if tasks is not None and not set(tasks).intersection(state.supported_tasks):
                 raise NotFoundError(
                     f"{self.path} is not for this model, which supports {', '.join(state.supported_tasks)}"
                 )
