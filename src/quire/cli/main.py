@@ -43,6 +43,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("complete", "quire.cli.complete", "Continue one or more prompts."),
     Command("chat", "quire.cli.chat", "Talk to a model in the terminal."),
     Command("batch", "quire.cli.batch", "Run a file of OpenAI batch requests; resumable."),
+    Command("replay", "quire.cli.replay", "Replay a recording without a model, and ask what-if."),
     Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it."),
     Command("convert-gguf", "quire.cli.convert_gguf", "Turn a GGUF file into a checkpoint directory."),
     Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),

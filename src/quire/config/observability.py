@@ -51,6 +51,12 @@ class ObservabilityConfig:
 
     disable_log_stats: bool = flag(False, "Compute no statistics.")
     enable_logging_iteration_details: bool = flag(False, "Log what every step computed and how long it took.")
+    record: str | None = flag(
+        None,
+        "Write arrivals, lengths and every scheduling decision to this new file, for `quire replay`. No prompts.",
+        metavar="FILE",
+    )
+    record_prompts: bool = flag(False, "With --record: write the token ids of prompts, too.")
     profiler_config: dict[str, Any] | None = flag(
         None,
         'JSON object: what start_profile records and where the trace goes, e.g. {"torch_profiler_dir": "traces"}.',

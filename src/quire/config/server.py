@@ -92,6 +92,16 @@ class ServerConfig:
     max_prompts_per_request: int = flag(
         2048, "Most prompts, and most outputs, of one request.", parse=int, minimum=1, maximum=1 << 20
     )
+    max_stored_responses: int = flag(
+        1024,
+        "Most responses of /v1/responses that are kept, in memory, to be asked for or gone on from; 0 keeps none.",
+        parse=int,
+        minimum=0,
+        maximum=1 << 20,
+    )
+    max_stored_response_bytes: int = flag(
+        64 << 20, "Most bytes of them, about; the oldest are dropped.", parse=parse_human_int, minimum=0
+    )
     body_timeout_s: float = flag(
         60.0, "Seconds a client may take to send a body; then 408.", parse=float, minimum=0.001
     )

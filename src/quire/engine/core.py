@@ -21,9 +21,11 @@ from quire.engine.executor.abstract import Executor
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache_init import initialize_kv_caches
 from quire.engine.lifecycle import Lifecycle
+from quire.engine.observers import make_observers
 from quire.engine.pulse import Pulse
 from quire.engine.request import BlockHasher, Request, RequestStatus
-from quire.engine.sched.interface import SchedulerInterface
+from quire.engine.sched.interface import SchedulerInterface, StructuredOutputManager
+from quire.engine.sched.observed import ObservedScheduler
 from quire.engine.step_report import describe_iteration, log_error_detail
 from quire.engine.structured_output.registry import make_structured_output_manager
 from quire.errors import ServerError, ValidationError
@@ -83,6 +85,10 @@ class EngineCore:
         sizes = initialize_kv_caches(config, self.executor)
         cache_config = config.cache_config
         self.structured_output_manager = make_structured_output_manager(config)
+        observers = make_observers(config, sizes)
+        grammars: StructuredOutputManager | None = self.structured_output_manager
+        for observer in observers:
+            grammars = observer.watch_grammars(grammars)
         self.scheduler: SchedulerInterface = resolve(config.scheduler_config.scheduler_cls)(
             sizes.config,
             config.scheduler_config,
@@ -91,8 +97,10 @@ class EngineCore:
             log_stats=log_stats,
             include_finished_set=include_finished_set,
             kv_cache_metrics_sample=cache_config.kv_cache_metrics_sample if cache_config.kv_cache_metrics else None,
-            structured_output_manager=self.structured_output_manager,
+            structured_output_manager=grammars,
         )
+        if observers:
+            self.scheduler = ObservedScheduler(self.scheduler, observers)
         self.ready_response = EngineCoreReadyResponse(
             max_model_len=sizes.max_model_len,
             num_gpu_blocks=sizes.config.num_blocks,

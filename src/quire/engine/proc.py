@@ -37,6 +37,7 @@ from quire.engine.core import EngineCore
 from quire.engine.executor.abstract import Executor
 from quire.engine.intake import ClientLink, DropCounter, InputItem, MessageIntake, RefusedRequest, UtilityCall
 from quire.engine.io_threads import InputThread, IOThread, OutputItem, OutputThread
+from quire.engine.observers import of_incarnation
 from quire.engine.pulse import UTILITY_S, Pulse
 from quire.engine.request import Request, RequestStatus
 from quire.engine.startup import CoreHandshake, LaunchOptions, Preload, parse_command_line, read_curve_keys
@@ -422,7 +423,7 @@ def _make_core(metadata: EngineHandshakeMetadata) -> EngineCoreProc:
         page.incarnation = metadata.incarnation
     pulse = Pulse(page)
     pulse.starting()
-    config = decode_config(metadata.engine_config)
+    config = of_incarnation(decode_config(metadata.engine_config), metadata.incarnation)
     executor_class = resolve(config.parallel_config.executor_class)
     core = EngineCoreProc(config, executor_class, metadata.log_stats, pulse=pulse)
     pulse.calibrate(core.executor.execute_dummy_batch)

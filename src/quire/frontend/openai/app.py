@@ -30,6 +30,7 @@ from quire.frontend.openai.routes import (
     messages,
     metrics,
     models,
+    responses,
     scores,
     tokens,
 )
@@ -44,6 +45,7 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     tokens.ENDPOINTS,
     completions.ENDPOINTS,
     chat.ENDPOINTS,
+    responses.ENDPOINTS,
     messages.ENDPOINTS,
     embeddings.ENDPOINTS,
     scores.ENDPOINTS,

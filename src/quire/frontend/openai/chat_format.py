@@ -48,6 +48,11 @@ class ChatPlan:
     is_named: bool = False
     """The function was the request's choice."""
 
+    @property
+    def is_plain(self) -> bool:
+        """All of the answer is text for the user."""
+        return self.program is None and self.reasoning_spec is None
+
     def adjust(self, params: SamplingParams) -> None:
         """Have the engine leave in the text what the parsers look for, and force what was asked for.
 
@@ -70,7 +75,7 @@ class ChatPlan:
 
     def make_parser(self, prompt: str | None) -> ChatParser:
         """The parser of one choice of the answer to `prompt`."""
-        if self.program is None and self.reasoning_spec is None:
+        if self.is_plain:
             return PlainText()
         reasoning = self.reasoning_spec.make_program(prompt or "") if self.reasoning_spec is not None else None
         return MessageParser(

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
-from quire.errors import NotFoundError
+from quire.errors import NotFoundError, ValidationError
 from quire.frontend.admission import Reservation
 from quire.frontend.openai.auth import Access, shown_key
 from quire.frontend.openai.errors import ErrorShape, HttpError, error_body, error_response, note_error
@@ -35,6 +35,7 @@ logger = init_logger("quire.access")
 
 Result = TypeVar("Result")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _MAX_TRACE_HEADER_CHARS = 512
 MIN_VALUES = 1 << 18
@@ -85,6 +86,15 @@ class RequestContext:
             return given
         identity = b"\0".join((shown_key(self.request), b"" if given is None else b"+" + given.encode()))
         return hmac.digest(self.state.salt_secret, identity, "sha256").hex()
+
+    def query_switch(self, name: str, default: bool) -> bool:
+        """A parameter of the query that is true or false. Raises ValidationError."""
+        text = self.request.query_params.get(name)
+        if text is None:
+            return default
+        if text.lower() not in _SWITCHES:
+            raise ValidationError(f"{name} must be true or false, got {text[:60]!r}", param=name)
+        return _SWITCHES[text.lower()]
 
     async def read(self, reader: BodyReader[Body]) -> Body:
         """The checked body. Raises HttpError or ValidationError."""

@@ -104,6 +104,11 @@ class PromptRenderer:
         assert isinstance(text, str)
         return text
 
+    async def count_tokens(self, text: str) -> int:
+        """How many tokens a text has; 0 without a tokenizer."""
+        tokenizer = self._tokenizer
+        return 0 if tokenizer is None else await self._run(len(text), lambda: len(tokenizer.encode(text, False)))
+
     async def run_aside(self, work: Callable[[], Result]) -> Result:
         """The result of something that may take long, on the thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

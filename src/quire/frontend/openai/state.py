@@ -16,6 +16,7 @@ from quire.frontend.openai.auth import Gatekeeper
 from quire.frontend.openai.chat_format import ChatFormat
 from quire.frontend.openai.errors import UnavailableError
 from quire.frontend.openai.rendering import PromptRenderer
+from quire.frontend.openai.response_store import ResponseStore
 from quire.version import __version__
 
 
@@ -71,6 +72,7 @@ class ServerState:
         self.renderer = PromptRenderer(engine, config)
         self.chat_format = ChatFormat(config, _template_with_tools(engine))
         self.lifecycle = Lifecycle()
+        self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self.model_names = (engine.model_config.name,)
         self.created = int(time.time())
         self.fingerprint = _fingerprint(engine)

@@ -156,7 +156,7 @@ def check_admission(context: RequestContext, prompts: Sequence[str | Sequence[in
 def stream_response(
     context: RequestContext,
     chunks: AsyncGenerator[bytes, None],
-    submission: Submission,
+    submission: Submission | None,
     *,
     encode_error: Callable[[BaseException], bytes] = error_event,
 ) -> EventStream:
@@ -164,7 +164,7 @@ def stream_response(
     state = context.state
     return EventStream(
         chunks,
-        on_close=submission.close,
+        on_close=None if submission is None else submission.close,
         request_id=context.request_id,
         keep_alive_s=state.config.sse_keep_alive_interval,
         stall_s=state.stall_s,

@@ -16,6 +16,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "model": "demo"},
+    "/v1/responses": {"input": "x", "max_output_tokens": 2},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
 }
@@ -23,6 +24,8 @@ MORE_HOSTILE: list[Any] = [
     [{"role": "user", "content": "x", "tool_calls": 3}], [{"role": "tool"}], [{"role": "x" * 3000, "content": "x"}],
     [{"role": "user", "content": [{"type": "text", "text": 3}]}], [{"role": "user", "content": {}}], [[1, 2], "x"],
     {"type": "json_schema"}, {"include_usage": None}, {"max_pattern_size": 5000}, {"0": 1e30}, {"-1": 1}, "auto",
+    [{"type": "function_call_output"}], [{"type": "reasoning", "content": [3]}], [{"role": "user", "content": [[]]}],
+    [{"type": "tool_use", "name": 3}], {"format": {"type": "json_schema"}}, {"type": "allowed_tools", "tools": [{}]},
     [[]], [2**31 - 1], {"type": "function", "function": {"name": "f"}}, -(2**70), 1e-320, "\x1b[31m", "\u202e",
 ]  # fmt: skip
 LEAKS = re.compile(r"Traceback|0x[0-9a-f]{6,}|/(?:home|root|usr|work|tmp)/|\.py\b")

@@ -1,17 +1,26 @@
-"""The bodies of Anthropic's /v1/messages and /v1/messages/count_tokens, and their conversations in OpenAI's words."""
+"""The bodies of Anthropic's /v1/messages and /v1/messages/count_tokens, and the same requests in OpenAI's words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from quire.errors import ValidationError
-from quire.frontend.openai.protocol.chat import MAX_MESSAGES, RESERVED_VARIABLES, ChatBody
+from quire.frontend.openai.protocol.chat import MAX_MESSAGES, ChatBody
 from quire.frontend.openai.protocol.fields import Name, Object, PositiveCount, RequestBody, Text, Word
+from quire.frontend.openai.protocol.message_blocks import conversation_of
 from quire.frontend.openai.protocol.sampling import bound_of
+from quire.frontend.openai.protocol.tools import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    FunctionName,
+    NamedFunction,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+)
 from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
 
 Blocks = Text | Annotated[list[Object], Meta(max_length=4096)]
@@ -22,7 +31,71 @@ class Turn(msgspec.Struct):
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
-    """Text, or blocks of it."""
+    """Text, or blocks: text, tool_use, tool_result, thinking."""
+
+
+class AnthropicTool(msgspec.Struct):
+    """A function the model may call. Tools that would run on the server are refused in words."""
+
+    name: FunctionName
+    input_schema: Object | None = None
+    """A JSON schema of its input; required."""
+    description: Annotated[str, Meta(max_length=1 << 20)] | None = None
+    type: Name | None = None
+    strict: bool | None = None
+
+    def as_tool(self) -> Tool:
+        """The same in OpenAI's words. Raises ValidationError."""
+        if self.type not in (None, "custom"):
+            raise ValidationError(
+                f"tools holds one of type {str(self.type)[:60]!r}; this server runs no tools, and takes those with an "
+                "input_schema only",
+                param="tools",
+            )
+        if self.input_schema is None:
+            raise ValidationError(f"the tool {self.name} has no input_schema", param="tools")
+        return Tool(FunctionDefinition(self.name, self.description, self.input_schema, self.strict))
+
+
+class AnthropicToolChoice(msgspec.Struct):
+    """Whether a tool must be used: any of them, or the one that is named."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def as_choice(self) -> ToolChoice:
+        """The same in OpenAI's words. Raises ValidationError."""
+        if self.type != "tool":
+            return "required" if self.type == "any" else self.type
+        if self.name is None:
+            raise ValidationError('tool_choice of type "tool" needs a name', param="tool_choice")
+        return NamedToolChoice(NamedFunction(self.name))
+
+
+class Thinking(msgspec.Struct):
+    """Whether the model is to reason: variables of the chat template, enable_thinking and thinking."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: PositiveCount | None = None
+    """Taken, and without effect."""
+    display: Literal["summarized", "omitted"] | None = None
+    """omitted: no blocks of it are given."""
+
+
+class OutputFormat(msgspec.Struct):
+    """The form of the text."""
+
+    type: Literal["json_schema"]
+    schema: Object
+
+
+class OutputConfig(msgspec.Struct):
+    """What the answer is to be."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable of the chat template, reasoning_effort."""
+    format: OutputFormat | None = None
 
 
 class ConversationBody(RequestBody, kw_only=True):
@@ -30,35 +103,40 @@ class ConversationBody(RequestBody, kw_only=True):
 
     model: Name
     messages: Annotated[list[Turn], Meta(max_length=MAX_MESSAGES)]
+    """Where the last one is the assistant's, the answer goes on from it."""
     system: Blocks | None = None
     chat_template_kwargs: Object | None = None
-    tools: Annotated[list[Object], Meta(max_length=1024)] | None = None
-    tool_choice: Object | None = None
-    thinking: Object | None = None
-    output_config: Object | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
-    NEUTRAL = {  # noqa: RUF012
-        "tools": ([],),
-        "tool_choice": ({"type": "none"}, {"type": "auto"}),
-        "thinking": ({"type": "disabled"},),
-        "output_config": ({},),
-    }
+    def as_chat(self) -> ChatBody:
+        """The same request as /v1/chat/completions would read it. Raises ValidationError."""
+        messages = conversation_of(self.system, [(turn.role, turn.content) for turn in self.messages])
+        goes_on = messages[-1:] != [] and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        thinking, config, choice = self.thinking, self.output_config, self.tool_choice
+        form = config.format if config is not None else None
+        return ChatBody(
+            model=self.model,
+            messages=messages,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            tools=[tool.as_tool() for tool in self.tools or ()] or None,
+            tool_choice=None if choice is None else choice.as_choice(),
+            parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+            include_reasoning=thinking is None or (thinking.type != "disabled" and thinking.display != "omitted"),
+            reasoning_effort=config.effort if config is not None else None,
+            response_format=None if form is None else {"type": "json_schema", "json_schema": {"schema": form.schema}},
+            chat_template_kwargs=self._template_variables(),
+        )
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Messages as chat templates know them, the system's first. Raises ValidationError for what is no text."""
-        turns = [{"role": turn.role, "content": _text_parts(turn.content, "messages")} for turn in self.messages]
-        if self.system is None:
-            return turns
-        return [{"role": "system", "content": _text_parts(self.system, "system")}, *turns]
-
-    def template_variables(self) -> dict[str, Any]:
-        """`chat_template_kwargs`, checked. Raises ValidationError."""
-        reserved = RESERVED_VARIABLES.intersection(self.chat_template_kwargs or {})
-        if reserved:
-            raise ValidationError(
-                f"chat_template_kwargs may not set {', '.join(sorted(reserved))}", param="chat_template_kwargs"
-            )
-        return dict(self.chat_template_kwargs or {})
+    def _template_variables(self) -> dict[str, Any]:
+        given = self.chat_template_kwargs or {}
+        if self.thinking is None:
+            return given
+        thinks = self.thinking.type != "disabled"
+        return {"enable_thinking": thinks, "thinking": thinks, **given}
 
 
 class CountTokensBody(ConversationBody, kw_only=True):
@@ -78,30 +156,22 @@ class MessagesBody(ConversationBody, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     vllm_xargs: Object | None = None
 
+    watermarking: bool | None = None
+    kv_transfer_params: Object | None = None
+    ec_transfer_params: Object | None = None
+
+    NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base class
+        "watermarking": (False,),
+        "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+    }
+
     def as_chat(self) -> ChatBody:
-        """The same request as /v1/chat/completions would read it."""
-        return ChatBody(
-            model=self.model,
-            messages=self.conversation(),
-            max_tokens=self.max_tokens,
-            stream=self.stream,
-            stop=self.stop_sequences,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            cache_salt=self.cache_salt,
-        )
-
-
-def _text_parts(content: str | Sequence[dict[str, Any]], param: str) -> Any:
-    if isinstance(content, str):
-        return content
-    for block in content:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            kind = str(block.get("type"))[:60]
-            raise ValidationError(
-                f"{param} holds a block of type {kind!r}; this version of Quire takes text blocks only",
-                param=param,
-                value=kind,
-            )
-    return [{"type": "text", "text": block["text"]} for block in content]
+        """The same request as /v1/chat/completions would read it. Raises ValidationError."""
+        chat = super().as_chat()
+        chat.max_tokens = self.max_tokens
+        chat.stream = self.stream
+        chat.stop = self.stop_sequences
+        chat.temperature, chat.top_k, chat.top_p = self.temperature, self.top_k, self.top_p
+        chat.cache_salt = self.cache_salt
+        return chat

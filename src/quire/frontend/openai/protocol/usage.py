@@ -25,6 +25,11 @@ class TokenCount:
             self.num_cached_tokens += output.num_cached_tokens or 0
         self.num_completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 
+    @property
+    def shown_cached_tokens(self) -> int:
+        """How many prompt tokens came from the cache, where the operator lets it be known; 0 otherwise."""
+        return self.num_cached_tokens if self._shows_cached else 0
+
     def in_chunk(self) -> dict[str, Any]:
         """As streams show it."""
         counts: dict[str, Any] = {

@@ -22,16 +22,6 @@ UPDATE_WEIGHTS = BodyReader(UpdateWeightsBody)
 COLLECTIVE_RPC = BodyReader(CollectiveRpcBody)
 PROFILE = BodyReader(ProfileBody)
 PAUSE_MODES = ("abort", "wait", "keep")
-_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
-
-
-def _switch(context: RequestContext, name: str, default: bool) -> bool:
-    text = context.request.query_params.get(name)
-    if text is None:
-        return default
-    if text.lower() not in _SWITCHES:
-        raise ValidationError(f"{name} must be true or false, got {text[:60]!r}", param=name)
-    return _SWITCHES[text.lower()]
 
 
 def _mode(context: RequestContext) -> PauseMode:
@@ -64,7 +54,9 @@ async def is_sleeping(context: RequestContext) -> Response:
 
 async def pause(context: RequestContext) -> Response:
     """Stop generating. ?mode=abort ends all requests, wait lets them end, keep freezes them."""
-    await context.state.engine.pause_generation(mode=_mode(context), clear_cache=_switch(context, "clear_cache", True))
+    await context.state.engine.pause_generation(
+        mode=_mode(context), clear_cache=context.query_switch("clear_cache", True)
+    )
     return json_response({"status": "paused"})
 
 
@@ -82,7 +74,7 @@ async def is_paused(context: RequestContext) -> Response:
 async def reset_prefix_cache(context: RequestContext) -> Response:
     """Forget all cached prefixes; success is false if running requests held blocks and nothing was done."""
     done = await context.state.engine.reset_prefix_cache(
-        _switch(context, "reset_running_requests", False), _switch(context, "reset_external", False)
+        context.query_switch("reset_running_requests", False), context.query_switch("reset_external", False)
     )
     return json_response({"success": done})
 

@@ -11,14 +11,14 @@ from starlette.responses import Response
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.chat_format import ChatPlan
 from quire.frontend.openai.chat_output import ChatParser, Delta, make_message
+from quire.frontend.openai.chat_request import prepare_chats
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from quire.frontend.openai.protocol.sampling import make_sampling_params
 from quire.frontend.openai.protocol.usage import TokenCount
 from quire.frontend.openai.streaming import DONE, encode_json, event
-from quire.frontend.openai.submission import Submission, check_admission, stream_response
+from quire.frontend.openai.submission import Submission, stream_response
 from quire.frontend.prompts import TokensPrompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -29,23 +29,11 @@ CHAT = BodyReader(ChatBody)
 async def create_chat_completion(context: RequestContext) -> Response:
     """Answer a conversation."""
     body = await context.read(CHAT)
-    state = context.state
-    model = state.check_model(body.model)
-    params = make_sampling_params(
-        body,
-        state.engine.model_config.sampling_defaults,
-        max_tokens=body.output_limit,
-        logprobs=body.num_logprobs,
-    )
-    state.check_num_outputs(params.n)
-    plan = state.chat_format.plan(body)
-    plan.adjust(params)
-    check_admission(context, [_sample_of(body.messages)], params.n)
-    prompt = await render_prompt(context, body, plan)
-    state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
+    model = context.state.check_model(body.model)
+    chat = await prepare_chats(context, [body])
     request_id = f"chatcmpl-{body.request_id or context.request_id}"
-    writer = ChatWriter(context, body, model, request_id, prompt, params, plan)
-    submission = await Submission.submit(context, [prompt], params, request_id, priority=body.priority)
+    writer = ChatWriter(context, body, model, request_id, chat.prompt, chat.params, chat.plan)
+    submission = await Submission.submit(context, chat.prompts, chat.params, request_id, priority=body.priority)
     if body.stream:
         return stream_response(context, writer.chunks(submission), submission)
     try:
@@ -53,27 +41,6 @@ async def create_chat_completion(context: RequestContext) -> Response:
         return json_response(writer.whole(output))
     finally:
         await submission.close()
-
-
-async def render_prompt(context: RequestContext, body: ChatBody, plan: ChatPlan) -> TokensPrompt:
-    """The prompt of a conversation, through the model's chat template."""
-    renderer = context.state.renderer
-    text = await renderer.render_chat(
-        body.messages,
-        chat_template=body.chat_template,
-        tools=plan.tools,
-        documents=body.documents,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables=body.template_variables(),
-    )
-    options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body)
-    return await renderer.tokenize(text, options, cache_salt=context.cache_salt(body.cache_salt))
-
-
-def _sample_of(messages: Sequence[dict[str, Any]]) -> str:
-    """Text about as long as the conversation's, for a first estimate of its tokens."""
-    return "".join(m["content"] for m in messages if isinstance(m.get("content"), str))
 
 
 class ChatWriter:

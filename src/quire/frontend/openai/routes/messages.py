@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from quire.frontend.openai.auth import Access
-from quire.frontend.openai.chat_output import PlainText
+from quire.frontend.openai.chat_blocks import Block, BlockEvent, BlockReader, Events
+from quire.frontend.openai.chat_output import ChatParser
+from quire.frontend.openai.chat_request import prepare_chats, render_prompt
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.errors import status_of, words_of
 from quire.frontend.openai.protocol.fields import BodyReader
-from quire.frontend.openai.protocol.messages import ConversationBody, CountTokensBody, MessagesBody
-from quire.frontend.openai.protocol.sampling import make_sampling_params
+from quire.frontend.openai.protocol.messages import CountTokensBody, MessagesBody
 from quire.frontend.openai.streaming import encode_json
-from quire.frontend.openai.submission import Submission, check_admission, stream_response
-from quire.frontend.prompts import TokensPrompt
+from quire.frontend.openai.submission import Submission, stream_response
 from quire.outputs import CompletionOutput, RequestOutput
 
 MESSAGES = BodyReader(MessagesBody)
@@ -36,18 +37,11 @@ _ERROR_KINDS = {
 async def create_message(context: RequestContext) -> Response:
     """Answer a conversation in Anthropic's form."""
     body = await context.read(MESSAGES)
-    state = context.state
-    model = state.check_model(body.model)
-    chat = body.as_chat()
-    params = make_sampling_params(
-        chat, state.engine.model_config.sampling_defaults, max_tokens=body.max_tokens, logprobs=None
-    )
-    check_admission(context, [turn.content for turn in body.messages if isinstance(turn.content, str)][-1:] or [""], 1)
-    prompt = await _render(context, body, context.cache_salt(body.cache_salt))
-    state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
+    model = context.state.check_model(body.model)
+    chat = await prepare_chats(context, [body.as_chat()])
     request_id = f"msg_{context.request_id}"
-    writer = MessageWriter(request_id, model)
-    submission = await Submission.submit(context, [prompt], params, request_id)
+    writer = MessageWriter(request_id, model, chat.plan.make_parser(chat.prompt.get("prompt")))
+    submission = await Submission.submit(context, chat.prompts, chat.params, request_id)
     if body.stream:
         return stream_response(context, writer.events(submission), submission, encode_error=_error_event)
     try:
@@ -58,33 +52,24 @@ async def create_message(context: RequestContext) -> Response:
 
 
 async def count_tokens(context: RequestContext) -> Response:
-    """How many tokens a conversation has."""
+    """How many tokens a conversation has, tools included."""
     body = await context.read(COUNT_TOKENS)
     context.state.check_model(body.model)
-    num_tokens = len((await _render(context, body))["prompt_token_ids"])
+    chat = body.as_chat()
+    prompt = await render_prompt(context, chat, context.state.chat_format.plan(chat))
+    num_tokens = len(prompt["prompt_token_ids"])
     return json_response({"input_tokens": num_tokens, "context_management": {"original_input_tokens": num_tokens}})
-
-
-async def _render(context: RequestContext, body: ConversationBody, cache_salt: str | None = None) -> TokensPrompt:
-    renderer = context.state.renderer
-    text = await renderer.render_chat(body.conversation(), variables=body.template_variables())
-    return await renderer.tokenize(text, {"add_special_tokens": False}, cache_salt=cache_salt)
 
 
 class MessageWriter:
     """Writes the answer to one request: whole, or as events."""
 
-    def __init__(self, request_id: str, model: str) -> None:
+    def __init__(self, request_id: str, model: str, parser: ChatParser) -> None:
         self._id = request_id
         self._model = model
+        self._reader = BlockReader(parser)
         self._num_input_tokens = 0
         self._num_output_tokens = 0
-
-    def _take(self, output: RequestOutput) -> CompletionOutput:
-        (completion,) = output.outputs
-        self._num_input_tokens = len(output.prompt_token_ids or ())
-        self._num_output_tokens += len(completion.token_ids)
-        return completion
 
     def _usage(self) -> dict[str, int]:
         return {"input_tokens": self._num_input_tokens, "output_tokens": self._num_output_tokens}
@@ -95,38 +80,89 @@ class MessageWriter:
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """The answer as one object."""
-        completion = self._take(output)
-        return self._message([{"type": "text", "text": completion.text}], _ending(completion))
+        for _ in self._read(output):
+            pass
+        content = [_block(block) for block in self._reader.blocks]
+        return self._message(content, self._ending(output.outputs[0]))
 
     async def events(self, submission: Submission) -> AsyncGenerator[bytes, None]:
         """The answer as Anthropic's events."""
-        parser, ending, has_begun = PlainText(), _NO_ENDING, False
+        ending, has_begun = _NO_ENDING, False
         async for _, output in submission.outputs():
-            completion = self._take(output)
+            events = b"".join(map(_block_event, self._read(output)))
             if not has_begun:
                 has_begun = True
                 start = self._message([], _NO_ENDING)
                 start["usage"] = {"input_tokens": self._num_input_tokens, "output_tokens": 0}
                 yield _event("message_start", {"message": start})
-                yield _event("content_block_start", {"content_block": {"type": "text", "text": ""}, "index": 0})
-            for delta in parser.feed(completion.text, completion.token_ids):
-                text = {"type": "text_delta", "text": delta["content"]}
-                yield _event("content_block_delta", {"delta": text, "index": 0})
-            if completion.finish_reason is not None:
-                ending = _ending(completion)
-        yield _event("content_block_stop", {"index": 0})
+            if events:
+                yield events
+            if output.finished:
+                ending = self._ending(output.outputs[0])
         yield _event("message_delta", {"delta": ending, "usage": self._usage()})
         yield _event("message_stop", {})
+
+    def _read(self, output: RequestOutput) -> Events:
+        (completion,) = output.outputs
+        self._num_input_tokens = len(output.prompt_token_ids or ())
+        self._num_output_tokens += len(completion.token_ids)
+        yield from self._reader.feed(completion.text, completion.token_ids)
+        if completion.finish_reason is not None:
+            yield from self._reader.finish()
+
+    def _ending(self, completion: CompletionOutput) -> dict[str, Any]:
+        if isinstance(completion.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+        reason = completion.finish_reason or ""
+        if reason == "stop" and self._reader.has_calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        return {"stop_reason": _STOP_REASONS.get(reason, reason), "stop_sequence": None}
 
 
 _NO_ENDING: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
 
-def _ending(completion: CompletionOutput) -> dict[str, Any]:
-    if isinstance(completion.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
-    reason = completion.finish_reason or ""
-    return {"stop_reason": _STOP_REASONS.get(reason, reason), "stop_sequence": None}
+def _block(block: Block) -> dict[str, Any]:
+    """A block as whole answers show it."""
+    if block.kind == "call":
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
+    return _new_block(block) | {"thinking" if block.kind == "reasoning" else "text": block.text}
+
+
+def _new_block(block: Block) -> dict[str, Any]:
+    """A block before its first delta."""
+    if block.kind == "call":
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call as an object; what is none is shown under the key that Anthropic's documents name."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
+
+
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""Of each kind of block, the type of its deltas, and the field that holds the text."""
+
+
+def _block_event(event: BlockEvent) -> bytes:
+    block = event.block
+    if event.step == "open":
+        return _event("content_block_start", {"content_block": _new_block(block), "index": block.index})
+    if event.step == "close":
+        return _event("content_block_stop", {"index": block.index})
+    kind, field = _DELTAS[block.kind]
+    return _event("content_block_delta", {"delta": {"type": kind, field: event.text}, "index": block.index})
 
 
 def _event(kind: str, data: dict[str, Any]) -> bytes:

@@ -1,0 +1,47 @@
+"""`quire replay`: a recording made with --record, decided again without a model; and what other settings would give."""
+
+from __future__ import annotations
+
+from quire.cli.command_line import CommandLine
+from quire.cli.engine_options import engine_options
+from quire.cli.options import Arguments, Option, Positional
+from quire.config.engine_args import FLAGS
+from quire.resolve import resolve
+
+CHANGES = {
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_num_seqs": "max_num_seqs",
+    "num_gpu_blocks_override": "num_gpu_blocks",
+    "scheduling_policy": "scheduling_policy",
+    "long_prefill_token_threshold": "long_prefill_token_threshold",
+    "enable_chunked_prefill": "enable_chunked_prefill",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "watermark": "watermark",
+}
+"""Flags of a what-if question, and the field of `Changes` each sets."""
+NOT_OURS = {"model", "record", "record_prompts"}
+
+
+def command_line() -> CommandLine:
+    """The arguments of `quire replay`."""
+    own = [
+        Option(name="json", help="Print one JSON object.", is_switch=True, default=False),
+        Option(name="check", help="Only replay: no predictions.", is_switch=True, default=False),
+        Option(name="rerun", help="Also serve the recorded load for real with this model, and say how far the "
+               "prediction was off. Other engine flags are for this run.", metavar="MODEL"),
+    ]  # fmt: skip
+    return CommandLine(
+        "quire replay",
+        "Replay a recording (--record FILE) without a model: the scheduler must decide everything again as it did. "
+        "With settings of the scheduler or the cache: predict what they would have given.",
+        [*own, *engine_options(without=NOT_OURS)],
+        Positional("file", "The recording."),
+        epilog="What-if flags: " + ", ".join(FLAGS[name].option for name in CHANGES) + ".\n"
+        "Exit code 1: a decision was another one.",
+    )
+
+
+def run(args: Arguments) -> int:
+    """Replay, predict, report. Named by a string so that --help loads no engine."""
+    code: int = resolve("quire.cli.replay_report:replay")(args)
+    return code

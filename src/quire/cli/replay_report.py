@@ -1,0 +1,177 @@
+"""What `quire replay` does and says."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.cli.options import Arguments
+from quire.cli.replay import CHANGES, NOT_OURS
+from quire.cli.rerun import Rerun
+from quire.config.engine_args import FLAGS
+from quire.engine.recording.format import RecordingReader
+from quire.engine.recording.step_times import PART_NAMES, StepTimes, fit_step_times
+from quire.engine.recording.study import Study, study
+from quire.engine.recording.what_if import Changes, Figures, measure, predict
+from quire.errors import ConfigError
+
+EXIT_DIFFERENT = 1
+
+
+def replay(args: Arguments) -> int:
+    """Replay, predict, report."""
+    changes = _changes(args)
+    if args["rerun"] is None:
+        _refuse_flags_of_a_rerun(args)
+    if args["check"] and (changes.any or args["rerun"] is not None):
+        raise ConfigError("--check only replays; drop it to ask for predictions or a rerun")
+    recorded, torn_bytes = read_recording(args["file"])
+    report = Report(recorded, torn_bytes)
+    if recorded.difference is None and not args["check"]:
+        report.predict(changes)
+        if args["rerun"] is not None:
+            with tempfile.TemporaryDirectory(prefix="quire-replay-") as directory:
+                path = Path(directory) / "rerun"
+                flags = {k: v for k, v in args.given_among(FLAGS).items() if k not in (*CHANGES, *NOT_OURS)}
+                Rerun(recorded, changes, args["rerun"], flags, path).run()
+                report.measured = measure(read_recording(str(path))[0])
+    print(json.dumps(report.as_dict()) if args["json"] else report.as_text())
+    return 0 if recorded.difference is None else EXIT_DIFFERENT
+
+
+def read_recording(path: str | None) -> tuple[Study, int]:
+    """A recording, studied, and how many bytes its end is torn by. Raises ConfigError if it cannot be read."""
+    if path is None:
+        raise ConfigError("which recording? quire replay FILE")
+    try:
+        with open(path, "rb") as file:
+            reader = RecordingReader(file)
+            return study(reader.header, reader.events()), reader.torn_bytes
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror or e}") from None
+    except ConfigError as e:
+        raise ConfigError(f"{path}: {e}") from None
+
+
+def _changes(args: Arguments) -> Changes:
+    return Changes(**{CHANGES[name]: value for name, value in args.given_among(CHANGES).items()})
+
+
+def _refuse_flags_of_a_rerun(args: Arguments) -> None:
+    """Without a model to run, a flag that only it would obey is a mistake."""
+    others = [name for name in args.given_among(FLAGS) if name not in CHANGES]
+    if others:
+        option = FLAGS[others[0]].option
+        raise ConfigError(f"{option} changes nothing a recording could tell; it is for --rerun MODEL only")
+
+
+class Report:
+    """What `quire replay` says."""
+
+    def __init__(self, recorded: Study, torn_bytes: int) -> None:
+        self.study = recorded
+        self.torn_bytes = torn_bytes
+        self.times: StepTimes | None = None
+        self.predicted: Figures | None = None
+        self.changed: Figures | None = None
+        """Predicted, with the settings that were asked for."""
+        self.measured: Figures | None = None
+        """Of the rerun."""
+
+    def predict(self, changes: Changes) -> None:
+        """Fit the steps, and serve the load again on a virtual clock."""
+        self.times = fit_step_times(self.study.steps)
+        if self.times is None:
+            if changes.any:
+                raise ConfigError(f"{len(self.study.steps)} steps are too few to learn from how long steps take")
+            return
+        self.predicted = predict(self.study, self.times)
+        if changes.any:
+            self.changed = predict(self.study, self.times, changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        recorded, difference, times = self.study, self.study.difference, self.times
+        return {
+            "model": recorded.header.model,
+            "reproduced": difference is None,
+            "first_difference": None if difference is None else difference._asdict(),
+            "events": recorded.num_events,
+            "steps": recorded.num_steps,
+            "requests": len(recorded.requests),
+            "torn_bytes": self.torn_bytes,
+            "step_times": None if times is None else {**times._asdict(), "parts": list(PART_NAMES)},
+            "recorded": None if difference else msgspec.to_builtins(measure(recorded)),
+            "predicted": msgspec.to_builtins(self.predicted),
+            "what_if": msgspec.to_builtins(self.changed),
+            "rerun": msgspec.to_builtins(self.measured),
+            "prediction_error": self._errors(),
+        }
+
+    def as_text(self) -> str:
+        """For people."""
+        recorded = self.study
+        counts = f"{recorded.num_events} events, {recorded.num_steps} steps, {len(recorded.requests)} requests"
+        lines = [f"recording of {recorded.header.model}: {counts}, {recorded.end_s:.2f} s"]
+        if self.torn_bytes:
+            lines.append(f"its last {self.torn_bytes} bytes are part of a frame that was not finished: left out")
+        if recorded.difference is not None:
+            return "\n".join([*lines, f"a decision is another one: {recorded.difference}"])
+        lines.append("replayed: every decision is the same")
+        if self.times is not None:
+            times = self.times
+            lines.append(
+                f"step times: error {times.error:.1%} a step, {times.held_out_error:.1%} of steps not fitted, "
+                f"{times.bias:+.1%} in all ({times.num_steps} steps)"
+            )
+        columns = {"recorded": measure(recorded), "predicted": self.predicted, "what if": self.changed}
+        columns["rerun"] = self.measured
+        lines += ["", *_table({name: figures for name, figures in columns.items() if figures is not None})]
+        errors = self._errors()
+        if errors is not None:
+            parts = [f"{name} {error:+.1%}" for name, error in errors.items()]
+            lines += ["", f"prediction against the rerun: {', '.join(parts)}"]
+        return "\n".join(lines)
+
+    def _errors(self) -> dict[str, float] | None:
+        """Predicted / measured - 1."""
+        predicted, measured = self.changed or self.predicted, self.measured
+        if predicted is None or measured is None:
+            return None
+        pairs = zip(_flat(predicted).items(), _flat(measured).values(), strict=False)
+        return {name: one / other - 1 for (name, one), other in pairs if other}
+
+
+def _flat(figures: Figures) -> dict[str, float]:
+    """The figures a prediction is judged by."""
+    return {
+        "throughput": figures.output_tokens_per_s,
+        "TTFT mean": figures.ttft_ms.get("mean", 0.0),
+        "TTFT p50": figures.ttft_ms.get("p50", 0.0),
+        "TTFT p99": figures.ttft_ms.get("p99", 0.0),
+        "TPOT mean": figures.tpot_ms.get("mean", 0.0),
+        "TPOT p50": figures.tpot_ms.get("p50", 0.0),
+        "TPOT p99": figures.tpot_ms.get("p99", 0.0),
+    }
+
+
+def _table(columns: dict[str, Figures]) -> list[str]:
+    rows: list[tuple[str, list[str]]] = [
+        ("finished", [f"{f.num_finished}/{f.num_requests}" for f in columns.values()]),
+        ("output tokens", [f"{f.output_tokens}" for f in columns.values()]),
+        ("duration, s", [f"{f.duration_s:.3f}" for f in columns.values()]),
+        ("output tokens/s", [f"{f.output_tokens_per_s:.1f}" for f in columns.values()]),
+        ("steps", [f"{f.num_steps}" for f in columns.values()]),
+        ("preemptions", [f"{f.num_preemptions}" for f in columns.values()]),
+        ("cached prompt tokens", [f"{f.cached_tokens}" for f in columns.values()]),
+    ]
+    for title, name in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
+        for place in ("mean", "p50", "p90", "p99"):
+            values = [getattr(f, name).get(place) for f in columns.values()]
+            rows.append((f"{title} {place}, ms", ["-" if value is None else f"{value:.2f}" for value in values]))
+    head = f"  {'':<22}" + "".join(f"{name:>14}" for name in columns)
+    return [head, *(f"  {title:<22}" + "".join(f"{value:>14}" for value in values) for title, values in rows)]

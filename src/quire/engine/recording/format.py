@@ -1,0 +1,228 @@
+"""What a recording holds, as structs and as bytes. Knows nothing of schedulers or files.
+
+A recording is MAGIC, then frames. A frame is the length and the CRC-32 of a payload (little-endian, 4 bytes each), and
+the payload: of the first frame a `Header`, of the others a msgpack array of events. Whoever writes appends whole
+frames, so that a file may end at any byte and all frames before it are good.
+
+Requests are called by the number of their arrival. No event holds a prompt or an output: where prefixes are shared is
+said by the hashes of their blocks, under a key that is thrown away, so that nobody can try prompts against them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO
+
+import msgspec
+
+from quire.config.scheduler import SchedulerConfig
+from quire.errors import ConfigError
+from quire.wire.execution import BlockIds
+from quire.wire.kv_cache import KVCacheConfig
+
+MAGIC = b"quire recording\n"
+FORMAT = 1
+"""Of what follows MAGIC; a reader takes its own only."""
+MAX_FRAME_BYTES = 1 << 28
+HASH_BYTES = 16
+
+Hashes = tuple[int, int, bytes]
+"""(request, index of the first block, digests one after another): its blocks from there on are these."""
+
+
+class Header(msgspec.Struct, kw_only=True):
+    """The engine that was recorded. A map, so that fields may be added without another format."""
+
+    format: int = FORMAT
+    quire: str
+    created_at: float
+    """Wall clock."""
+    clock: float
+    """The core's monotonic clock at the same time; events count from here."""
+    model: str
+    scheduler: SchedulerConfig
+    kv_cache: KVCacheConfig
+    max_model_len: int
+    enable_caching: bool
+    num_spec_tokens: int = 0
+    incarnation: int = 0
+    """How many times the core had been started before: each start makes a recording of its own."""
+    has_prompts: bool = False
+    """Prompt token ids were asked for."""
+
+
+class Event(msgspec.Struct, array_like=True, tag_field="kind", gc=False):
+    """`at` is in microseconds after the event before it (a step's: when it began, and `took` until it was decided)."""
+
+    at: int
+
+
+class Add(Event, tag=1):
+    """A request was handed to the scheduler: it gets the next number, unless it was refused or continues a session."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Generated before a restart."""
+    flags: int
+    max_tokens: int | None
+    priority: int
+    arrival_time: float
+    client_index: int
+    is_accepted: bool
+    end: int = 0
+    """The `RequestStatus` of one that came back after a restart and had ended."""
+    hashes: Hashes | None = None
+    prompt: list[int] | None = None
+
+
+RESUMABLE, CONTINUES, SKIPS_CACHE, HAS_GRAMMAR, IS_POOLING = 1, 2, 4, 8, 16
+"""The bits of `Add.flags`."""
+
+
+class End(Event, tag=2):
+    """Requests were ended from outside. `requests` None: all that lived. Unknown ones are left out."""
+
+    requests: list[int] | None
+    status: int
+    report: bool
+
+
+class StepDetails(msgspec.Struct, array_like=True, gc=False):
+    """What is not the same in every step of decoding requests."""
+
+    chunks: list[tuple[int, int]] = []
+    """(request, tokens) where it is not one token."""
+    new: list[tuple[int, int, BlockIds]] = []
+    """(request, computed tokens, blocks) of those the worker does not know."""
+    blocks: list[tuple[int, BlockIds]] = []
+    """Blocks given to others."""
+    finished: list[int] = []
+    preempted: list[int] = []
+    drafts: list[tuple[int, int]] = []
+    ready: list[int] = []
+    """Whose grammar was first seen to be ready."""
+    failed: list[tuple[int, int]] = []
+    """(request, `RequestStatus`) of those that ended in an error, or with a grammar: perhaps while the step was decided
+    on."""
+
+
+class Step(Event, tag=3):
+    """A step was decided on."""
+
+    took: int
+    digest: int
+    """CRC-32 of its rows: ids in their order, tokens of each, tokens computed before."""
+    num_rows: int
+    num_tokens: int
+    details: StepDetails | None = None
+
+
+class Update(Event, tag=4):
+    """The result of the oldest step in flight was taken in."""
+
+    took: int
+    counts: list[tuple[int, int]] = []
+    """(request, new tokens) where it is not one."""
+    ends: list[tuple[int, int, int]] = []
+    """(request, `FinishReason`, tokens kept); also the end of a session's segment."""
+    hashes: list[Hashes] = []
+    pooled: list[int] = []
+
+
+class Drafts(Event, tag=5):
+    """Drafts were proposed: (request, how many)."""
+
+    counts: list[tuple[int, int]]
+
+
+class Abandon(Event, tag=6):
+    """The steps in flight were given up."""
+
+
+class Reset(Event, tag=7):
+    """The prefix cache was to be forgotten."""
+
+    reset_running_requests: bool
+    done: bool
+
+
+class Pause(Event, tag=8):
+    """Scheduling was stopped, or went on: a `PauseState`."""
+
+    state: int
+
+
+AnyEvent = Add | End | Step | Update | Drafts | Abandon | Reset | Pause
+Emit = Callable[[AnyEvent], None]
+
+
+def encode_frame(payload: bytes | bytearray) -> bytes:
+    """Length, checksum, payload."""
+    return len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
+
+
+def encode_header(header: Header) -> bytes:
+    """The first bytes of a recording."""
+    return MAGIC + encode_frame(msgspec.msgpack.encode(header))
+
+
+def encode_events(count: int, encoded: bytes | bytearray) -> bytes:
+    """A frame of `count` events that are encoded already."""
+    return encode_frame(b"\xdd" + count.to_bytes(4, "big") + encoded)
+
+
+class RecordingReader:
+    """Reads a recording from a file, in bounded memory.
+
+    `header` is there at once; `events()` may be called once. `torn_bytes`, after it: how much the end of the file lacks
+    sense, because whoever wrote it was stopped.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        """Raises ConfigError for a file that is no recording this version can read."""
+        self._file = file
+        self.torn_bytes = 0
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ConfigError("this is no recording of quire (--record)")
+        payload = self._read_frame()
+        if payload is None:
+            raise ConfigError("the recording ends before its header is complete")
+        try:
+            found = msgspec.msgpack.decode(payload, type=dict).get("format")
+            if found != FORMAT:
+                raise ConfigError(f"the recording has format {found}; this version of Quire reads format {FORMAT}")
+            self.header = msgspec.msgpack.decode(payload, type=Header)
+        except (msgspec.MsgspecError, TypeError) as e:
+            raise ConfigError(f"the header of the recording cannot be read: {e}") from None
+
+    def events(self) -> Iterator[AnyEvent]:
+        """Raises ConfigError where a frame in the middle is damaged."""
+        decoder = msgspec.msgpack.Decoder(list[AnyEvent])
+        while (payload := self._read_frame()) is not None:
+            try:
+                events: Sequence[AnyEvent] = decoder.decode(payload)
+            except msgspec.MsgspecError as e:
+                raise ConfigError(f"{self._where()}: {e}") from None
+            yield from events
+
+    def _read_frame(self) -> bytes | None:
+        """The next payload; None at the end, or where the rest is only a part of a frame."""
+        head = self._file.read(8)
+        size = int.from_bytes(head[:4], "little")
+        payload = self._file.read(min(size, MAX_FRAME_BYTES)) if len(head) == 8 else b""
+        if len(head) < 8 or len(payload) < size:
+            self.torn_bytes = len(head) + len(payload)
+            if size > MAX_FRAME_BYTES:
+                raise ConfigError(f"{self._where()}: a frame of {size} bytes is longer than {MAX_FRAME_BYTES}")
+            return None
+        if zlib.crc32(payload) != int.from_bytes(head[4:], "little"):
+            if not self._file.read(1):
+                self.torn_bytes = len(head) + len(payload)
+                return None
+            raise ConfigError(f"{self._where()}: the checksum of a frame is wrong")
+        return payload
+
+    def _where(self) -> str:
+        return f"the recording is damaged before byte {self._file.tell()}"

@@ -1,0 +1,286 @@
+"""From what happens at a scheduler to the events of a recording. Knows nothing of files; the only state is who is who.
+
+Whatever follows from the events before is left out: of a step of decoding requests there is a digest, because the real
+scheduler decides the same again. What comes from outside is there: arrivals, ends, lengths, which grammars were ready.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from quire.engine.recording.format import (
+    CONTINUES,
+    HAS_GRAMMAR,
+    HASH_BYTES,
+    IS_POOLING,
+    RESUMABLE,
+    SKIPS_CACHE,
+    Abandon,
+    Add,
+    Drafts,
+    Emit,
+    End,
+    Hashes,
+    Pause,
+    Reset,
+    Step,
+    StepDetails,
+    Update,
+)
+from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.interface import PauseState, StructuredOutputManager
+from quire.engine.sched.observed import SchedulerObserver
+from quire.wire.engine_core import EngineCoreOutputs
+from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+
+Digest = Callable[[bytes], bytes]
+"""From a block's hash to the HASH_BYTES that stand for it in the recording."""
+
+
+def keyed_digest(key: bytes) -> Digest:
+    """Under a secret key equal hashes stay equal, and nobody can find out of which prompt one is."""
+    return lambda block_hash: blake2b(block_hash, digest_size=HASH_BYTES, key=key).digest()
+
+
+class _Known:
+    """A request that has a number. `hashes` are those of its blocks that the recording knows: only a session's change,
+    so of others their number is enough."""
+
+    __slots__ = ("hashes", "index", "is_ready", "num_hashes", "request")
+
+    def __init__(self, index: int, request: Request) -> None:
+        self.index = index
+        self.request = request
+        self.num_hashes = 0
+        self.hashes: list[bytes] | None = None if request.session is None else []
+        self.is_ready = request.structured_output is None
+
+
+class Recorder(SchedulerObserver):
+    """Emits an event per call of the scheduler, in the order of the calls."""
+
+    def __init__(self, emit: Emit, digest: Digest, *, clock: float, with_prompts: bool = False) -> None:
+        self._emit = emit
+        self._digest = digest
+        self._with_prompts = with_prompts
+        self._clock = round(clock * 1e6)
+        """Of the last event, in microseconds."""
+        self._known: dict[str, _Known] = {}
+        """By id: requests that live, and those the worker has yet to be told that they ended."""
+        self._num_requests = 0
+        self._ready: list[int] = []
+        self._encoder = msgspec.msgpack.Encoder()
+
+    # -- from outside --------------------------------------------------------------------------------------------
+
+    def watch_grammars(self, manager: StructuredOutputManager | None) -> StructuredOutputManager | None:
+        return None if manager is None else _WatchedGrammars(manager, self._note_ready)
+
+    def _note_ready(self, request: Request) -> None:
+        known = self._known.get(request.request_id)
+        if known is not None and not known.is_ready:
+            known.is_ready = True
+            self._ready.append(known.index)
+
+    def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
+        origin = request.origin
+        continues = origin.continues_session
+        if is_accepted and not continues:
+            self._known[request.request_id] = _Known(self._num_requests, request)
+            self._num_requests += 1
+        params = origin.sampling_params
+        flags = (
+            (RESUMABLE if origin.resumable else 0)
+            | (CONTINUES if continues else 0)
+            | (SKIPS_CACHE if request.skip_reading_prefix_cache else 0)
+            | (HAS_GRAMMAR if request.structured_output is not None else 0)
+            | (IS_POOLING if params is None else 0)
+        )
+        prompt = origin.prompt_token_ids or []
+        event = Add(
+            at=self._passed(now),
+            request_id=request.request_id,
+            num_prompt_tokens=len(prompt),
+            num_output_tokens=len(origin.output_token_ids),
+            flags=flags,
+            max_tokens=None if params is None else params.max_tokens,
+            priority=request.priority,
+            arrival_time=request.arrival_time,
+            client_index=request.client_index,
+            is_accepted=is_accepted,
+            prompt=prompt if self._with_prompts else None,
+        )
+        known = self._known.get(request.request_id)
+        if is_accepted and known is not None:
+            event.hashes = self._take_hashes(known)
+            if not continues:
+                event.end = _end_status(request)
+        self._emit(event)
+
+    def on_finish(
+        self, request_ids: list[str] | None, status: RequestStatus, report: bool, ended: Sequence[str], now: float
+    ) -> None:
+        if request_ids is not None and not ended:
+            return
+        indices = None if request_ids is None else [self._known[request_id].index for request_id in ended]
+        self._emit(End(self._passed(now), indices, int(status), report))
+
+    def on_drafts(self, drafts: DraftTokenIds, now: float) -> None:
+        pairs = zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+        counts = [(self._known[i].index, len(token_ids)) for i, token_ids in pairs if i in self._known]
+        if counts:
+            self._emit(Drafts(self._passed(now), counts))
+
+    def on_abandon(self, now: float) -> None:
+        self._emit(Abandon(self._passed(now)))
+
+    def on_reset(self, reset_running_requests: bool, done: bool, now: float) -> None:
+        self._emit(Reset(self._passed(now), reset_running_requests, done))
+
+    def on_pause(self, state: PauseState, now: float) -> None:
+        self._emit(Pause(self._passed(now), int(state)))
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def on_schedule(self, output: SchedulerOutput, start: float, end: float) -> None:
+        cached = output.scheduled_cached_reqs
+        tokens = output.num_scheduled_tokens
+        rows = self._encoder.encode((tokens, cached.num_computed_tokens))
+        step = Step(
+            at=self._passed(start, end),
+            took=round((end - start) * 1e6),
+            digest=zlib.crc32(rows),
+            num_rows=len(tokens),
+            num_tokens=output.total_num_scheduled_tokens,
+        )
+        any_blocks = cached.new_block_ids.count(None) < len(cached.new_block_ids)
+        if (
+            step.num_tokens != step.num_rows
+            or output.scheduled_new_reqs
+            or any_blocks
+            or output.finished_req_ids
+            or output.preempted_req_ids
+            or output.scheduled_spec_decode_tokens
+            or self._ready
+        ):
+            step.details = self._describe(output)
+        self._emit(step)
+
+    def _describe(self, output: SchedulerOutput) -> StepDetails:
+        known, cached = self._known, output.scheduled_cached_reqs
+        # After steps were given up the worker is told again of ends that the recording has.
+        ended = [known[request_id] for request_id in output.finished_req_ids if request_id in known]
+        ready, self._ready = self._ready, []
+        details = StepDetails(
+            chunks=[(known[i].index, count) for i, count in output.num_scheduled_tokens.items() if count != 1],
+            new=[
+                (known[new.req_id].index, new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs
+            ],
+            blocks=[
+                (known[request_id].index, block_ids)
+                for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
+                if block_ids is not None
+            ],
+            finished=sorted(one.index for one in ended),
+            preempted=sorted(known[i].index for i in output.preempted_req_ids if i in known),
+            drafts=[(known[i].index, len(ids)) for i, ids in output.scheduled_spec_decode_tokens.items()],
+            ready=ready,
+            failed=sorted((one.index, _end_status(one.request)) for one in ended if _may_fail_to_start(one.request)),
+        )
+        for one in ended:
+            if one.request.is_finished:
+                del known[one.request.request_id]
+        return details
+
+    def on_update(
+        self,
+        output: SchedulerOutput,
+        model_output: ModelRunnerOutput,
+        outputs: dict[int, EngineCoreOutputs],
+        start: float,
+        end: float,
+    ) -> None:
+        known = self._known
+        update = Update(at=self._passed(start, end), took=round((end - start) * 1e6))
+        sampled = model_output.sampled_token_ids
+        if len(sampled) != len(output.num_scheduled_tokens) or any(len(ids) != 1 for ids in sampled):
+            counts = dict.fromkeys(output.num_scheduled_tokens, 0)
+            counts.update(zip(model_output.req_ids, map(len, sampled), strict=True))
+            update.counts = [(known[i].index, count) for i, count in counts.items() if count != 1 and i in known]
+        if model_output.pooler_output:
+            update.pooled = [
+                known[request_id].index for request_id in model_output.pooler_output if request_id in known
+            ]
+        for batch in outputs.values():
+            for one in batch.outputs:
+                found = known.get(one.request_id)
+                if found is None:
+                    continue
+                reason = one.segment_finish_reason if one.finish_reason is None else one.finish_reason
+                if reason is not None:
+                    update.ends.append((found.index, int(reason), len(one.new_token_ids)))
+                if len(found.request.block_hashes) != found.num_hashes or found.hashes is not None:
+                    hashes = self._take_hashes(found)
+                    if hashes is not None:
+                        update.hashes.append(hashes)
+        self._emit(update)
+
+    # -- blocks and time -----------------------------------------------------------------------------------------
+
+    def _take_hashes(self, known: _Known) -> Hashes | None:
+        """The request's blocks that are not as the recording has them."""
+        now, start = known.request.block_hashes, known.num_hashes
+        if known.hashes is not None:
+            pairs = enumerate(zip(now, known.hashes, strict=False))
+            start = next((i for i, (new, old) in pairs if new != old), min(len(now), len(known.hashes)))
+            if len(now) == len(known.hashes) == start:
+                return None
+            known.hashes = list(now)
+        elif len(now) == start:
+            return None
+        known.num_hashes = len(now)
+        return known.index, start, b"".join(map(self._digest, now[start:]))
+
+    def _passed(self, start: float, end: float | None = None) -> int:
+        """Microseconds from the last event to this one, which is over at `end`."""
+        now = round(start * 1e6)
+        passed, self._clock = now - self._clock, now if end is None else now + round((end - start) * 1e6)
+        return passed
+
+
+class _WatchedGrammars:
+    """A structured-output manager that notes when the scheduler first sees a grammar to be ready."""
+
+    def __init__(self, manager: StructuredOutputManager, note_ready: Callable[[Request], None]) -> None:
+        self._manager = manager
+        self._note_ready = note_ready
+
+    def is_ready(self, request: Request) -> bool:
+        """As the manager says."""
+        is_ready = self._manager.is_ready(request)
+        if is_ready and request.structured_output is not None:
+            self._note_ready(request)
+        return is_ready
+
+    def grammar_bitmask(self, requests: Sequence[Request], scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """As the manager says."""
+        return self._manager.grammar_bitmask(requests, scheduler_output)
+
+
+def _end_status(request: Request) -> int:
+    """How it ended, or the segment of a session at rest did; 0 while it lives."""
+    session = request.session
+    if session is not None and request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+        return int(session.end_status or 0)
+    return int(request.status) if request.is_finished else 0
+
+
+def _may_fail_to_start(request: Request) -> bool:
+    """Whether the end of this request may be a matter of its grammar, or of a cache that is too small for it."""
+    return request.is_finished and (
+        request.structured_output is not None or request.status is RequestStatus.FINISHED_ERROR
+    )

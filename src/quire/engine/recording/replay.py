@@ -1,0 +1,363 @@
+"""A recording, lived through again by the real scheduler and KV cache, without a model.
+
+Requests have no text: a block's tokens are made of its recorded hash, so prefixes meet where they met. What the model
+said is a length and a reason to end. The replayed scheduler has a recorder of its own, and its events must be those of
+the recording.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from quire.config.scheduler import SchedulerConfig
+from quire.engine.recording.format import (
+    CONTINUES,
+    HAS_GRAMMAR,
+    HASH_BYTES,
+    IS_POOLING,
+    RESUMABLE,
+    SKIPS_CACHE,
+    Abandon,
+    Add,
+    AnyEvent,
+    Drafts,
+    End,
+    Hashes,
+    Header,
+    Pause,
+    Reset,
+    Step,
+    StepDetails,
+    Update,
+)
+from quire.engine.recording.recorder import Recorder
+from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.interface import PauseState, StructuredOutputManager
+from quire.engine.sched.observed import ObservedScheduler
+from quire.engine.sched.scheduler import Scheduler
+from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
+from quire.errors import ConfigError, GenerationError, QuireError
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
+from quire.wire.engine_core import EngineCoreRequest, FinishReason
+from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+
+SCHEDULER = SchedulerConfig().scheduler_cls
+STOP_TOKEN, BROKEN_TOKEN = -1, -2
+"""Tokens that no vocabulary has: the output ends; the grammar refuses it."""
+_NO_FORM = StructuredOutputsParams(json_object=True)
+
+
+class ReplayedGrammar(StructuredOutputRequest):
+    """A grammar that says what it said when it was recorded."""
+
+    __slots__ = ("start",)
+
+    def __init__(self) -> None:
+        super().__init__(_NO_FORM)
+        self.start = GrammarVerdict.GOES_ON
+
+    def check_start(self) -> GrammarVerdict:
+        """What was found when the request was to be admitted."""
+        if self.start is GrammarVerdict.BROKEN:
+            self.error = GenerationError("as recorded")
+        return self.start
+
+    def accept(self, token_id: int) -> GrammarVerdict:
+        """Refuses BROKEN_TOKEN; everything else ends the output in other ways."""
+        if token_id != BROKEN_TOKEN:
+            return GrammarVerdict.GOES_ON
+        self.error = GenerationError("as recorded")
+        return GrammarVerdict.BROKEN
+
+
+class ReplayedGrammars:
+    """Ready are the grammars of requests named in `ready`."""
+
+    def __init__(self) -> None:
+        self.ready: set[str] = set()
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether the recording has seen it to be."""
+        return request.structured_output is None or request.request_id in self.ready
+
+    def grammar_bitmask(self, requests: Sequence[Request], scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Nothing is sampled here."""
+        return None
+
+
+class ReplayedRequest(Request):
+    """A request whose blocks have the hashes `blocks`, as far as they are known, and tokens that follow from these."""
+
+    __slots__ = ("block_size", "blocks")
+
+    def __init__(self, origin: EngineCoreRequest, block_size: int, has_grammar: bool) -> None:
+        self.blocks: list[bytes] = []
+        self.block_size = block_size
+        super().__init__(origin, _take_block_hashes)
+        if has_grammar:
+            self.structured_output = ReplayedGrammar()
+
+    def set_blocks(self, start: int, digests: bytes) -> None:
+        """What the recording says of the blocks from `start` on."""
+        parts = range(0, len(digests), HASH_BYTES)
+        self.blocks[start:] = [digests[i : i + HASH_BYTES] for i in parts]
+
+    def hash_blocks(self) -> list[bytes]:
+        """The hashes of blocks that are full and have none; their tokens are made to follow from them."""
+        first, stop = len(self.block_hashes), min(self.num_tokens // self.block_size, len(self.blocks))
+        last = self._tokens[-1] if self._tokens else 0
+        for index in range(first, stop):
+            token = int.from_bytes(self.blocks[index][:7], "little")
+            self._tokens[index * self.block_size : (index + 1) * self.block_size] = [token] * self.block_size
+        if last < 0:  # the scheduler has yet to see that it ends the output; it will never be computed
+            self._tokens[-1] = last
+        return self.blocks[first:stop]
+
+    def begin_segment(self, segment: EngineCoreRequest, block_size: int) -> None:
+        """The tokens of the blocks it keeps are made again, too."""
+        super().begin_segment(segment, block_size)
+        self.block_hashes = []
+        self.block_hashes = self.hash_blocks()
+
+
+def _take_block_hashes(request: Request) -> list[bytes]:
+    assert isinstance(request, ReplayedRequest)
+    return request.hash_blocks()
+
+
+class Difference(NamedTuple):
+    """The first event in which a replay is not the recording."""
+
+    number: int
+    """Counts the recording's events, from 1."""
+    seconds: float
+    """After the start of the recording."""
+    kind: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"event {self.number} ({self.kind}, {self.seconds:.6f} s after the start): {self.what}"
+
+
+def make_scheduler(header: Header, grammars: StructuredOutputManager | None) -> Scheduler:
+    """The real scheduler, as it was configured. Raises ConfigError for one that is not Quire's own: a file may not say
+    which code is run."""
+    if header.scheduler.scheduler_cls != SCHEDULER:
+        raise ConfigError(f"the recording is of scheduler {header.scheduler.scheduler_cls!r}; only {SCHEDULER} replays")
+    return Scheduler(
+        header.kv_cache,
+        header.scheduler,
+        max_model_len=header.max_model_len,
+        enable_caching=header.enable_caching,
+        log_stats=False,
+        structured_output_manager=grammars,
+        num_spec_tokens=header.num_spec_tokens,
+        clock=lambda: 0.0,
+    )
+
+
+def make_request(event: Add, block_size: int) -> ReplayedRequest:
+    """The request of an arrival. One that had ended before it came ends again."""
+    flags, skips = event.flags, bool(event.flags & SKIPS_CACHE) or None
+    outputs = [0] * event.num_output_tokens
+    if outputs and event.end in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_REPETITION):
+        outputs[-1] = STOP_TOKEN
+    is_pooling = bool(flags & IS_POOLING)
+    params = SamplingParams(max_tokens=event.max_tokens, skip_reading_prefix_cache=skips)
+    params.eos_token_id = STOP_TOKEN
+    origin = EngineCoreRequest(
+        request_id=event.request_id,
+        prompt_token_ids=[0] * event.num_prompt_tokens,
+        sampling_params=None if is_pooling else params,
+        pooling_params=PoolingParams(skip_reading_prefix_cache=skips) if is_pooling else None,
+        arrival_time=event.arrival_time,
+        client_index=event.client_index,
+        priority=event.priority,
+        resumable=bool(flags & RESUMABLE),
+        output_token_ids=outputs,
+        continues_session=bool(flags & CONTINUES),
+    )
+    return ReplayedRequest(origin, block_size, bool(flags & HAS_GRAMMAR))
+
+
+class Replayer:
+    """Replays event after event: `apply` returns what is different, None if nothing is."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._block_size = min(header.kv_cache.block_sizes)
+        self._grammars = ReplayedGrammars()
+        self._emitted: list[AnyEvent] = []
+        recorder = Recorder(self._emitted.append, lambda digest: digest, clock=0.0)
+        self.scheduler = make_scheduler(header, recorder.watch_grammars(self._grammars))
+        self._observed = ObservedScheduler(self.scheduler, [recorder], clock=lambda: 0.0)
+        self.in_flight: deque[SchedulerOutput] = deque()
+        """Steps whose results are to come, oldest first."""
+        self.live: dict[int, ReplayedRequest] = {}
+        """By number: the requests that have not ended."""
+        self.num_new_tokens: dict[int, int] = {}
+        """What the last update gave to whom."""
+        self._ids: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self.num_events = 0
+        self._microseconds = 0
+
+    def apply(self, event: AnyEvent) -> Difference | None:
+        """Let the scheduler live through an event of the recording."""
+        self.num_events += 1
+        self._microseconds += event.at + getattr(event, "took", 0)
+        self._emitted.clear()
+        why = ""
+        try:
+            self._apply(event)
+        except (QuireError, LookupError, RuntimeError, ValueError, AssertionError) as e:
+            why = f"the replay fails: {type(e).__name__}: {e}"
+        if not why:
+            why = self._compare(event)
+        if not why:
+            return None
+        return Difference(self.num_events, self._microseconds / 1e6, type(event).__name__.lower(), why)
+
+    def get_number(self, request_id: str) -> int | None:
+        """Of a request that has not ended, as far as `take_ended` knows."""
+        return self._numbers.get(request_id)
+
+    def take_ended(self) -> list[tuple[int, ReplayedRequest]]:
+        """The requests that have ended since the last call, by number. They are forgotten."""
+        ended = [(number, request) for number, request in self.live.items() if request.is_finished]
+        for number, request in ended:
+            del self.live[number]
+            if self._numbers.get(request.request_id) == number:
+                del self._numbers[request.request_id]
+        return ended
+
+    def _compare(self, event: AnyEvent) -> str:
+        if len(self._emitted) != 1:
+            return f"{len(self._emitted)} things happen instead"
+        return describe_difference(event, self._emitted[0])
+
+    def _apply(self, event: AnyEvent) -> None:
+        match event:
+            case Add():
+                self._add(event)
+            case End():
+                ids = None if event.requests is None else [self._ids[i] for i in event.requests]
+                self._observed.finish_requests(ids, RequestStatus(event.status), report=event.report)
+            case Step():
+                self._prepare(event.details or StepDetails())
+                self.in_flight.append(self._observed.schedule())
+            case Update():
+                self._update(event)
+            case Drafts():
+                ids = [self._ids[index] for index, _ in event.counts]
+                drafts = DraftTokenIds(ids, [[0] * count for _, count in event.counts])
+                self._observed.update_draft_token_ids(drafts)
+            case Abandon():
+                self.in_flight.clear()
+                self._observed.abandon_steps()
+            case Reset():
+                self._observed.reset_prefix_cache(event.reset_running_requests)
+            case Pause():
+                self._observed.set_pause_state(PauseState(event.state))
+
+    def _add(self, event: Add) -> None:
+        request = make_request(event, self._block_size)
+        if event.is_accepted and not event.flags & CONTINUES:
+            self.live[len(self._ids)] = request
+            self._numbers[event.request_id] = len(self._ids)
+            self._ids.append(event.request_id)
+        if event.hashes is not None:
+            self._set_hashes([event.hashes])
+            request.block_hashes += request.hash_blocks()
+        try:
+            self._observed.add_request(request)
+        except QuireError:
+            if event.is_accepted:
+                raise
+
+    def _set_hashes(self, hashes: list[Hashes]) -> None:
+        for index, start, digests in hashes:
+            if index in self.live:
+                self.live[index].set_blocks(start, digests)
+
+    def _prepare(self, details: StepDetails) -> None:
+        """What came from outside while the step was decided on."""
+        self._grammars.ready |= {self._ids[index] for index in details.ready}
+        for index, status in details.failed:
+            grammar = self.live[index].structured_output if index in self.live else None
+            if isinstance(grammar, ReplayedGrammar):
+                is_complete = status == RequestStatus.FINISHED_STOPPED
+                grammar.start = GrammarVerdict.COMPLETE if is_complete else GrammarVerdict.BROKEN
+
+    def _update(self, event: Update) -> None:
+        if not self.in_flight:
+            raise ConfigError("the recording has the result of a step that it does not have")
+        output = self.in_flight.popleft()
+        self._set_hashes(event.hashes)
+        outputs = self._observed.update_from_output(output, self._make_result(output, event))
+        self.num_new_tokens = {
+            self._numbers[one.request_id]: len(one.new_token_ids)
+            for batch in outputs.values()
+            for one in batch.outputs
+            if one.new_token_ids
+        }
+
+    def _make_result(self, output: SchedulerOutput, event: Update) -> ModelRunnerOutput:
+        tokens = {request_id: [0] for request_id in output.num_scheduled_tokens}
+        for index, count in event.counts:
+            tokens[self._ids[index]] = [0] * count
+        for index, reason, num_kept in event.ends:
+            ids = tokens.get(self._ids[index], [])
+            if 0 < num_kept <= len(ids) and reason != FinishReason.LENGTH:
+                ids[num_kept - 1] = BROKEN_TOKEN if reason == FinishReason.ERROR else STOP_TOKEN
+        return ModelRunnerOutput(
+            req_ids=list(tokens),
+            sampled_token_ids=list(tokens.values()),
+            pooler_output={self._ids[index]: np.zeros(1) for index in event.pooled},
+        )
+
+
+_SAME_END = {int(FinishReason.REPETITION): int(FinishReason.STOP)}
+_SAME_STATUS = {int(RequestStatus.FINISHED_REPETITION): int(RequestStatus.FINISHED_STOPPED)}
+
+
+def describe_difference(recorded: AnyEvent, replayed: AnyEvent) -> str:
+    """How two events differ, times aside; empty if they do not. A repetition ends a replayed output as a stop does."""
+    if type(recorded) is not type(replayed):
+        return f"recorded a {type(recorded).__name__.lower()}, replayed a {type(replayed).__name__.lower()}"
+    one, other = _comparable(recorded), _comparable(replayed)
+    parts = [f"{name} was {one[name]}, is {other[name]}" for name in one if one[name] != other[name]]
+    return "; ".join(parts)
+
+
+def _comparable(event: AnyEvent) -> dict[str, Any]:
+    fields = {name: getattr(event, name) for name in event.__struct_fields__ if name not in ("at", "took", "prompt")}
+    match event:
+        case Add():
+            fields["end"] = _SAME_STATUS.get(event.end, event.end)
+        case Update():
+            fields["ends"] = [(index, _SAME_END.get(reason, reason), kept) for index, reason, kept in event.ends]
+        case Step():
+            details = event.details or StepDetails()
+            del fields["details"]
+            fields |= msgspec.to_builtins(msgspec.structs.asdict(details))
+            fields["failed"] = [[index, _SAME_STATUS.get(status, status)] for index, status in details.failed]
+    return fields
+
+
+def replay(header: Header, events: Iterable[AnyEvent]) -> tuple[Difference | None, int]:
+    """Whether the scheduler decides everything again as it was recorded: (the first difference, events replayed)."""
+    replayer = Replayer(header)
+    for event in events:
+        difference = replayer.apply(event)
+        if difference is not None:
+            return difference, replayer.num_events
+        replayer.take_ended()
+    return None, replayer.num_events

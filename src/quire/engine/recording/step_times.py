@@ -1,0 +1,155 @@
+"""How long a step takes, learned from steps that were recorded.
+
+The time is a sum of non-negative parts of what a step does. Tokens count several times, up to 4, 16, 64 and without
+a limit, because the first ones of a step, which have to wait for the weights, cost more than the later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.wire.execution import SchedulerOutput
+
+Floats = npt.NDArray[np.float64]
+
+MIN_STEPS = 20
+"""Fewer say nothing."""
+_FEW = (4, 16, 64)
+
+
+class StepWork(NamedTuple):
+    """What a step computes, as far as its time depends on it."""
+
+    num_tokens: int
+    num_rows: int
+    num_decoded_context: int
+    """Tokens that the rows of one token attend to, all together."""
+    num_prompt_context: int
+    """The same for chunks: per token of a chunk, half of the chunk and all that was computed before."""
+
+    @classmethod
+    def of(cls, output: SchedulerOutput) -> StepWork:
+        """The work of a scheduled step."""
+        counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        starts = list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts += [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        decoded = sum(start + 1 for request_id, start in starts if counts[request_id] == 1)
+        chunks = [(start, counts[request_id]) for request_id, start in starts if counts[request_id] != 1]
+        prompt = sum(count * start + count * (count + 1) // 2 for start, count in chunks)
+        return cls(output.total_num_scheduled_tokens, len(counts), decoded, prompt)
+
+    def parts(self) -> list[float]:
+        """What the coefficients are for."""
+        tokens = self.num_tokens
+        return [
+            1.0 if tokens else 0.0,
+            float(tokens),
+            *(float(min(tokens, few)) for few in _FEW),
+            float(self.num_rows),
+            float(self.num_decoded_context),
+            float(self.num_prompt_context),
+        ]
+
+
+PART_NAMES = (
+    "step",
+    "token",
+    *(f"token up to {few}" for few in _FEW),
+    "row",
+    "token of context, decoding",
+    "token of context, prompts",
+)
+
+
+class StepTimes(NamedTuple):
+    """A fitted model, and how well it says what it has seen, and what it has not."""
+
+    coefficients: tuple[float, ...]
+    """Seconds, in the order of PART_NAMES."""
+    num_steps: int
+    error: float
+    """Mean of |predicted / real - 1| over the steps it was fitted to."""
+    held_out_error: float
+    """The same for every second step, from a fit to the others."""
+    bias: float
+    """Predicted / real - 1 of all steps together."""
+
+    def predict(self, work: StepWork) -> float:
+        """Seconds."""
+        return sum(c * part for c, part in zip(self.coefficients, work.parts(), strict=True))
+
+
+def fit_step_times(steps: Sequence[tuple[StepWork, float]]) -> StepTimes | None:
+    """The model of `steps` (work, seconds); None if there are too few. Steps far off (a page fault, another process)
+    are left out of the fit, and stay in the errors."""
+    steps = [(work, seconds) for work, seconds in steps if work.num_tokens and seconds > 0]
+    if len(steps) < MIN_STEPS:
+        return None
+    parts = np.array([work.parts() for work, _ in steps])
+    seconds = np.array([seconds for _, seconds in steps])
+    coefficients = _fit(parts, seconds)
+    half = _fit(parts[::2], seconds[::2])
+    return StepTimes(
+        tuple(float(c) for c in coefficients),
+        len(steps),
+        _error(parts @ coefficients, seconds),
+        _error(parts[1::2] @ half, seconds[1::2]),
+        float((parts @ coefficients).sum() / seconds.sum() - 1),
+    )
+
+
+def _error(predicted: Floats, seconds: Floats) -> float:
+    return float(np.mean(np.abs(predicted / seconds - 1)))
+
+
+def _fit(parts: Floats, seconds: Floats) -> Floats:
+    """Weighted by what is expected, so that long steps do not decide alone and slow ones are not made light of; and
+    without the steps that are far off."""
+    weights, near = np.ones(len(seconds)), np.ones(len(seconds), dtype=bool)
+    for _ in range(3):
+        coefficients = solve_nnls((parts * weights[:, None])[near], (seconds * weights)[near])
+        expected = np.maximum(parts @ coefficients, 1e-6)
+        weights = 1 / np.sqrt(expected)
+        off = np.abs(np.log(expected / seconds))
+        near = off <= max(5 * float(np.median(off)), 0.7)
+    return coefficients
+
+
+def solve_nnls(matrix: Floats, target: Floats) -> Floats:
+    """The x >= 0 with the least |matrix @ x - target|: Lawson and Hanson, "Solving Least Squares Problems" (1974), 23.
+
+    Columns are brought to one length first, so that one tolerance serves them all.
+    """
+    lengths = np.linalg.norm(matrix, axis=0)
+    lengths[lengths == 0] = 1.0
+    matrix = matrix / lengths
+    size = matrix.shape[1]
+    x, free = np.zeros(size), np.zeros(size, dtype=bool)
+    tolerance = 1e-10 * max(float(np.abs(matrix.T @ target).max(initial=0.0)), 1e-300)
+    for _ in range(10 * size):
+        gain = matrix.T @ (target - matrix @ x)
+        gain[free] = -np.inf
+        best = int(np.argmax(gain))
+        if gain[best] <= tolerance:
+            break
+        free[best] = True
+        while True:
+            solution = np.zeros(size)
+            solution[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+            bad = free & (solution <= 0)
+            if not bad.any():
+                break
+            step = float(np.min(x[bad] / np.maximum(x[bad] - solution[bad], 1e-300)))
+            x = x + step * (solution - x)
+            free &= x > 1e-14
+            x[~free] = 0.0
+            if not free.any():
+                solution = x
+                break
+        x = solution
+    scaled: Floats = x / lengths
+    return scaled

@@ -1,0 +1,187 @@
+"""What a recording says beside its decisions: who came when, what each got when, and what every step cost."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quire.engine.recording.format import (
+    CONTINUES,
+    Abandon,
+    Add,
+    AnyEvent,
+    Drafts,
+    End,
+    Header,
+    Pause,
+    Reset,
+    Step,
+    Update,
+)
+from quire.engine.recording.replay import Difference, ReplayedRequest, Replayer
+from quire.engine.recording.step_times import StepWork
+from quire.engine.request import RequestStatus
+from quire.wire.engine_core import FinishReason
+
+LONGEST_LAG_S = 30.0
+"""An arrival longer than this before the core heard of it is that of a restart, or of another clock."""
+
+
+@dataclass
+class Segment:
+    """One input and what answered it; an ordinary request has one. Times are seconds after the recording's start."""
+
+    add: Add
+    arrival_s: float
+    num_outputs: int = 0
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    reason: FinishReason | None = None
+
+
+@dataclass
+class RecordedRequest:
+    """One request of a recording."""
+
+    segments: list[Segment]
+    blocks: bytes = b""
+    """The digests of its blocks."""
+    aborted_s: float | None = None
+    failed: RequestStatus | None = None
+    """How it ended while it was to be admitted."""
+    num_cached_tokens: int | None = None
+
+    @property
+    def current(self) -> Segment:
+        """The segment that is being answered: the first without an end."""
+        return next((segment for segment in self.segments if segment.reason is None), self.segments[-1])
+
+
+@dataclass
+class Study:
+    """A recording, read and replayed."""
+
+    header: Header
+    difference: Difference | None = None
+    """Where the replay was not the recording; what follows is then not known."""
+    num_events: int = 0
+    num_steps: int = 0
+    end_s: float = 0.0
+    num_preemptions: int = 0
+    requests: list[RecordedRequest] = field(default_factory=list)
+    steps: list[tuple[StepWork, float]] = field(default_factory=list)
+    """Work and seconds of each step that was completed."""
+    gaps_s: list[float] = field(default_factory=list)
+    """From the end of a step to the start of the next, while there was work."""
+    controls: list[tuple[float, Pause | Reset]] = field(default_factory=list)
+    has_drafts: bool = False
+
+
+def study(header: Header, events: Iterable[AnyEvent]) -> Study:
+    """Replay a recording, and note what it says."""
+    student = _Student(header)
+    for event in events:
+        student.study.difference = student.take(event)
+        if student.study.difference is not None:
+            break
+    student.finish()
+    return student.study
+
+
+class _Student:
+    """Goes through a recording once."""
+
+    def __init__(self, header: Header) -> None:
+        self.study = Study(header)
+        self._replayer = Replayer(header)
+        self._now = 0.0
+        self._in_flight: deque[tuple[StepWork, float]] = deque()
+        """Work, and when it began."""
+        self._last_end: float | None = None
+        """When the last step ended, if there was more to do."""
+        self._last_update = 0.0
+
+    def take(self, event: AnyEvent) -> Difference | None:
+        """The next event."""
+        started = self._now + event.at / 1e6
+        self._now = started + getattr(event, "took", 0) / 1e6
+        study = self.study
+        difference = self._replayer.apply(event)
+        study.num_events, study.end_s = self._replayer.num_events, self._now
+        if difference is not None:
+            return difference
+        match event:
+            case Add() if event.is_accepted:
+                self._add(event)
+            case Step():
+                self._step(event, started)
+            case Update():
+                self._update(event)
+            case Pause() | Reset():
+                study.controls.append((self._now, event))
+                self._last_end = None
+            case Abandon():
+                self._in_flight.clear()
+                self._last_end = None
+            case Drafts():
+                study.has_drafts = True
+            case _:
+                pass
+        if isinstance(event, End | Update | Step):
+            for number, request in self._replayer.take_ended():
+                self._note_end(event, study.requests[number], request)
+        return None
+
+    def finish(self) -> None:
+        """The recording has ended; so have those that still lived."""
+        for index, request in self._replayer.live.items():
+            self.study.requests[index].blocks = b"".join(request.blocks)
+
+    def _add(self, event: Add) -> None:
+        lag = self._now - (event.arrival_time - self.study.header.created_at)
+        arrival_s = self._now - lag if 0 <= lag <= LONGEST_LAG_S and not event.num_output_tokens else self._now
+        segment = Segment(event, arrival_s)
+        if not event.flags & CONTINUES:
+            self.study.requests.append(RecordedRequest([segment]))
+            return
+        index = self._replayer.get_number(event.request_id)
+        if index is not None:
+            self.study.requests[index].segments.append(segment)
+
+    def _note_end(self, event: AnyEvent, recorded: RecordedRequest, request: ReplayedRequest) -> None:
+        recorded.blocks = b"".join(request.blocks)
+        if isinstance(event, End):
+            recorded.aborted_s = self._now
+        elif isinstance(event, Step):
+            recorded.failed = request.status
+
+    def _step(self, event: Step, started: float) -> None:
+        study = self.study
+        output = self._replayer.in_flight[-1]
+        self._in_flight.append((StepWork.of(output), started))
+        study.num_steps += event.num_tokens > 0
+        if self._last_end is not None and event.num_tokens:
+            study.gaps_s.append(started - self._last_end)
+        self._last_end = None
+        if event.details is not None:
+            study.num_preemptions += len(event.details.preempted)
+            for index, num_computed, _ in event.details.new:
+                request = study.requests[index]
+                if request.num_cached_tokens is None:
+                    request.num_cached_tokens = num_computed
+
+    def _update(self, event: Update) -> None:
+        work, began = self._in_flight.popleft()
+        self.study.steps.append((work, self._now - max(began, self._last_update)))
+        self._last_update = self._now
+        self._last_end = self._now if self._replayer.scheduler.has_requests() else None
+        for index, num_new in self._replayer.num_new_tokens.items():
+            segment = self.study.requests[index].current
+            if num_new:
+                if segment.first_token_s is None:
+                    segment.first_token_s = self._now
+                segment.last_token_s = self._now
+                segment.num_outputs += num_new
+        for index, reason, _ in event.ends:
+            self.study.requests[index].current.reason = FinishReason(reason)

@@ -1,0 +1,170 @@
+"""OpenAI's /v1/responses: conversations answered in items, kept for a while, and gone on from."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from quire.errors import ValidationError
+from quire.frontend.openai.auth import Access
+from quire.frontend.openai.background import BackgroundRun
+from quire.frontend.openai.chat_request import prepare_chats
+from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.openai.protocol.fields import BodyReader
+from quire.frontend.openai.protocol.response_items import Message, messages_of, with_instructions
+from quire.frontend.openai.protocol.responses import ResponsesBody, in_own_words
+from quire.frontend.openai.response_store import StoredResponse
+from quire.frontend.openai.response_writer import ResponseWriter, make_response_id
+from quire.frontend.openai.submission import Submission, stream_response
+
+RESPONSES = BodyReader(ResponsesBody)
+PATH = "/v1/responses"
+
+
+async def create_response(context: RequestContext) -> Response:
+    """Answer a conversation in items; with stream, as events with sequence numbers."""
+    body = await context.read(RESPONSES)
+    model = context.state.check_model(body.model)
+    _check_background(context, body)
+    response_id = make_response_id()
+    with in_own_words():
+        messages = _conversation(context, body)
+        chat = await prepare_chats(context, [body.as_chat(with_instructions(body.instructions, messages))])
+        submission = await Submission.submit(context, chat.prompts, chat.params, response_id, priority=body.priority)
+    writer = ResponseWriter(context.state, body, model, response_id, chat)
+    if body.background:
+        return await _answer_later(context, body, writer, submission, messages)
+
+    def keep(response: dict[str, Any]) -> None:
+        if body.store is not False and response["status"] in ("completed", "incomplete"):
+            stored = StoredResponse(_owner(context), response_id)
+            stored.body = msgspec.json.encode(response)
+            stored.conversation = msgspec.json.encode([*messages, writer.message()])
+            context.state.responses.put(stored)
+
+    if body.stream:
+        return stream_response(context, writer.events(submission, keep), submission, encode_error=writer.failure)
+    try:
+        (output,) = await context.unless_gone(submission.final_outputs())
+        response = await writer.whole(output)
+        keep(response)
+        return json_response(response)
+    finally:
+        await submission.close()
+
+
+async def show_response(context: RequestContext) -> Response:
+    """A stored response; with ?stream=true the events of one in the background, those after ?starting_after=."""
+    stored = _stored(context)
+    if not context.query_switch("stream", False):
+        return Response(stored.as_json(), media_type="application/json")
+    if stored.events is None:
+        raise ValidationError(
+            "only the events of a response that was created with background: true and stream: true are kept; leave "
+            "stream out",
+            param="stream",
+        )
+    text = context.request.query_params.get("starting_after", "-1")
+    try:
+        start = int(text[:20]) + 1
+    except ValueError:
+        raise ValidationError("starting_after must be a sequence number", param="starting_after") from None
+    return stream_response(context, stored.follow(max(0, start)), None)
+
+
+async def delete_response(context: RequestContext) -> Response:
+    """Forget a stored response; one that is under way is cancelled."""
+    stored = _stored(context)
+    context.state.responses.delete(stored.owner, stored.response_id)
+    await _cancel(stored)
+    return json_response({"id": stored.response_id, "object": "response", "deleted": True})
+
+
+async def cancel_response(context: RequestContext) -> Response:
+    """End a response in the background where it is; one that has ended stays as it is."""
+    stored = _stored(context)
+    if not stored.is_background:
+        raise ValidationError(
+            "only a response with background: true can be cancelled; close the connection of another one",
+            param="response_id",
+        )
+    await _cancel(stored)
+    return Response(stored.as_json(), media_type="application/json")
+
+
+async def _cancel(stored: StoredResponse) -> None:
+    if stored.task is not None:
+        task = stored.task
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def _owner(context: RequestContext) -> bytes:
+    return context.state.gatekeeper.owner_of(context.request)
+
+
+def _stored(context: RequestContext) -> StoredResponse:
+    response_id = context.request.path_params["response_id"]
+    return context.state.responses.get(_owner(context), response_id, param="response_id")
+
+
+def _conversation(context: RequestContext, body: ResponsesBody) -> list[Message]:
+    """All that was said, without the instructions."""
+    messages = messages_of(body.input)
+    if body.previous_response_id is None:
+        return messages
+    store = context.state.responses
+    previous = store.get(_owner(context), body.previous_response_id, param="previous_response_id")
+    return [*previous.messages(), *messages]
+
+
+def _check_background(context: RequestContext, body: ResponsesBody) -> None:
+    """Raises ValidationError where nobody could ever see the response."""
+    if body.background and (body.store is False or not context.state.responses.max_num):
+        why = "store: true" if body.store is False else "a server that keeps responses (--max-stored-responses)"
+        raise ValidationError(f"background needs {why}, or nobody can ask for the response", param="background")
+
+
+async def _answer_later(
+    context: RequestContext,
+    body: ResponsesBody,
+    writer: ResponseWriter,
+    submission: Submission,
+    messages: list[Message],
+) -> Response:
+    state = context.state
+    stored = StoredResponse(_owner(context), writer.response_id)
+    stored.is_background = True
+    stored.describe = writer.snapshot
+    stored.events = [] if body.stream else None
+    first = json_response(writer.snapshot())
+    try:
+        state.responses.begin(stored)
+    except BaseException:
+        await submission.close()
+        raise
+    await BackgroundRun(stored, state.responses, state.lifecycle, writer, submission, messages).start()
+    return stream_response(context, stored.follow(), None) if body.stream else first
+
+
+ENDPOINTS = (
+    Endpoint(path=PATH, handler=create_response, access=Access.KEY, body=RESPONSES, task="generate", is_work=True),
+    Endpoint(
+        path=f"{PATH}/{{response_id}}",
+        handler=show_response,
+        access=Access.KEY,
+        methods=("GET",),
+        task="generate",
+    ),
+    Endpoint(
+        path=f"{PATH}/{{response_id}}",
+        handler=delete_response,
+        access=Access.KEY,
+        methods=("DELETE",),
+        task="generate",
+    ),
+    Endpoint(path=f"{PATH}/{{response_id}}/cancel", handler=cancel_response, access=Access.KEY, task="generate"),
+)
