@@ -7,7 +7,8 @@
     │   ├── ValidationError         400  a value is out of its declared bound (also a ValueError)
     │   │   └── PromptTooLongError  400  prompt + output cannot fit the model's context
     │   ├── NotFoundError           404  no such model, adapter or request
-    │   ├── OverloadedError         503  a declared queue limit is reached; nothing was started
+    │   ├── OverloadedError         503  a declared limit of the server is reached; nothing was started
+    │   │   └── QuotaExceededError  429  the limit is the client's own
     │   └── SlowClientError         408  nobody read the request's output for too long; it was aborted
     ├── ConfigError                 the operator's fault: a flag, a file, a combination (also a ValueError)
     │   └── ModelLoadError          the checkpoint cannot be served: names file and tensor
@@ -57,9 +58,22 @@ class NotFoundError(ClientError):
 
 
 class OverloadedError(ClientError):
-    """A queue limit is reached; the request was refused before any work was done for it."""
+    """A limit is reached; the request was refused before any work was done for it.
+
+    `retry_after_s` is when it might be taken.
+    """
 
     status_code = 503
+
+    def __init__(self, message: str, *, param: str | None = None, value: Any = None, retry_after_s: int = 1) -> None:
+        super().__init__(message, param=param, value=value)
+        self.retry_after_s = retry_after_s
+
+
+class QuotaExceededError(OverloadedError):
+    """One client has as much under way as one may have; others are served."""
+
+    status_code = 429
 
 
 class SlowClientError(ClientError):

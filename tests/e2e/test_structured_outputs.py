@@ -105,8 +105,59 @@ def test_chunks_and_preemption_change_nothing(checkpoint: Checkpoint, llm: LLM) 
     )
     prompts = [{"prompt_token_ids": [40 + i] * 30} for i in range(4)]
     expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
-    flags = {"max_num_seqs": 4, "max_num_batched_tokens": 9, **FEW_BLOCKS}
-    with engine(checkpoint("llama"), **{**flags, "max_model_len": 192, "num_gpu_blocks_override": 13}) as small:
+    flags = {"max_num_seqs": 4, "max_num_batched_tokens": 24, **FEW_BLOCKS}
+    with engine(checkpoint("llama"), **{**flags, "max_model_len": 128, "num_gpu_blocks_override": 9}) as small:
         got = small.generate(prompts, params, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in got] == expected
     assert num_preemptions(got) > 0
+
+
+FORMS: list[dict[str, Any]] = [
+    {"json": ORDER},
+    {"json": ORDER, "disable_any_whitespace": True},
+    {"choice": ["a rather long sentence that is known", "a rather long sentence that is not"]},
+    {"regex": r"(yes|no), the quick brown fox jumps( over [a-z]{3})?"},
+    {"grammar": 'root ::= "<note>" [a-z]{1,4} "</note><note>" [0-9]{2} "</note>"'},
+    {
+        "structural_tag": json.dumps(
+            {"structures": [{"begin": "<a>", "schema": ORDER, "end": "</a>"}], "triggers": ["<a"]}
+        )
+    },
+]
+
+
+def test_jumps_change_no_token(checkpoint: Checkpoint, llm: LLM) -> None:
+    """Also with penalties, stop strings, small chunks and preemption."""
+    prompts = [{"prompt_token_ids": [40 + i] * 20} for i in range(len(FORMS))]
+    common: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.5, "n": 2},
+        {"presence_penalty": 2.0, "repetition_penalty": 1.5, "top_k": 3},
+        {"stop": ["jumps", "kind"], "min_tokens": 3},
+        {"max_tokens": 13},
+    ]
+    params = [
+        SamplingParams(**{"max_tokens": 90, "seed": 5, **fields}, structured_outputs=StructuredOutputsParams(**form))
+        for fields in common
+        for form in FORMS
+    ]
+    work = prompts * len(common)
+    flags = {
+        **FEW_BLOCKS,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+        "max_model_len": 128,
+        "num_gpu_blocks_override": 9,
+    }
+    with engine(checkpoint("llama"), grammar_jump_forward=False, max_num_seqs=8) as slow:
+        expected = slow.generate(work, params, use_tqdm=False)
+    got = llm.generate(work, params, use_tqdm=False)
+    with engine(checkpoint("llama"), **flags) as small:
+        squeezed = small.generate(work, params, use_tqdm=False)
+    for one, other, third in zip(expected, got, squeezed, strict=True):
+        for a, b, c in zip(one.outputs, other.outputs, third.outputs, strict=True):
+            assert (a.token_ids, a.text, a.finish_reason, a.stop_reason) == (
+                b.token_ids, b.text, b.finish_reason, b.stop_reason,
+            )  # fmt: skip
+            assert (c.token_ids, c.text) == (a.token_ids, a.text)
+    assert num_preemptions(squeezed) > 0

@@ -144,7 +144,7 @@ OUTPUT = EngineCoreOutput(
 ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
 NEW_REQUEST = NewRequestData("r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA)
-CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32])
+CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32], {"s": [7]})
 
 FULL: dict[str, Any] = {
     "LoRARequest": LORA,

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.cli.config_file import read_config_file
 from quire.cli.options import Arguments, Option, Positional, nearest
 from quire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ForeignFlags:
+    """Flags of another program, looked at only where a command line has one that is not ours."""
+
+    make_options: Callable[[], Sequence[Option]]
+    settle: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """From the values given to those of our own flags that follow from them. Raises ConfigError."""
+
 
 CONFIG_OPTION = Option(
     name="config", help="YAML file whose keys are flags; the command line wins.", metavar="FILE.yaml"
@@ -25,7 +36,13 @@ class CommandLine:
     """The arguments one command takes. Raises ConfigError on any misuse, naming the nearest thing that exists."""
 
     def __init__(
-        self, prog: str, summary: str, options: Sequence[Option], positional: Positional | None = None, epilog: str = ""
+        self,
+        prog: str,
+        summary: str,
+        options: Sequence[Option],
+        positional: Positional | None = None,
+        epilog: str = "",
+        foreign: ForeignFlags | None = None,
     ) -> None:
         self.prog = prog
         self.summary = summary
@@ -34,18 +51,60 @@ class CommandLine:
         self.options = [*options, CONFIG_OPTION]
         self._by_name = {option.name: option for option in self.options}
         self._by_name |= {option.alias: option for option in self.options if option.alias}
+        self._foreign = foreign
+        self._foreign_options: list[Option] = []
 
     def parse(self, argv: Sequence[str]) -> Arguments:
         """Read `argv` (without program and command name), then the --config file under it."""
         end = list(argv).index("--") if "--" in argv else len(argv)
-        given = self._read_flags(_join_dotted(_normalise(argv[:end]), self._by_name))
+        words = _normalise(argv[:end])
+        if not self._knows(words):
+            self._adopt_foreign()
+        given = self._read_flags(self._spread(_join_dotted(words, self._by_name)))
         self._add_positionals(given, argv[end + 1 :])
         if "config" in given:
             given = {**self._read_config_file(Path(given["config"])), **given}
+        foreign = {option.name: given.pop(option.name) for option in self._foreign_options if option.name in given}
+        if self._foreign is not None and foreign:
+            given = {**self._foreign.settle(foreign), **given}
         defaults = {option.name: option.default for option in self.options}
         if self.positional is not None:
             defaults.setdefault(self.positional.name, [] if self.positional.nargs == "*" else None)
         return Arguments(given, defaults)
+
+    def _knows(self, words: Sequence[str]) -> bool:
+        """Whether every flag is ours."""
+        ours = {spelling for option in self.options for spelling in option.spellings}
+        ours |= {f"--no-{option.flag[2:]}" for option in self.options if option.is_switch}
+        return all(word.partition("=")[0].partition(".")[0] in ours for word in words if word.startswith("-"))
+
+    def foreign_options(self) -> list[Option]:
+        """What another program has beyond ours."""
+        return [] if self._foreign is None else list(self._foreign.make_options())
+
+    def _adopt_foreign(self) -> None:
+        if not self._foreign_options:
+            self._foreign_options = self.foreign_options()
+            self._by_name |= {option.name: option for option in self._foreign_options}
+
+    def _spread(self, words: Sequence[str]) -> list[str]:
+        """`--x a b` as `--x a --x b` for flags that take many. Without the positional argument before it, or --model,
+        a second value is taken for that argument."""
+        by_spelling = {s: option for option in self._by_name.values() for s in option.spellings}
+        found: list[str] = []
+        rest = list(words)
+        has_place = self.positional is None
+        while rest:
+            word = rest.pop(0)
+            found.append(word)
+            option = by_spelling.get(word)
+            has_place = has_place or not word.startswith("-") or word.startswith("--model=") or word == "--model"
+            if option is None or option.is_switch or not rest:
+                continue
+            found.append(rest.pop(0))
+            while option.takes_many and has_place and rest and not rest[0].startswith("-"):
+                found += [word, rest.pop(0)]
+        return found
 
     def _read_flags(self, argv: Sequence[str]) -> dict[str, Any]:
         words, unknown = self._argparser().parse_known_intermixed_args(argv)
@@ -66,11 +125,11 @@ class CommandLine:
 
     def _argparser(self) -> argparse.ArgumentParser:
         parser = _Parser(prog=self.prog, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        for option in self.options:
+        for option in [*self.options, *self._foreign_options]:
             if option.is_switch:
                 parser.add_argument(*option.spellings, dest=option.name, action=argparse.BooleanOptionalAction)
             else:
-                action = "append" if option.is_repeatable else "store"
+                action = "append" if option.is_repeatable or option.takes_many else "store"
                 parser.add_argument(*option.spellings, dest=option.name, action=action)
         if self.positional is not None:
             parser.add_argument(self.positional.name, nargs=self.positional.nargs)
@@ -89,6 +148,8 @@ class CommandLine:
         given: dict[str, Any] = {}
         for key, raw in read_config_file(path).items():
             name = str(key).replace("-", "_")
+            if name not in self._by_name:
+                self._adopt_foreign()
             option = self._by_name.get(name)
             if option is None or option is CONFIG_OPTION:
                 flags = [o.name.replace("_", "-") for o in self.options]

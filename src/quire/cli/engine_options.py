@@ -32,5 +32,6 @@ def flag_option(spec: FlagSpec) -> Option:
         metavar=spec.metavar,
         is_switch=spec.is_switch,
         is_repeatable=spec.is_list,
+        takes_many=spec.takes_many,
         validate=spec.validate,
     )

@@ -33,7 +33,7 @@ def format_help(line: CommandLine, topic: str) -> str:
     """Help of one command. Raises ConfigError when nothing matches `topic`."""
     groups = _grouped(line.options)
     if topic:
-        return "\n".join(_find(groups, topic, line.prog))
+        return "\n".join(_find(groups, _grouped(line.foreign_options()), topic, line.prog))
     own = {name: options for name, options in groups.items() if not name.endswith("Config")}
     rest = {name: options for name, options in groups.items() if name not in own}
     lines = [_usage(line), "", line.summary, *_positional(line)]
@@ -45,7 +45,7 @@ def format_help(line: CommandLine, topic: str) -> str:
     return "\n".join([*lines, *(["", line.epilog] if line.epilog else [])])
 
 
-def _find(groups: dict[str, list[Option]], topic: str, prog: str) -> list[str]:
+def _find(groups: dict[str, list[Option]], foreign: dict[str, list[Option]], topic: str, prog: str) -> list[str]:
     wanted = topic.lower().lstrip("-").replace("_", "-")
     if wanted == "listgroup":
         return list(groups)
@@ -56,7 +56,8 @@ def _find(groups: dict[str, list[Option]], topic: str, prog: str) -> list[str]:
     }
     exact = {n: [o for o in options if wanted == o.flag[2:]] for n, options in groups.items()}
     partial = {n: [o for o in options if _matches(o, wanted)] for n, options in groups.items()}
-    for hits in (found, exact, partial):
+    elsewhere = {n: [o for o in options if wanted == o.flag[2:]] for n, options in foreign.items()}
+    for hits in (found, exact, elsewhere, partial):
         lines = [line for name, options in hits.items() if options for line in ["", *_section(name, options)]]
         if lines:
             return lines[1:]

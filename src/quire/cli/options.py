@@ -28,6 +28,8 @@ class Option:
     """--x / --no-x."""
     is_repeatable: bool = False
     """Each use adds one value to a list."""
+    takes_many: bool = False
+    """A use may be followed by several values, which then make a list."""
     short: str | None = None
     alias: str | None = None
     """A second name, spelled like `name`."""
@@ -52,8 +54,9 @@ class Option:
 
     def read(self, raw: Any) -> Any:
         """The value of `raw`: text of the command line, or a YAML value. Raises ConfigError."""
-        if self.is_repeatable:
-            return [self._read_one(item) for item in (raw if isinstance(raw, list) else [raw])]
+        if self.is_repeatable or (self.takes_many and isinstance(raw, list)):
+            values = [self._read_one(item) for item in (raw if isinstance(raw, list) else [raw])]
+            return values if self.is_repeatable or len(values) > 1 else values[0]
         return self._read_one(raw)
 
     def _read_one(self, raw: Any) -> Any:

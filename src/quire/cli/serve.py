@@ -12,26 +12,34 @@ from functools import partial
 from typing import Any
 
 from quire import __version__, envs
-from quire.cli.command_line import CommandLine
+from quire.cli.command_line import CommandLine, ForeignFlags
 from quire.cli.engine_options import engine_args, engine_options, flag_option
 from quire.cli.options import Arguments, Positional
+from quire.cli.vllm_options import vllm_options
 from quire.config.flags import flags_of
 from quire.config.server import ServerConfig, read_api_keys
+from quire.config.vllm_flags import settle_vllm_flags
 from quire.logger import init_logger
 from quire.resolve import resolve
 
 logger = init_logger(__name__)
 
+QUEUE_LIMITS = {"max_num_queued_reqs": 16_384, "max_num_queued_tokens": 1 << 25}
+"""What may wait where no flag says otherwise: far above what anyone would wait for, and within a server's memory."""
 _FLAGS = {spec.name: spec for spec in flags_of(ServerConfig)}
 
 
 def command_line() -> CommandLine:
     """The arguments of `quire serve`."""
+    options = [*(flag_option(spec) for spec in _FLAGS.values()), *engine_options()]
+    names = {option.name for option in options}
     return CommandLine(
         "quire serve",
         "Serve a model over HTTP, in the words of OpenAI's and vLLM's clients. Ends with Ctrl-C or SIGTERM.",
-        [*(flag_option(spec) for spec in _FLAGS.values()), *engine_options()],
+        options,
         Positional("model_name", "The model, as --model has it."),
+        "Flags of `vllm serve` that are not listed are known, too: docs/compat.md says what becomes of each.",
+        ForeignFlags(partial(vllm_options, names | {"config"}), settle_vllm_flags),
     )
 
 
@@ -50,10 +58,12 @@ def run(args: Arguments) -> int:
     if envs.LOGGING_LEVEL.name not in os.environ:
         logging.getLogger("quire").setLevel(logging.INFO)
     config = server_config(args)
+    if config.log_level is not None:
+        logging.getLogger("quire").setLevel(config.log_level)
     keys = read_api_keys(config)
     config = dataclasses.replace(config, api_key=())  # from here on only their digests are kept
     named = {"model": args["model_name"]} if args["model_name"] is not None else {}
-    engine_config = engine_args(args, **named).create_engine_config("serving")
+    engine_config = engine_args(args, **QUEUE_LIMITS, **named).create_engine_config("serving")
     listeners = resolve("quire.frontend.openai.server:Listeners").bind(config)
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)

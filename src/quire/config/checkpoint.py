@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.config.repository import checked_path
 from quire.errors import ModelLoadError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -70,8 +70,9 @@ class CheckpointIndex:
         """Read the headers of `model_dir`'s weights. Raises ModelLoadError naming file and tensor."""
         single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
         if single.exists() or single.is_symlink():
-            return CheckpointIndex(read_header(_checked_path(model_dir, SINGLE_FILE, single)), single)
-        if index.exists():
+            return CheckpointIndex(read_header(checked_path(model_dir, SINGLE_FILE)), single)
+        if index.exists() or index.is_symlink():
+            checked_path(model_dir, INDEX_FILE)
             return CheckpointIndex(_read_shards(model_dir, index), index)
         raise _no_safetensors(model_dir)
 
@@ -164,7 +165,7 @@ def _read_shards(model_dir: Path, index: Path) -> dict[str, TensorInfo]:
         raise ModelLoadError(f"{index} has no weight_map from tensor names to file names")
     tensors: dict[str, TensorInfo] = {}
     for file_name in sorted(set(weight_map.values())):
-        for name, tensor in read_header(_checked_path(model_dir, file_name, index)).items():
+        for name, tensor in read_header(checked_path(model_dir, file_name, source=index)).items():
             if name in tensors:
                 raise ModelLoadError(f"{tensor.file}: tensor {name} is also in {tensors[name].file.name}")
             tensors[name] = tensor
@@ -172,32 +173,6 @@ def _read_shards(model_dir: Path, index: Path) -> dict[str, TensorInfo]:
         if name not in tensors or tensors[name].file.name != Path(file_name).name:
             raise ModelLoadError(f"{model_dir / file_name} does not hold tensor {name}, which {index.name} puts there")
     return tensors
-
-
-def _checked_path(model_dir: Path, file_name: str, source: Path) -> Path:
-    """`model_dir/file_name` if it is a regular file inside the folder, or inside the hub cache the folder is part of
-    (whose snapshots are symlinks to blobs)."""
-    path = model_dir / file_name
-    if "\\" in file_name or Path(file_name).is_absolute() or ".." in Path(file_name).parts:
-        raise ModelLoadError(f"{source} names the file {file_name!r}, which is outside the checkpoint's folder")
-    try:
-        target = path.resolve(strict=True)
-    except (OSError, RuntimeError):
-        raise ModelLoadError(f"{path} is missing; {source.name} needs it: download the checkpoint again") from None
-    if not any(target.is_relative_to(root) for root in _allowed_roots(model_dir)):
-        raise ModelLoadError(
-            f"{path} is a link to {target}, outside the checkpoint's folder; put the file itself there"
-        )
-    if not stat.S_ISREG(target.stat().st_mode):
-        raise ModelLoadError(f"{path} is not a regular file")
-    return path
-
-
-def _allowed_roots(model_dir: Path) -> list[Path]:
-    """The folder, and for a hub snapshot (`models--owner--name/snapshots/revision`) the repository's cache."""
-    folder = model_dir.resolve()
-    is_snapshot = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
-    return [folder, folder.parent.parent] if is_snapshot else [folder]
 
 
 def _no_safetensors(model_dir: Path) -> ModelLoadError:

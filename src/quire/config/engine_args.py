@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.config.pooling import resolve_pooling
+from quire.config.repository import read_object
 from quire.config.scheduler import SchedulerConfig
 from quire.config.source import resolve_model_dir
-from quire.errors import ConfigError, ModelLoadError
+from quire.errors import ConfigError
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
@@ -87,15 +87,17 @@ class EngineArgs:
 
     def _resolve_model(self, model: ModelConfig) -> ModelConfig:
         download_dir = self.download_dir
-        model_dir = resolve_model_dir(model.model, model.revision, download_dir)
+        token = model.hf_token
+        model_dir = resolve_model_dir(model.model, model.revision, download_dir, token=token)
         tokenizer_dir = model_dir
         if model.tokenizer is not None:
             tokenizer_dir = resolve_model_dir(
-                model.tokenizer, model.tokenizer_revision, download_dir, tokenizer_only=True
+                model.tokenizer, model.tokenizer_revision, download_dir, token=token, tokenizer_only=True
             )
         hf = HFConfig.from_dir(model_dir, model.hf_overrides)
         return dataclasses.replace(
             model,
+            hf_token=None,  # used up: no other process gets it
             model_dir=model_dir,
             tokenizer_dir=tokenizer_dir,
             hf_config=hf,
@@ -115,14 +117,11 @@ def _generation_defaults(model: ModelConfig, model_dir: Path) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     if model.generation_config != "vllm":
         directory = model_dir if model.generation_config == "auto" else Path(model.generation_config)
-        path = directory / "generation_config.json"
-        if path.exists():
-            try:
-                defaults = json.loads(path.read_text(encoding="utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as e:
-                raise ModelLoadError(f"{path} is not valid JSON: {e}") from None
-        elif model.generation_config != "auto":
+        found = read_object(directory, "generation_config.json")
+        if found is None and model.generation_config != "auto":
+            path = directory / "generation_config.json"
             raise ConfigError(f"--generation-config {model.generation_config}: {path} does not exist")
+        defaults = found or {}
     return {**defaults, **(model.override_generation_config or {})}
 
 

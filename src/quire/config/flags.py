@@ -28,12 +28,13 @@ def flag(
     metavar: str | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
+    takes_many: bool = False,
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
     `parse` turns the command line's text into the value (bool defaults make a --x/--no-x switch instead). `name` is
     the keyword and flag name where it differs from the field's. `minimum`/`maximum` are inclusive and checked by
-    `validate_flags`; a field holding None is not checked.
+    `validate_flags`; a field holding None is not checked. `takes_many` allows several values after one use of the flag.
     """
     spec = {
         "help": help,
@@ -43,6 +44,7 @@ def flag(
         "metavar": metavar,
         "minimum": minimum,
         "maximum": maximum,
+        "takes_many": takes_many,
     }
     return dataclasses.field(default=default, metadata={_METADATA_KEY: spec})
 
@@ -61,6 +63,7 @@ class FlagSpec:
     metavar: str | None
     minimum: float | None
     maximum: float | None
+    takes_many: bool
 
     @property
     def is_switch(self) -> bool:

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.config.repository import read_object
 from quire.errors import ModelLoadError
 
 FULL_ATTENTION = "full_attention"
@@ -102,6 +102,10 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """What a key means when the file leaves it out, by `model_type`: transformers writes only what differs from its own
 class defaults, so absence has a meaning per family (values of transformers 5.19). An explicit null is not absence."""
 
+MAX_SIZE = 1 << 27
+"""Of a layer, a vocabulary, a context: what is larger was made to exhaust whoever loads it."""
+MAX_COUNTS = {"num_hidden_layers": 4096, "num_experts": 4096, "num_local_experts": 4096, "num_attention_heads": 1 << 16}
+"""Of what is made one by one."""
 _SCALED_FROM_ORIGINAL = ("llama3", "longrope", "yarn")
 
 
@@ -137,14 +141,9 @@ class HFConfig:
     def from_dir(model_dir: Path, overrides: Mapping[str, Any] | None = None) -> HFConfig:
         """Read `model_dir/config.json`. Raises ModelLoadError naming the file."""
         path = model_dir / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelLoadError(f"{path} does not exist; is {model_dir} a Hugging Face checkpoint?") from None
-        except (ValueError, RecursionError) as e:
-            raise ModelLoadError(f"{path} is not valid JSON: {e}") from None
-        if not isinstance(raw, dict):
-            raise ModelLoadError(f"{path} holds a {type(raw).__name__}, not an object")
+        raw = read_object(model_dir, path.name)
+        if raw is None:
+            raise ModelLoadError(f"{path} does not exist; is {model_dir} a Hugging Face checkpoint?")
         return HFConfig({**raw, **(overrides or {})}, path)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -160,10 +159,13 @@ class HFConfig:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A key that must hold a positive integer. Raises ModelLoadError naming file, key and value."""
+        """A positive integer that a real model may have. Raises ModelLoadError naming file, key and value."""
         value = self.require(key) if default is None else self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
-            raise ModelLoadError(f"{self.path} has {key!r} = {value!r}, which must be a positive integer")
+        most = MAX_COUNTS.get(key, MAX_SIZE)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 1 <= value <= most or value != int(value):
+            shown = repr(value)[:60]
+            raise ModelLoadError(f"{self.path} has {key!r} = {shown}, which must be a positive integer, at most {most}")
         return int(value)
 
     @property

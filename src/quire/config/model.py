@@ -39,6 +39,7 @@ class ModelConfig:
     skip_tokenizer_init: bool = flag(False, "Load no tokenizer: prompts are token ids and no text comes back.")
     revision: str | None = flag(None, "Branch, tag or commit of the model on the hub.")
     tokenizer_revision: str | None = flag(None, "Branch, tag or commit of the tokenizer on the hub.")
+    hf_token: str | None = flag(None, "Token for the hub; HF_TOKEN does the same, and no ps shows it.", metavar="TOKEN")
     dtype: str = flag(
         "auto",
         "Type of weights and activations. On CPU float16 checkpoints run as bfloat16.",
@@ -52,7 +53,12 @@ class ModelConfig:
         minimum=-1,
     )
     max_logprobs: int = flag(20, "Most logprobs a request may ask for; -1 for no limit.", parse=int, minimum=-1)
-    served_model_name: str | None = flag(None, "Name of the model in answers and metrics; default is --model.")
+    served_model_name: str | list[str] | None = flag(
+        None,
+        "Name of the model, or several: requests may use any, answers and metrics have the first. Default is --model.",
+        metavar="NAME",
+        takes_many=True,
+    )
     chat_template: str | None = flag(None, "File or text of a chat template that replaces the tokenizer's.")
     generation_config: str = flag(
         "auto", "Where default sampling parameters come from: auto (the model), vllm (none), or a directory."
@@ -108,4 +114,10 @@ class ModelConfig:
     @property
     def name(self) -> str:
         """What answers and metrics call the model."""
-        return self.served_model_name or self.model
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call it."""
+        names = self.served_model_name
+        return (names,) if isinstance(names, str) else tuple(names or (self.model,))

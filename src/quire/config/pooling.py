@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.config.hf_config import HFConfig, split_architecture
-from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from quire.config.repository import MAX_JSON_BYTES, read_object, read_text
+from quire.errors import ConfigError, ModelLoadError, QuireError, UnsupportedModelError
 
 PoolingType = Literal["cls", "last", "mean"]
 Head = Literal["embed", "classify", "token_classify"]
@@ -102,11 +103,9 @@ def resolve_pooling(
             raise ConfigError(
                 f"--runner generate: {hf.architecture} has no head to generate with; use --runner pooling"
             )
-        for flag, value in (("--convert", convert if convert in ("embed", "classify") else None),
-                            ("--pooler-config", pooler_config)):  # fmt: skip
-            if value:
-                raise ConfigError(f"{flag} {value} is for a pooling model, and {hf.architecture} is to generate; "
-                                  "use --runner pooling")  # fmt: skip
+        if pooler_config or convert in ("embed", "classify"):
+            flag = f"--convert {convert}" if convert in ("embed", "classify") else "--pooler-config"
+            raise ConfigError(f"{flag} is for a pooling model, and {hf.architecture} generates; use --runner pooling")
         return None
     if can_generate and convert == "none":
         raise ConfigError(
@@ -115,10 +114,15 @@ def resolve_pooling(
     head = _HEAD_OF_KIND.get(kind, "embed")
     if convert in ("embed", "classify"):
         head = "embed" if convert == "embed" else "classify" if head == "embed" else head
-    if head == "embed":
-        pooling = _embedding(hf, model_dir, modules or [], is_encoder)
-    else:
-        pooling = _classification(hf, head, is_encoder)
+    try:
+        if head == "embed":
+            pooling = _embedding(hf, model_dir, modules or [], is_encoder)
+        else:
+            pooling = _classification(hf, head, is_encoder)
+    except QuireError:
+        raise
+    except (TypeError, ValueError, OverflowError, AttributeError) as e:  # whatever else the files may hold
+        raise ModelLoadError(f"{model_dir} does not say how it pools: {type(e).__name__}: {e}") from e
     return _with_overrides(pooling, pooler_config or {})
 
 
@@ -130,14 +134,14 @@ def _embedding(hf: HFConfig, model_dir: Path, modules: list[tuple[str, str]], is
     dense: list[DenseConfig] = []
     for module, path in modules:
         if module == "Pooling":
-            pooling_type = _pooling_type(model_dir / path)
+            pooling_type = _pooling_type(model_dir, path)
         elif module == "Dense":
-            dense.append(_dense(model_dir / path))
+            dense.append(_dense(model_dir, path))
         elif module not in ("Transformer", "Normalize"):
             raise UnsupportedModelError(
                 f"{model_dir / 'modules.json'} has a module of type {module!r}, which is not implemented"
             )
-    transformer = _read_object(model_dir / "sentence_bert_config.json")
+    transformer = read_object(model_dir, "sentence_bert_config.json") or {}
     max_len = transformer.get("max_seq_length")
     dims = hf.get("matryoshka_dimensions")
     is_matryoshka = dims is not None or bool(hf.get("is_matryoshka", False))
@@ -156,22 +160,17 @@ def _embedding(hf: HFConfig, model_dir: Path, modules: list[tuple[str, str]], is
 
 def _read_modules(model_dir: Path) -> list[tuple[str, str]] | None:
     """(class name, subdirectory) of each module of a sentence-transformers model; None if it is not one."""
-    path = model_dir / "modules.json"
-    if not path.exists():
+    text = read_text(model_dir, "modules.json", MAX_JSON_BYTES)
+    if text is None:
         return None
-    modules = _read_json(path)
     try:
-        found = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in modules]
-    except (TypeError, KeyError):
-        raise ModelLoadError(f"{path} is not a list of modules with type and path") from None
-    for _, part in found:
-        if Path(part).is_absolute() or ".." in Path(part).parts:
-            raise ModelLoadError(f"{path} names the directory {part!r}, which is outside the checkpoint")
-    return found
+        return [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in json.loads(text)]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ModelLoadError(f"{model_dir / 'modules.json'} is not a list of modules with type and path") from None
 
 
-def _pooling_type(directory: Path) -> PoolingType:
-    config = _read_object(directory / "config.json")
+def _pooling_type(model_dir: Path, part: str) -> PoolingType:
+    path, config = _read_part(model_dir, part)
     mode = config.get("pooling_mode")
     chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     if isinstance(mode, str) and not chosen:  # the newer spelling
@@ -179,15 +178,19 @@ def _pooling_type(directory: Path) -> PoolingType:
                    "mean": "pooling_mode_mean_tokens"}.get(mode, mode)]  # fmt: skip
     if len(chosen) != 1 or chosen[0] not in _POOLING_MODES:
         raise UnsupportedModelError(
-            f"{directory / 'config.json'} pools by {', '.join(chosen) or 'nothing'}; it must be one of "
-            f"{', '.join(_POOLING_MODES)}"
+            f"{path} pools by {', '.join(chosen) or 'nothing'}; it must be one of {', '.join(_POOLING_MODES)}"
         )
     return _POOLING_MODES[chosen[0]]
 
 
-def _dense(directory: Path) -> DenseConfig:
-    path = directory / "config.json"
-    config = _read_object(path)
+def _read_part(model_dir: Path, part: str) -> tuple[Path, dict[str, Any]]:
+    """(the config.json of a module, what it holds)."""
+    name = f"{part}/config.json"
+    return model_dir / name, read_object(model_dir, name) or {}
+
+
+def _dense(model_dir: Path, part: str) -> DenseConfig:
+    path, config = _read_part(model_dir, part)
     activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if activation not in _DENSE_ACTIVATIONS:
         raise UnsupportedModelError(f"{path} has the activation {activation!r}, which is not implemented")
@@ -196,7 +199,7 @@ def _dense(directory: Path) -> DenseConfig:
     except (KeyError, TypeError, ValueError):
         raise ModelLoadError(f"{path} has no in_features and out_features") from None
     return DenseConfig(
-        directory=directory,
+        directory=path.parent,
         in_features=sizes[0],
         out_features=sizes[1],
         bias=bool(config.get("bias", True)),
@@ -274,18 +277,3 @@ def _with_overrides(pooling: PoolingConfig, overrides: Mapping[str, Any]) -> Poo
                     "normalize), dimensions"
                 )
     return dataclasses.replace(pooling, **changes)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object in `path`; {} if there is no such file."""
-    value = _read_json(path) if path.exists() else {}
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ModelLoadError(f"{path} cannot be read: {e}") from None

@@ -19,13 +19,22 @@ class SchedulerConfig:
     )
     max_num_queued_reqs: int | None = flag(
         None,
-        "Requests that may wait for their first token; more are refused at once (503). Default: no limit.",
+        "Requests that may wait for their first token; more are refused at once (503). Default: no limit; 16384 in "
+        "quire serve.",
         parse=int,
         minimum=1,
     )
     max_num_queued_tokens: int | None = flag(
         None,
-        "Prompt tokens that may wait for a first token; more are refused at once (503). Default: no limit.",
+        "Prompt tokens that may wait for a first token; more are refused at once (503). Default: no limit; 32M in "
+        "quire serve.",
+        parse=parse_human_int,
+        minimum=1,
+    )
+    max_num_reserved_tokens: int | None = flag(
+        None,
+        "Tokens that live requests may have in all, prompts and the longest outputs they ask for; more are refused at "
+        "once (503). Default: no limit.",
         parse=parse_human_int,
         minimum=1,
     )

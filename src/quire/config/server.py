@@ -43,6 +43,20 @@ class ServerConfig:
     isolate_cache_by_key: bool = flag(
         False, "Let only requests with the same API key share cached prefixes: nobody learns what others have asked."
     )
+    max_requests_per_key: int | None = flag(
+        None,
+        "Requests that one API key may have under way, each output of each prompt counted; more are refused (429). "
+        "Default: no limit.",
+        parse=int,
+        minimum=1,
+    )
+    max_tokens_per_key: int | None = flag(
+        None,
+        "Tokens that one API key's requests may have under way, prompts and the longest outputs they ask for; more are "
+        "refused (429). Default: no limit.",
+        parse=parse_human_int,
+        minimum=1,
+    )
     enable_admin: bool = flag(
         False, "Serve the admin routes (sleep, pause, update_weights, ...) on a listener of their own."
     )
@@ -129,6 +143,21 @@ class ServerConfig:
         0, "Must clients show a certificate: 0 no, 1 if they have one, 2 yes.", parse=int, minimum=0, maximum=2
     )
     ssl_ciphers: str | None = flag(None, "TLS ciphers, as OpenSSL writes them.")
+    log_level: str | None = flag(
+        None,
+        "Log level; QUIRE_LOGGING_LEVEL does the same. Default: INFO.",
+        choices=("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET"),
+    )
+    enable_log_requests: bool = flag(
+        False, "Log each generating request as it is handed in: its id, lengths and sampling; never its text."
+    )
+    fingerprint_mode: str = flag(
+        "full",
+        "system_fingerprint in answers: full (the version, and a hash of the model and its settings), the hash alone, "
+        "none, or custom: --fingerprint-value.",
+        choices=("full", "hash", "custom", "none"),
+    )
+    fingerprint_value: str | None = flag(None, "The system_fingerprint of --fingerprint-mode custom.", metavar="TEXT")
     disable_uvicorn_access_log: bool = flag(False, "No line per request.")
     disable_access_log_for_endpoints: str | None = flag(
         None, "Paths, with commas between, whose requests are not logged.", metavar="PATHS"
@@ -145,6 +174,8 @@ class ServerConfig:
             raise ConfigError("--uds and --ssl-certfile exclude each other: a Unix socket has no TLS")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile belong together; give both or neither")
+        if (self.fingerprint_mode == "custom") != (self.fingerprint_value is not None):
+            raise ConfigError("--fingerprint-mode custom and --fingerprint-value belong together; give both or neither")
 
     @property
     def admin_is_apart(self) -> bool:
@@ -159,6 +190,9 @@ def read_api_keys(config: ServerConfig) -> tuple[bytes, ...]:
         keys += _read_key_file(Path(config.api_key_file).expanduser())
     if any(not key.strip() for key in keys):
         raise ConfigError("an API key is empty; give one that nobody guesses")
+    for name in ("max_requests_per_key", "max_tokens_per_key"):
+        if getattr(config, name) is not None and not keys:
+            raise ConfigError(f"--{name.replace('_', '-')} limits each key, and there is none; give --api-key")
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 

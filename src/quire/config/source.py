@@ -14,7 +14,12 @@ _TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 
 
 def resolve_model_dir(
-    model: str, revision: str | None = None, download_dir: str | None = None, *, tokenizer_only: bool = False
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    *,
+    token: str | None = None,
+    tokenizer_only: bool = False,
 ) -> Path:
     """The directory of `model`: a shipped name, a local directory, or a hub id (downloaded unless cached).
 
@@ -33,15 +38,19 @@ def resolve_model_dir(
         raise ModelLoadError(f"{model} is a file; give the directory that holds config.json and the weights")
     if not _HUB_ID.match(model) or model.startswith((".", "~")):
         raise ModelLoadError(f"{model} is not a directory, and not a hub id either (those look like owner/name)")
-    return _download(model, revision, download_dir, _TOKENIZER_FILES if tokenizer_only else _MODEL_FILES)
+    return _download(model, revision, download_dir, token, _TOKENIZER_FILES if tokenizer_only else _MODEL_FILES)
 
 
-def _download(model: str, revision: str | None, download_dir: str | None, patterns: list[str]) -> Path:
+def _download(
+    model: str, revision: str | None, download_dir: str | None, token: str | None, patterns: list[str]
+) -> Path:
     import huggingface_hub  # a third-party import of 0.2 s that local models do not need
 
     try:
         return Path(
-            huggingface_hub.snapshot_download(model, revision=revision, cache_dir=download_dir, allow_patterns=patterns)
+            huggingface_hub.snapshot_download(
+                model, revision=revision, cache_dir=download_dir, token=token, allow_patterns=patterns
+            )
         )
     except (OSError, ValueError) as e:  # the hub's own errors derive from these
         cause = str(e).splitlines()[0] if str(e) else type(e).__name__

@@ -14,6 +14,9 @@ class StructuredOutputsConfig:
     grammar_backend: str = flag(
         "auto", "Library that compiles JSON schemas, regular expressions and grammars.", choices=("auto", "guidance")
     )
+    grammar_jump_forward: bool = flag(
+        True, "Append tokens that a grammar forces without running the model for each; the output is the same."
+    )
     grammar_compile_cpu_s: float = flag(
         3.0, "CPU seconds a grammar may take to compile.", parse=float, minimum=0.1, maximum=600
     )

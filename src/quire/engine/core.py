@@ -79,12 +79,13 @@ class EngineCore:
     ) -> None:
         logger.info("engine core: model %s, executor %s", config.model_config.name, executor_class.__name__)
         self.pulse = pulse if pulse is not None else Pulse()
+        self.structured_output_manager = make_structured_output_manager(config)
+        self.structured_output_manager.preload()
         self.executor = executor_class(config)
         if executor_fail_callback is not None:
             self.executor.register_failure_callback(executor_fail_callback)
         sizes = initialize_kv_caches(config, self.executor)
         cache_config = config.cache_config
-        self.structured_output_manager = make_structured_output_manager(config)
         observers = make_observers(config, sizes)
         grammars: StructuredOutputManager | None = self.structured_output_manager
         for observer in observers:

@@ -128,6 +128,7 @@ class Request:
         "status",
         "stop_reason",
         "structured_output",
+        "untold_token_ids",
     )
 
     def __init__(self, origin: EngineCoreRequest, block_hasher: BlockHasher | None = None) -> None:
@@ -148,6 +149,8 @@ class Request:
         self._set_origin(origin)
         self.spec_token_ids: list[int] = []
         """Draft tokens to be verified by the next step."""
+        self.untold_token_ids: list[int] = []
+        """The last outputs, where the worker did not sample them and has not been told of them."""
 
         self.status = RequestStatus.WAITING
         self.arrival_index = 0

@@ -1,16 +1,20 @@
-"""Admission: how much may wait. A request that does not fit is refused before any work is done for it.
+"""Admission: how much may wait, and how much may be promised. What does not fit is refused before any work is done.
 
-A request *waits* from the moment it is handed in until its first token is there, or its end. Each of the n outputs of
-a prompt counts as a request with a prompt of its own, as the engine core sees them. Room is reserved before the prompt
-is tokenized, by an estimate that is corrected afterwards; the correction refuses nobody, so the limits may be passed by
-what the estimates of prompts in the tokenizer were wrong. A request is never refused for its own size: where nothing
-waits it is admitted, or a prompt above the limit could never be served.
+A request *waits* from the moment it is handed in until its first token is there, or its end; it *lives* until its end.
+While it waits its prompt counts against the queue's limits; while it lives its prompt and all the output it may have
+count against what the server promises. Each of the n outputs of a prompt counts as a request with a prompt of its own,
+as the engine core sees them. Room is reserved before the prompt is tokenized, by an estimate that is corrected
+afterwards; the correction refuses nobody, so the limits may be passed by what the estimates of prompts in the tokenizer
+were wrong. A request is never refused for its own size: where nothing is taken it is admitted, or a prompt above the
+limit could never be served.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quire.errors import OverloadedError
@@ -20,76 +24,199 @@ from quire.wire.engine_core import EngineCoreRequest
 ASCII_CHARS_PER_TOKEN = 4
 OTHER_CHARS_PER_TOKEN = 2
 """Of texts that are not all ASCII: between Cyrillic words and Chinese characters."""
+DRAIN_MEMORY_S = 10.0
+"""How long back the speed is looked at with which room comes free."""
+MAX_RETRY_AFTER_S = 60
+
+Clock = Callable[[], float]
+
+
+class Room:
+    """An amount with a limit (None: there is none): how much of it is taken, and how fast it comes free."""
+
+    __slots__ = ("_clock", "_freed", "_since", "_stamp", "limit", "taken")
+
+    def __init__(self, limit: int | None, clock: Clock = time.monotonic) -> None:
+        self.limit = limit
+        self.taken = 0
+        self._clock = clock
+        self._freed = 0.0
+        """What came free, where what is `DRAIN_MEMORY_S` ago counts 1/e."""
+        self._since = self._stamp = clock()
+
+    def shortage(self, more: int) -> int:
+        """By how much `more` would be too much now; 0 if it is taken."""
+        if self.limit is None or not self.taken:
+            return 0
+        return max(0, self.taken + more - self.limit)
+
+    def change(self, more: int) -> None:
+        """Take more, or give some back."""
+        self._forget()
+        self.taken += more
+        self._freed += max(0, -more)
+
+    def correct(self, more: int) -> None:
+        """An amount that was an estimate turns out to be another one. Nothing has come free."""
+        self.taken += more
+
+    def retry_after_s(self, amount: int) -> int:
+        """In how many seconds so much will be free, at the speed of late: 1 to `MAX_RETRY_AFTER_S`."""
+        self._forget()
+        age = (self._stamp - self._since) / DRAIN_MEMORY_S
+        speed = self._freed / (DRAIN_MEMORY_S * -math.expm1(-age)) if age > 0 else 0.0
+        if speed <= 0:
+            return 1 if age < 1 else MAX_RETRY_AFTER_S
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(amount / speed)))
+
+    def _forget(self) -> None:
+        now = self._clock()
+        if not self.taken and now - self._stamp > DRAIN_MEMORY_S:  # nothing could come free: that was no slowness
+            self._since, self._freed = now, 0.0
+        self._freed *= math.exp((self._stamp - now) / DRAIN_MEMORY_S)
+        self._stamp = now
 
 
 class AdmissionControl:
-    """Counts what waits, and keeps it under its limits (None: no limit). Belongs to one thread."""
+    """Counts what waits and what lives, and keeps it under its limits. Belongs to one thread."""
 
-    def __init__(self, max_num_reqs: int | None = None, max_num_tokens: int | None = None) -> None:
-        self.max_num_reqs = max_num_reqs
-        self.max_num_tokens = max_num_tokens
-        self.num_reqs = 0
-        """Waiting now."""
-        self.num_tokens = 0
-        """Of their prompts."""
+    def __init__(
+        self,
+        max_num_reqs: int | None = None,
+        max_num_tokens: int | None = None,
+        max_num_reserved_tokens: int | None = None,
+        *,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._reqs = Room(max_num_reqs, clock)
+        self._tokens = Room(max_num_tokens, clock)
+        self._reserved = Room(max_num_reserved_tokens, clock)
         self.rejections: Counter[str] = Counter()
         """How many were refused, by the name of the limit."""
 
-    def check_admission(self, num_reqs: int = 1, num_tokens: int = 1) -> None:
-        """Raises OverloadedError if `num_reqs` requests with prompts of `num_tokens` in all would be refused now."""
-        self._check("max_num_queued_reqs", "requests", self.num_reqs, num_reqs, self.max_num_reqs)
-        self._check("max_num_queued_tokens", "prompt tokens", self.num_tokens, num_tokens, self.max_num_tokens)
+    @property
+    def max_num_reqs(self) -> int | None:
+        """That may wait; None for no limit."""
+        return self._reqs.limit
 
-    def _check(self, name: str, what: str, waiting: int, more: int, limit: int | None) -> None:
-        if limit is not None and waiting and waiting + more > limit:
+    @property
+    def max_num_tokens(self) -> int | None:
+        """Of prompts that may wait."""
+        return self._tokens.limit
+
+    @property
+    def max_num_reserved_tokens(self) -> int | None:
+        """Of prompts and outputs of all live requests."""
+        return self._reserved.limit
+
+    @property
+    def num_reqs(self) -> int:
+        """Waiting now."""
+        return self._reqs.taken
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompts that wait now."""
+        return self._tokens.taken
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        """Of the prompts of live requests, and of the outputs they may have."""
+        return self._reserved.taken
+
+    def check_admission(self, num_reqs: int = 1, num_tokens: int = 1, num_output_tokens: int = 0) -> None:
+        """Raises OverloadedError if `num_reqs` requests with so many tokens in all would be refused now."""
+        self._check(self._reqs, num_reqs, "max_num_queued_reqs", "requests wait for their first token")
+        self._check(self._tokens, num_tokens, "max_num_queued_tokens", "prompt tokens wait for a first token")
+        self._check(
+            self._reserved,
+            num_tokens + num_output_tokens,
+            "max_num_reserved_tokens",
+            "tokens of prompts and outputs are promised to live requests",
+        )
+
+    def _check(self, room: Room, more: int, name: str, words: str) -> None:
+        if room.shortage(more):
             self.rejections[name] += 1
-            raise OverloadedError(
-                f"the queue is full: {waiting} {what} wait for their first token, {more} more are too many for "
-                f"--{name.replace('_', '-')} {limit}; try again later",
-                param=name,
-                value=waiting + more,
-            )
+            raise refusal(OverloadedError, room, more, name, words)
 
-    def reserve(self, num_reqs: int, num_tokens_each: int) -> Reservation:
-        """Room for `num_reqs` requests of `num_tokens_each`. Raises OverloadedError."""
-        self.check_admission(num_reqs, num_reqs * num_tokens_each)
-        return self.reserve_unchecked(num_reqs, num_tokens_each)
+    def reserve(self, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0) -> Reservation:
+        """Room for `num_reqs` requests with prompts and outputs of so many tokens. Raises OverloadedError."""
+        self.check_admission(num_reqs, num_reqs * num_tokens_each, num_reqs * num_output_tokens_each)
+        return self.reserve_unchecked(num_reqs, num_tokens_each, num_output_tokens_each)
 
-    def reserve_unchecked(self, num_reqs: int, num_tokens_each: int) -> Reservation:
+    def reserve_unchecked(self, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0) -> Reservation:
         """The same where `check_admission` has just said yes, to all of several prompts."""
-        self._change(num_reqs, num_reqs * num_tokens_each)
-        return Reservation(self, num_reqs, num_tokens_each)
+        return Reservation(
+            self._reqs,
+            self._tokens,
+            self._reserved,
+            num_reqs,
+            num_tokens_each,
+            num_tokens_each + num_output_tokens_each,
+        )
 
-    def _change(self, num_reqs: int, num_tokens: int) -> None:
-        self.num_reqs += num_reqs
-        self.num_tokens += num_tokens
+
+def refusal(kind: type[OverloadedError], room: Room, more: int, name: str, words: str) -> OverloadedError:
+    """The error for whom `room` has no place: what is taken, the flag and its limit, when to come again."""
+    retry_after_s = room.retry_after_s(room.shortage(more))
+    return kind(
+        f"{room.taken} {words}, {more} more are too many for --{name.replace('_', '-')} {room.limit}; try again in "
+        f"{retry_after_s} s",
+        param=name,
+        value=room.taken + more,
+        retry_after_s=retry_after_s,
+    )
 
 
 class Reservation:
-    """The room one user request takes in the queue. It is given back part by part, and never twice."""
+    """The room one user request takes. It is given back part by part, and never twice."""
 
-    __slots__ = ("_control", "_num_reqs", "_num_tokens_each")
+    __slots__ = ("_num_live", "_num_tokens_each", "_num_waiting", "_reqs", "_reserved", "_reserved_each", "_tokens")
 
-    def __init__(self, control: AdmissionControl, num_reqs: int, num_tokens_each: int) -> None:
-        self._control = control
-        self._num_reqs = num_reqs
+    def __init__(
+        self, reqs: Room, tokens: Room, reserved: Room, num_reqs: int, num_tokens_each: int, reserved_each: int
+    ) -> None:
+        self._reqs, self._tokens, self._reserved = reqs, tokens, reserved
+        self._num_waiting = self._num_live = num_reqs
         self._num_tokens_each = num_tokens_each
+        self._reserved_each = reserved_each
+        reqs.change(num_reqs)
+        tokens.change(num_reqs * num_tokens_each)
+        reserved.change(num_reqs * reserved_each)
 
-    def correct(self, num_tokens_each: int) -> None:
-        """The prompt is tokenized: this is its true length."""
-        self._control._change(0, self._num_reqs * (num_tokens_each - self._num_tokens_each))
-        self._num_tokens_each = num_tokens_each
+    def correct(self, num_tokens_each: int, num_output_tokens_each: int = 0) -> None:
+        """The prompt is tokenized: these are its true length, and the most its output may have."""
+        reserved_each = num_tokens_each + num_output_tokens_each
+        self._tokens.correct(self._num_waiting * (num_tokens_each - self._num_tokens_each))
+        self._reserved.correct(self._num_live * (reserved_each - self._reserved_each))
+        self._num_tokens_each, self._reserved_each = num_tokens_each, reserved_each
 
     def release_one(self) -> None:
         """One of the requests waits no more."""
-        if self._num_reqs:
-            self._num_reqs -= 1
-            self._control._change(-1, -self._num_tokens_each)
+        if self._num_waiting:
+            self._stop_waiting(1)
+
+    def end_one(self, *, waits: bool) -> None:
+        """One of them has ended; `waits` if it had no token."""
+        if waits:
+            self.release_one()
+        if self._num_live:
+            self._num_live -= 1
+            self._reserved.change(-self._reserved_each)
 
     def release(self) -> None:
-        """None of them waits any more."""
-        self._control._change(-self._num_reqs, -self._num_reqs * self._num_tokens_each)
-        self._num_reqs = 0
+        """All of them are over."""
+        if self._num_waiting:
+            self._stop_waiting(self._num_waiting)
+        if self._num_live:
+            self._reserved.change(-self._num_live * self._reserved_each)
+            self._num_live = 0
+
+    def _stop_waiting(self, num: int) -> None:
+        self._num_waiting -= num
+        self._reqs.change(-num)
+        self._tokens.change(-num * self._num_tokens_each)
 
 
 def estimate_num_tokens(prompt: Any) -> int:
@@ -102,12 +229,25 @@ def estimate_num_tokens(prompt: Any) -> int:
     if not hasattr(prompt, "__len__"):
         return 1
     if isinstance(prompt, str):
-        per_token = ASCII_CHARS_PER_TOKEN if prompt.isascii() else OTHER_CHARS_PER_TOKEN
-        return len(prompt) // per_token + 1
+        return estimate_text_tokens([prompt])
     return max(1, len(prompt))
+
+
+def estimate_text_tokens(texts: Iterable[str]) -> int:
+    """How many tokens the parts of one text will be; at least 1."""
+    return 1 + sum(len(text) // (ASCII_CHARS_PER_TOKEN if text.isascii() else OTHER_CHARS_PER_TOKEN) for text in texts)
 
 
 def count_requests(params: Any) -> int:
     """How many core requests a user request becomes; what is no valid number is refused later, by its name."""
     n = params.n if isinstance(params, SamplingParams) else 1
     return n if isinstance(n, int) and n > 0 else 1
+
+
+def max_output_tokens(params: Any, max_model_len: int, num_prompt_tokens: int) -> int:
+    """The most tokens each output of `params` may have behind such a prompt; none where nothing is generated."""
+    if not isinstance(params, SamplingParams):
+        return 0
+    room = max(0, max_model_len - num_prompt_tokens)
+    limit = params.max_tokens
+    return room if not isinstance(limit, int) else min(max(0, limit), room)

@@ -238,9 +238,9 @@ class AsyncLLM:
         """What waits, and the limits on it. A server reserves room here before it renders a prompt."""
         return self._intake.admission
 
-    def check_admission(self, num_reqs: int = 1, num_tokens: int = 1) -> None:
+    def check_admission(self, num_reqs: int = 1, num_tokens: int = 1, num_output_tokens: int = 0) -> None:
         """Raises OverloadedError if so much more would be refused now. Nothing is reserved."""
-        self.admission.check_admission(num_reqs, num_tokens)
+        self.admission.check_admission(num_reqs, num_tokens, num_output_tokens)
 
     def _require_loop(self) -> None:
         """Raises RuntimeError on any loop but that of the first call."""

@@ -26,7 +26,6 @@ UNSUPPORTED_DEFAULTS: dict[str, Any] = {
     "enable_return_routed_experts": False,
     "return_sampling_mask": False,
     "disable_custom_all_reduce": False,
-    "hf_token": None,
     "mm_processor_kwargs": None,
     "structured_outputs_config": None,
     "speculative_config": None,

@@ -79,7 +79,7 @@ class OutputProcessor:
     ) -> None:
         """Remember a request. Must happen before the core hears of it, or its first output would find nobody.
 
-        `queue` is where its outputs go if somebody awaits them, `place` what it takes up until its first token. A
+        `queue` is where its outputs go if somebody awaits them, `place` what it takes up. A
         request that continues a session becomes its next segment, and has neither. Raises ValueError where the id of a
         new request is in use, or no session that takes input has it.
         """
@@ -271,7 +271,7 @@ class OutputProcessor:
         self, state: RequestState, finish_reason: FinishReason, iteration_stats: IterationStats | None
     ) -> None:
         """Forget a request and close its books."""
-        state.leave_queue()
+        state.give_up_place()
         del self.request_states[state.request_id]
         self._resting_sessions.discard(state.request_id)
         siblings = self.external_req_ids[state.external_req_id]

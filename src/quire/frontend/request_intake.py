@@ -9,7 +9,13 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.errors import SlowClientError
-from quire.frontend.admission import AdmissionControl, Reservation, count_requests, estimate_num_tokens
+from quire.frontend.admission import (
+    AdmissionControl,
+    Reservation,
+    count_requests,
+    estimate_num_tokens,
+    max_output_tokens,
+)
 from quire.frontend.client.base import AsyncEngineCoreClient
 from quire.frontend.deadlines import TIMEOUT_S, deadline_error
 from quire.frontend.output_collector import RequestOutputCollector
@@ -33,7 +39,9 @@ class RequestIntake:
 
     def __init__(self, config: EngineConfig, engine_core: AsyncEngineCoreClient, pipeline: RequestPipeline) -> None:
         scheduler, frontend = config.scheduler_config, config.frontend_config
-        self.admission = AdmissionControl(scheduler.max_num_queued_reqs, scheduler.max_num_queued_tokens)
+        self.admission = AdmissionControl(
+            scheduler.max_num_queued_reqs, scheduler.max_num_queued_tokens, scheduler.max_num_reserved_tokens
+        )
         self._engine_core = engine_core
         self._pipeline = pipeline
         self._request_timeout_s = frontend.request_timeout_s
@@ -71,7 +79,10 @@ class RequestIntake:
         if params is None:
             params = self._pipeline.input_processor.get_default_sampling_params()
         if reservation is None:
-            reservation = self.admission.reserve(count_requests(params), estimate_num_tokens(prompt))
+            num_tokens = estimate_num_tokens(prompt)
+            reservation = self.admission.reserve(
+                count_requests(params), num_tokens, self._max_output_tokens(params, num_tokens)
+            )
         try:
             TIMEOUT_S.validate(timeout_s)
             timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
@@ -80,7 +91,8 @@ class RequestIntake:
             request, text = self._pipeline.prepare(
                 request_id, prompt, params, tokenization_kwargs=tokenization_kwargs, **details
             )
-            reservation.correct(len(request.prompt_token_ids or ()))
+            num_tokens = len(request.prompt_token_ids or ())
+            reservation.correct(num_tokens, self._max_output_tokens(request.params, num_tokens))
             if timeout_s is not None and start + timeout_s <= asyncio.get_running_loop().time():
                 raise deadline_error(timeout_s)
             collector = RequestOutputCollector(request.params.output_kind)
@@ -91,6 +103,9 @@ class RequestIntake:
         if not collector.is_final:
             self._timers.watch(collector, start, timeout_s)
         return collector
+
+    def _max_output_tokens(self, params: Params, num_prompt_tokens: int) -> int:
+        return max_output_tokens(params, self._pipeline.input_processor.max_model_len, num_prompt_tokens)
 
     async def _add_session(
         self,

@@ -31,9 +31,11 @@ class OutputQueue(Protocol):
 
 
 class QueuePlace(Protocol):
-    """What a waiting request takes up, until its first token or its end."""
+    """What a request takes up: one thing until its first token, another until its end."""
 
     def release_one(self) -> None: ...
+
+    def end_one(self, *, waits: bool) -> None: ...
 
 
 @dataclass(slots=True)
@@ -117,6 +119,7 @@ class RequestState:
             None,
             0,
             queue=self.queue,
+            place=self.place,
             log_stats=self.stats is not None,
             stream_interval=stream_interval,
         )
@@ -143,14 +146,15 @@ class RequestState:
         """The first outputs come, with tokens or without."""
         if output.new_token_ids:
             self.is_prefilling = False
-            self.leave_queue()
+            if self.place is not None:
+                self.place.release_one()
         if output.prefill_stats is not None and self.num_cached_tokens is None:
             self.num_cached_tokens = output.prefill_stats.num_cached_tokens
 
-    def leave_queue(self) -> None:
-        """It waits no more."""
+    def give_up_place(self) -> None:
+        """It has ended."""
         if self.place is not None:
-            self.place.release_one()
+            self.place.end_one(waits=self.is_prefilling)
             self.place = None
 
     def update_text(self, output: EngineCoreOutput, stop_terminated: bool) -> str | None:

@@ -9,17 +9,19 @@ that file existed and is not read.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
+from quire.config.repository import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, find_file, read_object, read_text
 from quire.errors import ModelLoadError
 from quire.frontend.hf_tokenizer import load_with_transformers
 
+MAX_TEMPLATES = 64
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -41,34 +43,35 @@ def read_tokenizer_dir(directory: Path, mode: str = "auto") -> TokenizerFiles:
     Truncation and padding that a tokenizer.json may carry are for training, and switched off. Raises ModelLoadError
     naming the file, or ConfigError when transformers is needed and absent.
     """
-    config = _read_json(directory / "tokenizer_config.json")
-    path = directory / "tokenizer.json"
-    if mode == "hf" or not path.exists():
+    config = read_object(directory, "tokenizer_config.json") or {}
+    path = find_file(directory, "tokenizer.json", MAX_TOKENIZER_BYTES)
+    if mode == "hf" or path is None:
         backend, names, others = load_with_transformers(directory)
+        templates = _chat_templates(directory, config)
     else:
+        backend = _read_backend(path)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the Rust side raises plain Exception
-            raise ModelLoadError(f"{path} cannot be read as a tokenizer: {e}") from None
-        named, extra, decoder = _special_tokens(directory, config, backend)
-        _add_missing_tokens(backend, named, extra, decoder)
-        names, others = {name: _content(token) for name, token in named.items()}, [_content(token) for token in extra]
+            named, extra, decoder = _special_tokens(directory, config, backend)
+            _add_missing_tokens(backend, named, extra, decoder)
+            names, others = {name: _content(token) for name, token in named.items()}, [_content(t) for t in extra]
+            templates = _chat_templates(directory, config)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as e:
+            if isinstance(e, ModelLoadError):
+                raise
+            raise ModelLoadError(
+                f"the tokenizer configuration in {directory} cannot be read ({type(e).__name__}: {e}); its special "
+                "tokens or chat templates are not of the usual form"
+            ) from e
     backend.no_truncation()
     backend.no_padding()
-    return TokenizerFiles(backend, names, others, _chat_templates(directory, config))
+    return TokenizerFiles(backend, names, others, templates)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; {} if there is no such file."""
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ModelLoadError(f"{path} is not valid JSON: {e}") from None
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as e:  # the Rust side raises plain Exception
+        raise ModelLoadError(f"{path} cannot be read as a tokenizer: {e}") from None
 
 
 def _special_tokens(
@@ -83,13 +86,13 @@ def _special_tokens(
     if "added_tokens_decoder" in config:
         decoder = {int(token_id): _added_token(value) for token_id, value in config["added_tokens_decoder"].items()}
     else:
-        for name, value in _without_additional(_read_json(directory / "special_tokens_map.json")).items():
+        for name, value in _without_additional(read_object(directory, "special_tokens_map.json") or {}).items():
             settings[name] = {**value, "special": True} if isinstance(value, dict) and "content" in value else value
         special = {_content(v) for k, v in settings.items() if k in NAMED_SPECIAL_TOKENS and v}
         special |= {_content(v) for v in _values(settings.get("extra_special_tokens"))}
         decoder = {
             int(token_id): AddedToken(content, normalized=content not in special, special=content in special)
-            for content, token_id in _read_json(directory / "added_tokens.json").items()
+            for content, token_id in (read_object(directory, "added_tokens.json") or {}).items()
         }
         decoder.update(backend.get_added_tokens_decoder())
     known = {token.content: token for token in decoder.values()}
@@ -159,13 +162,10 @@ def _add_missing_tokens(
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """By name. Template files win over tokenizer_config.json, where one template is text and several are a list."""
-    templates = {
-        path.stem: path.read_text(encoding="utf-8")
-        for path in sorted(directory.glob("additional_chat_templates/*.jinja"))
-    }
-    default = directory / "chat_template.jinja"
-    if default.exists():
-        templates["default"] = default.read_text(encoding="utf-8")
+    files = {path.stem: f"additional_chat_templates/{path.name}" for path in _additional_templates(directory)}
+    files["default"] = "chat_template.jinja"
+    texts = {name: read_text(directory, file, MAX_TEMPLATE_BYTES) for name, file in files.items()}
+    templates = {name: text for name, text in texts.items() if text is not None}
     if templates:
         return templates
     value = config.get("chat_template")
@@ -174,3 +174,10 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     if isinstance(value, dict):
         return {str(k): str(v) for k, v in value.items()}
     return {str(item["name"]): str(item["template"]) for item in value or ()}
+
+
+def _additional_templates(directory: Path) -> list[Path]:
+    found = sorted(islice(directory.glob("additional_chat_templates/*.jinja"), MAX_TEMPLATES + 1))
+    if len(found) > MAX_TEMPLATES:
+        raise ModelLoadError(f"{directory} holds more than {MAX_TEMPLATES} additional chat templates")
+    return found

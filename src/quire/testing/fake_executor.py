@@ -215,6 +215,8 @@ class FakeExecutor(Executor):
         rows = zip(running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True)
         for req_id, new_block_ids, num_computed in rows:
             self._continue(req_id, new_block_ids, num_computed)
+        for req_id, token_ids in running.new_token_ids.items():
+            self._requests[req_id].tokens += token_ids
         digests = {}
         for req_id in running.req_ids:
             digests[req_id] = self._forward_request(req_id, step.num_scheduled_tokens[req_id])

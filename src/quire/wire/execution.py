@@ -43,6 +43,9 @@ class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Blocks appended in this step, per request; None when there are none."""
     num_computed_tokens: list[int] = []
     """Tokens whose KV is in the cache before this step."""
+    new_token_ids: dict[str, list[int]] = {}
+    """Outputs that the worker has not sampled, by request id: a grammar has left no choice. They come after those it
+    has."""
 
     @property
     def num_reqs(self) -> int:

@@ -103,6 +103,16 @@ class InputBatch:
                 if row in histories:
                     histories[row].append(token_id)
 
+    def extend_tokens(self, row: int, token_ids: list[int]) -> None:
+        """Add outputs of one request that were not sampled here."""
+        start = self.num_tokens[row]
+        self.token_ids[row, start : start + len(token_ids)] = token_ids
+        self.num_tokens[row] += len(token_ids)
+        history = self.sampling.histories.get(row)
+        if history is not None:
+            for token_id in token_ids:
+                history.append(token_id)
+
     def output_lens(self, rows: Rows) -> npt.NDArray[np.int64]:
         """Tokens each of the requests in `rows` has generated so far."""
         return self.num_tokens[rows] - self.num_prompt_tokens[rows]

@@ -210,6 +210,8 @@ class ModelRunner:
         for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
             if block_ids is not None:
                 batch.append_blocks(row, block_ids)
+        for req_id, token_ids in cached.new_token_ids.items():
+            batch.extend_tokens(batch.rows[req_id], token_ids)
 
     def _forward(
         self,

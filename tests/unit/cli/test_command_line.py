@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.cli.command_line import CommandLine
@@ -74,17 +74,20 @@ NUMBERS = {
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_numbers_survive_the_round_trip(data: st.DataObject) -> None:
     spec = data.draw(st.sampled_from(list(NUMBERS.values())))
     low = int(spec.minimum) if spec.minimum is not None and spec.minimum >= 1 else 0
     high = spec.maximum if spec.maximum is not None else 2**40
     value: float = data.draw(
-        st.floats(max(low, 0.01), high) if spec.parse is float else st.integers(low, int(high)), label=spec.name
+        st.floats(max(spec.minimum or 0, 0.01), high) if spec.parse is float else st.integers(low, int(high)),
+        label=spec.name,
     )
     assert line().parse([f"{spec.option}={value!r}"])[spec.name] == value
 
 
 @given(st.text(min_size=1).filter(lambda s: "\x00" not in s))
+@settings(deadline=None)
 def test_texts_survive_the_round_trip(text: str) -> None:
     assert line().parse([f"--served-model-name={text}"])["served_model_name"] == text
     assert line(positional=PROMPTS).parse(["--", text])["prompt"] == [text]

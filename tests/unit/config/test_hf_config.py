@@ -29,7 +29,7 @@ def test_reads_a_file_with_overrides_on_top(tmp_path: Path) -> None:
         (None, "does not exist"),
         ("{", "not valid JSON"),
         ("[1]", "holds a list"),
-        ("\xff", "not valid JSON"),
+        ("\xff", "not UTF-8 text"),
         ("[" * 100_000, "not valid JSON"),
     ],
 )

@@ -178,6 +178,8 @@ class ScriptedWorker:
                 assert any(new_block_ids), "None stands for no new blocks"
                 self.block_ids[request_id] += new_block_ids[0]
             computed[request_id] = num_computed
+        for request_id, token_ids in cached.new_token_ids.items():
+            self.tokens[request_id] += token_ids
         return computed
 
     def _slot(self, request_id: str, position: int) -> tuple[int, int]:

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 import pytest
 
 from quire.errors import OverloadedError
-from quire.frontend.admission import AdmissionControl, Reservation, count_requests, estimate_num_tokens
+from quire.frontend.admission import (
+    DRAIN_MEMORY_S,
+    MAX_RETRY_AFTER_S,
+    AdmissionControl,
+    Reservation,
+    Room,
+    count_requests,
+    estimate_num_tokens,
+    max_output_tokens,
+)
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
@@ -28,7 +38,7 @@ def test_without_limits_everything_is_admitted_and_counted() -> None:
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ((4, None), r"4 requests wait .* 1 more are too many for --max-num-queued-reqs 4; try again later"),
+        ((4, None), r"4 requests wait .* 1 more are too many for --max-num-queued-reqs 4; try again in 1 s"),
         ((None, 40), r"40 prompt tokens wait .* 10 more are too many for --max-num-queued-tokens 40"),
     ],
 )
@@ -55,6 +65,106 @@ def test_no_request_is_too_large_by_itself() -> None:
     control.reserve(1, 1)
     with pytest.raises(OverloadedError):
         control.reserve(1, 100)
+
+
+def test_outputs_are_promised_until_the_end() -> None:
+    """n x (prompt + max_tokens): from admission to the end of each output, not to its first token."""
+    control = AdmissionControl(max_num_reserved_tokens=100)
+    reservation = control.reserve(2, 10, 30)
+    assert control.num_reserved_tokens == 80
+    reservation.release_one()
+    reservation.release_one()
+    assert (control.num_reqs, control.num_tokens, control.num_reserved_tokens) == (0, 0, 80)
+    with pytest.raises(OverloadedError, match=r"80 tokens .* 21 more .* --max-num-reserved-tokens 100") as caught:
+        control.reserve(1, 1, 20)
+    assert caught.value.param == "max_num_reserved_tokens"
+    assert control.rejections == {"max_num_reserved_tokens": 1}
+    control.reserve(1, 0, 20).release()
+    reservation.end_one(waits=False)
+    assert control.num_reserved_tokens == 40
+    reservation.correct(10, 5)
+    assert control.num_reserved_tokens == 15
+    reservation.release()
+    assert control.num_reserved_tokens == 0
+
+
+def test_an_output_that_ends_without_a_token_waits_no_more() -> None:
+    control = AdmissionControl()
+    reservation = control.reserve(2, 10, 5)
+    reservation.end_one(waits=True)
+    assert (control.num_reqs, control.num_tokens, control.num_reserved_tokens) == (1, 10, 15)
+    reservation.end_one(waits=True)
+    reservation.end_one(waits=True)
+    assert (control.num_reqs, control.num_tokens, control.num_reserved_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(max_tokens=7), 7),
+        (SamplingParams(max_tokens=10**9), 90),
+        (SamplingParams(max_tokens=None), 90),
+        (PoolingParams(), 0),
+    ],
+)
+def test_how_long_an_output_may_be(params: Any, expected: int) -> None:
+    assert max_output_tokens(params, 100, 10) == expected
+    assert max_output_tokens(params, 100, 200) == 0
+
+
+# -- when to come again ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("per_second", [0.5, 3, 40, 2000])
+def test_whoever_is_refused_learns_when_there_will_be_room(per_second: float) -> None:
+    """Room comes free at a steady speed: the time told is that in which what is short comes free."""
+    clock = Clock()
+    room = Room(1000, clock)
+    room.change(1000)
+    for _ in range(200):
+        clock.now += 1 / per_second
+        room.change(-1)
+        room.change(1)
+    for amount in (1, 20, 150):
+        expected = min(MAX_RETRY_AFTER_S, max(1, math.ceil(amount / per_second)))
+        assert abs(room.retry_after_s(amount) - expected) <= 1 + 0.15 * expected
+
+
+def test_a_queue_that_stands_still_asks_for_patience() -> None:
+    clock = Clock()
+    room = Room(10, clock)
+    assert room.retry_after_s(1) == 1, "nothing is known yet"
+    room.change(10)
+    clock.now += 1
+    assert room.retry_after_s(1) == 1
+    clock.now += 10 * DRAIN_MEMORY_S
+    assert room.retry_after_s(1) == MAX_RETRY_AFTER_S
+    room.change(-10)
+    assert room.retry_after_s(10) < MAX_RETRY_AFTER_S
+    clock.now += 1000 * DRAIN_MEMORY_S
+    room.change(5)
+    assert room.retry_after_s(1) <= 2, "an idle hour is no slowness"
+
+
+def test_a_refusal_says_when() -> None:
+    clock = Clock()
+    control = AdmissionControl(4, clock=clock)
+    held = [control.reserve(1, 1) for _ in range(4)]
+    for _ in range(30):
+        clock.now += 2.0
+        held.pop(0).release()  # a place in two seconds
+        held.append(control.reserve(1, 1))
+    with pytest.raises(OverloadedError, match=r"try again in \d+ s") as caught:
+        control.reserve(4, 1)
+    assert 7 <= caught.value.retry_after_s <= 9
 
 
 def test_a_correction_refuses_nobody() -> None:

@@ -129,6 +129,8 @@ class Update(Event, tag=4):
     """(request, `FinishReason`, tokens kept); also the end of a session's segment."""
     hashes: list[Hashes] = []
     pooled: list[int] = []
+    jumps: list[tuple[int, int]] = []
+    """(request, tokens that its grammar forced after those)"""
 
 
 class Drafts(Event, tag=5):

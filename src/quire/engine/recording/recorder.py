@@ -207,9 +207,10 @@ class Recorder(SchedulerObserver):
         known = self._known
         update = Update(at=self._passed(start, end), took=round((end - start) * 1e6))
         sampled = model_output.sampled_token_ids
+        num_sampled = dict(zip(model_output.req_ids, map(len, sampled), strict=True))
         if len(sampled) != len(output.num_scheduled_tokens) or any(len(ids) != 1 for ids in sampled):
             counts = dict.fromkeys(output.num_scheduled_tokens, 0)
-            counts.update(zip(model_output.req_ids, map(len, sampled), strict=True))
+            counts.update(num_sampled)
             update.counts = [(known[i].index, count) for i, count in counts.items() if count != 1 and i in known]
         if model_output.pooler_output:
             update.pooled = [
@@ -220,6 +221,10 @@ class Recorder(SchedulerObserver):
                 found = known.get(one.request_id)
                 if found is None:
                     continue
+                if found.request.structured_output is not None:
+                    num_forced = len(one.new_token_ids) - num_sampled.get(one.request_id, 0)
+                    if num_forced > 0:
+                        update.jumps.append((found.index, num_forced))
                 reason = one.segment_finish_reason if one.finish_reason is None else one.finish_reason
                 if reason is not None:
                     update.ends.append((found.index, int(reason), len(one.new_token_ids)))

@@ -57,11 +57,14 @@ _NO_FORM = StructuredOutputsParams(json_object=True)
 class ReplayedGrammar(StructuredOutputRequest):
     """A grammar that says what it said when it was recorded."""
 
-    __slots__ = ("start",)
+    __slots__ = ("forced", "start")
 
     def __init__(self) -> None:
         super().__init__(_NO_FORM)
         self.start = GrammarVerdict.GOES_ON
+        self.jumps = True
+        self.forced: list[int] = []
+        """The tokens of the next jump, last first."""
 
     def check_start(self) -> GrammarVerdict:
         """What was found when the request was to be admitted."""
@@ -75,6 +78,10 @@ class ReplayedGrammar(StructuredOutputRequest):
             return GrammarVerdict.GOES_ON
         self.error = GenerationError("as recorded")
         return GrammarVerdict.BROKEN
+
+    def forced_token(self) -> int | None:
+        """The next of `forced`."""
+        return self.forced.pop() if self.forced else None
 
 
 class ReplayedGrammars:
@@ -313,10 +320,18 @@ class Replayer:
         tokens = {request_id: [0] for request_id in output.num_scheduled_tokens}
         for index, count in event.counts:
             tokens[self._ids[index]] = [0] * count
+        sampled = {request_id: len(ids) for request_id, ids in tokens.items()}
+        for index, count in event.jumps:
+            tokens[self._ids[index]] += [0] * count
         for index, reason, num_kept in event.ends:
             ids = tokens.get(self._ids[index], [])
             if 0 < num_kept <= len(ids) and reason != FinishReason.LENGTH:
                 ids[num_kept - 1] = BROKEN_TOKEN if reason == FinishReason.ERROR else STOP_TOKEN
+        for index, _ in event.jumps:
+            grammar, ids = self.live[index].structured_output, tokens[self._ids[index]]
+            if isinstance(grammar, ReplayedGrammar):
+                count = sampled[self._ids[index]]
+                grammar.forced, tokens[self._ids[index]] = ids[count:][::-1], ids[:count]
         return ModelRunnerOutput(
             req_ids=list(tokens),
             sampled_token_ids=list(tokens.values()),

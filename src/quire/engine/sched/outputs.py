@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.stop import Stop, check_stop
+from quire.engine.structured_output.jump import forced_tokens
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
 from quire.errors import error_name
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs
@@ -58,17 +59,32 @@ def _error_type(request: Request) -> str:
 
 
 def _append_until_stop(request: Request, new_token_ids: list[int], max_model_len: int) -> list[int]:
-    """The tokens kept: all, or those up to and with the one that ended the request."""
+    """The tokens kept: all, or those up to and with the one that ended the request. With those that must follow."""
     for count, token_id in enumerate(new_token_ids, start=1):
-        request.append_output_token_ids(token_id)
-        stop = check_stop(request, max_model_len)
-        if request.structured_output is not None:
-            stop = _check_grammar(request, request.structured_output, token_id, stop)
-        if stop is not None:
-            request.status = stop.status
-            request.stop_reason = stop.reason
+        if _append(request, token_id, max_model_len):
             return new_token_ids[:count]
-    return new_token_ids
+    if request.structured_output is None or not request.structured_output.jumps:
+        return new_token_ids
+    forced: list[int] = []
+    for token_id in forced_tokens(request):
+        forced.append(token_id)
+        if _append(request, token_id, max_model_len):
+            break
+    request.untold_token_ids += forced
+    return new_token_ids + forced
+
+
+def _append(request: Request, token_id: int, max_model_len: int) -> bool:
+    """Add a token; whether it has ended the request."""
+    request.append_output_token_ids(token_id)
+    stop = check_stop(request, max_model_len)
+    if request.structured_output is not None:
+        stop = _check_grammar(request, request.structured_output, token_id, stop)
+    if stop is None:
+        return False
+    request.status = stop.status
+    request.stop_reason = stop.reason
+    return True
 
 
 def _check_grammar(

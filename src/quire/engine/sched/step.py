@@ -31,6 +31,9 @@ class StepBuilder:
         cached.req_ids.append(request.request_id)
         cached.new_block_ids.append(new_block_ids)
         cached.num_computed_tokens.append(request.num_computed_tokens)
+        if request.untold_token_ids:
+            cached.new_token_ids[request.request_id] = request.untold_token_ids
+            request.untold_token_ids = []
         self._add(request, num_tokens)
         if request.spec_token_ids:
             num_drafts = request.num_computed_tokens - request.num_tokens
@@ -52,6 +55,7 @@ class StepBuilder:
                 lora_request=request.lora_request,
             )
         )
+        request.untold_token_ids = []
         self._add(request, num_tokens)
 
     def _add(self, request: Request, num_tokens: int) -> None:
@@ -71,6 +75,7 @@ class StepBuilder:
         cached = self.cached_reqs
         row = cached.req_ids.index(request.request_id)
         del cached.req_ids[row], cached.new_block_ids[row], cached.num_computed_tokens[row]
+        cached.new_token_ids.pop(request.request_id, None)
         self.spec_token_ids.pop(request.request_id, None)
 
 

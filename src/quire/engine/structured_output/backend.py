@@ -29,6 +29,11 @@ class Grammar(ABC):
         sequence is among them where the output may end. A grammar that cannot go on allows all: the next `accept`
         then says why."""
 
+    def forced_token(self) -> int | None:
+        """The token that comes next, where the grammar leaves no choice; None where it does, or where finding out
+        would cost as much as a mask. Changes nothing."""
+        return None
+
     @abstractmethod
     def count_valid(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens, from the first on, may come next. Changes nothing."""
@@ -43,6 +48,8 @@ class GrammarBackend(ABC):
 
     vocab_size: int
     """Rows of logits; set by the constructor."""
+    eos_token_ids: Sequence[int] = ()
+    """The tokens that it knows to end a text."""
 
     @abstractmethod
     def compile(self, params: StructuredOutputsParams) -> Grammar:

@@ -10,6 +10,7 @@ from typing import Any
 import llguidance
 
 from quire.engine.structured_output.schema import bound_schema
+from quire.engine.structured_output.structural_tag import make_tag_grammar
 from quire.errors import ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -39,7 +40,7 @@ def make_grammar_text(params: StructuredOutputsParams) -> str:
                 return _tag_grammar(text, params)
     except ValidationError:
         raise
-    except (ValueError, TypeError, RecursionError, AssertionError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, AssertionError) as e:
         raise grammar_error(params, str(e) or type(e).__name__) from None
 
 
@@ -66,18 +67,7 @@ def _json_grammar(schema: str, params: StructuredOutputsParams) -> str:
 
 
 def _tag_grammar(text: str, params: StructuredOutputsParams) -> str:
-    """Free text in which a trigger begins a tag: its begin, JSON of its schema, its end."""
     value = json.loads(text)
-    if not isinstance(value, dict) or not isinstance(value.get("structures"), list):
-        raise grammar_error(params, 'it must be {"structures": [{"begin", "schema", "end"}], "triggers": [...]}')
-    triggers = [t for t in value.get("triggers") or () if isinstance(t, str) and t]
-    tags = []
-    for structure in value["structures"]:
-        begin, end = structure["begin"], structure.get("end", "")
-        trigger = next((t for t in triggers if begin.startswith(t)), None)
-        if trigger is None:
-            raise grammar_error(params, f"no trigger begins {begin!r}")
-        schema = json.loads(bound_schema(json.dumps(structure.get("schema") or {})))
-        schema["x-guidance"] = _json_options(params)
-        tags.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
-    return str(llguidance.StructTag.to_grammar(tags))
+    if not isinstance(value, dict):
+        raise ValueError("a structural tag is a JSON object")
+    return make_tag_grammar(value, _json_options(params))

@@ -49,6 +49,15 @@ class LLGuidanceGrammar(Grammar):
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         row[:] = -1 if self._matcher.is_error() else mask[: len(row)]
 
+    def forced_token(self) -> int | None:
+        forced = self._matcher.compute_ff_tokens()
+        if not forced:
+            return None
+        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)  # cheap: the text is known
+        (words,) = np.nonzero(mask)
+        word = int(mask[words[0]]) if len(words) == 1 else 0
+        return forced[0] if word and not word & (word - 1) and forced[0] < self._vocabulary.vocab_size else None
+
     def count_valid(self, token_ids: Sequence[int]) -> int:
         return int(self._matcher.validate_tokens(list(token_ids)))
 
@@ -67,6 +76,7 @@ class LLGuidanceBackend(GrammarBackend):
     def __init__(self, setup: CompilerSetup) -> None:
         """Raises ConfigError if the tokenizer cannot be read."""
         self.vocab_size = setup.vocab_size
+        self.eos_token_ids = setup.eos_token_ids
         self._process = CompilerProcess(setup)
         self._vocabulary = load_vocabulary(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
         self._cached: OrderedDict[tuple[object, ...], LLGuidanceGrammar] = OrderedDict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import numpy as np
 
 from quire.engine.request import Request
 from quire.engine.structured_output.backend import GrammarBackend
+from quire.engine.structured_output.jump import may_jump
 from quire.engine.structured_output.request import StructuredOutputRequest
 from quire.errors import GenerationError
 from quire.logger import init_logger
@@ -21,6 +23,13 @@ END_S = 5.0
 """How long `clear_backend` waits for the compiler's thread."""
 
 
+class _Preload:
+    """In the compiler's queue: make the backend."""
+
+
+_PRELOAD = _Preload()
+
+
 class StructuredOutputManager:
     """Owns the backend and a thread that compiles, both made when the first request with a grammar comes.
 
@@ -28,10 +37,15 @@ class StructuredOutputManager:
     request's grammar knows is kept at the request, so there is nothing to forget when it ends.
     """
 
-    def __init__(self, make_backend: Callable[[Request], GrammarBackend]) -> None:
+    def __init__(
+        self, make_backend: Callable[[Request | None], GrammarBackend], *, jumps: bool = False, preloads: bool = False
+    ) -> None:
+        """`make_backend` is given the request that needs it; None if none does yet (`preload`)."""
         self._make_backend = make_backend
+        self._jumps = jumps
+        self._preloads = preloads
         self._backend: GrammarBackend | None = None
-        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Request | _Preload | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._is_closed = False
@@ -43,14 +57,29 @@ class StructuredOutputManager:
         structured = request.structured_output
         if structured is None:
             return
+        structured.jumps = self._jumps and may_jump(request)
+        self._start_thread()
+        self._requests.put(request)
+
+    def preload(self) -> None:
+        """Make the backend before a request needs it, where that takes so long that others would feel it. Does not
+        wait."""
+        if self._preloads:
+            self._start_thread()
+            self._requests.put(_PRELOAD)
+
+    def _start_thread(self) -> None:
         with self._lock:
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._compile_all, name="GrammarCompiler", daemon=True)
                 self._thread.start()
-        self._requests.put(request)
 
     def _compile_all(self) -> None:
         while (request := self._requests.get()) is not None:
+            if isinstance(request, _Preload):
+                with contextlib.suppress(Exception):  # the first request is told
+                    self._backend = self._make_backend(None)
+                continue
             structured = request.structured_output
             assert structured is not None  # grammar_init has looked
             if not structured.compiling.set_running_or_notify_cancel():
@@ -58,13 +87,22 @@ class StructuredOutputManager:
             try:
                 if self._is_closed:
                     raise GenerationError("the engine is shutting down")
-                if self._backend is None:
-                    self._backend = self._make_backend(request)
-                grammar = self._backend.compile(structured.params).copy_with(list(request.output_token_ids))
+                grammar = self._backend_for(request).compile(structured.params)
+                grammar = grammar.copy_with(list(request.output_token_ids))
             except Exception as e:
                 structured.compiling.set_exception(e)
             else:
                 structured.compiling.set_result(grammar)
+
+    def _backend_for(self, request: Request) -> GrammarBackend:
+        backend, params = self._backend, request.sampling_params
+        eos = None if params is None else params.eos_token_id
+        if backend is None or (eos is not None and eos not in backend.eos_token_ids):
+            made = self._make_backend(request)
+            if backend is not None:
+                backend.close()
+            self._backend = backend = made
+        return backend
 
     # -- scheduling --------------------------------------------------------------------------------------------
 

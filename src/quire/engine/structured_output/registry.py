@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
@@ -17,16 +18,30 @@ BACKENDS: Mapping[str, type[LLGuidanceBackend]] = {"auto": LLGuidanceBackend, "g
 """By --grammar-backend."""
 
 
+PRELOAD_VOCAB_SIZE = 50_000
+"""From here on reading a vocabulary holds the interpreter's lock for so long (0.3 s and more) that it is read while the
+weights are."""
+
+
 def make_structured_output_manager(config: EngineConfig) -> StructuredOutputManager:
-    """Costs nothing until a request has a grammar."""
-    return StructuredOutputManager(partial(_make_backend, config))
+    """Costs nothing until a request has a grammar, but where `preload` is called for a large vocabulary."""
+    model = config.model_config
+    return StructuredOutputManager(
+        partial(_make_backend, config),
+        jumps=config.structured_outputs_config.grammar_jump_forward,
+        preloads=(model.hf_config.get("vocab_size") or 0) >= PRELOAD_VOCAB_SIZE and _tokenizer_file(model).is_file(),
+    )
 
 
-def _make_backend(config: EngineConfig, request: Request) -> GrammarBackend:
+def _tokenizer_file(model: ModelConfig) -> Path:
+    return (model.tokenizer_dir / "tokenizer.json").absolute()
+
+
+def _make_backend(config: EngineConfig, request: Request | None) -> GrammarBackend:
     """Raises ConfigError if the model's tokenizer cannot be used."""
     limits, model = config.structured_outputs_config, config.model_config
     setup = CompilerSetup(
-        tokenizer_file=str((model.tokenizer_dir / "tokenizer.json").absolute()),
+        tokenizer_file=str(_tokenizer_file(model)),
         vocab_size=model.hf_config.vocab_size,
         eos_token_ids=_eos_token_ids(model, request),
         cpu_s=limits.grammar_compile_cpu_s,
@@ -35,10 +50,10 @@ def _make_backend(config: EngineConfig, request: Request) -> GrammarBackend:
     return BACKENDS[limits.grammar_backend](setup)
 
 
-def _eos_token_ids(model: ModelConfig, request: Request) -> list[int]:
+def _eos_token_ids(model: ModelConfig, request: Request | None) -> list[int]:
     """All tokens that end a text of this model: the one the frontend knows, and those its configurations list."""
     listed = model.generation_defaults.get("eos_token_id")
     more = listed if isinstance(listed, list) else [listed]
-    params = request.sampling_params
+    params = None if request is None else request.sampling_params
     ids = [None if params is None else params.eos_token_id, *more, *model.hf_config.eos_token_ids]
     return list(dict.fromkeys(int(i) for i in ids if i is not None and i < model.hf_config.vocab_size))

@@ -27,10 +27,12 @@ class StructuredOutputRequest:
     it where it is compiled, later ones as they are appended. A preemption changes nothing.
     """
 
-    __slots__ = ("compiling", "error", "params")
+    __slots__ = ("compiling", "error", "jumps", "params")
 
     def __init__(self, params: StructuredOutputsParams) -> None:
         self.params = params
+        self.jumps = False
+        """Whether tokens that the grammar forces are appended without the model."""
         self.compiling: Future[Grammar] = Future()
         self.error: QuireError | None = None
 
@@ -59,6 +61,10 @@ class StructuredOutputRequest:
             self.error = why if isinstance(why, ClientError) else ValidationError(str(why), param="structured_outputs")
             return GrammarVerdict.BROKEN
         return GrammarVerdict.COMPLETE if self.grammar.is_complete() else GrammarVerdict.GOES_ON
+
+    def forced_token(self) -> int | None:
+        """The token that must come next, where there is no choice."""
+        return self.grammar.forced_token()
 
     def cancel(self) -> None:
         """The request has ended: do not begin to compile."""

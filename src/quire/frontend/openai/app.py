@@ -27,6 +27,7 @@ from quire.frontend.openai.routes import (
     documents,
     embeddings,
     health,
+    invocations,
     messages,
     metrics,
     models,
@@ -49,6 +50,7 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     messages.ENDPOINTS,
     embeddings.ENDPOINTS,
     scores.ENDPOINTS,
+    invocations.ENDPOINTS,
     documents.ENDPOINTS,
     admin.ENDPOINTS,
 )

@@ -44,7 +44,7 @@ async def prepare_chats(context: RequestContext, bodies: Sequence[ChatBody], *, 
     plan = state.chat_format.plan(body)
     plan.adjust(params)
     if reserves:
-        check_admission(context, [_sample_of(b.messages) for b in bodies], params.n)
+        check_admission(context, [_sample_of(b.messages) for b in bodies], params.n, params.max_tokens)
     prompts: list[TokensPrompt] = []
     for conversation in bodies:
         if prompts:

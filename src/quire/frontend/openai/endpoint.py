@@ -29,6 +29,7 @@ from quire.frontend.openai.auth import Access, shown_key
 from quire.frontend.openai.errors import ErrorShape, HttpError, error_body, error_response, note_error
 from quire.frontend.openai.protocol.fields import Body, BodyReader
 from quire.frontend.openai.state import ServerState
+from quire.frontend.openai.tenants import TenantPlace
 from quire.logger import init_logger
 
 logger = init_logger("quire.access")
@@ -53,6 +54,8 @@ class RequestContext:
         self.state = state
         given = request.headers.get("x-request-id", "")
         self._places: deque[Reservation] = deque()
+        self._content: bytes | None = None
+        self._share: TenantPlace | None = None
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16]
 
     @property
@@ -61,24 +64,41 @@ class RequestContext:
         found = {name: self.request.headers[name] for name in _TRACE_HEADERS if name in self.request.headers}
         return {name: value[:_MAX_TRACE_HEADER_CHARS] for name, value in found.items()} or None
 
-    def reserve_places(self, nums_tokens: Sequence[int], n: int) -> None:
-        """Room in the queue for one prompt of about so many tokens each, n times. Raises OverloadedError.
+    def reserve_places(self, nums_tokens: Sequence[int], n: int, nums_output_tokens: Sequence[int]) -> None:
+        """Room for one prompt of about so many tokens each, n times, with outputs of at most so many tokens.
 
         Taken before any work is done for the request, so that no work is done in vain; what is not used up by
-        `take_place` is given back when the request ends.
+        `take_place` is given back when the request ends, as is the key's share. Raises OverloadedError.
         """
         admission = self.state.engine.admission
-        admission.check_admission(n * len(nums_tokens), n * sum(nums_tokens))
-        self._places.extend(admission.reserve_unchecked(n, num_tokens) for num_tokens in nums_tokens)
+        num_reqs, num_tokens, num_output_tokens = (
+            n * len(nums_tokens),
+            n * sum(nums_tokens),
+            n * sum(nums_output_tokens),
+        )
+        self._share = self.state.tenants.take(
+            self.state.gatekeeper.owner_of(self.request), num_reqs, num_tokens + num_output_tokens
+        )
+        admission.check_admission(num_reqs, num_tokens, num_output_tokens)
+        self._places.extend(
+            admission.reserve_unchecked(n, *numbers) for numbers in zip(nums_tokens, nums_output_tokens, strict=True)
+        )
 
     def take_place(self) -> Reservation | None:
         """The next prompt's room, now its user's; None if none was reserved."""
         return self._places.popleft() if self._places else None
 
+    def take_share(self) -> TenantPlace | None:
+        """What the request takes of its key's limits, now its user's to give back."""
+        share, self._share = self._share, None
+        return share
+
     def release_places(self) -> None:
-        """Give back what nobody took."""
+        """Give back what nobody took, and the key's share."""
         while self._places:
             self._places.popleft().release()
+        if self._share is not None:
+            self._share.release()
 
     def cache_salt(self, given: str | None) -> str | None:
         """The salt of a request that brings `given`: with --isolate-cache-by-key one that only its key's owner has."""
@@ -105,7 +125,12 @@ class RequestContext:
         return reader.read(content)
 
     async def read_bytes(self) -> bytes:
-        """The body as it came. Raises HttpError: 408, 413, 415."""
+        """The body as it came; it may be asked for again. Raises HttpError: 408, 413, 415."""
+        if self._content is None:
+            self._content = await self._receive_bytes()
+        return self._content
+
+    async def _receive_bytes(self) -> bytes:
         headers, config = self.request.headers, self.state.config
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json" and not media_type.endswith("+json"):
@@ -175,6 +200,11 @@ class Endpoint:
     is_enabled: Callable[[ServerConfig], bool] = lambda config: True
     """Whether the flags ask for it."""
 
+    def is_for(self, supported_tasks: Sequence[str]) -> bool:
+        """Whether the route exists of a model that does these tasks."""
+        wanted = (self.task,) if isinstance(self.task, str) else self.task
+        return wanted is None or not set(wanted).isdisjoint(supported_tasks)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
         state: ServerState = scope["app"].state.server
@@ -195,8 +225,7 @@ class Endpoint:
         state = context.state
         try:
             state.gatekeeper.check(self.access, context.request)
-            tasks = (self.task,) if isinstance(self.task, str) else self.task
-            if tasks is not None and not set(tasks).intersection(state.supported_tasks):
+            if not self.is_for(state.supported_tasks):
                 raise NotFoundError(
                     f"{self.path} is not for this model, which supports {', '.join(state.supported_tasks)}"
                 )

@@ -81,7 +81,7 @@ def error_response(error: BaseException, shape: ErrorShape = error_body) -> Resp
     status = status_of(error)
     headers = {}
     if status in (429, 503) or isinstance(error, EngineDeadError):
-        headers["retry-after"] = str(RETRY_AFTER_S)
+        headers["retry-after"] = str(getattr(error, "retry_after_s", RETRY_AFTER_S))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if getattr(error, "close", False):

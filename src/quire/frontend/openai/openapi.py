@@ -92,8 +92,8 @@ def make_fields_page(endpoints: Iterable[Endpoint]) -> str:
         "",
         "Derived from the structs that read the bodies (`make_fields_page` in openapi.py); a test compares",
         "the two. **Bold** fields are required. A range holds for numbers, a length for texts and lists. Fields marked",
-        "*refused* exist in vLLM and not here: they are accepted only with a value that asks for nothing. Fields",
-        "that are not listed are ignored.",
+        "*refused* exist in vLLM and not here: they are accepted only with a value that asks for nothing. Those marked",
+        "*no effect* are accepted, and the log tells of their first use. Fields that are not listed are ignored.",
     ]
     for endpoint in endpoints:
         if endpoint.body is None:
@@ -110,7 +110,7 @@ def make_fields_page(endpoints: Iterable[Endpoint]) -> str:
         ]
         for name, described in schema["properties"].items():
             required = name in schema["required"]
-            note = " *refused*" if name in kind.NEUTRAL else ""
+            note = " *refused*" if name in kind.NEUTRAL else " *no effect*" if name in kind.WITHOUT_EFFECT else ""
             default = "" if required else f"`{msgspec.json.encode(described.get('default')).decode()}`"
             shown = f"**{name}**" if required else name
             lines.append(f"| {shown}{note} | {_words(described)} | {default} |")

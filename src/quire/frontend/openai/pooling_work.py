@@ -22,7 +22,7 @@ async def pool_texts(
     context: RequestContext, body: PoolingBody, texts: Sequence[str | Sequence[int]], params: PoolingParams
 ) -> list[PoolingRequestOutput]:
     """The results of some prompts, in order. Raises as `AsyncLLM.add_request`, and what the engine failed with."""
-    check_admission(context, texts, 1)
+    check_admission(context, texts, 1, max_tokens=0)
     salt = context.cache_salt(body.cache_salt)
     prompts = await context.state.renderer.tokenize_all(texts, body.tokenization(), cache_salt=salt)
     return await pool_prompts(context, body, prompts, [params] * len(prompts))

@@ -17,6 +17,7 @@ from quire.frontend.openai.chat_format import ChatFormat
 from quire.frontend.openai.errors import UnavailableError
 from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.response_store import ResponseStore
+from quire.frontend.openai.tenants import Tenants
 from quire.version import __version__
 
 
@@ -69,13 +70,15 @@ class ServerState:
         self.stall_s = stall_s
         """How long a stream may wait for its reader (--slow-client-timeout-s); 0 for ever."""
         self.gatekeeper = Gatekeeper(key_digests, protect_metrics=config.protect_metrics, admin_host=config.admin_host)
+        self.tenants = Tenants(config.max_requests_per_key, config.max_tokens_per_key, engine.admission.rejections)
         self.renderer = PromptRenderer(engine, config)
         self.chat_format = ChatFormat(config, _template_with_tools(engine))
         self.lifecycle = Lifecycle()
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
-        self.model_names = (engine.model_config.name,)
+        self.model_names = engine.model_config.names
         self.created = int(time.time())
-        self.fingerprint = _fingerprint(engine)
+        self.model_hash = _model_hash(engine)
+        self.fingerprint = _fingerprint(config, self.model_hash)
         self.salt_secret = secrets.token_bytes(32)
         """What cache salts are made with, so that they cannot be guessed."""
         self.supported_tasks = tuple(engine.engine_core.ready_response.supported_tasks)
@@ -129,8 +132,14 @@ def _template_with_tools(engine: AsyncLLM) -> str | None:
     return templates.get("tool_use", templates.get("default"))
 
 
-def _fingerprint(engine: AsyncLLM) -> str:
+def _model_hash(engine: AsyncLLM) -> str:
     """Changes with what could change an answer: the version, the model, its type."""
     model = engine.model_config
-    identity = repr((model.name, model.revision, model.dtype, model.hf_overrides, model.seed))
-    return f"quire-{__version__}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+    identity = repr((__version__, model.name, model.revision, model.dtype, model.hf_overrides, model.seed))
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]
+
+
+def _fingerprint(config: ServerConfig, model_hash: str) -> str | None:
+    if config.fingerprint_mode == "full":
+        return f"quire-{__version__}-{model_hash}"
+    return {"hash": model_hash, "custom": config.fingerprint_value, "none": None}[config.fingerprint_mode]

@@ -15,18 +15,30 @@ from quire.frontend.openai.endpoint import RequestContext
 from quire.frontend.openai.errors import UnavailableError
 from quire.frontend.openai.state import Lifecycle
 from quire.frontend.openai.streaming import EventStream, error_event
+from quire.frontend.openai.tenants import TenantPlace
 from quire.frontend.output_collector import Output, RequestOutputCollector
 from quire.frontend.prompts import TokensPrompt
+from quire.logger import init_logger
 from quire.outputs import PoolingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
+
+logger = init_logger(__name__)
 
 
 class Submission:
     """Live requests, one per prompt. Whoever has one calls `close` in the end, which aborts what still runs."""
 
-    def __init__(self, engine: AsyncLLM, lifecycle: Lifecycle, collectors: Sequence[RequestOutputCollector]) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        lifecycle: Lifecycle,
+        collectors: Sequence[RequestOutputCollector],
+        share: TenantPlace | None = None,
+    ) -> None:
+        """`share` is what the requests take of their key's limits; it is given back in the end."""
         self._engine = engine
+        self._share = share
         self._lifecycle = lifecycle
         self._collectors = collectors
 
@@ -48,7 +60,7 @@ class Submission:
         if isinstance(params, SamplingParams):
             params.skip_clone = len(prompts) == 1  # made for this request, and used once
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        submission = cls(engine, context.state.lifecycle, collectors := [])
+        submission = cls(engine, context.state.lifecycle, collectors := [], context.take_share())
         try:
             for index, prompt in enumerate(prompts):
                 collectors.append(
@@ -61,6 +73,8 @@ class Submission:
                         reservation=context.take_place(),
                     )
                 )
+                if context.state.config.enable_log_requests:
+                    logger.info("%s", _described(collectors[-1].request_id, prompt, each[index]))
                 if index:
                     await asyncio.sleep(0)  # others may go on between two prompts
         except BaseException:
@@ -143,14 +157,34 @@ class Submission:
         running = [collector.request_id for collector in self._collectors if not collector.is_final]
         if running:
             await self._engine.abort(running, internal=True)
+        if self._share is not None:
+            self._share.release()
 
 
-def check_admission(context: RequestContext, prompts: Sequence[str | Sequence[int]], n: int) -> None:
-    """Reserve room for the prompts, n outputs each, which `Submission.submit` uses.
+def _described(request_id: str, prompt: TokensPrompt, params: SamplingParams | PoolingParams) -> str:
+    """A request in one line, without any text of its own."""
+    if isinstance(params, PoolingParams):
+        return f"request {request_id}: {len(prompt['prompt_token_ids'])} prompt tokens, task={params.task}"
+    form = "" if params.structured_outputs is None else f", {params.structured_outputs.source.kind}"
+    return (
+        f"request {request_id}: {len(prompt['prompt_token_ids'])} prompt tokens, max_tokens={params.max_tokens}, "
+        f"n={params.n}, temperature={params.temperature:g}, top_p={params.top_p:g}, top_k={params.top_k}, "
+        f"seed={params.seed}{form}"
+    )
+
+
+def check_admission(
+    context: RequestContext, prompts: Sequence[str | Sequence[int]], n: int, max_tokens: int | None = None
+) -> None:
+    """Reserve room for the prompts, n outputs each of at most `max_tokens` (None: as many as the context has room
+    for), which `Submission.submit` uses.
 
     Raises OverloadedError, before any work is done, if they are not taken now.
     """
-    context.reserve_places([estimate_num_tokens(prompt) for prompt in prompts], n)
+    limit = context.state.max_model_len
+    nums_tokens = [estimate_num_tokens(prompt) for prompt in prompts]
+    nums_output = [min(max(0, limit - num), limit if max_tokens is None else max_tokens) for num in nums_tokens]
+    context.reserve_places(nums_tokens, n, nums_output)
 
 
 def stream_response(

@@ -33,7 +33,7 @@ class TransparentScheduler(ObservedScheduler):
 
 
 class FakeGrammar(StructuredOutputRequest):
-    """Is ready after it was asked for `waits` times; then begins as `start` says, and breaks or completes at random."""
+    """Is ready after it was asked for `waits` times; then begins as `start` says; breaks, jumps, ends at random."""
 
     __slots__ = ("rng", "start", "waits")
 
@@ -41,6 +41,7 @@ class FakeGrammar(StructuredOutputRequest):
         super().__init__(StructuredOutputsParams(json_object=True))
         self.rng = rng
         self.waits = rng.randint(0, 6)
+        self.jumps = rng.random() < 0.5
         self.start = rng.choice([GrammarVerdict.GOES_ON] * 6 + [GrammarVerdict.BROKEN, GrammarVerdict.COMPLETE])
 
     def check_start(self) -> GrammarVerdict:
@@ -53,6 +54,9 @@ class FakeGrammar(StructuredOutputRequest):
         if verdict is GrammarVerdict.BROKEN:
             self.error = GenerationError("it is broken")
         return verdict
+
+    def forced_token(self) -> int | None:
+        return 1 if self.rng.random() < 0.5 else None
 
 
 class FakeGrammars:

@@ -84,8 +84,9 @@ def test_the_lives_have_everything_in_them() -> None:
                 seen["drafts"] += len(event.details.drafts)
             if isinstance(event, Update):
                 seen["several"] += sum(count > 1 for _, count in event.counts)
+                seen["jumps"] += len(event.jumps)
                 seen["broken"] += sum(reason == 3 for _, reason, _ in event.ends)
-    for name in ("preemptions", "prefix hits", "ready", "failed", "drafts", "several", "broken"):
+    for name in ("preemptions", "prefix hits", "ready", "failed", "drafts", "several", "broken", "jumps"):
         assert seen[name] > 10, seen
     assert {"Add", "End", "Step", "Update", "Drafts", "Abandon", "Reset"} <= set(seen)
 

@@ -3,7 +3,8 @@
 Every route's body is a `RequestBody`: a msgspec Struct whose annotations hold each field's type, bounds and sizes. The
 validator, the OpenAPI document and the page docs/http_fields.md are all derived from the annotations; a test sees to
 it that no field is without a bound. JSON has no NaN and no Infinity, and the parser takes none. Unknown fields are
-ignored, as vLLM does; so are fields a `NEUTRAL` row names, as long as they ask for nothing.
+ignored, as vLLM does; so are fields a `NEUTRAL` row names, as long as they ask for nothing, and those of
+`WITHOUT_EFFECT`, of which the log tells.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from msgspec import Meta
 
 from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX
+from quire.logger import init_logger
+
+logger = init_logger(__name__)
 
 MAX_TEXT_CHARS = 1 << 26
 """No context holds more; the body's own limit is usually met before."""
 MAX_FLOAT = 1e38
 """Single precision holds no more."""
 MAX_SHOWN_CHARS = 60
+MAX_WORDS_CHARS = 400
+"""Of what the parser says: it repeats a text that is none of a field's words in full."""
 MAX_BYTES_TO_QUOTE = 1 << 16
 """Of a body of more bytes no value is quoted: it would have to be read a second time."""
 
@@ -44,6 +50,8 @@ class RequestBody(msgspec.Struct, kw_only=True):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that exist elsewhere and not here (yet), with the values that ask for nothing. Others are refused."""
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {}
+    """Fields that exist elsewhere, are taken here and change nothing, and why. The log tells of the first use."""
 
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -67,10 +75,11 @@ class BodyReader(Generic[Body]):
         except msgspec.ValidationError as e:
             raise _field_error(str(e), body) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            raise ValidationError(f"the body is not valid JSON: {e}", param="body") from None
+            raise ValidationError(f"the body is not valid JSON: {str(e)[:MAX_WORDS_CHARS]}", param="body") from None
         except RecursionError:
             raise ValidationError("the body is nested too deeply", param="body") from None
         refuse_unknown_wishes(request)
+        _tell_of_fields_without_effect(request)
         return request
 
 
@@ -84,6 +93,16 @@ def refuse_unknown_wishes(request: RequestBody) -> None:
             )
 
 
+_told: set[str] = set()
+
+
+def _tell_of_fields_without_effect(request: RequestBody) -> None:
+    for name, why in request.WITHOUT_EFFECT.items():
+        if name not in _told and getattr(request, name):
+            _told.add(name)
+            logger.warning("requests set %s, which has no effect: %s", name, why)
+
+
 def _field_error(message: str, body: bytes) -> ValidationError:
     found = _LOCATION.match(message)
     assert found is not None
@@ -93,7 +112,7 @@ def _field_error(message: str, body: bytes) -> ValidationError:
         where = f"{path}.{missing['name']}".lstrip(".")
         return ValidationError(f"{where} is missing; it is required", param=where.partition("[")[0])
     shown = _quote(body, path)
-    words = what[:1].lower() + what[1:]
+    words = what[:1].lower() + what[1:MAX_WORDS_CHARS]
     if shown:
         words = _GOT.sub("", words)
     return ValidationError(f"{path or 'the body'}: {words}{shown}", param=path.partition("[")[0] or "body")

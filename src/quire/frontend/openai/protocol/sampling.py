@@ -107,9 +107,12 @@ class GenerationBody(FormBody, kw_only=True):
     repetition_detection: RepetitionDetection | None = None
     stream_interval: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
     """Send a chunk at most every so many tokens."""
-    vllm_xargs: Object | None = None
-    """Taken, and read by nobody yet."""
 
+    vllm_xargs: Object | None = None
+    session_id: Name | None = None
+    mm_payload: Literal["tensors", "none"] | None = None
+    return_mm_kwargs: bool | None = None
+    routed_experts_prompt_start: Count = 0
     use_beam_search: bool = False
     length_penalty: Finite | None = 1.0
     watermarking: bool | None = None
@@ -126,6 +129,13 @@ class GenerationBody(FormBody, kw_only=True):
         "ec_transfer_params": ({},),
         "thinking_token_budget": (),
         "return_token_offsets": (False,),
+    }
+    WITHOUT_EFFECT = {  # noqa: RUF012
+        "vllm_xargs": "it is for extensions, and there are none",
+        "session_id": "requests of a session are served like others; equal prefixes are found by their content",
+        "mm_payload": "no answer has processed media",
+        "return_mm_kwargs": "no answer has processed media",
+        "routed_experts_prompt_start": "no answer tells of routed experts",
     }
 
     @property

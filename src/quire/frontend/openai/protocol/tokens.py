@@ -23,6 +23,10 @@ class TokenizeBody(RequestBody, kw_only=True):
     continue_final_message: bool = False
     chat_template: Text | None = None
     chat_template_kwargs: Object | None = None
+    media_io_kwargs: Object | None = None
+    mm_processor_kwargs: Object | None = None
+
+    NEUTRAL = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}  # noqa: RUF012
 
     def check_form(self) -> None:
         """Raises ValidationError unless there is one of the two."""

@@ -136,7 +136,11 @@ class ChatWriter:
                 for choice in self._chunk_choices(parser, completion):
                     yield b"".join((head, choice, b"]", tail))
         if self._sends_usage:
-            usage = {"choices": [], "usage": self._usage.in_chunk(), "system_fingerprint": self._fingerprint}
+            usage: dict[str, Any] = {
+                "choices": [],
+                "usage": self._usage.in_chunk(),
+                "system_fingerprint": self._fingerprint,
+            }
             yield event(self._head | usage)
         yield DONE
 

@@ -33,7 +33,7 @@ async def create_completion(context: RequestContext) -> Response:
     texts = body.prompts(state.config.max_prompts_per_request)
     params = _sampling_params(body, state.engine.model_config.sampling_defaults)
     state.check_num_outputs(len(texts) * params.n)
-    check_admission(context, texts, params.n)
+    check_admission(context, texts, params.n, params.max_tokens)
     options = {"add_special_tokens": body.add_special_tokens} | state.renderer.truncation(body)
     prompts = await state.renderer.tokenize_all(texts, options, cache_salt=context.cache_salt(body.cache_salt))
     for prompt in prompts:
@@ -162,7 +162,11 @@ class CompletionWriter:
                 if choice is not None:
                     yield b"data: " + head + choice + tail
         if self._sends_usage:
-            usage = {"choices": [], "usage": self._usage.in_chunk(), "system_fingerprint": self._fingerprint}
+            usage: dict[str, Any] = {
+                "choices": [],
+                "usage": self._usage.in_chunk(),
+                "system_fingerprint": self._fingerprint,
+            }
             yield event(self._head | usage)
         yield DONE
 

@@ -26,7 +26,7 @@ async def show_model(context: RequestContext) -> Response:
 def model_card(state: ServerState, name: str) -> dict[str, Any]:
     """A model as OpenAI describes one, with vLLM's further fields; `root` tells no path."""
     permission = {
-        "id": f"modelperm-{state.fingerprint[-8:]}",
+        "id": f"modelperm-{state.model_hash}",
         "object": "model_permission",
         "created": state.created,
         "allow_create_engine": False,

@@ -62,7 +62,7 @@ async def _score(
     scorer = PairScorer(state.engine.pipeline.input_processor, state.engine.tokenizer, state.supported_tasks)
     together = "score" in state.supported_tasks
     if together:
-        check_admission(context, [first + second for first, second in pairs], 1)
+        check_admission(context, [first + second for first, second in pairs], 1, max_tokens=0)
     job = await state.renderer.run_sized(
         pairs, lambda: scorer.plan(pairs, body.params(TASKS[0] if together else TASKS[1]), body.tokenization())
     )

@@ -1,0 +1,137 @@
+"""The flags of `vllm serve`, and what becomes of those that Quire does not have.
+
+The table is a file, `assets/vllm_flags.toml`: it is read when a command line has a flag that none of ours is, and by
+tools.compat. A value that asks for nothing is taken without a word. Another one is either without effect, and warned
+of, or would change what the server is, and refused.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from quire.config.model import ASSETS_DIR
+from quire.errors import ConfigError
+from quire.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class VllmFlag(NamedTuple):
+    """One row. `name` uses underscores."""
+
+    name: str
+    group: str
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    is_switch: bool = False
+    takes_many: bool = False
+    """A use may be followed by several values."""
+    short: str | None = None
+    silent: tuple[Any, ...] = ()
+    """Values beside the default that ask for nothing."""
+    ignored: str = ""
+    """Why it has no effect, where Quire has no such flag and may do without."""
+    refused: str = ""
+    """Why it cannot be done, where ignoring it would make another server of this one."""
+
+    @property
+    def option(self) -> str:
+        """Its spelling on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    def asks_nothing(self, value: Any) -> bool:
+        """Whether leaving the flag out is the same."""
+        values = value if isinstance(value, list) and self.takes_many else [value]
+        read = [_read(v) for v in values]
+        nothing = (None, {}, [], "", self.default, *self.silent, *([False] if self.default is None else []))
+        return all(any(v == n and type(v) is type(n) for n in nothing) for v in read) or read == self.default
+
+
+def _read(value: Any) -> Any:
+    """The value behind a flag's text, as far as a comparison needs it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None if value == "None" else value
+
+
+@cache
+def vllm_flags() -> dict[str, VllmFlag]:
+    """Every flag, by name."""
+    table = tomllib.loads((ASSETS_DIR / "vllm_flags.toml").read_text(encoding="utf-8"))
+    return {
+        name: VllmFlag(
+            name,
+            group,
+            row.get("default"),
+            tuple(row.get("choices", ())),
+            row.get("switch", False),
+            row.get("many", False),
+            row.get("short"),
+            tuple(row.get("silent", ())),
+            row.get("ignored", ""),
+            row.get("refused", ""),
+        )
+        for group, rows in table.items()
+        for name, row in ((key.replace("-", "_"), row) for key, row in rows.items())
+    }
+
+
+def settle_vllm_flags(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the flags of ours get from those of vLLM's that were given. Warns of what has no effect.
+
+    Raises ConfigError for a wish that cannot be met.
+    """
+    ours: dict[str, Any] = {}
+    for name, value in given.items():
+        flag = vllm_flags()[name]
+        if flag.asks_nothing(value):
+            continue
+        if name in _READERS:
+            ours.update(_READERS[name](value))
+        elif flag.refused:
+            shown = "" if flag.is_switch else f" {value if isinstance(value, str) else json.dumps(value)}"
+            raise ConfigError(f"{flag.option}{shown[:80]} is not supported: {flag.refused}")
+        else:
+            logger.warning("%s has no effect: %s", flag.option, flag.ignored)
+    return ours
+
+
+GRAMMAR_BACKENDS = {"auto": "auto", "guidance": "guidance", "outlines": "auto", "lm-format-enforcer": "auto"}
+"""vLLM's names for grammar libraries, and ours."""
+
+
+def _grammar_backend(value: Any) -> dict[str, Any]:
+    backend = str(value).partition(":")[0]
+    if backend not in GRAMMAR_BACKENDS:
+        raise ConfigError(f"grammar backend {backend!r} is not one of {', '.join(GRAMMAR_BACKENDS)}")
+    if GRAMMAR_BACKENDS[backend] != backend:
+        logger.warning("grammar backend %s is not supported; %s is used", backend, GRAMMAR_BACKENDS[backend])
+    return {"grammar_backend": GRAMMAR_BACKENDS[backend]}
+
+
+def _structured_outputs_config(value: Any) -> dict[str, Any]:
+    settings = _read(value)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--structured-outputs-config {str(value)[:80]!r} is not a JSON object")
+    ours: dict[str, Any] = {}
+    for key, setting in settings.items():
+        if key == "backend":
+            ours.update(_grammar_backend(setting))
+        elif key == "reasoning_parser":
+            ours["reasoning_parser"] = setting
+        elif setting:
+            logger.warning("--structured-outputs-config: %s has no effect; requests may set it", key)
+    return ours
+
+
+_READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "structured_outputs_config": _structured_outputs_config,
+    "guided_decoding_backend": _grammar_backend,
+}

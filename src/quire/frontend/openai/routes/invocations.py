@@ -1,0 +1,49 @@
+"""POST /invocations: SageMaker's one route for all work. The body's fields say which route is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from starlette.responses import Response
+
+from quire.errors import ValidationError
+from quire.frontend.openai.auth import Access
+from quire.frontend.openai.endpoint import Endpoint, RequestContext
+
+ROUTES: tuple[tuple[str, str], ...] = (
+    ("messages", "/v1/chat/completions"),
+    ("prompt", "/v1/completions"),
+    ("documents", "/rerank"),
+    ("text_1", "/score"),
+    ("input", "/v1/embeddings"),
+    ("input", "/classify"),
+    ("input", "/pooling"),
+)
+"""A field that only such bodies have, and where they go; the first that is served wins."""
+
+
+async def invocations(context: RequestContext) -> Response:
+    """A request of any kind: a conversation, a text to continue, and what else the model is for."""
+    try:
+        fields = msgspec.json.decode(await context.read_bytes(), type=dict[str, msgspec.Raw]).keys()
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ValidationError(f"the body is not a JSON object: {e}", param="body") from None
+    return await _meant(context, fields).handler(context)
+
+
+def _meant(context: RequestContext, fields: Iterable[str]) -> Endpoint:
+    served = {
+        endpoint.path: endpoint
+        for endpoint in context.request.app.state.endpoints
+        if endpoint.is_for(context.state.supported_tasks)
+    }
+    for field, path in ROUTES:
+        if field in fields and path in served:
+            found: Endpoint = served[path]
+            return found
+    known = dict.fromkeys(field for field, path in ROUTES if path in served)
+    raise ValidationError(f"the body has none of {', '.join(known)}, which say what is asked for", param="body")
+
+
+ENDPOINTS = (Endpoint(path="/invocations", handler=invocations, access=Access.KEY, is_work=True),)

@@ -1,0 +1,73 @@
+"""The page, from the verdicts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from tools.compat.verdicts import Verdict, field_verdicts, flag_verdicts, http_table, route_verdict
+
+HEAD = """# Beside vLLM
+
+Every route, request field and `serve` flag of vLLM 0.32, and whether it is here. `python -m tools.compat` writes this
+page: what there is, it looks up in the code; a test compares the two.
+
+* **yes**: the same name, and the same meaning.
+* **different**: taken, and the note says what is else.
+* **not**: a route is answered with 404; a field is refused where it asks for something, or ignored like any unknown
+  one; a flag ends the start with a message.
+
+So that `vllm serve` becomes `quire serve` by changing the program's name, every flag is known. At vLLM's default each
+is taken without a word. One that only tunes what Quire does not have is taken with a warning ("no effect"); one that
+would make another server of it is refused. The same holds for fields: the log tells of the first use of one without
+effect."""
+
+
+def make_page() -> str:
+    """docs/compat.md."""
+    table = http_table()
+    routes = [route_verdict(row) for row in table["route"]]
+    fields = {name: field_verdicts(name) for name in table["request"]}
+    flags = flag_verdicts()
+    parts = [HEAD, _summary(routes, fields.values(), flags.values())]
+    parts += ["## Routes", _rows("route", routes)]
+    parts.append("## Request fields")
+    for name, verdicts in fields.items():
+        parts += [f"### {name}", _where(table["request"][name]), _fields(verdicts)]
+    parts.append("## Flags")
+    for group, verdicts in flags.items():
+        parts += [f"### {group}", _rows("flag", verdicts)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(routes: Iterable[Verdict], fields: Iterable[list[Verdict]], flags: Iterable[list[Verdict]]) -> str:
+    lines = ["| | yes | different | not |", "|---|---|---|---|"]
+    groups = {"routes": [routes], "fields": fields, "flags": flags}
+    for name, verdicts in groups.items():
+        count = Counter(v.word for part in verdicts for v in part)
+        lines.append(f"| {name} | {count['yes']} | {count['different']} | {count['not']} |")
+    return "\n".join(lines)
+
+
+def _rows(title: str, verdicts: Iterable[Verdict]) -> str:
+    lines = [f"| {title} | here | note |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{v.name}` | {v.word} | {v.note} |" for v in verdicts)])
+
+
+def _where(row: dict[str, str]) -> str:
+    if "route" in row:
+        return f"Body of `{row['route']}`."
+    return f"Part of a body: {row['passed']}." if "passed" in row else "Part of a body."
+
+
+def _fields(verdicts: list[Verdict]) -> str:
+    """The many that are the same in one line, the others in a table."""
+    same = [f"`{v.name}`" for v in verdicts if v.word == "yes"]
+    others = [v for v in verdicts if v.word != "yes"]
+    absent = {v.note for v in others} == {"ignored"} and not same
+    parts = [f"**yes**: {', '.join(same)}"] if same else []
+    if absent:
+        parts.append(f"**not**: {', '.join(f'`{v.name}`' for v in others)}")
+    elif others:
+        parts.append(_rows("field", others))
+    return "\n\n".join(parts)
