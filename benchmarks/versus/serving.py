@@ -17,8 +17,14 @@ from benchmarks.versus.figures import Figure, Row
 from benchmarks.versus.peers import Peer, Place
 from benchmarks.versus.processes import ManagedProcess
 from benchmarks.versus.rounds import Say
-from quire.cli.bench.load import ALL_AT_ONCE, LoadResult, Target, run_load
+from quire.cli.bench.arrivals import ALL_AT_ONCE, arrival_times
+from quire.cli.bench.load import LoadRequest, LoadRun
+from quire.cli.bench.outcomes import LoadResult, ServiceLevel
+from quire.cli.bench.outcomes import figures as load_figures
+from quire.cli.bench.sending import Endpoint, Sender
 from quire.cli.bench.workloads import BenchRequest, IdRange, mixed_requests
+from quire.cli.remote.address import ServerAddress
+from quire.cli.remote.client import HttpClient
 
 CAPACITY_REQUESTS = 64
 SHARES = (0.5, 0.9)
@@ -40,10 +46,6 @@ class Server:
         self._process: ManagedProcess | None = None
         self._port = 0
 
-    @property
-    def target(self) -> Target:
-        return Target(f"http://127.0.0.1:{self._port}", self._model)
-
     def start(self) -> None:
         """Start the process and wait for one token. Raises EngineError if it ends or takes too long."""
         assert self.peer.server is not None
@@ -58,14 +60,15 @@ class Server:
                 self.close()
                 raise EngineError(f"failed: the server ended: {words}")
             if _listens(self._port):
-                result = asyncio.run(run_load(self.target, [request], ALL_AT_ONCE))
-                if not result.errors:
+                result = asyncio.run(self._run([request], ALL_AT_ONCE, 0))
+                if not result.failed:
                     self.first_token_s = time.perf_counter() - start
                     process.pause()
                     return
-                if "ConnectionRefused" not in result.errors[0] and "status 503" not in result.errors[0]:
+                failure = result.failed[0].failure
+                if failure is not None and failure.kind not in ("connection refused", "HTTP 503"):
                     self.close()
-                    raise EngineError(f"failed: {result.errors[0]}")
+                    raise EngineError(f"failed: {failure.kind}: {failure.message}")
             time.sleep(0.02)
         self.close()
         raise EngineError(f"> {self._start_limit_s:.0f} s to start")
@@ -75,12 +78,23 @@ class Server:
         assert self._process is not None
         self._process.resume()
         try:
-            result = asyncio.run(run_load(self.target, requests, rate, seed))
+            result = asyncio.run(self._run(requests, rate, seed))
         finally:
             self._process.pause()
-        if result.errors:
-            raise EngineError(f"failed: {len(result.errors)} requests, {result.errors[0]}")
+        if result.failed:
+            raise EngineError(f"failed: {len(result.failed)} requests, {result.failed[0].failure}")
         return result
+
+    async def _run(self, requests: Sequence[BenchRequest], rate: float, seed: int) -> LoadResult:
+        client = HttpClient(ServerAddress.parse(f"http://127.0.0.1:{self._port}"))
+        try:
+            run = LoadRun(Sender(client, Endpoint.COMPLETIONS, self._model).send)
+            return await run.run(
+                [LoadRequest(r.prompt_token_ids, r.output_len) for r in requests],
+                arrival_times(rate, len(requests), seed),
+            )
+        finally:
+            client.close()
 
     def close(self) -> None:
         """End it."""
@@ -150,12 +164,13 @@ def _measure_capacity(server: Server, own: Served, reps: int) -> None:
     rates = []
     for rep in range(reps):
         requests = mixed_requests(_FIRST_REP + 1 + rep, IdRange(), CAPACITY_REQUESTS, 200, 128)
-        rates.append(server.load(requests, ALL_AT_ONCE, rep).requests_per_s)
+        result = server.load(requests, ALL_AT_ONCE, rep)
+        rates.append(len(result.answered) / result.wall_s)
     own.capacity = sorted(rates)[len(rates) // 2]
 
 
 def _measure_rate(server: Server, own: Served, requests: Sequence[BenchRequest], rate: float, rep: int) -> None:
-    own.loads.setdefault(rate, []).append(server.load(requests, rate, rep).summarize())
+    own.loads.setdefault(rate, []).append(load_figures(server.load(requests, rate, rep), ServiceLevel({})))
 
 
 def _try(own: Served, measure: Callable[[], None]) -> None:

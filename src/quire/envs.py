@@ -89,7 +89,11 @@ STARTUP_REPORT = EnvVar(
     "",
     "A file to which an engine's frontend writes how its start went (JSON), once its first output is there.",
 )
-API_KEY = EnvVar("QUIRE_API_KEY", "", "A key that clients of `quire serve` must show, beside those of --api-key.")
+API_KEY = EnvVar(
+    "QUIRE_API_KEY",
+    "",
+    "A key that clients of `quire serve` must show, beside those of --api-key; commands with --url show it.",
+)
 FAILPOINTS = EnvVar(
     "QUIRE_FAILPOINTS",
     "",

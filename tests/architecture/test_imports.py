@@ -48,14 +48,16 @@ THIRD_PARTY: dict[str, set[str]] = {
         *("fastapi", "starlette", "uvicorn", "prometheus_client"),
     },
     "face": set(),
-    "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf"},
-    "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec"},
+    "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "httptools"},
+    "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec", "prometheus_client"},
 }
 ONLY_IN: dict[str, set[str]] = {
     "transformers": {"quire.frontend.hf_tokenizer", "quire.frontend.tokenizer", "quire.testing.tiny_models"},
     "yaml": {"quire.cli.config_file", "quire.cli.flags"},
     "torch": {"quire.cli.collect_env"},
     "gguf": {"quire.cli.gguf_checkpoint", "quire.cli.gguf_tensors"},
+    "prometheus_client": {"quire.frontend.metrics.process", "quire.testing.metrics_audit"},
+    "httptools": {"quire.cli.remote.connection"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
 

@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator
 
 from quire import __version__
 from quire.cli.chat_commands import LeaveChatError, run_chat_command
-from quire.cli.chat_session import Answer, ChatSession
+from quire.cli.chat_engine import EngineChatModel
+from quire.cli.chat_session import Answer, ChatModel, ChatSession
 from quire.cli.command_line import CommandLine
 from quire.cli.engine_options import engine_args, engine_options
 from quire.cli.generation import make_engine
 from quire.cli.options import Arguments, Option, Positional
+from quire.cli.remote.chat import RemoteChatModel
+from quire.cli.remote.options import remote_options, validate_remote
+from quire.cli.remote.requests import RemoteServer
 from quire.cli.sampling_options import SAMPLING_HELP, sampling_options
 from quire.cli.terminal import Style
 from quire.errors import ClientError, ConfigError, GenerationError
@@ -27,33 +31,38 @@ def command_line() -> CommandLine:
     return CommandLine(
         "quire chat",
         "Talk to a model. Type /help inside for its commands. From a pipe, each line is one message.",
-        [*own, *sampling, *engine_options(without=SAMPLING_HELP)],
+        [*own, *remote_options("Talk to the model of a server."), *sampling, *engine_options(without=SAMPLING_HELP)],
         Positional("model_name", "The model, as --model has it.", nargs="?"),
     )
 
 
 def run(args: Arguments) -> int:
     """Chat until the input ends."""
+    if args["url"] is not None:
+        validate_remote(args)
+        with RemoteServer.of(args) as server:
+            card = server.find_model(args["model_name"] or args.given.get("model"))
+            return _chat(args, RemoteChatModel(server, card), f" at {server.address}")
+    return _chat(args, _load_model(args))
+
+
+def _load_model(args: Arguments) -> EngineChatModel:
     named = {"model": args["model_name"]} if args["model_name"] is not None else {}
     flags = engine_args(args, disable_log_stats=True, **named)
-    config = flags.create_engine_config()
+    model = flags.create_engine_config().model_config
     engine = make_engine(flags)
     tokenizer = engine.get_tokenizer()
     if not tokenizer.chat_templates:
-        raise ConfigError(
-            f"{config.model_config.name} has no chat template; pass --chat-template FILE, or use quire complete"
-        )
-    session = ChatSession(
-        engine,
-        tokenizer,
-        engine.input_processor.max_model_len,
-        config.model_config.sampling_defaults,
-        args.given_among(SAMPLING_HELP),
-        args["system"],
-    )
+        raise ConfigError(f"{model.name} has no chat template; pass --chat-template FILE, or use quire complete")
+    return EngineChatModel(engine, tokenizer, engine.input_processor.max_model_len, model.sampling_defaults, model.name)
+
+
+def _chat(args: Arguments, model: ChatModel, where: str = "") -> int:
+    session = ChatSession(model, args.given_among(SAMPLING_HELP), args["system"])
     if sys.stdin.isatty():
+        room = f", {model.max_model_len} tokens of context" if model.max_model_len is not None else ""
         print(
-            f"quire {__version__}, {config.model_config.name}, {session.max_model_len} tokens of context. "
+            f"quire {__version__}, {model.name}{where}{room}. "
             "/help lists commands; Ctrl-C stops an answer; Ctrl-D leaves."
         )
     ChatLoop(session).run()

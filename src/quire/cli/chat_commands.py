@@ -99,7 +99,7 @@ def _params(session: ChatSession, argument: str) -> str:
     before = dict(session.params)
     session.params.update(read_assignment(word) for word in words)
     try:
-        session.sampling_params()
+        session.check_params()
     except ValueError:
         session.params = before
         raise

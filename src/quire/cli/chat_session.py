@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.cli.generation import Engine, RequestTiming
-from quire.cli.sampling_options import make_sampling_params
-from quire.errors import GenerationError, PromptTooLongError, ValidationError
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.cli.generation import RequestTiming
+from quire.errors import PromptTooLongError, ValidationError
 
 Message = dict[str, str]
 
 
-class ChatTokenizer(Protocol):
-    """The part of `Tokenizer` a chat needs."""
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Messages in the form their model takes, and how many tokens they are; None where nobody tells."""
 
-    def apply_chat_template(self, conversation: Any, *, add_generation_prompt: bool) -> Any:
-        """Messages to prompt token ids."""
+    content: Any
+    num_tokens: int | None
+
+
+@dataclass(frozen=True)
+class AnswerPiece:
+    """Some of an answer. What is `shown_only` (a model's reasoning) is no part of the message."""
+
+    text: str
+    finish_reason: str | None = None
+    shown_only: bool = False
+
+
+class ChatModel(Protocol):
+    """What answers: an engine in this process's hands, or a server. `max_model_len` is None where nobody tells."""
+
+    name: str
+    max_model_len: int | None
+
+    def longest_answer(self, params: Mapping[str, Any]) -> int | None:
+        """In tokens, where `params` or the model bound it. Raises ValidationError for parameters out of bounds."""
+
+    def render(self, messages: Sequence[Message]) -> ChatPrompt:
+        """What `answer` takes. Raises ClientError."""
+
+    def answer(
+        self, prompt: ChatPrompt, params: Mapping[str, Any], timing: RequestTiming
+    ) -> Generator[AnswerPiece, None, None]:
+        """The pieces as they come, their times noted in `timing`. Closed early, it ends the request.
+
+        Raises ClientError, GenerationError.
+        """
 
 
 @dataclass(frozen=True)
@@ -34,26 +64,14 @@ class Answer:
 
 
 class ChatSession:
-    """A conversation with one engine.
+    """A conversation with one model.
 
     Every message is kept (and saved); `answer` leaves out the oldest ones where the context is too short for all.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: ChatTokenizer,
-        max_model_len: int,
-        model_defaults: Mapping[str, Any],
-        params: Mapping[str, Any],
-        system: str | None = None,
-    ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self.max_model_len = max_model_len
-        self._model_defaults = model_defaults
+    def __init__(self, model: ChatModel, params: Mapping[str, Any], system: str | None = None) -> None:
+        self._model = model
         self._first_kept = 0
-        self._num_requests = 0
         self.params = dict(params)
         self.system = system
         self.messages: list[Message] = []
@@ -90,14 +108,16 @@ class ChatSession:
         self.system = messages[0]["content"] if first_is_system else None
         self.messages = [{"role": m["role"], "content": m["content"]} for m in messages[first_is_system:]]
 
-    def sampling_params(self) -> SamplingParams:
-        """The parameters of the next answer. Raises ValidationError."""
-        return make_sampling_params({**self.params, "n": 1}, self._model_defaults, output_kind=RequestOutputKind.DELTA)
+    def check_params(self) -> None:
+        """Raises ValidationError if the next answer could not be asked for with `params`."""
+        self._model.longest_answer(self.params)
 
     def context_line(self) -> str:
         """How full the context is."""
-        used = len(self._render()) if self.messages else 0
-        return f"{used} of {self.max_model_len} tokens of context used"
+        used = self._render().num_tokens if self.messages else 0
+        if used is None or self._model.max_model_len is None:
+            return f"{len(self.messages)} messages"
+        return f"{used} of {self._model.max_model_len} tokens of context used"
 
     # -- answering ------------------------------------------------------------------------------------------------
 
@@ -109,9 +129,8 @@ class ChatSession:
         first_kept = self._first_kept
         self.messages.append({"role": "user", "content": question})
         try:
-            params = self.sampling_params()
-            token_ids, num_dropped = self._fit(params.max_tokens)
-            answer = self._generate(token_ids, params, num_dropped, write)
+            prompt, num_dropped = self._fit(self._model.longest_answer(self.params))
+            answer = self._generate(prompt, num_dropped, write)
         except BaseException:
             self.messages.pop()
             self._first_kept = first_kept
@@ -123,52 +142,47 @@ class ChatSession:
         self.last_answer = answer
         return answer
 
-    def _fit(self, max_tokens: int | None) -> tuple[list[int], int]:
+    def _fit(self, max_tokens: int | None) -> tuple[ChatPrompt, int]:
         """The prompt, and how many of the oldest messages had to be dropped to leave room for an answer."""
-        room = min(max_tokens or self.max_model_len, self.max_model_len // 4)
-        before = self._first_kept
-        while len(token_ids := self._render()) > self.max_model_len - room:
+        limit, before = self._model.max_model_len, self._first_kept
+        prompt = self._render()
+        if limit is None:
+            return prompt, 0
+        room = min(max_tokens or limit, limit // 4)
+        while prompt.num_tokens is not None and prompt.num_tokens > limit - room:
             questions = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i > self._first_kept]
             if not questions:
-                if len(token_ids) < self.max_model_len:
+                if prompt.num_tokens < limit:
                     break  # a long question alone: answer it in what room there is
                 raise PromptTooLongError(
-                    f"the message (with the system prompt) takes {len(token_ids)} tokens; the context holds "
-                    f"{self.max_model_len}: shorten it, or raise --max-model-len if the model can take more",
+                    f"the message (with the system prompt) takes {prompt.num_tokens} tokens; the context holds "
+                    f"{limit}: shorten it, or raise --max-model-len if the model can take more",
                     param="messages",
                 )
             self._first_kept = questions[0]
-        return token_ids, self._first_kept - before
+            prompt = self._render()
+        return prompt, self._first_kept - before
 
-    def _render(self) -> list[int]:
-        kept = [*self._system_messages(), *self.messages[self._first_kept :]]
-        return list(self._tokenizer.apply_chat_template(kept, add_generation_prompt=True))
+    def _render(self) -> ChatPrompt:
+        return self._model.render([*self._system_messages(), *self.messages[self._first_kept :]])
 
     def _system_messages(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
-    def _generate(
-        self, token_ids: list[int], params: SamplingParams, num_dropped: int, write: Callable[[str], None]
-    ) -> Answer:
-        request_id = f"chat-{self._num_requests}"
-        self._num_requests += 1
+    def _generate(self, prompt: ChatPrompt, num_dropped: int, write: Callable[[str], None]) -> Answer:
         timing = RequestTiming(added_s=time.perf_counter())
-        self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
-        pieces: list[str] = []
-        reason = error = None
+        texts: list[str] = []
+        reason = None
         try:
-            while self._engine.has_unfinished_requests():
-                for output in self._engine.step():
-                    timing.record(output, time.perf_counter())
-                    for o in output.outputs:
-                        pieces.append(o.text)
-                        write(o.text)
-                        reason, error = o.finish_reason, o.error_message
+            with contextlib.closing(self._model.answer(prompt, self.params, timing)) as pieces:
+                for piece in pieces:
+                    if not piece.shown_only:
+                        texts.append(piece.text)
+                    reason = piece.finish_reason or reason
+                    write(piece.text)
         except KeyboardInterrupt:
-            self._engine.abort_request([request_id])
-        if reason == "error":
-            raise GenerationError(error or "the engine failed to answer; ask again")
-        return Answer("".join(pieces), reason, reason is None, num_dropped, timing)
+            reason = None
+        return Answer("".join(texts), reason, reason is None, num_dropped, timing)
 
 
 def _is_message(value: Any) -> bool:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from quire.cli.command_line import CommandLine
+from quire.cli.complete_printers import JsonPrinter, Printer, TextPrinter
 from quire.cli.engine_options import engine_args, engine_options
 from quire.cli.form_options import form_options, make_form
 from quire.cli.generation import Engine, RequestTiming, make_engine, timing_line
 from quire.cli.options import Arguments, Option, Positional
+from quire.cli.remote.completion import RemoteCompletions
+from quire.cli.remote.options import remote_options, validate_remote
+from quire.cli.remote.requests import RemoteServer
 from quire.cli.sampling_options import SAMPLING_HELP, make_sampling_params, sampling_options
-from quire.cli.terminal import Style
 from quire.errors import ConfigError, GenerationError
-from quire.outputs import CompletionOutput, RequestOutput
+from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
@@ -32,7 +35,13 @@ def command_line() -> CommandLine:
     return CommandLine(
         "quire complete",
         "Continue prompts. Text streams to stdout as it comes; several prompts run at once and are printed in order.",
-        [*own, *sampling_options(), *form_options(), *engine_options(without=SAMPLING_HELP)],
+        [
+            *own,
+            *remote_options("Ask the model of a server."),
+            *sampling_options(),
+            *form_options(),
+            *engine_options(without=SAMPLING_HELP),
+        ],
         Positional("prompt", "Text to continue. None, or -, reads one prompt from stdin.", nargs="*"),
     )
 
@@ -40,22 +49,52 @@ def command_line() -> CommandLine:
 def run(args: Arguments) -> int:
     """Generate and print."""
     prompts = _read_prompts(args["prompt"])
+    if args["url"] is not None:
+        return _run_on_server(args, prompts)
     flags = engine_args(args, disable_log_stats=True)
-    config = flags.create_engine_config()
-    params = make_sampling_params(
+    params = _sampling_params(args, flags.create_engine_config().model_config.sampling_defaults)
+    engine = make_engine(flags)
+    timings = _add_requests(engine, prompts, params)
+    return _print(args, prompts, params.n, timings, _outputs(engine, timings))
+
+
+def _run_on_server(args: Arguments, prompts: list[str]) -> int:
+    validate_remote(args)
+    params = _sampling_params(args, {})
+    fields = {"max_tokens": params.max_tokens, **args.given_among(SAMPLING_HELP)}
+    if params.structured_outputs is not None:
+        fields["structured_outputs"] = params.structured_outputs
+    with RemoteServer.of(args) as server:
+        card = server.find_model(args.given.get("model"))
+        completions = RemoteCompletions(server, card, fields)
+        timings = completions.start(prompts)
+        return _print(args, prompts, params.n, timings, completions.outputs())
+
+
+def _sampling_params(args: Arguments, model_defaults: Mapping[str, Any]) -> SamplingParams:
+    return make_sampling_params(
         args.given_among(SAMPLING_HELP),
-        {"max_tokens": DEFAULT_MAX_TOKENS, **config.model_config.sampling_defaults},
+        {"max_tokens": DEFAULT_MAX_TOKENS, **model_defaults},
         output_kind=RequestOutputKind.DELTA,
         structured_outputs=make_form(args),
     )
-    engine = make_engine(flags)
-    timings = _add_requests(engine, prompts, params)
-    printer = _JsonPrinter() if args["json"] else _TextPrinter(prompts, params.n, args["echo"])
+
+
+def _print(
+    args: Arguments, prompts: list[str], n: int, timings: list[RequestTiming], outputs: Iterator[RequestOutput]
+) -> int:
+    """Print `outputs` as they come. Raises GenerationError in the end if one of them has failed."""
+    printer: Printer = JsonPrinter(prompts, timings) if args["json"] else TextPrinter(prompts, n, args["echo"])
+    failures: list[str] = []
     try:
-        _generate(engine, timings, printer)
+        for output in outputs:
+            printer.add(output)
+            failures += [o.error_message or "the engine failed" for o in output.outputs if o.finish_reason == "error"]
     except KeyboardInterrupt:
         printer.interrupt()
         raise
+    if failures:
+        raise GenerationError(failures[0])
     if args["stats"]:
         print(timing_line(timings), file=sys.stderr)
     return 0
@@ -85,122 +124,10 @@ def _add_requests(engine: Engine, prompts: list[str], params: SamplingParams) ->
     return timings
 
 
-def _generate(engine: Engine, timings: list[RequestTiming], printer: _Printer) -> None:
-    """Raises GenerationError in the end if one of them has failed."""
-    failures: list[str] = []
+def _outputs(engine: Engine, timings: list[RequestTiming]) -> Iterator[RequestOutput]:
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
             timings[int(output.request_id)].record(output, now)
-            printer.add(output)
-            failures += [o.error_message or "the engine failed" for o in output.outputs if o.finish_reason == "error"]
-    if failures:
-        raise GenerationError(failures[0])
-
-
-class _Printer(Protocol):
-    """Where updates go."""
-
-    def add(self, output: RequestOutput) -> None:
-        """Take an update of kind DELTA."""
-
-    def interrupt(self) -> None:
-        """Nothing more will come."""
-
-
-class _TextPrinter:
-    """Streams the first unfinished sequence; what comes of later ones is held until it is their turn."""
-
-    def __init__(self, prompts: list[str], n: int, echo: bool) -> None:
-        self._style = Style(sys.stdout)
-        self._n = n
-        self._prompts = prompts
-        self._echo = echo
-        self._held: list[list[str]] = [[] for _ in range(len(prompts) * n)]
-        self._done = [False] * len(self._held)
-        self._turn = 0
-        self._begin()
-
-    def add(self, output: RequestOutput) -> None:
-        for o in output.outputs:
-            slot = int(output.request_id) * self._n + o.index
-            self._held[slot].append(o.text)
-            self._done[slot] = self._done[slot] or o.finished()
-        self._advance()
-
-    def interrupt(self) -> None:
-        print(flush=True)
-
-    def _advance(self) -> None:
-        while self._turn < len(self._held):
-            print(self._style.printable("".join(self._held[self._turn])), end="", flush=True)
-            self._held[self._turn].clear()
-            if not self._done[self._turn]:
-                return
-            print(flush=True)
-            self._turn += 1
-            self._begin()
-
-    def _begin(self) -> None:
-        if self._turn >= len(self._held):
-            return
-        prompt = self._prompts[self._turn // self._n]
-        if len(self._held) > 1:
-            title = " ".join(prompt.split())
-            number = f" [{self._turn % self._n + 1}/{self._n}]" if self._n > 1 else ""
-            blank = "\n" if self._turn else ""
-            print(blank + self._style.paint(f"==> {title[:70]}{'...' if title[70:] else ''}{number} <==", "bold"))
-        if self._echo:
-            print(self._style.paint(prompt, "dim"), end="", flush=True)
-
-
-class _JsonPrinter:
-    """One JSON line per finished prompt, in the order they finish."""
-
-    def __init__(self) -> None:
-        self._parts: dict[tuple[str, int], list[CompletionOutput]] = {}
-        self._indices: dict[str, set[int]] = {}
-
-    def add(self, output: RequestOutput) -> None:
-        for o in output.outputs:
-            self._parts.setdefault((output.request_id, o.index), []).append(o)
-            self._indices.setdefault(output.request_id, set()).add(o.index)
-        if output.finished:
-            choices = [self._choice(output.request_id, i) for i in sorted(self._indices.pop(output.request_id))]
-            print(json.dumps(_json_row(output, choices), ensure_ascii=False), flush=True)
-
-    def interrupt(self) -> None:
-        pass
-
-    def _choice(self, request_id: str, index: int) -> dict[str, Any]:
-        parts = self._parts.pop((request_id, index))
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": "".join(p.text for p in parts),
-            "token_ids": [t for p in parts for t in p.token_ids],
-            "finish_reason": parts[-1].finish_reason,
-            "stop_reason": parts[-1].stop_reason,
-        }
-        logprobs = [position for p in parts for position in p.logprobs or ()]
-        if logprobs:
-            choice["logprobs"] = [
-                {str(t): {"logprob": x.logprob, "rank": x.rank, "token": x.decoded_token} for t, x in position.items()}
-                for position in logprobs
-            ]
-        return choice
-
-
-def _json_row(output: RequestOutput, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    prompt_tokens = len(output.prompt_token_ids or ())
-    completion_tokens = sum(len(c["token_ids"]) for c in choices)
-    return {
-        "prompt_index": int(output.request_id),
-        "prompt": output.prompt,
-        "outputs": choices,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "cached_tokens": output.num_cached_tokens or 0,
-            "completion_tokens": completion_tokens,
-        },
-    }
+            yield output

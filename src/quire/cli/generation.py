@@ -61,13 +61,16 @@ class RequestTiming:
         self.num_prompt_tokens = len(output.prompt_token_ids or ())
         self.num_cached_tokens = output.num_cached_tokens or 0
         new_tokens = sum(len(o.token_ids) for o in output.outputs)
-        if not new_tokens:
-            return
+        if new_tokens:
+            self.num_output_tokens += new_tokens
+            self.stamp(now)
+
+    def stamp(self, now: float) -> None:
+        """Tokens arrived at `now`."""
         if self.last_token_s is None:
             self.first_token_s = now
         else:
             self.gaps_s.append(now - self.last_token_s)
-        self.num_output_tokens += new_tokens
         self.last_token_s = now
 
     @property

@@ -36,6 +36,7 @@ from quire.resolve import resolve
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
+from quire.wire.snapshot import EngineSnapshot
 
 logger = init_logger(__name__)
 
@@ -325,6 +326,10 @@ class EngineCore:
         if self._log_iterations:
             logger.info(describe_iteration(self._num_iterations, scheduler_output, time.perf_counter() - start))
             self._num_iterations += 1
+
+    def get_snapshot(self) -> EngineSnapshot:
+        """The blocks and requests of this moment, for people who watch."""
+        return self.scheduler.make_snapshot()
 
     def get_dropped_messages(self) -> dict[str, int]:
         """Messages that could not be taken in, by reason. A core in its user's process is sent none."""

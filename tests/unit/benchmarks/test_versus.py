@@ -359,7 +359,7 @@ def test_given_rates_are_taken(tmp_path: Path) -> None:
 
 def test_a_server_that_refuses_requests_has_no_figures(tmp_path: Path) -> None:
     one = server(tmp_path, "quire", "refuse")
-    with pytest.raises(EngineError, match="status 400"):
+    with pytest.raises(EngineError, match="HTTP 400"):
         start_server(one)
 
 

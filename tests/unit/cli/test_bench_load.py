@@ -1,148 +1,158 @@
-"""`quire.cli.bench.load` against small servers that answer as they are told."""
+"""How requests are sent: in virtual time, where delays are exact."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import statistics
 from collections.abc import Awaitable, Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.cli.bench.load import ALL_AT_ONCE, LoadResult, Target, arrival_times, run_load
-from quire.cli.bench.workloads import BenchRequest
-from quire.errors import ConfigError
+from quire.cli.bench.arrivals import EVENLY, arrival_times
+from quire.cli.bench.load import LoadRequest, LoadRun
+from quire.cli.bench.outcomes import LoadResult, Outcome
+from quire.cli.generation import RequestTiming
+from quire.cli.remote.failures import RefusedError, RemoteError
 
-REQUESTS = [BenchRequest([5, 6, 7], 3), BenchRequest([8], 2)]
-Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+from .virtual_time import run_virtually, virtual_now
 
-
-def event(value: Any) -> bytes:
-    return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
-
-
-def stream_of(body: dict[str, Any]) -> bytes:
-    """What a server sends for a request: a chunk per token, an empty last one, the usage."""
-    n = body["max_tokens"]
-    chunks = [event({"choices": [{"text": "é", "finish_reason": None}]}) for _ in range(n)]
-    end = event({"choices": [{"text": "", "finish_reason": "length"}]})
-    return b"".join([b": a comment\n\n", *chunks, end, event({"choices": [], "usage": {"completion_tokens": n}})])
+Send = Callable[[LoadRequest, RequestTiming], Awaitable[None]]
 
 
-def load(answer: Answer, requests: list[BenchRequest] = REQUESTS) -> tuple[LoadResult, list[dict[str, Any]]]:
-    """Run a load on a server that gives `answer`; also the bodies it saw."""
-    seen: list[dict[str, Any]] = []
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        size = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length"))
-        body = json.loads(await reader.readexactly(size))
-        seen.append(body)
-        await answer(body, writer)
-        writer.close()
-
-    async def run() -> LoadResult:
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            return await run_load(Target(f"http://127.0.0.1:{port}/", "m", 30.0), requests, ALL_AT_ONCE)
-
-    return asyncio.run(run()), seen
+def requests(count: int) -> list[LoadRequest]:
+    return [LoadRequest([i], 3) for i in range(count)]
 
 
-async def plain(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + stream_of(body) + event(b"[DONE]"))
+def load(send: Send, count: int, arrivals: list[float] | None, **options: Any) -> LoadResult:
+    async def main() -> LoadResult:
+        return await LoadRun(send, clock=virtual_now, **options).run(requests(count), arrivals)
+
+    result = run_virtually(main())
+    result.outcomes.sort(key=lambda o: (o.intended_s, o.timing.added_s))
+    return result
 
 
-async def chunked(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    """Chunks of seven bytes, which end inside lines and characters."""
-    data = stream_of(body) + event(b"[DONE]")
-    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-    for i in range(0, len(data), 7):
-        piece = data[i : i + 7]
-        writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-    writer.write(b"0\r\n\r\n")
+async def three_tokens(request: LoadRequest, timing: RequestTiming) -> None:
+    """The first after 0.5 s, two more 0.25 s apart."""
+    for delay in (0.5, 0.25, 0.25):
+        await asyncio.sleep(delay)
+        timing.stamp(virtual_now())
+    timing.num_output_tokens = 3
 
 
-@pytest.mark.parametrize("answer", [plain, chunked])
-def test_a_stream_is_timed_chunk_by_chunk(answer: Answer) -> None:
-    result, seen = load(answer)
-    assert result.errors == []
-    assert sorted(t.num_output_tokens for t in result.timings) == [2, 3]
-    assert sorted(len(t.gaps_s) for t in result.timings) == [1, 2]
-    assert all(t.ttft_s is not None and t.ttft_s > 0 for t in result.timings)
-    body = next(b for b in seen if len(b["prompt"]) == 3)
-    assert body["prompt"] == [5, 6, 7]
-    assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"], body["stream"]) == (3, 3, True, True)
-    figures = result.summarize()
-    assert (figures["num_requests"], figures["num_failed"]) == (2, 0)
-    assert figures["ttft_ms"]["p50"] > 0
+def test_each_request_goes_at_its_time_whatever_became_of_those_before() -> None:
+    result = load(three_tokens, 4, [0.0, 0.1, 0.1, 5.0])
+    assert [o.intended_s for o in result.outcomes] == [0.0, 0.1, 0.1, 5.0]
+    assert [o.timing.added_s for o in result.outcomes] == [0.0, 0.1, 0.1, 5.0]
+    assert [o.ttft_s for o in result.outcomes] == pytest.approx([0.5] * 4)
+    assert [o.e2e_s for o in result.outcomes] == pytest.approx([1.0] * 4)
+    assert [o.tpot_s for o in result.outcomes] == pytest.approx([0.25] * 4)
+    assert result.wall_s == pytest.approx(6.0)
+    assert not result.was_interrupted
 
 
-async def refuse(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 503 Service Unavailable\r\n\r\nnot yet")
+def test_a_stall_is_seen_by_every_request_that_was_due_in_it() -> None:
+    """Coordinated omission: a client that waits for the first answer would have measured one slow request in twenty."""
+    stalled = asyncio.Event()
+
+    async def send(request: LoadRequest, timing: RequestTiming) -> None:
+        if request.prompt == [0]:
+            await asyncio.sleep(10.0)
+            stalled.set()
+        await stalled.wait()
+        timing.stamp(virtual_now())
+
+    result = load(send, 20, arrival_times(1.0, 20, 0, EVENLY))
+    # due at 1, 2, ... 20; the stall ends at 11
+    assert [o.ttft_s for o in result.outcomes] == pytest.approx([max(0.0, 11.0 - i) for i in range(1, 21)])
 
 
-async def break_off(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + stream_of(body))
+def test_a_limit_delays_the_sending_but_not_the_counting() -> None:
+    result = load(three_tokens, 3, [0.0, 0.0, 0.1], max_concurrency=1)
+    assert [o.timing.added_s for o in result.outcomes] == pytest.approx([0.0, 1.0, 2.0])
+    assert [o.e2e_s for o in result.outcomes] == pytest.approx([1.0, 2.0, 2.9])
+    assert [o.timing.ttft_s for o in result.outcomes] == pytest.approx([0.5] * 3)
+    assert [o.lag_s for o in result.outcomes] == pytest.approx([0.0] * 3)  # that was not the client's doing
 
 
-async def stop_early(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + stream_of({"max_tokens": 1}) + event(b"[DONE]"))
+def test_a_closed_loop_is_due_when_there_is_room() -> None:
+    result = load(three_tokens, 5, None, max_concurrency=2)
+    assert [o.intended_s for o in result.outcomes] == pytest.approx([0.0, 0.0, 1.0, 1.0, 2.0])
+    assert [o.e2e_s for o in result.outcomes] == pytest.approx([1.0] * 5)
 
 
-async def fail(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + event({"error": {"message": "broken"}}))
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 6), st.lists(st.floats(0.0, 3.0), min_size=1, max_size=25), st.booleans())
+def test_the_limit_holds(limit: int, arrivals: list[float], is_closed: bool) -> None:
+    running = peak = 0
 
+    async def send(request: LoadRequest, timing: RequestTiming) -> None:
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        await three_tokens(request, timing)
+        running -= 1
 
-async def hang_up(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    pass
+    result = load(send, len(arrivals), None if is_closed else sorted(arrivals), max_concurrency=limit)
+    assert len(result.outcomes) == len(arrivals)
+    assert peak <= limit
+    assert not is_closed or peak == min(limit, len(arrivals))
+    assert all(o.intended_s <= o.timing.added_s and o.lag_s >= 0 for o in result.outcomes)
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("error", "kind"),
     [
-        (refuse, "status 503 Service Unavailable: b'not yet'"),
-        (break_off, "ended without"),
-        (stop_early, "1 tokens arrived, not"),
-        (fail, "broken"),
-        (hang_up, "status"),
+        (RefusedError("too long", 400), "HTTP 400"),
+        (RemoteError("full", "HTTP 503", 503), "HTTP 503"),
+        (OSError("out of sockets"), "OSError"),
     ],
 )
-def test_what_goes_wrong_is_an_error_and_no_timing(answer: Answer, message: str) -> None:
-    result, _ = load(answer)
-    assert result.timings == []
-    assert len(result.errors) == 2
-    assert message in result.errors[0]
-    assert result.summarize()["num_failed"] == 2
-    assert result.summarize()["ttft_ms"] == {}
+def test_a_failure_is_counted_by_kind_and_ends_nothing_else(error: Exception, kind: str) -> None:
+    ended: list[Outcome] = []
+
+    async def send(request: LoadRequest, timing: RequestTiming) -> None:
+        if request.prompt == [1]:
+            raise error
+        await three_tokens(request, timing)
+
+    result = load(send, 3, [0.0] * 3, max_concurrency=1, on_end=ended.append)
+    assert [o.failure and o.failure.kind for o in ended] == [None, kind, None]
+    assert (len(result.answered), len(result.failed), result.num_unfinished) == (2, 1, 0)
 
 
-def test_nobody_there() -> None:
-    result = asyncio.run(run_load(Target("http://127.0.0.1:1", "m"), REQUESTS, ALL_AT_ONCE))
-    assert "Connect" in result.errors[0]
+def test_a_request_without_an_end_is_given_up() -> None:
+    async def send(request: LoadRequest, timing: RequestTiming) -> None:
+        await asyncio.sleep(1e6)
+
+    (outcome,) = load(send, 1, [0.0], request_limit_s=30.0).outcomes
+    assert outcome.failure is not None
+    assert outcome.failure.kind == "timeout"
+    assert outcome.e2e_s == pytest.approx(30.0)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://example", "ftp://x"])
-def test_only_plain_http(url: str) -> None:
-    with pytest.raises(ConfigError, match="http://HOST"):
-        _ = Target(url, "m").address
+@pytest.mark.parametrize("arrivals", [[0.0, 1.0, 2.0, 3.0, 4.0], None])
+def test_cancelled_it_gives_what_has_ended(arrivals: list[float] | None) -> None:
+    num_hung_up = 0
 
+    async def send(request: LoadRequest, timing: RequestTiming) -> None:
+        nonlocal num_hung_up
+        try:
+            await three_tokens(request, timing)
+        except asyncio.CancelledError:
+            num_hung_up += 1
+            raise
 
-def test_addresses() -> None:
-    assert Target("http://host:81", "m").address == ("host", 81, "/v1/completions")
-    assert Target("http://host/base/", "m").address == ("host", 80, "/base/v1/completions")
+    async def main() -> LoadResult:
+        run = LoadRun(send, clock=virtual_now, max_concurrency=1 if arrivals is None else None)
+        task = asyncio.ensure_future(run.run(requests(5), arrivals))
+        await asyncio.sleep(2.6)
+        task.cancel()
+        return await task
 
-
-@given(st.floats(0.1, 100.0), st.integers(0, 1000))
-def test_arrivals_are_those_of_a_poisson_process(rate: float, seed: int) -> None:
-    times = arrival_times(rate, 400, seed)
-    assert times == arrival_times(rate, 400, seed)
-    gaps = [b - a for a, b in pairwise([0.0, *times])]
-    assert min(gaps) >= 0
-    assert statistics.fmean(gaps) * rate == pytest.approx(1.0, rel=0.3)  # six standard deviations
-    assert arrival_times(ALL_AT_ONCE, 3, seed) == [0.0, 0.0, 0.0]
+    result = run_virtually(main())
+    assert result.was_interrupted
+    assert (len(result.outcomes), result.num_unfinished, num_hung_up) == (2, 3, 1)
+    assert result.wall_s == pytest.approx(2.0)

@@ -14,6 +14,7 @@ import pytest
 
 from quire.cli.chat import read_message
 from quire.cli.chat_commands import CHAT_COMMANDS
+from quire.cli.chat_engine import EngineChatModel
 from quire.cli.chat_session import ChatSession
 from quire.cli.main import main
 from quire.errors import PromptTooLongError
@@ -151,7 +152,7 @@ def test_longest_answer_is_said(chat: Callable[..., int], capsys: Capture) -> No
 
 
 def make_session(engine: ScriptedEngine, **params: Any) -> ChatSession:
-    return ChatSession(engine, engine.get_tokenizer(), engine.max_model_len, {}, params)
+    return ChatSession(EngineChatModel(engine, engine.get_tokenizer(), engine.max_model_len, {}), params)
 
 
 def words(count: int) -> str:

@@ -12,6 +12,7 @@ from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import PauseState, SchedulerInterface, StructuredOutputManager
 from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.wire.snapshot import EngineSnapshot
 from quire.wire.stats import SchedulerStats
 
 
@@ -152,6 +153,9 @@ class ObservedScheduler(SchedulerInterface):
 
     def has_requests(self) -> bool:
         return self.observed.has_requests()
+
+    def make_snapshot(self) -> EngineSnapshot:
+        return self.observed.make_snapshot()
 
     def make_stats(self) -> SchedulerStats | None:
         return self.observed.make_stats()

@@ -1,0 +1,229 @@
+"""What became of the requests of a load, and the figures they add up to. No clock, no sockets: arithmetic only.
+
+Latencies count from the moment a request was *meant* to be sent, whatever held it back: a schedule that the client or
+its `--max-concurrency` delays is not measured as if it had not been (coordinated omission). The times from the actual
+sending stand beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.cli.bench.measure import percentiles_ms
+from quire.cli.generation import RequestTiming
+from quire.errors import ConfigError
+
+SLO_METRICS = {"ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s", "e2el": "e2e_s"}
+"""Name in --goodput (e2el is vLLM's) to attribute of `Outcome`."""
+KEEPS_UP = 0.95
+"""A server keeps up with a load as long as answers end at this share of the rate at which requests arrive."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request has no complete answer. `kind` is what failures are counted by."""
+
+    kind: str
+    message: str
+
+
+@dataclass
+class Outcome:
+    """One request. Stamps are of the load's clock.
+
+    `intended_s` is when it should have been sent; `ready_s` when the client was free to: later where
+    `--max-concurrency` held it back. `timing.added_s` is when it was.
+    """
+
+    intended_s: float
+    ready_s: float
+    timing: RequestTiming
+    end_s: float
+    failure: Failure | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.timing.first_token_s is None else self.timing.first_token_s - self.intended_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        return self.timing.tpot_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.end_s - self.intended_s
+
+    @property
+    def lag_s(self) -> float:
+        """How much later than it could have the client sent it."""
+        return self.timing.added_s - self.ready_s
+
+
+@dataclass
+class LoadResult:
+    """All requests of one run that ended. `num_unfinished` were under way or still to be sent when it was stopped."""
+
+    start_s: float
+    end_s: float = 0.0
+    outcomes: list[Outcome] = field(default_factory=list)
+    num_unfinished: int = 0
+    was_interrupted: bool = False
+    client_cpu_s: float = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        return max(self.end_s - self.start_s, 0.0)
+
+    @property
+    def answered(self) -> list[Outcome]:
+        """Those that did not fail."""
+        return [o for o in self.outcomes if o.failure is None]
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """The others."""
+        return [o for o in self.outcomes if o.failure is not None]
+
+
+class ServiceLevel:
+    """What a user is promised: an upper bound in milliseconds per metric. Empty: nothing."""
+
+    def __init__(self, bounds_ms: Mapping[str, float]) -> None:
+        self.bounds_ms = dict(bounds_ms)
+
+    @staticmethod
+    def parse(words: Sequence[str]) -> ServiceLevel:
+        """Of `ttft:200`, `tpot:50`, `e2e:2000`; several may stand in a word, with commas. Raises ConfigError."""
+        bounds: dict[str, float] = {}
+        for part in (part for word in words for part in word.split(",")):
+            name, colon, value = part.strip().partition(":")
+            if name not in SLO_METRICS or not colon:
+                raise ConfigError(f"--goodput {part!r} is not one of ttft, tpot and e2e followed by :MILLISECONDS")
+            try:
+                bounds[name] = float(value)
+            except ValueError:
+                bounds[name] = math.nan
+            if not 0 < bounds[name] < math.inf:
+                raise ConfigError(f"--goodput {part!r}: {value!r} is not a number of milliseconds above 0")
+        return ServiceLevel(bounds)
+
+    def __bool__(self) -> bool:
+        return bool(self.bounds_ms)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}:{bound:g}" for name, bound in self.bounds_ms.items())
+
+    def holds(self, outcome: Outcome) -> bool:
+        """Whether a request was answered within all bounds. What an answer has not (a gap, after one token) is met."""
+        values = {name: getattr(outcome, SLO_METRICS[name]) for name in self.bounds_ms}
+        return outcome.failure is None and all(
+            value is None or value * 1e3 <= self.bounds_ms[name] for name, value in values.items()
+        )
+
+    def share(self, result: LoadResult) -> float:
+        """Of the requests that ended; 0 if none did."""
+        return self.count(result) / len(result.outcomes) if result.outcomes else 0.0
+
+    def count(self, result: LoadResult) -> int:
+        """How many requests were answered within all bounds."""
+        return sum(self.holds(o) for o in result.outcomes)
+
+
+def keeps_up(result: LoadResult, share: float = KEEPS_UP) -> bool:
+    """Whether answers end about as fast as requests arrive; if not, the queue grows for as long as the load lasts.
+
+    Compared are the spans between the first and the last tenth of the arrivals, and of the ends: the time that the
+    last answers take is in neither.
+    """
+    if result.failed or len(result.outcomes) < 2:
+        return not result.failed
+    arrivals = _middle_span([o.intended_s for o in result.outcomes])
+    return arrivals >= share * _middle_span([o.end_s for o in result.outcomes])
+
+
+def _middle_span(stamps: Sequence[float]) -> float:
+    ordered, edge = sorted(stamps), len(stamps) // 10
+    return ordered[len(ordered) - 1 - edge] - ordered[edge]
+
+
+def peak_in_flight(outcomes: Sequence[Outcome]) -> int:
+    """The most requests that were with the server at once."""
+    return max((count for _, count in in_flight(outcomes)), default=0)
+
+
+def in_flight(outcomes: Sequence[Outcome]) -> list[tuple[float, int]]:
+    """(moment, requests with the server from then on), in order."""
+    changes = sorted([(o.timing.added_s, 1) for o in outcomes] + [(o.end_s, -1) for o in outcomes])
+    count, steps = 0, []
+    for moment, change in changes:
+        count += change
+        steps.append((moment, count))
+    return steps
+
+
+def figures(result: LoadResult, level: ServiceLevel) -> dict[str, Any]:
+    """Rates, percentiles in milliseconds, failures by kind, goodput, and what the client itself cost."""
+    answered, wall = result.answered, max(result.wall_s, 1e-9)
+    timings = [o.timing for o in answered]
+    prompt, output = sum(t.num_prompt_tokens for t in timings), sum(t.num_output_tokens for t in timings)
+    numbers: dict[str, Any] = {
+        "num_requests": len(result.outcomes),
+        "num_failed": len(result.failed),
+        "num_unfinished": result.num_unfinished,
+        "was_interrupted": result.was_interrupted,
+        "failures": count_failures(result.failed),
+        "wall_s": round(result.wall_s, 4),
+        "prompt_tokens": prompt,
+        "cached_tokens": sum(t.num_cached_tokens for t in timings),
+        "output_tokens": output,
+        "requests_per_s": round(len(answered) / wall, 3),
+        "output_tokens_per_s": round(output / wall, 1),
+        "total_tokens_per_s": round((prompt + output) / wall, 1),
+        "peak_in_flight": peak_in_flight(result.outcomes),
+        "keeps_up": keeps_up(result),
+        "ttft_ms": percentiles_ms([o.ttft_s for o in answered if o.ttft_s is not None]),
+        "tpot_ms": percentiles_ms([t.tpot_s for t in timings if t.tpot_s is not None]),
+        "itl_ms": percentiles_ms([gap for t in timings for gap in t.gaps_s]),
+        "e2e_ms": percentiles_ms([o.e2e_s for o in answered]),
+        "sent_ttft_ms": percentiles_ms([t.ttft_s for t in timings if t.ttft_s is not None]),
+        "sent_e2e_ms": percentiles_ms([o.end_s - o.timing.added_s for o in answered]),
+        "client": {
+            "cpu_share": round(result.client_cpu_s / wall, 4),
+            "lag_ms": percentiles_ms([o.lag_s for o in result.outcomes]),
+        },
+    }
+    if level:
+        numbers["goodput"] = {
+            "bounds_ms": level.bounds_ms,
+            "share": round(level.share(result), 4),
+            "requests_per_s": round(level.count(result) / wall, 3),
+        }
+    return numbers
+
+
+def count_failures(failed: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+    """Per kind of failure: how many, and the first one's words."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for failure in (o.failure for o in failed if o.failure is not None):
+        kinds.setdefault(failure.kind, {"count": 0, "first": failure.message})["count"] += 1
+    return dict(sorted(kinds.items(), key=lambda item: -item[1]["count"]))
+
+
+def client_warning(numbers: Mapping[str, Any]) -> str | None:
+    """What to say where the client, and not the server, may have been the limit."""
+    share, lag = numbers["client"]["cpu_share"], numbers["client"]["lag_ms"].get("p99", 0.0)
+    allowed_ms = max(10.0, 0.1 * numbers["sent_ttft_ms"].get("p50", 0.0))
+    if share > 0.8:
+        return (
+            f"this client used {share:.0%} of a core, all that one can: the server may be faster than measured; "
+            "run several clients at a part of the rate each"
+        )
+    if lag > allowed_ms:
+        return (
+            f"this client sent a request in a hundred {lag:.0f} ms late or more: the machine has no core to spare for "
+            "it, and latencies include that; run it on another machine"
+        )
+    return None

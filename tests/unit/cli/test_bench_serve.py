@@ -1,0 +1,265 @@
+"""`quire bench serve` on a fake server: what is sent, what is reported, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.bench.serve import command_line, load_plan
+from quire.cli.main import main
+from quire.errors import ConfigError
+
+from .fake_server import FakeServer, Reply, always, saying, serving
+
+Capture = pytest.CaptureFixture[str]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with serving(FakeServer()) as server:
+        yield server
+
+
+def bench(server: FakeServer, *flags: str) -> int:
+    return main(["bench", "serve", "--url", server.url, "--num-warmups", "0", *flags])
+
+
+def figures(server: FakeServer, capsys: Capture, *flags: str, code: int = 0) -> dict[str, Any]:
+    assert bench(server, "--json", *flags) == code
+    content = json.loads(capsys.readouterr().out)
+    assert content["benchmark"] == "serve"
+    return dict(content)
+
+
+def test_a_load_of_completions(server: FakeServer, capsys: Capture) -> None:
+    flags = ["--num-prompts", "6", "--input-len", "5-9", "--output-len", "4", "--prefix-len", "3"]
+    content = figures(server, capsys, *flags, "--goodput", "ttft:60000", "e2e:60000")
+    (load,) = content["loads"]
+    assert (content["model"], content["endpoint"], content["dataset"]) == ("m", "completions", "random")
+    assert (load["num_requests"], load["num_failed"], load["output_tokens"]) == (6, 0, 24)
+    assert (load["prompt_tokens"], load["cached_tokens"]) == (30, 12)
+    assert load["goodput"]["share"] == 1.0
+    bodies = server.bodies(COMPLETIONS)
+    assert len(bodies) == 6
+    assert len({tuple(body["prompt"][:3]) for body in bodies}) == 1
+    for body in bodies:
+        assert 8 <= len(body["prompt"]) <= 12
+        assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("m", 4, True, True)
+
+
+def test_a_load_of_conversations_with_fields_of_ones_own(server: FakeServer, capsys: Capture) -> None:
+    extra = ["--extra-body", '{"top_k": 3, "temperature": 0.7}', "--no-ignore-eos"]
+    content = figures(server, capsys, "--endpoint", "/v1/chat/completions", "--num-prompts", "2", *extra)
+    assert content["endpoint"] == "chat"
+    for body in server.bodies(CHAT):
+        assert body["messages"][0]["role"] == "user"
+        assert isinstance(body["messages"][0]["content"], str)
+        assert (body["top_k"], body["temperature"], body["max_tokens"]) == (3, 0.7, 128)
+        assert "ignore_eos" not in body
+
+
+def test_the_table(server: FakeServer, capsys: Capture) -> None:
+    assert bench(server, "--num-prompts", "3", "--request-rate", "1000", "--goodput", "tpot:9999") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"serve of m at {server.url}: completions, random, 256 + 128 tokens\n")
+    for words in (
+        "1000 requests/s: 3 requests, 15 prompt (6 cached) + 384 output",
+        "100.0% within tpot:9999",
+        "TTFT, sent",
+    ):
+        assert words in out
+    assert "failed" not in out
+    assert err == "" or err.startswith("warning: ")  # of a machine that is busy
+
+
+def test_a_sweep_has_a_row_each_and_a_plot(server: FakeServer, capsys: Capture, tmp_path: Path) -> None:
+    plot, result = tmp_path / "p.html", tmp_path / "r.json"
+    flags = ["--sweep-concurrency", "1,2,4", "--num-prompts", "8", "--output-len", "3", "--save-detailed"]
+    assert bench(server, *flags, "--plot", str(plot), "--save-result", str(result)) == 0
+    out = capsys.readouterr().out
+    assert [f"concurrency {n}" in out for n in (1, 2, 4)] == [True] * 3
+    loads = json.loads(result.read_text())["loads"]
+    assert [load["max_concurrency"] for load in loads] == [1, 2, 4]
+    assert loads[0]["peak_in_flight"] == 1
+    rows = loads[0]["requests"]
+    assert len(rows) == 8
+    for before, after in pairwise(rows):  # one at a time
+        assert before["end_s"] <= after["intended_s"] <= after["sent_s"] <= after["first_token_s"] <= after["end_s"]
+    assert plot.read_text().count("<svg") >= 5
+    prompts = [tuple(body["prompt"]) for body in server.bodies(COMPLETIONS)]
+    assert len(set(prompts)) == 24  # no load finds the prompts of another in the cache
+
+
+def test_a_sweep_of_rates(server: FakeServer, capsys: Capture) -> None:
+    content = figures(server, capsys, "--sweep-rate", "500,1000", "--duration", "0.01", "--output-len", "2")
+    assert [(load["request_rate"], load["num_requests"]) for load in content["loads"]] == [(500, 5), (1000, 10)]
+
+
+def test_saturation(capsys: Capture) -> None:
+    """A server that takes one request at a time, and 10 ms for it, cannot sustain more than 100 a second."""
+    turn: dict[str, asyncio.Lock] = {}
+
+    async def slow(body: dict[str, Any]) -> AsyncIterator[str]:
+        async with turn.setdefault("turn", asyncio.Lock()):
+            await asyncio.sleep(0.01)
+            yield "x"
+
+    with serving(FakeServer(answer=slow)) as server:
+        flags = ["--find-saturation", "--num-prompts", "20", "--output-len", "1", "--saturation-tolerance", "0.9"]
+        content = figures(server, capsys, *flags, "--burstiness", "inf")
+    found = content["saturation"]
+    assert 0 < found["sustained_requests_per_s"] <= 100 / 0.95
+    assert content["loads"][0]["request_rate"] is None
+    assert len(content["loads"]) >= 3
+
+
+def test_saturation_under_an_objective_nobody_can_meet(server: FakeServer, capsys: Capture) -> None:
+    flags = ["--find-saturation", "--num-prompts", "1", "--output-len", "1", "--goodput", "ttft:0.0001"]
+    content = figures(server, capsys, *flags)
+    assert content["saturation"]["sustained_requests_per_s"] is None
+    assert content["saturation"]["too_much_requests_per_s"] > 0
+    assert len(content["loads"]) == 2  # alone it is too slow: so it is at any rate
+
+
+def test_failures_are_counted_by_kind_and_told_by_the_exit_code(capsys: Capture) -> None:
+    async def fickle(request: Any) -> Reply:
+        if len(server.bodies(COMPLETIONS)) % 2:
+            return Reply({"error": {"message": "the queue is full"}}, 503)
+        return Reply(events=server._stream(False, request.body))
+
+    with serving(FakeServer(routes={COMPLETIONS: fickle})) as server:
+        load = figures(server, capsys, "--num-prompts", "6", "--max-concurrency", "1", code=1)["loads"][0]
+        assert (load["num_requests"], load["num_failed"]) == (6, 3)
+        assert load["failures"]["HTTP 503"]["count"] == 3
+        assert bench(server, "--num-prompts", "2", "--max-concurrency", "1") == 1
+        assert "failed: 1 HTTP 503: " in capsys.readouterr().out
+
+
+def test_an_answer_that_is_too_short_is_a_failure_unless_it_may_be(capsys: Capture) -> None:
+    with serving(FakeServer(answer=saying("one"))) as server:
+        load = figures(server, capsys, "--num-prompts", "2", code=1)["loads"][0]
+        assert "--no-ignore-eos" in load["failures"]["short answer"]["first"]
+        assert figures(server, capsys, "--num-prompts", "2", "--no-ignore-eos")["loads"][0]["output_tokens"] == 2
+
+
+def test_a_warm_up_that_fails_is_the_end(capsys: Capture) -> None:
+    with serving(FakeServer(routes={COMPLETIONS: always(Reply({"error": {"message": "no"}}, 500))})) as server:
+        assert main(["bench", "serve", "--url", server.url]) == 1
+        assert len(server.bodies(COMPLETIONS)) == 4
+    assert "4 HTTP 500" in capsys.readouterr().out
+
+
+def test_a_server_without_tokenize_gets_words(capsys: Capture) -> None:
+    routes = {"/tokenize": always(Reply({"detail": "Not Found"}, 404))}
+    with serving(FakeServer(routes=routes)) as server:
+        figures(server, capsys, "--num-prompts", "2", "--input-len", "30")
+        assert [len(body["prompt"].split()) for body in server.bodies(COMPLETIONS)] == [30, 30]
+
+
+def test_a_trace_keeps_its_times(server: FakeServer, capsys: Capture, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"arrival_s": i / 100, "input_length": 4, "output_length": 2} for i in range(5)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    result = tmp_path / "r.json"
+    flags = ["--dataset-name", "trace", "--dataset-path", str(trace), "--save-detailed"]
+    assert bench(server, *flags, "--save-result", str(result)) == 0
+    sent = sorted(row["intended_s"] for row in json.loads(result.read_text())["loads"][0]["requests"])
+    assert sent == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.04])
+
+
+def test_ctrl_c_reports_what_there_is(capsys: Capture) -> None:
+    reached = threading.Event()
+
+    async def stuck(body: dict[str, Any]) -> AsyncIterator[str]:
+        if len(server.bodies(COMPLETIONS)) > 3:
+            reached.set()
+            await asyncio.Event().wait()
+        yield "x"
+
+    def press() -> None:
+        assert reached.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with serving(FakeServer(answer=stuck)) as server:
+        presser = threading.Thread(target=press)
+        presser.start()
+        flags = ["--num-prompts", "9", "--max-concurrency", "1", "--output-len", "1"]
+        content = figures(server, capsys, *flags, code=130)
+        presser.join()
+        assert server.hung_up.wait(10)
+    assert content["was_interrupted"]
+    assert (content["loads"][0]["num_requests"], content["loads"][0]["num_unfinished"]) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--sweep-rate", "1", "--find-saturation"], "cannot be combined"),
+        (["--duration", "5"], "needs --request-rate"),
+        (["--request-rate", "0"], "--request-rate 0 is not"),
+        (["--request-rate", "nan"], "--request-rate nan is not"),
+        (["--max-concurrency", "0"], "--max-concurrency 0 is below 1"),
+        (["--sweep-concurrency", "1,0"], "must be 1 or more"),
+        (["--sweep-rate", "1,inf"], "above 0"),
+        (["--sweep-rate", "1", "--request-rate", "2"], "no --request-rate beside"),
+        (["--sweep-concurrency", "1", "--max-concurrency", "2"], "no --max-concurrency beside"),
+        (["--find-saturation", "--request-rate", "2"], "chooses the rates"),
+        (["--request-rate", "2", "--duration", "2", "--num-prompts", "3"], "give one"),
+        (["--goodput", "ttfb:5"], "ttft, tpot and e2e"),
+        (["--dataset-name", "custom"], "needs --dataset-path"),
+        (["--dataset-path", "x"], "needs no --dataset-path"),
+        (["--dataset-name", "trace", "--dataset-path", "x", "--request-rate", "2"], "its own times"),
+        (["--input-len", "3000"], "room for 2048"),
+        (["--plot", "x.gif"], "must end in"),
+        (["--save-result", "/nowhere/at/all.json"], "no directory"),
+        (["--max-num-seqs", "4"], "--max-num-seqs is for a model that runs here"),
+        (["--model", "other"], "does not serve 'other'"),
+    ],
+)
+def test_misuse_is_refused_before_anything_is_measured(
+    server: FakeServer, capsys: Capture, flags: list[str], words: str
+) -> None:
+    assert bench(server, *flags) == 2
+    assert words in capsys.readouterr().err
+    assert server.bodies(COMPLETIONS) == []
+
+
+def test_no_server(capsys: Capture) -> None:
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:1"]) == 1
+    assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_a_key_without_a_server(capsys: Capture) -> None:
+    assert main(["bench", "serve", "--api-key", "k"]) == 2
+    assert "it needs --url" in capsys.readouterr().err
+
+
+def test_loads_of_a_plan() -> None:
+    def count(*flags: str, rate: float = 2.0, size: int | None = None) -> int:
+        return load_plan(command_line().parse(list(flags))).count(rate, size)
+
+    assert count() == 100
+    assert count(size=7) == 7
+    assert count("--num-prompts", "5", size=7) == 5
+    assert count("--request-rate", "2", "--duration", "30") == 60
+    assert count("--find-saturation") == 40  # twenty seconds
+    assert count("--find-saturation", rate=0.1) == 32
+
+
+def test_every_option_is_in_the_help(capsys: Capture) -> None:
+    assert main(["bench", "serve", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--goodput METRIC:MS" in out
+    assert "--find-saturation" in out
+    with pytest.raises(ConfigError, match="did you mean --sweep-rate"):
+        command_line().parse(["--sweep-rates", "1"])
