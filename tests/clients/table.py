@@ -17,6 +17,8 @@ class Client:
     """1: in every CI run; 2: by `python -m tests.clients --tier 2`."""
     requirements: tuple[str, ...]
     time_limit_s: float = 300
+    server_flags: tuple[str, ...] = ()
+    """Of the server it is run against."""
 
     @property
     def program(self) -> Path:
@@ -27,6 +29,7 @@ class Client:
 CLIENTS = (
     Client(name="openai", tier=1, requirements=("openai>=2",)),
     Client(name="anthropic", tier=1, requirements=("anthropic>=1",)),
+    Client(name="openai_embeddings", tier=1, requirements=("openai>=2",), server_flags=("--runner", "pooling")),
     Client(name="schemathesis", tier=1, requirements=("schemathesis>=4",)),
     Client(name="litellm", tier=2, requirements=("litellm>=1.80",)),
     Client(name="langchain", tier=2, requirements=("langchain-openai>=1",)),
