@@ -12,8 +12,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-URL, KEY = os.environ["QUIRE_URL"], os.environ["QUIRE_API_KEY"]
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OPENAI_API_KEY": KEY}
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["OPENAI_API_KEY"] = os.environ["QUIRE_API_KEY"]
 
 import lm_eval  # after the switches that keep it from the network
 from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -84,11 +86,9 @@ def evaluate(model: LocalCompletionsAPI, tasks: list[str], folder: Path) -> dict
 
 
 def likelihoods(result: dict, task: str) -> list[float]:
-    found = []
-    for sample in sorted(result["samples"][task], key=lambda s: s["doc_id"]):
-        for response in sample["filtered_resps"]:
-            found.append(response[0] if isinstance(response, (list, tuple)) else response)
-    return [float(value) for value in found]
+    samples = sorted(result["samples"][task], key=lambda s: s["doc_id"])
+    responses = [response for sample in samples for response in sample["filtered_resps"]]
+    return [float(r[0] if isinstance(r, (list, tuple)) else r) for r in responses]
 
 
 def scores(result: dict, task: str) -> dict[str, float]:
@@ -103,7 +103,7 @@ with tempfile.TemporaryDirectory() as directory:
     for name, text in (("choice", CHOICE_TASK), ("text", TEXT_TASK), ("answer", ANSWER_TASK)):
         (folder / f"{name}.yaml").write_text(text.format(data=data))
     options = {
-        "base_url": f"{URL}/v1/completions",
+        "base_url": f"{os.environ['QUIRE_URL']}/v1/completions",
         "model": "demo",
         "tokenizer_backend": "remote",
         "max_length": 512,

@@ -1,4 +1,4 @@
-"""OpenAI's agents: text, typed output, tools, handoffs and streams, over responses (its default) and chat completions."""
+"""OpenAI's agents: text, typed output, tools, handoffs, streams; over responses (its default) and chat completions."""
 
 from __future__ import annotations
 
