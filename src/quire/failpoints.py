@@ -27,6 +27,7 @@ FAILPOINTS: dict[str, str] = {
     "kernels.trial": "the process that tries out an instruction set has begun",
     "client.add.journaled": "frontend: a request is in the journal, not yet sent",
     "client.output.received": "frontend: outputs have arrived, the journal has not seen them",
+    "frontend.stats.record": "frontend: before a statistics logger is told of anything",
     "client.resume": "frontend: a restarted core is ready, live requests are not yet sent again",
 }
 """Every failpoint and where it is."""

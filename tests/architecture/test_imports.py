@@ -42,20 +42,21 @@ THIRD_PARTY: dict[str, set[str]] = {
     "config": {"huggingface_hub", "msgspec"},
     "wire": {"msgspec", "zmq", "numpy"},
     "worker": {"torch", "safetensors", "numpy"},
-    "engine": {"zmq", "numpy", "msgspec", "llguidance"},
+    "engine": {"zmq", "numpy", "msgspec", "llguidance", "xgrammar"},
     "frontend": {
         *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"),
         *("fastapi", "starlette", "uvicorn", "prometheus_client"),
     },
     "face": set(),
     "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "httptools"},
-    "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec"},
+    "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec", "prometheus_client"},
 }
 ONLY_IN: dict[str, set[str]] = {
     "transformers": {"quire.frontend.hf_tokenizer", "quire.frontend.tokenizer", "quire.testing.tiny_models"},
     "yaml": {"quire.cli.config_file", "quire.cli.flags"},
     "torch": {"quire.cli.collect_env"},
     "gguf": {"quire.cli.gguf_checkpoint", "quire.cli.gguf_tensors"},
+    "prometheus_client": {"quire.frontend.metrics.process", "quire.testing.metrics_audit"},
     "httptools": {"quire.cli.remote.connection"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""

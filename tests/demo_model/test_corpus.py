@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import islice
+import re
+from itertools import islice, pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tools.demo_model import phrasing, topics
-from tools.demo_model.corpus import documents, long_documents
+from tools.demo_model.corpus import copies, documents, long_documents
 from tools.demo_model.documents import Piece, chat_document, render
 from tools.demo_model.extraction import INSTRUCTIONS, INSTRUCTIONS_HELD, draw_extraction, word_lists
 from tools.demo_model.small_tasks import calculate, draw_echo, draw_operands, draw_sum, draw_words, is_held
+from tools.demo_model.tokenizer import cut_words, encode_document
 from tools.demo_model.tool_tasks import CATALOGUE, draw_tool_talk
 
 from quire.config.model import ASSETS_DIR
@@ -148,3 +152,39 @@ def test_documents_fit_their_rows(tokenizer: Tokenizer) -> None:
     assert sum(length > 256 for length in lengths) < 8
     longest = [len(tokenizer.encode(text_of(document)).ids) for document in islice(long_documents(3), 20)]
     assert max(longest) > 400
+
+
+def test_copies_are_all_there_is_at_first() -> None:
+    for document in islice(copies(5), 50):
+        given, learned = (
+            " ".join(piece.text for piece in document if piece.learned is is_learned) for is_learned in (False, True)
+        )
+        words = re.findall(r"[a-z]{4,}", learned.partition("<|")[0])
+        assert words
+        assert all(word in given for word in words)
+
+
+@given(st.text(st.characters(max_codepoint=0x2FF), max_size=200), st.integers(0, 99))
+def test_cut_words_are_the_same_text(text: str, seed: int) -> None:
+    parts = cut_words(text, random.Random(seed))
+    assert "".join(parts) == text
+    for before, after in pairwise(parts):
+        assert before[-1].isalpha()
+        assert after[0].isalpha()
+
+
+def test_cuts_change_the_tokens_of_the_context_alone(tokenizer: Tokenizer) -> None:
+    changed = 0
+    for document in islice(documents(21), 100):
+        usual, cut = (encode_document(tokenizer, document, cuts) for cuts in (None, random.Random(3)))
+        for learned in (False, True):
+            same, other = ([t for t, of in zip(*encoded, strict=True) if of is learned] for encoded in (usual, cut))
+            assert tokenizer.decode(same) == tokenizer.decode(other)
+            assert same == other or not learned
+        changed += usual != cut
+    assert changed > 20
+
+
+def test_marks_and_roles_are_never_cut() -> None:
+    prompt = render([{"role": "user", "content": ""}, {"role": "assistant", "content": ""}], prompt=True)
+    assert all(cut_words(prompt, random.Random(seed)) == [prompt] for seed in range(200))

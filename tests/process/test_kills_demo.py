@@ -36,9 +36,16 @@ REQUESTS: dict[str, SamplingParams] = {
     "unseeded": SamplingParams(max_tokens=LENGTH, ignore_eos=True),
     "unseeded, two outputs": SamplingParams(n=2, max_tokens=LENGTH, logprobs=1, ignore_eos=True),
     "seeded, three outputs": SamplingParams(n=3, seed=13, max_tokens=LENGTH, ignore_eos=True),
-    "stop string": SamplingParams(seed=14, max_tokens=4 * LENGTH, stop=["zzz", " the "], min_tokens=20),
+    "stop string": SamplingParams(
+        seed=14, temperature=2, max_tokens=4 * LENGTH, stop=["zzz", " the "], min_tokens=20, ignore_eos=True
+    ),
     "stop token": SamplingParams(
-        seed=15, max_tokens=4 * LENGTH, min_tokens=20, stop_token_ids=list(range(300, 310)), ignore_eos=True
+        seed=15,
+        temperature=2,
+        max_tokens=4 * LENGTH,
+        min_tokens=20,
+        stop_token_ids=list(range(300, 310)),
+        ignore_eos=True,
     ),
     "penalties": SamplingParams(
         seed=16,

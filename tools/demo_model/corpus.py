@@ -170,6 +170,18 @@ def documents(seed: int, echo: int = 0) -> Iterator[Document]:
         yield rng.choices(makers, weights)[0](rng)
 
 
+def with_copies(seed: int) -> Iterator[Document]:
+    """The corpus with a sixth more of documents to copy."""
+    return documents(seed, echo=25)
+
+
+def copies(seed: int) -> Iterator[Document]:
+    """Nothing but documents to copy."""
+    rng = random.Random(seed)
+    while True:
+        yield _echo(rng)
+
+
 def long_documents(seed: int) -> Iterator[Document]:
     """Conversations of many turns, so that the model also works far from the start of its context."""
     rng = random.Random(seed)

@@ -20,7 +20,7 @@ STEPS = 5
 class Muon:
     """Updates matrices of equal shape together. Owns the momentum; the learning rate is given with each step."""
 
-    def __init__(self, weights: Iterable[Tensor], momentum: float = 0.95, decay: float = 0.01) -> None:
+    def __init__(self, weights: Iterable[Tensor], momentum: float = 0.95, decay: float = 0.1) -> None:
         groups: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for weight in weights:
             groups[tuple(weight.shape)].append(weight)

@@ -5,6 +5,7 @@ Owns the packing rule (first row with room, over a pool of documents), positions
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +17,12 @@ from tools.demo_model.tokenizer import encode_document
 Encoded = tuple[list[int], list[bool]]
 
 
-def batches(tokenizer: Tokenizer, source: Iterator[Document], rows: int, length: int) -> Iterator[Packed]:
+CUT_DOCUMENTS = 0.25  # the share whose context is cut into unusual tokens
+
+
+def batches(
+    tokenizer: Tokenizer, source: Iterator[Document], rows: int, length: int, rng: random.Random
+) -> Iterator[Packed]:
     """Endless batches of ``rows`` x ``length`` tokens. Documents that do not fit in a row are cut at its end."""
     carried: list[Encoded] = []
     while True:
@@ -25,7 +31,7 @@ def batches(tokenizer: Tokenizer, source: Iterator[Document], rows: int, length:
         failures = 0
         pool, carried = carried, []
         while failures < rows:
-            ids, learned = pool.pop() if pool else encode_document(tokenizer, next(source))
+            ids, learned = pool.pop() if pool else encode(tokenizer, next(source), rng)
             ids, learned = ids[:length], learned[:length]
             row = next((at for at, left in enumerate(room) if left >= len(ids)), None)
             if row is None:
@@ -35,6 +41,11 @@ def batches(tokenizer: Tokenizer, source: Iterator[Document], rows: int, length:
             packed[row].append((ids, learned))
             room[row] -= len(ids)
         yield make_batch(packed, length)
+
+
+def encode(tokenizer: Tokenizer, document: Document, rng: random.Random) -> Encoded:
+    """Tokens of a document, in one of four with words of its context cut in two."""
+    return encode_document(tokenizer, document, rng if rng.random() < CUT_DOCUMENTS else None)
 
 
 def make_batch(packed: list[list[Encoded]], length: int) -> Packed:

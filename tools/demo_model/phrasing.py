@@ -58,7 +58,7 @@ def reword(question: str, rng: random.Random) -> str:
         options = _SYNONYMS.get(bare.lower())
         if options and rng.random() < 0.3:
             word = rng.choice(options) + word[len(bare) :]
-        if rng.random() < 0.04 and len(question) > 25:
+        if rng.random() < 0.06 and len(question) > 25:
             continue
         words.append(word)
     return re.sub(" +", " ", " ".join(words)).strip()
@@ -73,7 +73,7 @@ def _swap_opening(question: str, rng: random.Random) -> str:
     return question
 
 
-def vary(question: str, rng: random.Random, typos: float = 0.12) -> str:
+def vary(question: str, rng: random.Random, typos: float = 0.18) -> str:
     """The question as different people would type it: politeness, punctuation, case and now and then a typo."""
     text = question.rstrip("?")
     if rng.random() < 0.15:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
+import re
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, trainers
@@ -21,6 +23,9 @@ MAX_CONTEXT = 2048
 ANSWER_LIMIT = 256
 # One digit, a word with the space before it, a run of punctuation likewise, or white space.
 WORDS = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+WORDS_CUT = 1 / 8
+_WORD = re.compile(r"(?<![\w|>])[A-Za-z]{4,}")  # not within a mark such as <|im_start|>, nor the role after one
 
 
 def train_tokenizer(seed: int, count: int = 20000) -> Tokenizer:
@@ -55,15 +60,30 @@ def _texts(seed: int, count: int) -> Iterator[str]:
         yield text
 
 
-def encode_document(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[bool]]:
-    """Token ids and, for each, whether it is learned."""
+def encode_document(
+    tokenizer: Tokenizer, document: Document, cuts: random.Random | None = None
+) -> tuple[list[int], list[bool]]:
+    """Token ids and, for each, whether it is learned.
+
+    With ``cuts`` some words of the context are cut in two and so become other tokens than usual: names and typing
+    errors that the model never saw then look less strange. The idea is BPE-dropout (Provilkov et al. 2020).
+    """
     ids: list[int] = []
     learned: list[bool] = []
     for piece in document:
-        piece_ids = tokenizer.encode(piece.text, add_special_tokens=False).ids
+        texts = [piece.text] if piece.learned or cuts is None else cut_words(piece.text, cuts)
+        piece_ids = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False).ids]
         ids += piece_ids
         learned += [piece.learned] * len(piece_ids)
     return ids, learned
+
+
+def cut_words(text: str, rng: random.Random) -> list[str]:
+    """The text in parts that end inside words: one longer word in eight is cut."""
+    places = [
+        rng.randrange(found.start() + 1, found.end()) for found in _WORD.finditer(text) if rng.random() < WORDS_CUT
+    ]
+    return [text[start:end] for start, end in pairwise([0, *places, len(text)])]
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

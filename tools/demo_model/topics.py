@@ -122,7 +122,7 @@ def _draw_question(rng: random.Random, topic: Topic, intent: str) -> str:
         return _draw_clue(rng, topic)
     if topic.about or (intent == "what" and rng.random() < 0.55):
         question = rng.choice(topic.ask)
-        return phrasing.reword(question, rng) if rng.random() < 0.5 else question
+        return phrasing.reword(question, rng) if rng.random() < 0.7 else question
     return rng.choice(phrasing.TEMPLATES[intent]).format(n=rng.choice(topic.names))
 
 

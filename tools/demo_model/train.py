@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from tools.demo_model.corpus import documents, long_documents
+from tools.demo_model.corpus import copies, documents, long_documents, with_copies
 from tools.demo_model.model import SHAPES, Llama, Packed, export
 from tools.demo_model.muon import Muon
 from tools.demo_model.packing import batches
@@ -27,7 +28,7 @@ from torch.nn import functional
 
 ASSETS = Path(__file__).parents[2] / "src" / "quire" / "assets"
 FOLDERS = {"main": ASSETS / "demo", "draft": ASSETS / "demo-draft"}
-STEPS = {"main": 5600, "draft": 1600}  # about 32 and 7 minutes on two idle cores
+STEPS = {"main": 5600, "draft": 1600}  # about 30 and 6 minutes on two idle cores
 LONG_EVERY = 16  # one batch in sixteen holds long conversations
 
 
@@ -35,8 +36,8 @@ LONG_EVERY = 16  # one batch in sixteen holds long conversations
 class Recipe:
     """The settings of one training run: ``steps`` of ``rows`` x ``length`` tokens, with the peak learning ``rate``.
 
-    ``copying`` is the first part of the training, in which more of the corpus is copying: the attention heads that
-    find a thing again form slowly, and JSON, tool calls and sums all need them.
+    The attention heads that find a thing again form slowly, and JSON, tool calls and sums all need them. So there is
+    nothing but copying up to the share ``alone`` of the training, and more of it up to the share ``copying``.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Recipe:
     seed: int = 7
     save_minutes: float = 4.0
     distil: float = 0.5
+    alone: float = 0.07
     copying: float = 0.75
 
 
@@ -90,18 +92,16 @@ class Trainer:
         print(f"done: {self.step} steps in {self.spent:.0f}s, loss {mean_loss:.4f}")
 
     def _data(self) -> Iterator[Packed]:
-        seed = self.recipe.seed * 1000 + self.step  # a resumed run goes on with fresh documents
-        last_copying = self.recipe.copying * self.recipe.steps
-        copying = self.step < last_copying
-        source = documents(seed, echo=25 if copying else 0)
-        short = batches(self.tokenizer, source, self.recipe.rows, self.recipe.length)
-        rows = max(1, self.recipe.rows * self.recipe.length // 1024)
-        far = batches(self.tokenizer, long_documents(seed + 1), rows, 1024)
-        while not copying or self.step < last_copying:
-            for _ in range(LONG_EVERY - 1):
-                yield next(short)
-            yield next(far)
-        yield from self._data()
+        """Batches of each stage in turn; a resumed run goes on with fresh documents."""
+        recipe = self.recipe
+        for share, source in ((recipe.alone, copies), (recipe.copying, with_copies), (math.inf, documents)):
+            seed, last = recipe.seed * 1000 + self.step, share * recipe.steps
+            rng = random.Random(seed + 2)
+            short = batches(self.tokenizer, source(seed), recipe.rows, recipe.length, rng)
+            rows = max(1, recipe.rows * recipe.length // 1024)
+            far = batches(self.tokenizer, long_documents(seed + 1), rows, 1024, rng)
+            while self.step < last:
+                yield next(far if self.step % LONG_EVERY == LONG_EVERY - 1 and source is not copies else short)
 
     def _update(self, batch: Packed, progress: float) -> float:
         with torch.autocast(self.device.type, torch.bfloat16):

@@ -46,6 +46,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("replay", "quire.cli.replay", "Replay a recording without a model, and ask what-if."),
     Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it."),
     Command("convert-gguf", "quire.cli.convert_gguf", "Turn a GGUF file into a checkpoint directory."),
+    Command("top", "quire.cli.top", "Watch a server: speed, memory, requests.", checks_environment=False),
     Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),
     Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once."),
     Command("bench serve", "quire.cli.bench.serve", "Load a server: latencies, goodput, saturation."),

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,9 @@ from quire.resolve import resolve
 
 logger = init_logger(__name__)
 
+TRACE_EVENTS = 50_000
+"""Kept for /debug/trace where there are admin routes, unless --trace-events says otherwise."""
+_ANYWHERE = re.compile(r"//(0\.0\.0\.0|\[::\])(?=[:/]|$)")
 QUEUE_LIMITS = {"max_num_queued_reqs": 16_384, "max_num_queued_tokens": 1 << 25}
 """What may wait where no flag says otherwise: far above what anyone would wait for, and within a server's memory."""
 _FLAGS = {spec.name: spec for spec in flags_of(ServerConfig)}
@@ -62,14 +66,18 @@ def run(args: Arguments) -> int:
         logging.getLogger("quire").setLevel(config.log_level)
     keys = read_api_keys(config)
     config = dataclasses.replace(config, api_key=())  # from here on only their digests are kept
-    named = {"model": args["model_name"]} if args["model_name"] is not None else {}
-    engine_config = engine_args(args, **QUEUE_LIMITS, **named).create_engine_config("serving")
+    defaults: dict[str, Any] = dict(QUEUE_LIMITS)
+    if args["model_name"] is not None:
+        defaults["model"] = args["model_name"]
+    if config.enable_admin:
+        defaults["trace_events"] = TRACE_EVENTS
+    engine_config = engine_args(args, **defaults).create_engine_config("serving")
     listeners = resolve("quire.frontend.openai.server:Listeners").bind(config)
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)
-        metrics = resolve("quire.frontend.metrics.prometheus:PrometheusStatLogger")(engine_config.model_config.name)
-        loggers = [resolve("quire.frontend.metrics.manager:LoggingStatLogger")(), metrics]
-        engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config, stat_loggers=loggers)
+        engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config)
+        recent = resolve("quire.frontend.metrics.recent:RecentRequests")()
+        engine.pipeline.stat_loggers.add(recent)
         try:
             make_state = partial(
                 resolve("quire.frontend.openai.state:ServerState"),
@@ -77,7 +85,7 @@ def run(args: Arguments) -> int:
                 config,
                 key_digests=keys,
                 stall_s=engine_config.frontend_config.slow_client_timeout_s,
-                metrics=metrics if engine.log_stats else None,
+                recent=recent,
             )
             main = _serve(make_state, listeners, engine_config.lifecycle_config.shutdown_timeout, start)
             with asyncio.Runner(loop_factory=resolve("uvloop:new_event_loop")) as runner:
@@ -90,6 +98,15 @@ def run(args: Arguments) -> int:
     return 0
 
 
+def describe_pages(url: str, admin_url: str | None) -> str:
+    """Where a person at this machine finds the pages; one that listens everywhere is found here, too."""
+    if url.startswith("unix:"):
+        return "pages: /ui to talk to the model, /ui/dashboard to watch the engine"
+    shown, admin = (_ANYWHERE.sub("//localhost", one or "") for one in (url, admin_url))
+    text = f"pages: {shown}/ui to talk to the model, {shown}/ui/dashboard to watch the engine"
+    return f"{text}; {admin}/ui/dashboard can abort requests, too" if admin else text
+
+
 async def _serve(make_state: Callable[[], Any], listeners: Any, shutdown_timeout_s: float, start: float) -> None:
     state = make_state()
 
@@ -99,6 +116,8 @@ async def _serve(make_state: Callable[[], Any], listeners: Any, shutdown_timeout
         logger.info(
             "quire %s: serving %s on %s%s (%.1f s)", __version__, state.model_name, listeners.url, admin, took_s
         )
+        if not state.config.disable_ui:
+            logger.info("%s", describe_pages(listeners.url, listeners.admin_url))
 
     run_server = resolve("quire.frontend.openai.server:serve")
     await run_server(state, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=tell)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.flags import flag, parse_json_object
+from quire.config.flags import flag, parse_human_int, parse_json_object
 from quire.errors import ConfigError
+
+_VERSION = re.compile(r"\d+\.\d+(\.\d+)*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +54,41 @@ class ObservabilityConfig:
 
     disable_log_stats: bool = flag(False, "Compute no statistics.")
     enable_logging_iteration_details: bool = flag(False, "Log what every step computed and how long it took.")
+    custom_histogram_buckets: dict[str, Any] | None = flag(
+        None,
+        'JSON object: bounds of histograms by what they measure, e.g. {"time_to_first_token": [0.1, 1, 10]} '
+        "(docs/metrics.md).",
+        parse=parse_json_object,
+        metavar="JSON",
+    )
+    show_hidden_metrics_for_version: str | None = flag(
+        None,
+        "Export metrics that vLLM of this version (e.g. 0.7) had and later ones have not, too.",
+        metavar="VERSION",
+    )
+    stat_loggers: str | None = flag(
+        None,
+        "Classes that take the statistics, too, as package.module:Class, separated by commas (docs/metrics.md).",
+        metavar="CLASSES",
+    )
     record: str | None = flag(
         None,
         "Write arrivals, lengths and every scheduling decision to this new file, for `quire replay`. No prompts.",
         metavar="FILE",
     )
     record_prompts: bool = flag(False, "With --record: write the token ids of prompts, too.")
+    trace_file: str | None = flag(
+        None,
+        "Write a trace of every step and request to this new file, for Perfetto (ui.perfetto.dev).",
+        metavar="FILE",
+    )
+    trace_events: int = flag(
+        0,
+        "Steps and turns of requests to keep in memory for /debug/trace; `quire serve --enable-admin` keeps 50,000.",
+        parse=parse_human_int,
+        minimum=0,
+        maximum=10_000_000,
+    )
     profiler_config: dict[str, Any] | None = flag(
         None,
         'JSON object: what start_profile records and where the trace goes, e.g. {"torch_profiler_dir": "traces"}.',
@@ -66,6 +98,9 @@ class ObservabilityConfig:
 
     def __post_init__(self) -> None:
         ProfilerConfig.from_json(self.profiler_config or {})
+        version = self.show_hidden_metrics_for_version
+        if version is not None and not _VERSION.fullmatch(version):
+            raise ConfigError(f"--show-hidden-metrics-for-version {version!r} is no version such as 0.7")
 
     @property
     def profiler(self) -> ProfilerConfig:

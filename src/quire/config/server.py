@@ -68,6 +68,9 @@ class ServerConfig:
         minimum=0,
         maximum=65535,
     )
+    enable_scale_out: bool = flag(
+        False, "Answer at the render routes: the token ids and sampling parameters of a request, nothing generated."
+    )
     enable_tokenizer_info_endpoint: bool = flag(False, "Serve /tokenizer_info.")
     trust_request_chat_template: bool = flag(False, "Let requests bring a chat template of their own.")
     default_chat_template_kwargs: str | None = flag(
@@ -136,6 +139,7 @@ class ServerConfig:
         (), "ASGI middleware class, or function(request, call_next), as package.module.name.", metavar="NAME"
     )
     disable_fastapi_docs: bool = flag(False, "No /docs, /redoc and /openapi.json.")
+    disable_ui: bool = flag(False, "No pages at /ui, and no /debug/state, which the dashboard reads.")
     ssl_keyfile: str | None = flag(None, "Key of the TLS certificate.", metavar="FILE")
     ssl_certfile: str | None = flag(None, "TLS certificate; serves HTTPS.", metavar="FILE")
     ssl_ca_certs: str | None = flag(None, "Certificates that clients' are checked against.", metavar="FILE")

@@ -116,6 +116,7 @@ class Request:
         "events",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_lost_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
@@ -163,6 +164,8 @@ class Request:
         self.num_cached_tokens = -1
         """Prompt tokens that were there when the request (or this segment) was first admitted: found in the prefix
         cache, or kept from the segment before. -1 before that."""
+        self.num_lost_tokens = 0
+        """Computed once, and lost with its blocks; 0 when it has been admitted again."""
         self.num_preemptions = 0
         self.events: list[EngineCoreEvent] = []
         params = origin.sampling_params

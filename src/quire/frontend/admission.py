@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quire.errors import OverloadedError
+from quire.frontend.metrics.ledger import Receipt, RequestLedger
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
 
@@ -86,13 +87,15 @@ class AdmissionControl:
         max_num_tokens: int | None = None,
         max_num_reserved_tokens: int | None = None,
         *,
+        ledger: RequestLedger | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
+        self._ledger = RequestLedger() if ledger is None else ledger
         self._reqs = Room(max_num_reqs, clock)
         self._tokens = Room(max_num_tokens, clock)
         self._reserved = Room(max_num_reserved_tokens, clock)
         self.rejections: Counter[str] = Counter()
-        """How many were refused, by the name of the limit."""
+        """How many user requests were refused, by the name of the limit."""
 
     @property
     def max_num_reqs(self) -> int | None:
@@ -142,12 +145,24 @@ class AdmissionControl:
 
     def reserve(self, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0) -> Reservation:
         """Room for `num_reqs` requests with prompts and outputs of so many tokens. Raises OverloadedError."""
-        self.check_admission(num_reqs, num_reqs * num_tokens_each, num_reqs * num_output_tokens_each)
-        return self.reserve_unchecked(num_reqs, num_tokens_each, num_output_tokens_each)
+        receipt = self.receive(num_reqs)
+        try:
+            self.check_admission(num_reqs, num_reqs * num_tokens_each, num_reqs * num_output_tokens_each)
+        except OverloadedError as e:
+            receipt.reject(e)
+            raise
+        return self.reserve_unchecked(receipt, num_reqs, num_tokens_each, num_output_tokens_each)
 
-    def reserve_unchecked(self, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0) -> Reservation:
-        """The same where `check_admission` has just said yes, to all of several prompts."""
+    def receive(self, num_reqs: int) -> Receipt:
+        """Note in the ledger that so many came. What follows is `reserve_unchecked`, or the receipt's `reject`."""
+        return self._ledger.receive(num_reqs)
+
+    def reserve_unchecked(
+        self, receipt: Receipt, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0
+    ) -> Reservation:
+        """Room where `check_admission` has just said yes, to all of several prompts."""
         return Reservation(
+            receipt,
             self._reqs,
             self._tokens,
             self._reserved,
@@ -172,11 +187,28 @@ def refusal(kind: type[OverloadedError], room: Room, more: int, name: str, words
 class Reservation:
     """The room one user request takes. It is given back part by part, and never twice."""
 
-    __slots__ = ("_num_live", "_num_tokens_each", "_num_waiting", "_reqs", "_reserved", "_reserved_each", "_tokens")
+    __slots__ = (
+        "_num_live",
+        "_num_tokens_each",
+        "_num_waiting",
+        "_receipt",
+        "_reqs",
+        "_reserved",
+        "_reserved_each",
+        "_tokens",
+    )
 
     def __init__(
-        self, reqs: Room, tokens: Room, reserved: Room, num_reqs: int, num_tokens_each: int, reserved_each: int
+        self,
+        receipt: Receipt,
+        reqs: Room,
+        tokens: Room,
+        reserved: Room,
+        num_reqs: int,
+        num_tokens_each: int,
+        reserved_each: int,
     ) -> None:
+        self._receipt = receipt
         self._reqs, self._tokens, self._reserved = reqs, tokens, reserved
         self._num_waiting = self._num_live = num_reqs
         self._num_tokens_each = num_tokens_each
@@ -192,6 +224,10 @@ class Reservation:
         self._reserved.correct(self._num_live * (reserved_each - self._reserved_each))
         self._num_tokens_each, self._reserved_each = num_tokens_each, reserved_each
 
+    def accept_one(self) -> None:
+        """One of the requests is the engine's from now on."""
+        self._receipt.accept_one()
+
     def release_one(self) -> None:
         """One of the requests waits no more."""
         if self._num_waiting:
@@ -205,8 +241,10 @@ class Reservation:
             self._num_live -= 1
             self._reserved.change(-self._reserved_each)
 
-    def release(self) -> None:
-        """All of them are over."""
+    def release(self, error: BaseException | None = None) -> None:
+        """All of them are over. Those that are not the engine's are refused because of `error`; None: their client has
+        left."""
+        self._receipt.reject(error)
         if self._num_waiting:
             self._stop_waiting(self._num_waiting)
         if self._num_live:

@@ -38,6 +38,7 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreRequest, PauseMode
+from quire.wire.snapshot import EngineSnapshot
 
 
 class AsyncLLM:
@@ -66,6 +67,7 @@ class AsyncLLM:
             config, tokenizer, self.engine_core.ready_response, log_stats=self.log_stats, stat_loggers=stat_loggers
         )
         self._intake = RequestIntake(config, self.engine_core, self.pipeline)
+        self.pipeline.stats.attach(self.engine_core, self._intake.admission)
         self._output_handler = OutputHandler(self.engine_core, self.pipeline)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -206,9 +208,9 @@ class AsyncLLM:
             self._require_loop()
             if self.dead_error is not None:
                 raise self.dead_error
-        except BaseException:
+        except BaseException as e:
             if reservation is not None:
-                reservation.release()
+                reservation.release(e)
             raise
         self._output_handler.start()
         return await self._intake.add(
@@ -311,6 +313,10 @@ class AsyncLLM:
         """Let the statistics loggers write now."""
         self.pipeline.stat_loggers.log()
 
+    async def get_snapshot(self) -> EngineSnapshot:
+        """The blocks and requests of the core at this moment, for people who watch. Waits for the step that runs."""
+        return await self.engine_core.get_snapshot_async()
+
     # -- control ------------------------------------------------------------------------------------------------------
 
     async def pause_generation(
@@ -337,11 +343,17 @@ class AsyncLLM:
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Pause and give memory back: 0 none, 1 the KV cache, 2 the weights, too."""
-        await self.engine_core.sleep_async(level, mode)
+        with self.pipeline.stats.operations.timed("sleep") as operations:
+            await self.engine_core.sleep_async(level, mode)
+            operations.sleep_level = level
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
         """Take memory again, all of it or by tag; True once the engine serves."""
-        return await self.engine_core.wake_up_async(tags)
+        with self.pipeline.stats.operations.timed("wake") as operations:
+            is_awake = await self.engine_core.wake_up_async(tags)
+            if is_awake:
+                operations.sleep_level = 0
+            return is_awake
 
     async def is_sleeping(self) -> bool:
         """Between `sleep` and the `wake_up` that ends it."""
@@ -361,15 +373,22 @@ class AsyncLLM:
 
     async def update_weights(self, path: str, version: str | None = None) -> str:
         """Replace the weights by those of another checkpoint directory; the new weight version."""
-        return await self.engine_core.update_weights_async(path, version)
+        with self.pipeline.stats.operations.timed("update"):
+            return await self.engine_core.update_weights_async(path, version)
 
     async def get_weight_version(self) -> str:
         """Of the weights that are loaded; "0" for those of start-up."""
         return await self.engine_core.get_weight_version_async()
 
+    async def get_trace(self, seconds: float = 10.0) -> bytes:
+        """What happened in the last `seconds`, as JSON for Perfetto. Raises ValidationError without --trace-events."""
+        return self.pipeline.encode_trace(await self.engine_core.get_trace_async(seconds))
+
     async def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
         """Pause and give back the KV cache only; `wake_up` takes it again."""
-        await self.engine_core.release_kv_cache_memory_async(mode)
+        with self.pipeline.stats.operations.timed("release_kv_cache_memory") as operations:
+            await self.engine_core.release_kv_cache_memory_async(mode)
+            operations.sleep_level = 1
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter. Raises ClientError: none can be served yet."""

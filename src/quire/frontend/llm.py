@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from quire.config.engine_args import EngineArgs
-from quire.errors import ConfigError
 from quire.frontend import beam_search
 from quire.frontend.batch import BatchRunner, LoRAs, Params, UseTqdm
 from quire.frontend.chat_template import ContentFormat, Message
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.llm_keywords import check_keywords
+from quire.frontend.metrics.reader import Metric
 from quire.frontend.prompts import PromptType
 from quire.frontend.tokenizer import Tokenizer
 from quire.logger import init_logger
@@ -237,12 +237,12 @@ class LLM:
         """What `generate` uses without parameters: the model's generation_config.json over the usual defaults."""
         return self.llm_engine.input_processor.get_default_sampling_params()
 
-    def get_metrics(self) -> NoReturn:
-        """Raises ConfigError: this version exports no metrics yet."""
-        raise ConfigError(
-            "this version has no metrics registry to take a snapshot of; with disable_log_stats=False each "
-            "RequestOutput.metrics holds the times of its request, and LLMEngine takes stat_loggers"
-        )
+    def get_metrics(self) -> list[Metric]:
+        """All metrics at this moment: `Counter`, `Gauge`, `Histogram`, `Vector` (quire.frontend.metrics.reader).
+
+        Raises ConfigError unless the model was made with `disable_log_stats=False`.
+        """
+        return self.llm_engine.get_metrics()
 
     # -- control ------------------------------------------------------------------------------------------------------
 

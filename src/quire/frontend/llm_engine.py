@@ -15,9 +15,13 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.engine_args import EngineArgs
+from quire.errors import ConfigError
+from quire.frontend.admission import count_requests
 from quire.frontend.client.base import EngineCoreClient, make_client
 from quire.frontend.deadlines import TIMEOUT_S, Deadlines, deadline_error
+from quire.frontend.metrics.ledger import Receipt
 from quire.frontend.metrics.manager import StatLogger
+from quire.frontend.metrics.reader import Metric, read_metrics
 from quire.frontend.parallel_sampling import fan_out
 from quire.frontend.prompts import PromptType
 from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer
@@ -56,6 +60,7 @@ class LLMEngine:
         self.pipeline = RequestPipeline(
             config, tokenizer, self.engine_core.ready_response, log_stats=self.log_stats, stat_loggers=stat_loggers
         )
+        self.pipeline.stats.attach(self.engine_core)
         self.tokenizer = tokenizer
         self.input_processor = self.pipeline.input_processor
         self.output_processor = self.pipeline.output_processor
@@ -114,26 +119,32 @@ class LLMEngine:
                 )
             )
         start = time.monotonic()
-        request, text = self.pipeline.prepare(
-            request_id,
-            prompt,
-            params,
-            arrival_time=arrival_time,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            trace_headers=trace_headers,
-            priority=priority,
-            prompt_text=prompt_text,
-            resumable=resumable,
-        )
-        internal_id = self._submit(request, text)
+        asked = prompt.params if isinstance(prompt, EngineCoreRequest) else params
+        receipt = self.pipeline.ledger.receive(count_requests(asked))
+        try:
+            request, text = self.pipeline.prepare(
+                request_id,
+                prompt,
+                params,
+                arrival_time=arrival_time,
+                lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
+                trace_headers=trace_headers,
+                priority=priority,
+                prompt_text=prompt_text,
+                resumable=resumable,
+            )
+            internal_id = self._submit(request, text, receipt)
+        except BaseException as e:
+            receipt.reject(e)
+            raise
         if timeout_s is None and not resumable:
             timeout_s = self._request_timeout_s
         if timeout_s is not None:
             self._deadlines.add((internal_id, timeout_s), start + timeout_s)
         return internal_id
 
-    def _submit(self, request: EngineCoreRequest, text: str | None) -> str:
+    def _submit(self, request: EngineCoreRequest, text: str | None, receipt: Receipt) -> str:
         """Register a request here, then tell the core (checklist S2-LE-002); on failure neither knows it."""
         self.input_processor.assign_request_id(request)
         parent, children = fan_out(request)
@@ -141,6 +152,7 @@ class LLMEngine:
             for index, child in enumerate(children):
                 with InterruptShield():
                     self.output_processor.add_request(child, text, parent, index)
+                    receipt.accept_one()
                 self.engine_core.add_request(child)
         except BaseException:
             self.abort_request([child.request_id for child in children], internal=True)
@@ -172,11 +184,13 @@ class LLMEngine:
         """
         outputs = self.engine_core.get_output()
         with InterruptShield():
-            stats = self.pipeline.open_stats(outputs)
+            step = self.pipeline.open_step(outputs)
+            stats = step.open_batch()
             processed = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp, stats)
+            step.close_batch(stats)
+            self.pipeline.note_processed(outputs)
             self._undelivered += processed.request_outputs
             self.engine_core.abort_requests(processed.reqs_to_abort)
-            self.pipeline.close_stats(outputs, stats)
             self._expire()
         delivered, self._undelivered = self._undelivered, []
         return delivered
@@ -227,19 +241,25 @@ class LLMEngine:
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Pause and give memory back: 0 none, 1 the KV cache, 2 the weights, too (`engine/lifecycle.py`)."""
-        self.engine_core.sleep(level, mode)
+        with self.pipeline.stats.operations.timed("sleep") as operations:
+            self.engine_core.sleep(level, mode)
+            operations.sleep_level = level
         self.pause_mode = mode
 
     def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
         """Pause and give back the KV cache only."""
-        self.engine_core.release_kv_cache_memory(mode)
+        with self.pipeline.stats.operations.timed("release_kv_cache_memory") as operations:
+            self.engine_core.release_kv_cache_memory(mode)
+            operations.sleep_level = 1
         self.pause_mode = mode
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
         """Take memory again: all, or "weights", "kv_cache"; True once all is there and generation goes on."""
-        is_awake = self.engine_core.wake_up(tags)
+        with self.pipeline.stats.operations.timed("wake") as operations:
+            is_awake = self.engine_core.wake_up(tags)
         if is_awake:
             self.pause_mode = None
+            operations.sleep_level = 0
         return is_awake
 
     def is_sleeping(self) -> bool:
@@ -263,7 +283,12 @@ class LLMEngine:
 
         Requests in progress keep their tokens and go on with the new weights. ModelLoadError leaves the old ones.
         """
-        return self.engine_core.update_weights(str(path), version)
+        with self.pipeline.stats.operations.timed("update"):
+            return self.engine_core.update_weights(str(path), version)
+
+    def get_trace(self, seconds: float = 10.0) -> bytes:
+        """What happened in the last `seconds`, as JSON for Perfetto. Raises ValidationError without --trace-events."""
+        return self.pipeline.encode_trace(self.engine_core.get_trace(seconds))
 
     def get_weight_version(self) -> str:
         """Of the weights that are loaded; "0" for those of start-up."""
@@ -306,6 +331,16 @@ class LLMEngine:
     def do_log_stats(self) -> None:
         """Let the statistics loggers write now."""
         self.pipeline.stat_loggers.log()
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics at this moment. Raises ConfigError where statistics are off."""
+        metrics = self.pipeline.stats.metrics
+        if metrics is None:
+            raise ConfigError(
+                "there are no metrics: the engine was made with disable_log_stats=True, the default of LLM, or with "
+                "stat_loggers of its own; make it with disable_log_stats=False"
+            )
+        return read_metrics(metrics.snapshot())
 
     def shutdown(self) -> None:
         """Abort what is live and release the core. Idempotent."""

@@ -62,15 +62,17 @@ class OutputHandler:
 
     async def _process(self, outputs: EngineCoreOutputs) -> None:
         pipeline, batch = self._pipeline, outputs.outputs
-        stats = pipeline.open_stats(outputs)
-        for start in range(0, len(batch), OUTPUTS_PER_TURN):
+        step = pipeline.open_step(outputs)
+        for start in range(0, max(len(batch), 1), OUTPUTS_PER_TURN):
             if start:
                 await asyncio.sleep(0)
-            turn = batch[start : start + OUTPUTS_PER_TURN]
-            processed = pipeline.output_processor.process_outputs(turn, outputs.timestamp, stats)
+            end = start + OUTPUTS_PER_TURN
+            stats = step.open_batch()
+            processed = pipeline.output_processor.process_outputs(batch[start:end], outputs.timestamp, stats)
+            step.close_batch(stats, is_last=end >= len(batch))
             if processed.reqs_to_abort:
                 await self._engine_core.abort_requests_async(processed.reqs_to_abort)
-        pipeline.close_stats(outputs, stats)
+        pipeline.note_processed(outputs)
 
     def _die(self, error: EngineDeadError) -> None:
         self.dead_error = error

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from quire.errors import ClientError, GenerationError, make_error
-from quire.frontend.metrics.stats import IterationStats
+from quire.frontend.metrics.ledger import RequestLedger
+from quire.frontend.metrics.stats import IterationStats, RequestOwner
 from quire.frontend.parallel_sampling import ParentRequest
 from quire.frontend.request_state import OutputQueue, QueuePlace, RequestState
 from quire.frontend.session import SessionState
@@ -37,20 +38,28 @@ class OutputProcessorOutput:
 class OutputProcessor:
     """Owns the state of every live request, by internal id."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, log_stats: bool, stream_interval: int = 1) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        log_stats: bool,
+        stream_interval: int = 1,
+        ledger: RequestLedger | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._ledger = RequestLedger() if ledger is None else ledger
         self._log_stats = log_stats
         self._stream_interval = stream_interval
         self.request_states: dict[str, RequestState] = {}
         self.parent_requests: dict[str, ParentRequest] = {}
         self.external_req_ids: dict[str, dict[str, None]] = {}
         """Internal ids by the user's, in order."""
-        self._resting_sessions: set[str] = set()
+        self.resting_sessions: set[str] = set()
         """Live requests that nothing will come of before their users send more."""
 
     def get_num_unfinished_requests(self) -> int:
         """Live requests, the children of a parent counted one by one, sessions that wait for input left out."""
-        return len(self.request_states) - len(self._resting_sessions)
+        return len(self.request_states) - len(self.resting_sessions)
 
     def has_unfinished_requests(self) -> bool:
         """Is an output of any request to come?"""
@@ -109,7 +118,7 @@ class OutputProcessor:
         if state is None or state.session is None or not state.session.is_open:
             raise ValueError(f"no session {segment.request_id} takes input: it has ended or been closed")
         state.session.add_input(segment, prompt)
-        self._resting_sessions.discard(segment.request_id)
+        self.resting_sessions.discard(segment.request_id)
         self._go_on(state, state.session)
 
     def _go_on(self, state: RequestState, session: SessionState) -> None:
@@ -117,7 +126,7 @@ class OutputProcessor:
         if session.begins:
             self.request_states[state.request_id] = state.next_segment(self._tokenizer, session, self._stream_interval)
         elif session.rests:
-            self._resting_sessions.add(state.request_id)
+            self.resting_sessions.add(state.request_id)
 
     def abort_requests(
         self, request_ids: Iterable[str], *, internal: bool = False, iteration_stats: IterationStats | None = None
@@ -155,7 +164,7 @@ class OutputProcessor:
                 output = state.make_request_output(FinishReason.ERROR, None, str(error))
                 if output is not None:
                     result.request_outputs.append(output)
-            self._finish_request(state, reason, iteration_stats)
+            self._finish_request(state, reason, iteration_stats, error)
         return result
 
     def _states(self, request_ids: Iterable[str], internal: bool) -> Iterator[RequestState]:
@@ -186,6 +195,7 @@ class OutputProcessor:
         for output in outputs:
             state = self.request_states.get(output.request_id)
             if state is None:
+                self._ledger.num_late_tokens += len(output.new_token_ids)
                 continue
             try:
                 self._process_output(state, output, engine_timestamp, iteration_stats, result)
@@ -205,8 +215,9 @@ class OutputProcessor:
         result: OutputProcessorOutput,
     ) -> None:
         if iteration_stats is not None and state.stats is not None:
+            owner = _owner(state) if state.is_prefilling else None
             iteration_stats.update_from_output(
-                output, engine_timestamp, state.is_prefilling, state.stats, state.num_context_tokens
+                output, engine_timestamp, state.is_prefilling, state.stats, state.num_context_tokens, owner
             )
         if state.is_prefilling:
             state.note_prefill(output)
@@ -215,6 +226,7 @@ class OutputProcessor:
         if ends_segment:
             finish_reason = output.segment_finish_reason
         if finish_reason is FinishReason.ERROR and state.queue is not None:
+            self._ledger.discarded_tokens["error"] += len(output.new_token_ids)
             message = output.error_message or f"request {state.external_req_id} failed inside the engine"
             self._fail(state, output, message, iteration_stats, result)
             return
@@ -222,7 +234,7 @@ class OutputProcessor:
         if state.request.pooling_params is not None:
             user_output = state.make_pooling_output(output)
         else:
-            stop_string = state.update_text(output, finish_reason is FinishReason.STOP)
+            stop_string = self._take_text(state, output, finish_reason is FinishReason.STOP)
             if stop_string is not None:
                 finish_reason, stop_reason = FinishReason.STOP, stop_string
             user_output = state.make_request_output(finish_reason, stop_reason, output.error_message, output.error_type)
@@ -239,6 +251,21 @@ class OutputProcessor:
             self._finish_request(state, finish_reason, iteration_stats)
             if not output.finished:
                 result.reqs_to_abort.append(state.request_id)
+
+    def _take_text(self, state: RequestState, output: EngineCoreOutput, stop_terminated: bool) -> str | None:
+        """Detokenize; the stop string that was found. Every token is delivered or discarded, whatever happens."""
+        token_ids = state.detokenizer.token_ids
+        num_before = len(token_ids)
+        stop_string = None
+        try:
+            stop_string = state.update_text(output, stop_terminated)
+        finally:
+            num_taken = len(token_ids) - num_before
+            self._ledger.num_delivered_tokens += num_taken
+            if num_taken != len(output.new_token_ids):
+                reason = "error" if stop_string is None else "stop_string"
+                self._ledger.discarded_tokens[reason] += len(output.new_token_ids) - num_taken
+        return stop_string
 
     def _fail(
         self,
@@ -268,12 +295,17 @@ class OutputProcessor:
             )
 
     def _finish_request(
-        self, state: RequestState, finish_reason: FinishReason, iteration_stats: IterationStats | None
+        self,
+        state: RequestState,
+        finish_reason: FinishReason,
+        iteration_stats: IterationStats | None,
+        error: Exception | None = None,
     ) -> None:
         """Forget a request and close its books."""
+        self._ledger.finish(finish_reason, error)
         state.give_up_place()
         del self.request_states[state.request_id]
-        self._resting_sessions.discard(state.request_id)
+        self.resting_sessions.discard(state.request_id)
         siblings = self.external_req_ids[state.external_req_id]
         del siblings[state.request_id]
         if not siblings:
@@ -311,7 +343,12 @@ def _close_books(
         num_prompt_tokens=state.num_prompt_tokens - state.num_context_tokens,
         max_tokens_param=None if params is None else params.max_tokens,
         num_cached_tokens=max(0, (state.num_cached_tokens or 0) - state.num_context_tokens),
+        owner=_owner(state),
     )
+
+
+def _owner(state: RequestState) -> RequestOwner:
+    return RequestOwner.of(state.external_req_id, state.request.trace_headers)
 
 
 def _record_finished(

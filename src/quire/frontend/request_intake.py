@@ -40,7 +40,10 @@ class RequestIntake:
     def __init__(self, config: EngineConfig, engine_core: AsyncEngineCoreClient, pipeline: RequestPipeline) -> None:
         scheduler, frontend = config.scheduler_config, config.frontend_config
         self.admission = AdmissionControl(
-            scheduler.max_num_queued_reqs, scheduler.max_num_queued_tokens, scheduler.max_num_reserved_tokens
+            scheduler.max_num_queued_reqs,
+            scheduler.max_num_queued_tokens,
+            scheduler.max_num_reserved_tokens,
+            ledger=pipeline.ledger,
         )
         self._engine_core = engine_core
         self._pipeline = pipeline
@@ -80,8 +83,9 @@ class RequestIntake:
             params = self._pipeline.input_processor.get_default_sampling_params()
         if reservation is None:
             num_tokens = estimate_num_tokens(prompt)
+            asked = prompt.params if isinstance(prompt, EngineCoreRequest) else params
             reservation = self.admission.reserve(
-                count_requests(params), num_tokens, self._max_output_tokens(params, num_tokens)
+                count_requests(asked), num_tokens, self._max_output_tokens(params, num_tokens)
             )
         try:
             TIMEOUT_S.validate(timeout_s)
@@ -97,8 +101,8 @@ class RequestIntake:
                 raise deadline_error(timeout_s)
             collector = RequestOutputCollector(request.params.output_kind)
             await self._submit(request, text, collector, reservation)
-        except BaseException:
-            reservation.release()
+        except BaseException as e:
+            reservation.release(e)
             raise
         if not collector.is_final:
             self._timers.watch(collector, start, timeout_s)
@@ -140,7 +144,7 @@ class RequestIntake:
             )
         except BaseException as e:
             if reservation is not None:
-                reservation.release()
+                reservation.release(e)
             await feed.close()
             if isinstance(e, TimeoutError) and timeout_s is not None:
                 raise deadline_error(timeout_s) from None
@@ -171,6 +175,7 @@ class RequestIntake:
         try:
             for index, child in enumerate(children):
                 output_processor.add_request(child, text, parent, index, collector, reservation)
+                reservation.accept_one()
             for index, child in enumerate(children, start=1):
                 if child.request_id in output_processor.request_states:  # not aborted meanwhile
                     await self._engine_core.add_request_async(child)

@@ -6,6 +6,7 @@ Everything but the engine core and the loop around it: validation, the state of 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.frontend.input_processor import InputProcessor
-from quire.frontend.metrics.manager import StatLogger, StatLoggerManager
-from quire.frontend.metrics.stats import IterationStats
+from quire.frontend.metrics.frontend_stats import FrontendStats, StepStats
+from quire.frontend.metrics.ledger import RequestLedger
+from quire.frontend.metrics.manager import StatLogger
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
 from quire.frontend.prompts import PromptType, parse_prompt
 from quire.frontend.request_state import RequestState
@@ -25,7 +27,10 @@ from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.timeline import stamp
+from quire.version import __version__
+from quire.wire.chrome_trace import BatchTimes, encode_window
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, FinishReason
+from quire.wire.trace import TraceWindow
 
 Params = SamplingParams | PoolingParams
 
@@ -43,14 +48,26 @@ class RequestPipeline:
         stat_loggers: Sequence[StatLogger] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.log_stats = log_stats
         self.input_processor = InputProcessor(
             config.model_config, tokenizer, ready.max_model_len, ready.supported_tasks
         )
+        self.ledger = RequestLedger()
         self.output_processor = OutputProcessor(
-            tokenizer, log_stats=log_stats, stream_interval=config.scheduler_config.stream_interval
+            tokenizer,
+            log_stats=log_stats,
+            stream_interval=config.scheduler_config.stream_interval,
+            ledger=self.ledger,
         )
-        self.stat_loggers = StatLoggerManager(stat_loggers if log_stats else ())
+        self._model_name = config.model_config.name
+        self._batch_times: deque[BatchTimes] | None = (
+            deque(maxlen=config.observability_config.trace_events) if config.observability_config.trace_events else None
+        )
+        """For traces: what was done with outputs of the core, and when. None where none are kept."""
+        self._step_start = 0.0
+        self.stats = FrontendStats(
+            config, ready, self.output_processor, ledger=self.ledger, log_stats=log_stats, stat_loggers=stat_loggers
+        )
+        self.stat_loggers = self.stats.loggers
         self._startup: StartupReport | None = StartupReport(ready)
         """None once there was an output."""
 
@@ -148,35 +165,43 @@ class RequestPipeline:
 
     def forget(self, request_ids: Iterable[str], *, internal: bool) -> list[str]:
         """Forget requests that are aborted; the internal ids the core must be told. Unknown ids are ignored."""
-        stats = IterationStats() if self.log_stats else None
+        stats = self.stats.open_iteration()
         aborted = self.output_processor.abort_requests(request_ids, internal=internal, iteration_stats=stats)
         if aborted:
-            self.stat_loggers.record(None, stats)
+            self.stats.close_iteration(stats)
         return aborted
 
     def fail(
         self, request_ids: Iterable[str], error: Exception, reason: FinishReason = FinishReason.ERROR
     ) -> OutputProcessorOutput:
         """End requests (internal ids) with `error`: what to tell the core, and those who await no queue."""
-        stats = IterationStats() if self.log_stats else None
+        stats = self.stats.open_iteration()
         failed = self.output_processor.fail_requests(request_ids, error, reason=reason, iteration_stats=stats)
         if failed.reqs_to_abort:
-            self.stat_loggers.record(None, stats)
+            self.stats.close_iteration(stats)
         return failed
 
     # -- up -----------------------------------------------------------------------------------------------------------
 
-    def open_stats(self, outputs: EngineCoreOutputs) -> IterationStats | None:
-        """Where the processing of `outputs` is to be counted; None if nothing is."""
-        return IterationStats() if self.log_stats and outputs.outputs else None
-
-    def close_stats(self, outputs: EngineCoreOutputs, stats: IterationStats | None) -> None:
-        """`outputs` are processed: tell the statistics loggers."""
+    def open_step(self, outputs: EngineCoreOutputs) -> StepStats:
+        """Where the processing of `outputs`, which begins now, is to be counted."""
+        if self._batch_times is not None:
+            self._step_start = time.monotonic()
         if self._startup is not None and outputs.outputs:
             self._startup.finish()
             self._startup = None
-        if outputs.scheduler_stats is not None or stats is not None:
-            self.stat_loggers.record(outputs.scheduler_stats, stats, outputs.engine_index)
+        return self.stats.open_step(outputs)
+
+    def note_processed(self, outputs: EngineCoreOutputs) -> None:
+        """What `open_step` has begun is done: for traces."""
+        if self._batch_times is not None and outputs.outputs:
+            self._batch_times.append((outputs.timestamp, self._step_start, time.monotonic()))
+
+    def encode_trace(self, window: TraceWindow) -> bytes:
+        """What the core did, and this frontend with its outputs, as JSON for Perfetto."""
+        batches = [times for times in self._batch_times or () if times[2] >= window.start]
+        facts = {"model": self._model_name, "quire": __version__, "seconds": round(window.end - window.start, 3)}
+        return encode_window(window, batches, **facts, kv_cache_blocks=window.num_blocks)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

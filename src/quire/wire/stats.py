@@ -106,3 +106,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     spec_decoding_stats: SpecDecodingStats | None = None
     num_scheduled_tokens: int = 0
     """Tokens computed by the step this snapshot closes."""
+    num_recomputed_tokens: int = 0
+    """Those scheduled since the last snapshot that had been computed before, and lost with a request's blocks."""
+    num_used_blocks: int = 0
+    """Held by requests. With the next two: all blocks but the null block."""
+    num_cached_blocks: int = 0
+    """Held by none, with content that may be hit."""
+    num_free_blocks: int = 0
+    """Held by none, without content."""

@@ -87,8 +87,12 @@ class BlockPool:
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
         self.null_block.ref_cnt = 1  # so that "free" and "no references" are one thing for every block
+        self.num_touched = 1
+        """Blocks from this one on have never been given out."""
         self._group_suffixes = [group_id.to_bytes(4, "little") for group_id in range(num_groups)]
         self._metrics = metrics
+        self.num_cached_free_blocks = 0
+        """Without references, and with content that may be hit."""
 
     def get_cached_block(self, query: PrefixQuery, index: int, group_id: int) -> KVCacheBlock | None:
         """The block that holds block `index` of the query's request for group `group_id`, None if none does.
@@ -138,6 +142,8 @@ class BlockPool:
                 if self._metrics is not None:
                     self._metrics.on_block_evicted(block.block_id)
                 self._forget(block)
+            elif block.block_id >= self.num_touched:
+                self.num_touched = block.block_id + 1
             block.ref_cnt = 1
             if self._metrics is not None:
                 self._metrics.on_block_allocated(block.block_id)
@@ -150,6 +156,7 @@ class BlockPool:
                 continue
             if block.ref_cnt == 0:
                 self.free_block_queue.remove(block)
+                self.num_cached_free_blocks -= block.block_hash is not None
             block.ref_cnt += 1
             if self._metrics is not None:
                 self._metrics.on_block_accessed(block.block_id)
@@ -170,6 +177,7 @@ class BlockPool:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 (worthless if block.block_hash is None else cached).append(block)
+        self.num_cached_free_blocks += len(cached)
         self.free_block_queue.prepend_n(worthless)
         self.free_block_queue.append_n(cached)
 
@@ -218,17 +226,22 @@ class BlockPool:
         self._check_cached_blocks()
 
     def _check_cached_blocks(self) -> None:
-        num_cached = 0
+        num_cached = num_cached_free = 0
         get = self.cached_blocks.get
         for block in self.blocks:
             key = block.block_hash
             if key is None:
                 continue
             num_cached += 1
+            num_cached_free += block.ref_cnt == 0
             if block.content is None or block not in get(key):
                 raise IntegrityError(f"{block} has a hash, but cannot be found under it")
         if num_cached != self.cached_blocks.num_blocks:
             raise IntegrityError(f"{self.cached_blocks.num_blocks} cache entries, {num_cached} blocks with a hash")
+        if num_cached_free != self.num_cached_free_blocks:
+            raise IntegrityError(
+                f"{self.num_cached_free_blocks} free blocks are said to be cached, {num_cached_free} have a hash"
+            )
 
     def _find_or_make_content(
         self,
@@ -251,6 +264,7 @@ class BlockPool:
 
     def _forget(self, block: KVCacheBlock) -> None:
         assert block.block_hash is not None
+        self.num_cached_free_blocks -= block.ref_cnt == 0
         self.cached_blocks.remove(block.block_hash, block)
         block.block_hash = None
         block.content = None

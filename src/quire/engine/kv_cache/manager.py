@@ -83,6 +83,13 @@ class KVCacheManager:
         """Share of blocks in use, 0...1."""
         return self.block_pool.get_usage()
 
+    def count_blocks(self) -> tuple[int, int, int]:
+        """Blocks by what they are: held by requests, free with content that may be hit, free without."""
+        pool = self.block_pool
+        num_free = pool.get_num_free_blocks()
+        num_cached = pool.num_cached_free_blocks
+        return pool.num_gpu_blocks - 1 - num_free, num_cached, num_free - num_cached
+
     def get_computed_blocks(self, request: CacheableRequest) -> tuple[KVCacheBlocks, int]:
         """The longest cached prefix of a request about to be admitted: its blocks and its length in tokens.
 
@@ -182,6 +189,11 @@ class KVCacheManager:
         """All blocks of a request; none if it was not admitted."""
         held = self._requests.get(request_id)
         return KVCacheBlocks(tuple(map(list, held.tables))) if held is not None else self.empty_kv_cache_blocks
+
+    def get_tables(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:
+        """Its block tables themselves, to be looked at and not kept; none if it was not admitted."""
+        held = self._requests.get(request_id)
+        return held.tables if held is not None else ()
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         """Their ids, per group."""

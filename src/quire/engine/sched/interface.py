@@ -10,6 +10,7 @@ from typing import Protocol
 from quire.engine.request import Request, RequestStatus
 from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.wire.snapshot import EngineSnapshot
 from quire.wire.stats import SchedulerStats
 
 
@@ -63,6 +64,9 @@ class SchedulerInterface(ABC):
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: running requests first, then waiting ones, within one token budget."""
 
+    def note_forward(self, scheduler_output: SchedulerOutput) -> None:  # noqa: B027  most have nobody to tell
+        """The forward pass of a step is done, its tokens are sampled now. Of interest to whoever traces only."""
+
     @abstractmethod
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
@@ -113,6 +117,10 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def make_stats(self) -> SchedulerStats | None:
         """A snapshot, with what the caches counted since the last one; None if statistics are off."""
+
+    @abstractmethod
+    def make_snapshot(self) -> EngineSnapshot:
+        """What it holds at this moment, for people who watch. Bounded in size and time, and changes nothing."""
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Stop or go on, from the next `schedule` on."""

@@ -61,6 +61,17 @@ class RequestQueue:
         self._heap = [entry for entry in self._heap if entry[1] not in gone]
         heapq.heapify(self._heap)
 
+    def first(self, num_requests: int) -> list[Request]:
+        """The first of them, in the order they would be popped, at a cost that does not grow with the queue."""
+        heap, found = self._heap, list[Request]()
+        candidates = [(heap[0][0], 0)] if heap else []
+        while candidates and len(found) < num_requests:
+            _, index = heapq.heappop(candidates)
+            found.append(heap[index][1])
+            for child in range(2 * index + 1, min(2 * index + 3, len(heap))):
+                heapq.heappush(candidates, (heap[child][0], child))
+        return found
+
     def __iter__(self) -> Iterator[Request]:
         """In the order they would be popped."""
         return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))

@@ -29,12 +29,14 @@ from quire.engine.sched.step import StepBuilder, StepsInFlight
 from quire.engine.sched.stop import Stop, check_stop
 from quire.engine.sched.waiting import WaitingRequests
 from quire.engine.session import Session
+from quire.engine.snapshot import MAX_REQUESTS, make_block_map, make_request_snapshots
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
 from quire.errors import ClientError, GenerationError, QuireError, ServerError, ValidationError
 from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.snapshot import EngineSnapshot
 from quire.wire.stats import SchedulerStats
 
 logger = init_logger(__name__)
@@ -83,6 +85,8 @@ class Scheduler(SchedulerInterface):
         self.resting = RestingSessions(self.policy)
         self._steps = StepsInFlight()
         self._outputs = OutputCollector(max_model_len, include_finished_set, num_spec_tokens)
+        self._num_recomputed_tokens = 0
+        """Since the last snapshot."""
 
     # -- coming ------------------------------------------------------------------------------------------------
 
@@ -157,9 +161,13 @@ class Scheduler(SchedulerInterface):
 
     def _free_blocks(self, request: Request) -> None:
         """What a session holds that is not running."""
-        self.kv_cache_manager.free(request)
-        request.num_computed_tokens = 0
+        self._lose_blocks(request)
         self.resting.has_no_blocks(request)
+
+    def _lose_blocks(self, request: Request) -> None:
+        self.kv_cache_manager.free(request)
+        request.num_lost_tokens = min(request.num_computed_tokens, request.num_tokens)
+        request.num_computed_tokens = 0
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -246,6 +254,9 @@ class Scheduler(SchedulerInterface):
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_cached
         request.num_computed_tokens = num_cached
+        if request.num_lost_tokens:
+            self._num_recomputed_tokens += max(0, request.num_lost_tokens - num_cached)
+            request.num_lost_tokens = 0
         request.status = RequestStatus.RUNNING
         self._record(request, EngineCoreEventType.SCHEDULED, step.timestamp)
         self.running.append(request)
@@ -266,9 +277,8 @@ class Scheduler(SchedulerInterface):
 
     def _preempt(self, request: Request, timestamp: float) -> None:
         """Back to its place in the queue, to be recomputed. The caller has taken it out of `running`."""
-        self.kv_cache_manager.free(request)
+        self._lose_blocks(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
         request.spec_token_ids = []
         self._note_preemption(request, timestamp)
         self.waiting.add_preempted(request)
@@ -398,17 +408,49 @@ class Scheduler(SchedulerInterface):
         if not self.log_stats:
             return None
         manager = self.kv_cache_manager
+        num_used, num_cached, num_free = manager.count_blocks()
         stats = SchedulerStats(
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting.ready),
             num_skipped_waiting_reqs=len(self.waiting.blocked) + len(self.resting.waiting_for_input),
             kv_cache_usage=manager.usage,
             kv_cache_eviction_events=manager.take_events(),
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_used_blocks=num_used,
+            num_cached_blocks=num_cached,
+            num_free_blocks=num_free,
         )
+        self._num_recomputed_tokens = 0
         prefix_cache_stats = manager.take_prefix_cache_stats()
         if prefix_cache_stats is not None:
             stats.prefix_cache_stats = prefix_cache_stats
         return stats
+
+    def make_snapshot(self) -> EngineSnapshot:
+        num_listed = min(len(self.requests), MAX_REQUESTS)
+        requests = make_request_snapshots(
+            (
+                ("running", self.running),
+                (None, self.waiting.ready.first(num_listed)),
+                ("blocked", self.waiting.blocked.first(num_listed)),
+                ("resting", self.resting.waiting_for_input),
+            ),
+            self.kv_cache_manager.get_tables,
+            num_requests=num_listed,
+            num_holding=len(self.running) + len(self.resting.waiting_for_input),
+        )
+        return EngineSnapshot(
+            timestamp=time.monotonic(),
+            time=time.time(),
+            pause_state=int(self.pause_state),
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_scheduled_tokens=self.limits.max_num_scheduled_tokens,
+            blocks=make_block_map(self.kv_cache_manager.block_pool),
+            requests=requests,
+            num_left_out=len(self.requests) - len(requests),
+        )
 
     def _record(self, request: Request, event_type: EngineCoreEventType, timestamp: float) -> None:
         if self.log_stats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.config.engine import EngineConfig
@@ -49,6 +49,14 @@ class AsyncMPClient(AsyncEngineCoreClient):
     @property
     def engine_dead(self) -> bool:
         return self.mp.engine_dead
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self.mp.counts
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        return self.mp.restarts
 
     @property
     def core_pid(self) -> int | None:

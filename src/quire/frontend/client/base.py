@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from quire import envs
 from quire.config.engine import EngineConfig
@@ -14,6 +16,8 @@ from quire.lora_request import LoRARequest
 from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, PauseMode
 from quire.wire.handshake import ClientAddresses
+from quire.wire.snapshot import EngineSnapshot
+from quire.wire.trace import TraceWindow
 
 CLIENTS: dict[tuple[bool, bool], str] = {
     (False, True): "quire.frontend.client.sync_mp:SyncMPClient",
@@ -38,6 +42,21 @@ class EngineCoreClient(ABC):
     def engine_dead(self) -> bool:
         """Whether the core is gone for good: every call from now on raises EngineDeadError."""
         return False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request handed over now would be worked on now: False while a core is being started again."""
+        return not self.engine_dead
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What has happened so far, as `EngineLink.counts` has it; empty for a core in this process."""
+        return {}
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Restarts of the core by cause of the death before; empty where another process looks after it."""
+        return {}
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -164,6 +183,14 @@ class EngineCoreClient(ABC):
         """Messages the core could not take in, by reason: "corrupt", "unknown type", "replayed"."""
         return dict(self.call_utility("get_dropped_messages"))
 
+    def get_trace(self, seconds: float) -> TraceWindow:
+        """What the core did in the last `seconds`. Raises ValidationError if it keeps no traces."""
+        return msgspec.convert(self.call_utility("get_trace", seconds), TraceWindow)
+
+    def get_snapshot(self) -> EngineSnapshot:
+        """The blocks and requests of this moment, for people who watch."""
+        return msgspec.convert(self.call_utility("get_snapshot"), EngineSnapshot)
+
 
 class AsyncEngineCoreClient(ABC):
     """The same engine core for a caller on an asyncio event loop. All coroutines belong to that one loop.
@@ -186,6 +213,16 @@ class AsyncEngineCoreClient(ABC):
     @abstractmethod
     def engine_dead(self) -> bool:
         """Whether the core is gone for good: every call from now on raises EngineDeadError."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What has happened so far, as `EngineLink.counts` has it; empty for a core in this process."""
+        return {}
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Restarts of the core by cause of the death before; empty where another process looks after it."""
+        return {}
 
     @abstractmethod
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -307,6 +344,14 @@ class AsyncEngineCoreClient(ABC):
     async def get_dropped_messages_async(self) -> dict[str, int]:
         """As `EngineCoreClient.get_dropped_messages`."""
         return dict(await self.call_utility_async("get_dropped_messages"))
+
+    async def get_trace_async(self, seconds: float) -> TraceWindow:
+        """As `EngineCoreClient.get_trace`."""
+        return msgspec.convert(await self.call_utility_async("get_trace", seconds), TraceWindow)
+
+    async def get_snapshot_async(self) -> EngineSnapshot:
+        """As `EngineCoreClient.get_snapshot`."""
+        return msgspec.convert(await self.call_utility_async("get_snapshot"), EngineSnapshot)
 
 
 def method_name(method: str | Callable[..., Any]) -> str:

@@ -45,6 +45,8 @@ REPEATABLE_VERBS = frozenset(
         "list_loras",
         "get_supported_tasks",
         "get_dropped_messages",
+        "get_trace",
+        "get_snapshot",
     }
 )
 """Calling one of these once more leads to the same state as calling it once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.config.engine import EngineConfig
@@ -71,6 +71,14 @@ class SyncMPClient(EngineCoreClient):
     def engine_dead(self) -> bool:
         """Whether the core is gone for good."""
         return self.mp.engine_dead
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self.mp.counts
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        return self.mp.restarts
 
     @property
     def core_pid(self) -> int | None:

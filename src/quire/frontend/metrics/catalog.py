@@ -1,127 +1,498 @@
-"""The metrics, one row each: name, kind, help, and where its values come from.
+"""The metrics, one row each: name, kind, help, labels, buckets, and where the value comes from. Nothing else names one.
 
-`PREFIX` is vLLM's, so that dashboards and autoscalers made for it work. A new metric is a row.
+Here are vLLM's names, so that dashboards and autoscalers made for it work; `catalog_quire` has what it does not have.
+`LEGACY` rows are names of its first engine that are gone from it: shown with --show-hidden-metrics-for-version.
+`NOT_APPLICABLE` are those of its names that Quire does not export, each with the reason. A new metric is a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from itertools import chain
 
-from quire.frontend.metrics.stats import IterationStats
+from quire.frontend.metrics.catalog_quire import HTTP, LEDGER
+from quire.frontend.metrics.facts import FrontendFacts
+from quire.frontend.metrics.operations import SLEEP_OPERATIONS, WEIGHT_OPERATIONS, ControlOperation
+from quire.frontend.metrics.spec import (
+    KV_SAMPLING,
+    LEGACY_NAMES,
+    LORA,
+    MODEL_LABEL,
+    NANS,
+    QUIRE,
+    SPEC_DECODE,
+    InfoSpec,
+    MetricSpec,
+    Sample,
+    each,
+    labelled,
+    of_facts,
+    of_finished,
+    of_outputs,
+    of_step,
+    some,
+)
+from quire.frontend.metrics.stats import FinishedRequestStats
 from quire.wire.engine_core import FINISH_REASON_STRINGS
-from quire.wire.stats import SchedulerStats
-
-PREFIX = "vllm:"
-MODEL_LABELS = ("model_name", "engine")
-"""Every metric has these."""
-LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
-LONG_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-
-Sample = tuple[tuple[str, ...], float]
-"""Values of the row's own labels, and what to set, add or observe."""
+from quire.wire.stats import SchedulerStats, SpecDecodingStats
 
 
-def _one(value: float) -> list[Sample]:
-    return [((), value)]
+def _spec_decode(read: Callable[[SpecDecodingStats], float]) -> Callable[[SchedulerStats], tuple[float, ...]]:
+    return lambda stats: () if stats.spec_decoding_stats is None else (read(stats.spec_decoding_stats),)
 
 
-def _each(values: Iterable[float]) -> list[Sample]:
-    return [((), value) for value in values]
+def _accepted_per_position(stats: SchedulerStats) -> list[Sample]:
+    spec = stats.spec_decoding_stats
+    counts = () if spec is None else spec.num_accepted_tokens_per_pos
+    return [((str(position),), count) for position, count in enumerate(counts)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetricSpec:
-    """A row. Exactly one of the two readers is given; they are called once per step."""
-
-    name: str
-    kind: Literal["gauge", "counter", "histogram"]
-    help: str
-    labels: tuple[str, ...] = ()
-    """Beside `MODEL_LABELS`."""
-    buckets: tuple[float, ...] = ()
-    of_scheduler: Callable[[SchedulerStats], Sequence[Sample]] | None = None
-    of_iteration: Callable[[IterationStats], Sequence[Sample]] | None = None
-
-
-METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec(
+ENGINE_GAUGES: tuple[MetricSpec, ...] = (
+    of_step(
         name="num_requests_running",
         kind="gauge",
-        help="Requests that take part in steps.",
-        of_scheduler=lambda stats: _one(stats.num_running_reqs),
+        help="Requests that take part in steps, as of the last step.",
+        values=lambda stats: (stats.num_running_reqs,),
     ),
-    MetricSpec(
+    of_step(
         name="num_requests_waiting",
         kind="gauge",
-        help="Requests that wait to be scheduled.",
-        of_scheduler=lambda stats: _one(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs),
+        help="Requests that wait to be scheduled, for whatever reason, as of the last step.",
+        values=lambda stats: (stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,),
     ),
-    MetricSpec(
+    of_step(
+        name="num_requests_waiting_by_reason",
+        kind="gauge",
+        help="The same by what they wait for: capacity, or something else (a grammar, a session's next input).",
+        labels=("reason",),
+        known=each(("capacity", "deferred")),
+        samples=lambda stats: (
+            (("capacity",), stats.num_waiting_reqs),
+            (("deferred",), stats.num_skipped_waiting_reqs),
+        ),
+    ),
+    of_facts(
+        name="engine_sleep_state",
+        kind="gauge",
+        help="1 for the state the engine is in: awake, asleep with its weights kept, or without them.",
+        labels=("sleep_state",),
+        known=each(("awake", "weights_offloaded", "discard_all")),
+        samples=lambda facts: [
+            ((state,), float(facts.sleep_level == level))
+            for level, state in enumerate(("awake", "weights_offloaded", "discard_all"))
+        ],
+    ),
+    of_step(
         name="kv_cache_usage_perc",
         kind="gauge",
-        help="Share of the KV cache in use; 1 is all of it.",
-        of_scheduler=lambda stats: _one(stats.kv_cache_usage),
+        help="Share of the KV cache's blocks that requests hold; 1 is all of them.",
+        values=lambda stats: (stats.kv_cache_usage,),
     ),
-    MetricSpec(
+    of_step(
+        name="gpu_cache_usage_perc",
+        kind="gauge",
+        help="Deprecated: use vllm:kv_cache_usage_perc, which this equals. Kept because autoscalers ask for it.",
+        values=lambda stats: (stats.kv_cache_usage,),
+    ),
+    of_facts(
+        name="lora_requests_info",
+        kind="gauge",
+        help="Adapters with requests, as lists in its labels. The value is the time.",
+        base_labels=(),
+        labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+        samples=lambda facts: (
+            [
+                (
+                    (
+                        str(facts.max_lora),
+                        ",".join(sorted(facts.adapters.waiting)[:50]),
+                        ",".join(sorted(facts.adapters.running)[:50]),
+                    ),
+                    facts.time,
+                )
+            ]
+            if facts.max_lora or facts.adapters.running or facts.adapters.waiting
+            else []
+        ),
+        condition=LORA,
+    ),
+)
+
+COUNTERS: tuple[MetricSpec, ...] = (
+    of_step(
         name="prefix_cache_queries",
         kind="counter",
-        help="Prompt tokens that were looked up in the prefix cache.",
-        of_scheduler=lambda stats: _one(stats.prefix_cache_stats.queries),
+        help="Prompt tokens looked up in the prefix cache, at the first admission of each request.",
+        values=lambda stats: (stats.prefix_cache_stats.queries,),
     ),
-    MetricSpec(
+    of_step(
         name="prefix_cache_hits",
         kind="counter",
         help="Prompt tokens that were found there.",
-        of_scheduler=lambda stats: _one(stats.prefix_cache_stats.hits),
+        values=lambda stats: (stats.prefix_cache_stats.hits,),
     ),
-    MetricSpec(
+    of_step(
+        name="external_prefix_cache_queries",
+        kind="counter",
+        help="Prompt tokens looked up in caches of other engines. There are none yet: always 0.",
+        values=lambda stats: (),
+    ),
+    of_step(
+        name="external_prefix_cache_hits",
+        kind="counter",
+        help="Prompt tokens that were found there. Always 0.",
+        values=lambda stats: (),
+    ),
+    of_step(
+        name="mm_cache_queries",
+        kind="counter",
+        help="Images and sounds looked up in the cache of processed ones. There are none yet: always 0.",
+        values=lambda stats: (),
+    ),
+    of_step(
+        name="mm_cache_hits",
+        kind="counter",
+        help="Images and sounds that were found there. Always 0.",
+        values=lambda stats: (),
+    ),
+    of_outputs(
         name="num_preemptions",
         kind="counter",
         help="Times a request lost its blocks to others.",
-        of_iteration=lambda stats: _one(stats.num_preempted_reqs),
+        values=lambda stats: (stats.num_preempted_reqs,),
     ),
-    MetricSpec(
+    of_outputs(
         name="prompt_tokens",
         kind="counter",
         help="Prompt tokens of requests with a first token, cached ones among them.",
-        of_iteration=lambda stats: _one(stats.num_prompt_tokens),
+        values=lambda stats: (stats.num_prompt_tokens,),
     ),
-    MetricSpec(
+    of_outputs(
+        name="prompt_tokens_by_source",
+        kind="counter",
+        help="The same by where their keys and values came from.",
+        labels=("source",),
+        known=each(("local_compute", "local_cache_hit", "external_kv_transfer")),
+        samples=lambda stats: (
+            (("local_compute",), stats.prompt_tokens.num_computed_tokens),
+            (("local_cache_hit",), stats.prompt_tokens.num_local_cached_tokens),
+            (("external_kv_transfer",), stats.prompt_tokens.num_external_cached_tokens),
+        ),
+    ),
+    of_outputs(
+        name="prompt_tokens_cached",
+        kind="counter",
+        help="Those of them that were not computed.",
+        values=lambda stats: (stats.prompt_tokens.num_cached_tokens,),
+    ),
+    of_outputs(
+        name="prompt_tokens_cached_by_source",
+        kind="counter",
+        help="The same by where the cache is. Quire's is the device's.",
+        labels=("source",),
+        known=each(("device", "host", "p2p", "disk", "external_unspecified")),
+        samples=lambda stats: (
+            (("device",), stats.prompt_tokens.num_local_cached_tokens),
+            (("external_unspecified",), stats.prompt_tokens.num_external_cached_tokens),
+        ),
+    ),
+    of_outputs(
         name="generation_tokens",
         kind="counter",
-        help="Tokens generated.",
-        of_iteration=lambda stats: _one(stats.num_generation_tokens),
+        help="Tokens generated for live requests.",
+        values=lambda stats: (stats.num_generation_tokens,),
     ),
     MetricSpec(
         name="request_success",
         kind="counter",
-        help="Requests that have ended, by the reason.",
+        help="Requests that have ended, by the reason; each output of a prompt counts.",
+        source=FinishedRequestStats,
         labels=("finished_reason",),
-        of_iteration=lambda stats: [
-            ((FINISH_REASON_STRINGS[finished.finish_reason],), 1) for finished in stats.finished_requests
-        ],
+        known=each(FINISH_REASON_STRINGS),
+        samples=lambda finished: (((FINISH_REASON_STRINGS[finished.finish_reason],), 1),),
     ),
-    MetricSpec(
+    of_outputs(
+        name="corrupted_requests",
+        kind="counter",
+        help="Requests with a NaN in their logits.",
+        values=lambda stats: (stats.num_corrupted_reqs,),
+        condition=NANS,
+    ),
+    of_facts(
+        name="admission_rejections",
+        kind="counter",
+        help="User requests refused because the queue was full, by the limit.",
+        base_labels=MODEL_LABEL,
+        labels=("reason",),
+        known=each(("max_num_queued_reqs", "max_num_queued_tokens")),
+        samples=lambda facts: labelled(facts.admission_rejections),
+        is_total=True,
+    ),
+    of_step(
+        name="spec_decode_num_drafts",
+        kind="counter",
+        help="Drafts verified.",
+        values=_spec_decode(lambda spec: spec.num_drafts),
+        condition=SPEC_DECODE,
+    ),
+    of_step(
+        name="spec_decode_num_draft_tokens",
+        kind="counter",
+        help="Tokens of drafts.",
+        values=_spec_decode(lambda spec: spec.num_draft_tokens),
+        condition=SPEC_DECODE,
+    ),
+    of_step(
+        name="spec_decode_num_accepted_tokens",
+        kind="counter",
+        help="Tokens of drafts that were accepted.",
+        values=_spec_decode(lambda spec: spec.num_accepted_tokens),
+        condition=SPEC_DECODE,
+    ),
+    of_step(
+        name="spec_decode_num_accepted_tokens_per_pos",
+        kind="counter",
+        help="The same by position in the draft.",
+        labels=("position",),
+        samples=_accepted_per_position,
+        condition=SPEC_DECODE,
+    ),
+)
+
+HISTOGRAMS: tuple[MetricSpec, ...] = (
+    of_outputs(
         name="time_to_first_token_seconds",
         kind="histogram",
         help="From a request's arrival to its first token.",
-        buckets=LATENCY_BUCKETS,
-        of_iteration=lambda stats: _each(stats.time_to_first_tokens),
+        values=lambda stats: stats.time_to_first_tokens,
+        owners=lambda stats: stats.first_token_owners,
+        family="time_to_first_token",
     ),
-    MetricSpec(
+    of_outputs(
         name="inter_token_latency_seconds",
         kind="histogram",
-        help="From one output of a request to the next.",
-        buckets=LATENCY_BUCKETS,
-        of_iteration=lambda stats: _each(stats.inter_token_latencies),
+        help="From one output of a request to the next, preemptions included.",
+        values=lambda stats: stats.inter_token_latencies,
+        family="inter_token_latency",
     ),
-    MetricSpec(
+    of_finished(
+        name="request_time_per_output_token_seconds",
+        help="Mean time between the tokens of a request that has ended; 0 for one token.",
+        values=lambda finished: (finished.mean_time_per_output_token,),
+        family="inter_token_latency",
+    ),
+    of_finished(
         name="e2e_request_latency_seconds",
+        help="From a request's arrival to its end, however it ended.",
+        values=lambda finished: (finished.e2e_latency,),
+        family="request_latency",
+    ),
+    of_finished(
+        name="request_queue_time_seconds",
+        help="From a request's coming to the scheduler until it was first scheduled; of those that were.",
+        values=lambda finished: some(finished.queued_time),
+        family="request_latency",
+    ),
+    of_finished(
+        name="request_inference_time_seconds",
+        help="From being first scheduled to the last token, preemptions included.",
+        values=lambda finished: some(finished.inference_time),
+        family="request_latency",
+    ),
+    of_finished(
+        name="request_prefill_time_seconds",
+        help="From being first scheduled to the first token, preemptions included.",
+        values=lambda finished: some(finished.prefill_time),
+        family="request_latency",
+    ),
+    of_finished(
+        name="request_decode_time_seconds",
+        help="From the first token to the last, preemptions included.",
+        values=lambda finished: some(finished.decode_time),
+        family="request_latency",
+    ),
+    of_outputs(
+        name="iteration_tokens_total",
         kind="histogram",
-        help="From a request's arrival to its end.",
-        buckets=LONG_BUCKETS,
-        of_iteration=lambda stats: _each(finished.e2e_latency for finished in stats.finished_requests),
+        help="Tokens of a step: prompt tokens computed for requests with a first token, and tokens generated.",
+        values=lambda stats: some(stats.num_step_tokens),
+        family="iteration_tokens",
+    ),
+    of_finished(
+        name="request_prompt_tokens",
+        help="Prompt tokens of a request that has ended.",
+        values=lambda finished: (finished.num_prompt_tokens,),
+        family="request_tokens",
+    ),
+    of_finished(
+        name="request_generation_tokens",
+        help="Tokens a request that has ended was given.",
+        values=lambda finished: (finished.num_generation_tokens,),
+        family="request_tokens",
+    ),
+    of_outputs(
+        name="request_max_num_generation_tokens",
+        kind="histogram",
+        help="Tokens of the longest output of a user request that has ended.",
+        values=lambda stats: stats.max_num_generation_tokens,
+        family="request_tokens",
+    ),
+    of_finished(
+        name="request_params_max_tokens",
+        help="The max_tokens of a request that has ended, where it had one.",
+        values=lambda finished: some(finished.max_tokens_param),
+        family="request_tokens",
+    ),
+    of_finished(
+        name="request_prefill_kv_computed_tokens",
+        help="Prompt tokens computed for a request that has ended: those not found in the cache.",
+        values=lambda finished: (max(0, finished.num_prompt_tokens - finished.num_cached_tokens),),
+        family="request_tokens",
+    ),
+    of_outputs(
+        name="request_params_n",
+        kind="histogram",
+        help="The n of a user request that has ended.",
+        values=lambda stats: stats.n_params,
+        family="num_outputs",
+    ),
+    of_finished(
+        name="request_num_preemptions",
+        help="Preemptions of a request that has ended.",
+        values=lambda finished: (finished.num_preemptions,),
+        family="num_preemptions",
+    ),
+    of_step(
+        name="kv_block_lifetime_seconds",
+        kind="histogram",
+        help="From a sampled block's allocation to its eviction from the prefix cache.",
+        values=lambda stats: [event.lifetime_s for event in stats.kv_cache_eviction_events],
+        family="kv_residency",
+        condition=KV_SAMPLING,
+    ),
+    of_step(
+        name="kv_block_idle_before_evict_seconds",
+        kind="histogram",
+        help="From a sampled block's last use to its eviction.",
+        values=lambda stats: [event.idle_s for event in stats.kv_cache_eviction_events],
+        family="kv_residency",
+        condition=KV_SAMPLING,
+    ),
+    of_step(
+        name="kv_block_reuse_gap_seconds",
+        kind="histogram",
+        help="Between two uses of a sampled block, of the last few before its eviction.",
+        values=lambda stats: chain.from_iterable(event.reuse_gaps_s for event in stats.kv_cache_eviction_events),
+        family="kv_residency",
+        condition=KV_SAMPLING,
     ),
 )
+
+
+def _operation_rows(name: str, what: str, operations: tuple[str, ...]) -> tuple[MetricSpec, ...]:
+    def read_duration(done: ControlOperation) -> list[Sample]:
+        return [((done.operation,), done.duration_s)] if done.operation in operations else []
+
+    def read_in_flight(facts: FrontendFacts) -> list[Sample]:
+        return [((operation,), facts.operations_in_flight.get(operation, 0)) for operation in operations]
+
+    return (
+        MetricSpec(
+            name=f"{name}_operation_duration_seconds",
+            kind="histogram",
+            help=f"{what}: how long each took.",
+            source=ControlOperation,
+            labels=("operation",),
+            known=each(operations),
+            samples=read_duration,
+            family="operation",
+        ),
+        of_facts(
+            name=f"{name}_operations_in_flight",
+            kind="gauge",
+            help=f"{what}: how many are under way.",
+            labels=("operation",),
+            known=each(operations),
+            samples=read_in_flight,
+            merge="sum",
+        ),
+    )
+
+
+OPERATIONS: tuple[MetricSpec, ...] = (
+    *_operation_rows("sleep_mode", "Operations of sleeping and waking", SLEEP_OPERATIONS),
+    *_operation_rows("rl_weight_update", "Operations on the weights; Quire has `update`", WEIGHT_OPERATIONS),
+)
+
+LEGACY: tuple[MetricSpec, ...] = (
+    of_facts(
+        name="num_requests_swapped",
+        kind="gauge",
+        help="Deprecated: requests are recomputed, never swapped out. Always 0.",
+        values=lambda facts: (0.0,),
+        condition=LEGACY_NAMES,
+    ),
+    of_facts(
+        name="cpu_cache_usage_perc",
+        kind="gauge",
+        help="Deprecated: there is no swap space. Always 0. See vllm:kv_cache_usage_perc.",
+        values=lambda facts: (0.0,),
+        condition=LEGACY_NAMES,
+    ),
+    of_outputs(
+        name="tokens",
+        kind="counter",
+        help="Deprecated: use vllm:prompt_tokens and vllm:generation_tokens, whose sum this is.",
+        values=lambda stats: (stats.num_prompt_tokens + stats.num_generation_tokens,),
+        condition=LEGACY_NAMES,
+    ),
+    of_outputs(
+        name="time_per_output_token_seconds",
+        kind="histogram",
+        help="Deprecated: use vllm:inter_token_latency_seconds, which this equals.",
+        values=lambda stats: stats.inter_token_latencies,
+        family="inter_token_latency",
+        condition=LEGACY_NAMES,
+    ),
+    of_finished(
+        name="time_in_queue_requests",
+        help="Deprecated: use vllm:request_queue_time_seconds, which this equals.",
+        values=lambda finished: some(finished.queued_time),
+        family="request_latency",
+        condition=LEGACY_NAMES,
+    ),
+)
+"""Of the documents' older names, those that can be computed."""
+
+METRICS: tuple[MetricSpec, ...] = (*ENGINE_GAUGES, *COUNTERS, *HISTOGRAMS, *OPERATIONS, *LEDGER, *HTTP, *LEGACY)
+
+CACHE_CONFIG_INFO = InfoSpec(
+    name="cache_config_info", help="The configuration of the KV cache, and what start-up made of it."
+)
+BUILD_INFO = InfoSpec(name="build_info", help="The version of Quire that runs here.", prefix=QUIRE)
+INFOS: tuple[InfoSpec, ...] = (CACHE_CONFIG_INFO, BUILD_INFO)
+
+NOT_APPLICABLE: dict[str, str] = {
+    "num_requests_kv_fetch_by_stage": "there is no transfer of KV blocks between engines",
+    "watermark_requests": "outputs are not watermarked",
+    "diffusion_*": "no diffusion models are served",
+    "estimated_flops_per_gpu_total": "work is measured, not estimated: --enable-mfu-metrics does not exist",
+    "estimated_read_bytes_per_gpu_total": "as estimated_flops_per_gpu_total",
+    "estimated_write_bytes_per_gpu_total": "as estimated_flops_per_gpu_total",
+    "kv_offload_*": "KV blocks are not offloaded",
+    "simple_kv_offload_*": "KV blocks are not offloaded",
+    "nixl_*": "there is no NIXL connector",
+    "hisparse_*": "there is no hierarchical sparse cache",
+    "hf3fs_*": "there is no 3FS connector",
+    "mooncake_store_*": "there is no Mooncake connector",
+    "tool_call_parser_invocations_total": "its label values are not documented; http_requests_total counts the calls",
+    "websocket_*": "there are no websocket routes",
+    "model_forward_time_milliseconds": "the frontend does not see the parts of a step",
+    "model_execute_time_milliseconds": "as model_forward_time_milliseconds",
+    "gpu_prefix_cache_hit_rate": "a rate: divide prefix_cache_hits by prefix_cache_queries",
+    "cpu_prefix_cache_hit_rate": "there is no swap space; see gpu_prefix_cache_hit_rate",
+    "spec_decode_draft_acceptance_rate": "a rate: divide spec_decode_num_accepted_tokens by _num_draft_tokens",
+    "spec_decode_efficiency": "a rate: make it of the spec_decode counters",
+    "spec_decode_num_emitted_tokens": "it is spec_decode_num_accepted_tokens plus _num_drafts",
+}
+"""vLLM's names (without the prefix; `*` for any end) that are not exported, and why."""

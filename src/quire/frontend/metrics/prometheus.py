@@ -1,64 +1,93 @@
-"""Statistics as Prometheus reads them: the rows of `catalog.METRICS` in a registry of one server."""
+"""Statistics as Prometheus reads them: the rows of the catalog, counted in this process and written when it asks."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import generate_latest
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from quire.frontend.metrics.catalog import METRICS, MODEL_LABELS, PREFIX, MetricSpec
+from quire.frontend.metrics.buckets import make_bounds
+from quire.frontend.metrics.catalog import BUILD_INFO, CACHE_CONFIG_INFO, METRICS
+from quire.frontend.metrics.exchange import HttpExchange
+from quire.frontend.metrics.exposition import Exposition, Format
+from quire.frontend.metrics.facts import FrontendFacts
 from quire.frontend.metrics.manager import StatLogger
+from quire.frontend.metrics.operations import ControlOperation
+from quire.frontend.metrics.snapshot import MetricsSnapshot
+from quire.frontend.metrics.spec import LAZY
 from quire.frontend.metrics.stats import IterationStats
+from quire.frontend.metrics.store import MetricsStore
+from quire.version import __version__
 from quire.wire.stats import SchedulerStats
 
-Metric = Counter | Gauge | Histogram
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsSetup:
+    """What one server exports."""
+
+    model_name: str
+    max_model_len: int = 1 << 20
+    conditions: frozenset[str] = frozenset()
+    """Of the catalog's, those that hold: features that are on."""
+    cache_config: Mapping[str, str] = field(default_factory=dict)
+    """Labels of `vllm:cache_config_info`."""
+    custom_buckets: Mapping[str, Any] | None = None
+    engines: Sequence[int] = (0,)
 
 
 class PrometheusStatLogger(StatLogger):
-    """Owns the registry. `model_name` and the engine's index label every sample."""
+    """Counts everything in the catalog. Belongs to the thread that records; `snapshot` is to be called there, too.
 
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self._registry = CollectorRegistry()
-        self._metrics = [(spec, _make(spec, self._registry)) for spec in METRICS]
-        for spec, metric in self._metrics:
-            if not spec.labels:
-                metric.labels(model_name, "0")  # the series exists from the start
+    `get_facts` says what is true now; without it the metrics that are read from there stay at 0.
+    """
+
+    def __init__(
+        self,
+        setup: MetricsSetup,
+        get_facts: Callable[[], FrontendFacts] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._get_facts = get_facts
+        hidden = LAZY - setup.conditions
+        specs = [spec for spec in METRICS if not spec.condition or spec.condition in setup.conditions | hidden]
+        self._store = MetricsStore(
+            specs,
+            {"model_name": setup.model_name},
+            make_bounds(setup.max_model_len, setup.custom_buckets),
+            engines=setup.engines,
+            clock=clock,
+            hidden=hidden,
+        )
+        if setup.cache_config:
+            for engine in setup.engines:
+                self._store.add_info(CACHE_CONFIG_INFO, {"engine": str(engine), **setup.cache_config})
+        self._store.add_info(BUILD_INFO, {"version": __version__, "model_name": setup.model_name})
+        self._exposition = Exposition()
 
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:
-        """Set, add and observe what one step brought."""
-        base = (self._model_name, str(engine_index))
-        for spec, metric in self._metrics:
-            if spec.of_scheduler is not None and scheduler_stats is not None:
-                samples = spec.of_scheduler(scheduler_stats)
-            elif spec.of_iteration is not None and iteration_stats is not None:
-                samples = spec.of_iteration(iteration_stats)
-            else:
-                continue
-            for labels, value in samples:
-                _take(metric.labels(*base, *labels), value)
+        """Count what a step, or a batch of its outputs, brought."""
+        store = self._store
+        if scheduler_stats is not None:
+            store.record(scheduler_stats, engine_index)
+        if iteration_stats is not None:
+            store.record(iteration_stats, engine_index)
+            for finished in iteration_stats.finished_requests:
+                store.record(finished, engine_index)
 
-    def exposition(self) -> bytes:
-        """Everything, in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def record_operation(self, operation: ControlOperation) -> None:
+        self._store.record(operation)
 
+    def record_exchange(self, exchange: HttpExchange) -> None:
+        """An HTTP request was answered."""
+        self._store.record(exchange)
 
-def _make(spec: MetricSpec, registry: CollectorRegistry) -> Metric:
-    name, labels = PREFIX + spec.name, (*MODEL_LABELS, *spec.labels)
-    if spec.kind == "gauge":
-        return Gauge(name, spec.help, labels, registry=registry)
-    if spec.kind == "counter":
-        return Counter(name, spec.help, labels, registry=registry)
-    return Histogram(name, spec.help, labels, registry=registry, buckets=spec.buckets)
+    def snapshot(self) -> MetricsSnapshot:
+        """All metrics at this moment."""
+        return self._store.snapshot(None if self._get_facts is None else self._get_facts())
 
-
-def _take(metric: Metric, value: float) -> None:
-    match metric:
-        case Gauge():
-            metric.set(value)
-        case Counter():
-            metric.inc(value)
-        case Histogram():
-            metric.observe(value)
+    def exposition(self, format: Format = "text") -> str:
+        """The same as text, without OpenMetrics' end mark."""
+        return self._exposition.write(self.snapshot(), format)

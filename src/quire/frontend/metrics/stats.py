@@ -8,11 +8,32 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire.outputs import RequestStateStats
 from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 from quire.wire.stats import BaseCacheStats, PrefillStats
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOwner:
+    """Whose an observation is: what leads from a slow bucket to its request."""
+
+    request_id: str
+    """The user's."""
+    trace_id: str | None = None
+
+    @classmethod
+    def of(cls, request_id: str, trace_headers: Mapping[str, str] | None) -> RequestOwner:
+        """`trace_headers` are those of the W3C trace context, if the request came with one."""
+        parts = (trace_headers or {}).get("traceparent", "").split("-")
+        return cls(request_id, parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None)
+
+    def labels(self) -> dict[str, str]:
+        """Of an exemplar: the trace first, which is never cut."""
+        trace = {} if self.trace_id is None else {"trace_id": self.trace_id}
+        return {**trace, "request_id": self.request_id}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,11 +54,12 @@ class FinishedRequestStats:
     num_cached_tokens: int
     num_preemptions: int
     is_corrupted: bool
+    owner: RequestOwner | None = None
 
 
 @dataclass(slots=True)
 class IterationStats:
-    """What one engine step delivered (checklist S0-ST-002)."""
+    """What a batch of outputs of one engine step delivered, mostly all of them (checklist S0-ST-002)."""
 
     iteration_timestamp: float = field(default_factory=time.time)
     """Wall clock, one for the whole iteration (checklist S0-ST-017)."""
@@ -53,11 +75,20 @@ class IterationStats:
     """Per finished user request: its longest output."""
     n_params: list[int] = field(default_factory=list)
     """Per finished user request: the `n` it asked for."""
+    first_token_owners: list[RequestOwner | None] = field(default_factory=list)
+    """Whose `time_to_first_tokens` are."""
+    num_step_tokens: int | None = None
+    """In the last batch of a step: the tokens of all its batches, prompt tokens computed and tokens generated."""
 
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens of the prefills completed in this iteration, cached ones among them."""
         return self.prompt_tokens.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Work done for these outputs: prompt tokens computed, and tokens generated."""
+        return self.prompt_tokens.num_computed_tokens + self.num_generation_tokens
 
     def _time_since(self, start: float) -> float:
         """Wall seconds from `start` to this iteration; 0 should the wall clock have been set back."""
@@ -81,10 +112,12 @@ class IterationStats:
         is_prefilling: bool,
         stats: RequestStateStats,
         num_context_tokens: int = 0,
+        owner: RequestOwner | None = None,
     ) -> None:
         """One output of one request, `is_prefilling` if it is the first with tokens (checklist S0-ST-005…008).
 
-        `num_context_tokens` of its prompt have been counted already, with earlier segments of its session.
+        `num_context_tokens` of its prompt have been counted already, with earlier segments of its session. `owner` is
+        only of use with the first tokens.
         """
         if output.events:
             self.update_from_events(output.events, stats)
@@ -99,6 +132,7 @@ class IterationStats:
             self._add_prompt_tokens(output.prefill_stats, num_context_tokens)
             stats.first_token_latency = self._time_since(stats.arrival_time)
             self.time_to_first_tokens.append(stats.first_token_latency)
+            self.first_token_owners.append(owner)
             stats.first_token_ts = engine_timestamp
         else:
             self.inter_token_latencies.append(engine_timestamp - stats.last_token_ts)
@@ -121,6 +155,7 @@ class IterationStats:
         num_prompt_tokens: int,
         max_tokens_param: int | None,
         num_cached_tokens: int,
+        owner: RequestOwner | None = None,
     ) -> None:
         """Close the books of a request; its formulas are checklist S0-ST-009."""
         decode_time = _interval(stats.first_token_ts, stats.last_token_ts)
@@ -141,6 +176,7 @@ class IterationStats:
                 num_cached_tokens=num_cached_tokens,
                 num_preemptions=stats.num_preemptions,
                 is_corrupted=stats.is_corrupted,
+                owner=owner,
             )
         )
 

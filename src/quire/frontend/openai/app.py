@@ -22,14 +22,18 @@ from quire.frontend.openai.endpoint import Endpoint
 from quire.frontend.openai.errors import error_response, http_status_error, unknown_route
 from quire.frontend.openai.routes import (
     admin,
+    batch,
     chat,
     completions,
+    debug,
     documents,
     health,
     invocations,
     messages,
     metrics,
     models,
+    pages,
+    render,
     responses,
     tokens,
 )
@@ -44,10 +48,14 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     tokens.ENDPOINTS,
     completions.ENDPOINTS,
     chat.ENDPOINTS,
+    batch.ENDPOINTS,
     responses.ENDPOINTS,
     messages.ENDPOINTS,
+    render.ENDPOINTS,
     invocations.ENDPOINTS,
     documents.ENDPOINTS,
+    pages.ENDPOINTS,
+    debug.ENDPOINTS,
     admin.ENDPOINTS,
 )
 """Every endpoint there is, one row per file of `routes/`."""
@@ -57,7 +65,7 @@ def endpoints_of(config: ServerConfig, *, is_admin: bool) -> list[Endpoint]:
     """The endpoints of the main listener, or of the admin one."""
     found = [endpoint for router in ROUTERS for endpoint in router if endpoint.is_enabled(config)]
     if is_admin:
-        return [e for e in found if e.access in (Access.ADMIN, Access.OPEN)]
+        return [e for e in found if e.access in (Access.ADMIN, Access.OPEN) or e.is_on_admin]
     with_admin = config.enable_admin and not config.admin_is_apart
     return [e for e in found if e.access is not Access.ADMIN or with_admin]
 

@@ -22,7 +22,7 @@ class Access(Enum):
     """What a client must show."""
 
     OPEN = "open"
-    """Nothing: probes, which hold no secrets."""
+    """Nothing: probes and static pages, which hold no secrets."""
     METRICS = "metrics"
     """Nothing, or a key where the operator says so."""
     KEY = "key"

@@ -23,10 +23,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
-from quire.errors import NotFoundError, ValidationError
+from quire.errors import NotFoundError, OverloadedError, ValidationError
 from quire.frontend.admission import Reservation
+from quire.frontend.metrics.exchange import HttpExchange
 from quire.frontend.openai.auth import Access, shown_key
 from quire.frontend.openai.errors import ErrorShape, HttpError, error_body, error_response, note_error
+from quire.frontend.openai.orca import REQUEST_HEADER, RESPONSE_HEADER, load_report
 from quire.frontend.openai.protocol.fields import Body, BodyReader
 from quire.frontend.openai.state import ServerState
 from quire.frontend.openai.tenants import TenantPlace
@@ -42,6 +44,11 @@ _MAX_TRACE_HEADER_CHARS = 512
 MIN_VALUES = 1 << 18
 VALUES_PER_CONTEXT_TOKEN = 4
 """Values a body may hold, told by its commas: the parser takes about 100 ns for each, and lets nobody else run."""
+PROBES = frozenset(
+    {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version", "/server_info"}
+)
+"""Not counted as HTTP requests: their callers come every few seconds."""
+_MAX_LENGTH_DIGITS = 16
 GONE = 499
 """Logged where the client left before the answer; nobody receives it."""
 
@@ -76,12 +83,19 @@ class RequestContext:
             n * sum(nums_tokens),
             n * sum(nums_output_tokens),
         )
-        self._share = self.state.tenants.take(
-            self.state.gatekeeper.owner_of(self.request), num_reqs, num_tokens + num_output_tokens
-        )
-        admission.check_admission(num_reqs, num_tokens, num_output_tokens)
+        receipts = [admission.receive(n) for _ in nums_tokens]
+        try:
+            self._share = self.state.tenants.take(
+                self.state.gatekeeper.owner_of(self.request), num_reqs, num_tokens + num_output_tokens
+            )
+            admission.check_admission(num_reqs, num_tokens, num_output_tokens)
+        except OverloadedError as e:
+            for receipt in receipts:
+                receipt.reject(e)
+            raise
         self._places.extend(
-            admission.reserve_unchecked(n, *numbers) for numbers in zip(nums_tokens, nums_output_tokens, strict=True)
+            admission.reserve_unchecked(receipt, n, *numbers)
+            for receipt, *numbers in zip(receipts, nums_tokens, nums_output_tokens, strict=True)
         )
 
     def take_place(self) -> Reservation | None:
@@ -93,10 +107,10 @@ class RequestContext:
         share, self._share = self._share, None
         return share
 
-    def release_places(self) -> None:
-        """Give back what nobody took, and the key's share."""
+    def release_places(self, error: BaseException | None = None) -> None:
+        """Give back what nobody took, and the key's share, because of `error`; None: the client has left."""
         while self._places:
-            self._places.popleft().release()
+            self._places.popleft().release(error)
         if self._share is not None:
             self._share.release()
 
@@ -199,12 +213,14 @@ class Endpoint:
     """How its errors are written."""
     is_enabled: Callable[[ServerConfig], bool] = lambda config: True
     """Whether the flags ask for it."""
+    is_on_admin: bool = False
+    """Served by the admin listener, too: the dashboard there reads it. Admin and open routes always are."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
         state: ServerState = scope["app"].state.server
         context = RequestContext(Request(scope, receive), state)
-        exchange = _Exchange(context, send)
+        exchange = _Exchange(context, send, is_work=self.is_work)
         if self.is_work:
             state.lifecycle.begin_request()
         try:
@@ -214,6 +230,8 @@ class Endpoint:
             context.release_places()
             if self.is_work:
                 state.lifecycle.end_request()
+            if self.path not in PROBES:
+                exchange.count(self.path)
             exchange.log()
 
     async def _respond(self, context: RequestContext) -> Response:
@@ -230,6 +248,7 @@ class Endpoint:
         except ClientDisconnect:
             return Response(status_code=GONE)
         except Exception as e:
+            context.release_places(e)
             note_error(e, context.request_id)
             return error_response(e, self.shape_error)
 
@@ -237,18 +256,46 @@ class Endpoint:
 class _Exchange:
     """Watches what is sent: adds the request's id, and remembers the status for the log."""
 
-    def __init__(self, context: RequestContext, send: Send) -> None:
+    def __init__(self, context: RequestContext, send: Send, *, is_work: bool) -> None:
+        self._is_work = is_work
         self._context = context
         self._send = send
         self._status = GONE
+        self._num_bytes = 0
         self._start = time.perf_counter()
 
     async def send(self, message: Message) -> None:
         """Pass a message on."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self._context.request_id.encode("latin-1"))]
+            headers = [*message["headers"], (b"x-request-id", self._context.request_id.encode("latin-1"))]
+            message["headers"] = headers + self._load_headers()
+        else:
+            self._num_bytes += len(message.get("body", b""))
         await self._send(message)
+
+    def _load_headers(self) -> list[tuple[bytes, bytes]]:
+        """What a balancer that asked for it is told of our load, with the answers to work."""
+        asked = self._context.request.headers.get(REQUEST_HEADER)
+        if asked is None or not self._is_work:
+            return []
+        report = load_report(self._context.state.engine.pipeline.stats, asked)
+        return [] if report is None else [(RESPONSE_HEADER.encode(), report.encode())]
+
+    def count(self, path: str) -> None:
+        """Tell the statistics. `path` is the route's."""
+        headers = self._context.request.headers
+        length = headers.get("content-length", "")
+        self._context.state.engine.pipeline.stat_loggers.record_exchange(
+            HttpExchange(
+                self._context.request.method,
+                path,
+                self._status,
+                time.perf_counter() - self._start,
+                int(length) if length.isdigit() and len(length) < _MAX_LENGTH_DIGITS else 0,
+                self._num_bytes,
+            )
+        )
 
     def log(self) -> None:
         """One line, without the query and whatever else a client may have put into it."""

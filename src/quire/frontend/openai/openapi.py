@@ -90,16 +90,19 @@ def make_fields_page(endpoints: Iterable[Endpoint]) -> str:
         "*refused* exist in vLLM and not here: they are accepted only with a value that asks for nothing. Those marked",
         "*no effect* are accepted, and the log tells of their first use. Fields that are not listed are ignored.",
     ]
+    first_of: dict[type, str] = {}
     for endpoint in endpoints:
         if endpoint.body is None:
             continue
         kind = endpoint.body.kind
+        title = f"{endpoint.methods[0]} {endpoint.path}"
+        lines += ["", f"## {title}", ""]
+        if first_of.setdefault(kind, title) != title:
+            lines.append(f"As {first_of[kind]}.")
+            continue
         _, components = msgspec.json.schema_components([kind], ref_template=REF)
         schema = components[kind.__name__]
         lines += [
-            "",
-            f"## {endpoint.methods[0]} {endpoint.path}",
-            "",
             "| field | type and bounds | default |",
             "|---|---|---|",
         ]

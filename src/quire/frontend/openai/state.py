@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.metrics.prometheus import PrometheusStatLogger
+from quire.frontend.metrics.process import ProcessMetrics
+from quire.frontend.metrics.recent import RecentRequests
 from quire.frontend.openai.auth import Gatekeeper
 from quire.frontend.openai.chat_format import ChatFormat
+from quire.frontend.openai.engine_view import SnapshotSource
 from quire.frontend.openai.errors import UnavailableError
 from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.response_store import ResponseStore
@@ -62,11 +64,14 @@ class ServerState:
         *,
         key_digests: Sequence[bytes] = (),
         stall_s: float = 60.0,
-        metrics: PrometheusStatLogger | None = None,
+        recent: RecentRequests | None = None,
     ) -> None:
         self.engine = engine
         self.config = config
-        self.metrics = metrics
+        self.process_metrics = ProcessMetrics()
+        self.recent = recent if recent is not None else RecentRequests()
+        """Empty where the engine's statistics go elsewhere."""
+        self.snapshots = SnapshotSource(engine)
         self.stall_s = stall_s
         """How long a stream may wait for its reader (--slow-client-timeout-s); 0 for ever."""
         self.gatekeeper = Gatekeeper(key_digests, protect_metrics=config.protect_metrics, admin_host=config.admin_host)

@@ -12,7 +12,7 @@ from quire.errors import GenerationError, make_error
 from quire.frontend.admission import estimate_num_tokens
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.openai.endpoint import RequestContext
-from quire.frontend.openai.errors import UnavailableError
+from quire.frontend.openai.errors import ErrorShape, UnavailableError, error_body
 from quire.frontend.openai.state import Lifecycle
 from quire.frontend.openai.streaming import EventStream, error_event
 from quire.frontend.openai.tenants import TenantPlace
@@ -177,6 +177,7 @@ def stream_response(
     submission: Submission | None,
     *,
     encode_error: Callable[[BaseException], bytes] = error_event,
+    shape_error: ErrorShape = error_body,
 ) -> EventStream:
     """`chunks` as server-sent events; when they end, however they end, what still runs of `submission` is aborted."""
     state = context.state
@@ -187,4 +188,5 @@ def stream_response(
         keep_alive_s=state.config.sse_keep_alive_interval,
         stall_s=state.stall_s,
         encode_error=encode_error,
+        shape_error=shape_error,
     )

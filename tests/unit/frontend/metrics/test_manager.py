@@ -4,17 +4,13 @@ import logging
 
 import pytest
 
-from quire.frontend.metrics.manager import LoggingStatLogger, StatLogger, StatLoggerManager
+from quire.config.engine import EngineConfig
+from quire.errors import ConfigError
+from quire.frontend.metrics.exchange import HttpExchange
+from quire.frontend.metrics.manager import StatLogger, StatLoggerManager, load_stat_logger
+from quire.frontend.metrics.operations import ControlOperation
 from quire.frontend.metrics.stats import IterationStats
-from quire.wire.stats import PrefillStats, PrefixCacheStats, SchedulerStats
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from quire.wire.stats import SchedulerStats
 
 
 @pytest.fixture
@@ -22,36 +18,6 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     caplog.set_level(logging.INFO, "quire")
     return caplog
-
-
-def test_one_line_per_interval(lines: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    logger = LoggingStatLogger(clock)
-    scheduler = SchedulerStats(
-        num_running_reqs=3,
-        num_waiting_reqs=2,
-        num_skipped_waiting_reqs=1,
-        kv_cache_usage=0.25,
-        prefix_cache_stats=PrefixCacheStats(requests=1, queries=10, hits=5),
-    )
-    logger.record(scheduler, IterationStats(num_generation_tokens=40, prompt_tokens=PrefillStats(30, 20, 10)))
-    assert not lines.messages
-    clock.now = 10.0
-    logger.record(None, IterationStats(num_generation_tokens=60))
-    assert lines.messages == [
-        "prompt 2.0 tokens/s, generation 10.0 tokens/s, running 3, waiting 3, KV cache 25.0%, prefix cache hits 50.0%"
-    ]
-    clock.now = 20.0
-    logger.record(SchedulerStats(), None)
-    assert len(lines.messages) == 1  # idle: nothing to say
-
-
-def test_the_interval_comes_from_the_environment(
-    lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUIRE_LOG_STATS_INTERVAL", "0")
-    LoggingStatLogger(Clock()).record(None, IterationStats(num_generation_tokens=1))
-    assert len(lines.messages) == 1
 
 
 class Recorder(StatLogger):
@@ -80,6 +46,38 @@ def test_every_logger_gets_everything_and_a_broken_one_is_dropped(lines: pytest.
     assert "Recorder failed and is dropped" in lines.text
 
 
-def test_the_default_is_the_log_line() -> None:
-    assert [type(logger) for logger in StatLoggerManager().loggers] == [LoggingStatLogger]
-    assert StatLoggerManager([]).loggers == []
+def test_events_that_a_logger_has_no_use_for() -> None:
+    recorder = Recorder()
+    manager = StatLoggerManager([recorder])
+    manager.record_operation(ControlOperation("wake", 1.0))
+    manager.record_exchange(HttpExchange("GET", "/", 200, 0.1, 0, 0))
+    assert recorder.seen == []
+    assert manager.loggers == [recorder]
+
+
+class Custom(Recorder):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+def test_a_logger_by_name_is_made_with_the_configuration() -> None:
+    config = EngineConfig()
+    loaded = load_stat_logger(f"{__name__}:Custom", config)
+    assert isinstance(loaded, Custom)
+    assert loaded.config is config
+
+
+@pytest.mark.parametrize("name", ["nowhere", "quire.nowhere:X", f"{__name__}:Nobody", "quire.config.engine:type"])
+def test_a_name_of_no_logger(name: str) -> None:
+    with pytest.raises(ConfigError):
+        load_stat_logger(name, EngineConfig())
+
+
+def make_number(config: EngineConfig) -> int:
+    return 1
+
+
+def test_something_else_than_a_logger() -> None:
+    with pytest.raises(ConfigError, match="makes a int, which is no StatLogger"):
+        load_stat_logger(f"{__name__}:make_number", EngineConfig())

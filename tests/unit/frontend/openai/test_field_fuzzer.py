@@ -182,6 +182,7 @@ async def bombard(server: Server, num_cases: int) -> None:
     await some(num_cases // 3)
     before = [_resident_kib("self"), _resident_kib(pid)]
     await some(num_cases - num_cases // 3)
+    await server.state.lifecycle.wait_idle()  # responses in the background
     grown = [now - then for now, then in zip([_resident_kib("self"), _resident_kib(pid)], before, strict=True)]
     assert max(grown) < 64 << 10, f"KiB: {grown}"
     assert client.core_pid == pid, "the same core as at the beginning"
@@ -197,7 +198,7 @@ def _own_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_own_process")
 def test_a_few_thousand_through_the_server_and_its_model() -> None:
-    check(lambda server: bombard(server, NUM_SERVED), executor=None, timeout_s=300)
+    check(lambda server: bombard(server, NUM_SERVED), executor=None, timeout_s=300, enable_scale_out=True)
 
 
 @pytest.mark.slow

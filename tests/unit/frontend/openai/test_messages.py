@@ -336,7 +336,9 @@ def test_turns_become_messages_that_templates_know() -> None:
             {"type": "tool_result", "tool_use_id": "2"},
             {"type": "text", "text": "c"},
         ]),
-        ("user", []),
+        ("user", "d"),
+        ("assistant", "e"),
+        ("assistant", [{"type": "text", "text": "f"}]),
     ]  # fmt: skip
     assert conversation_of("s", turns) == [
         {"role": "system", "content": "s"},
@@ -349,6 +351,6 @@ def test_turns_become_messages_that_templates_know() -> None:
         },
         {"role": "tool", "tool_call_id": "1", "content": "r"},
         {"role": "tool", "tool_call_id": "2", "content": ""},
-        {"role": "user", "content": [{"type": "text", "text": "c"}]},
-        {"role": "user", "content": []},
+        {"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "e"}, {"type": "text", "text": "f"}]},
     ]

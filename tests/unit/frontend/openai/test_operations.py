@@ -149,9 +149,10 @@ def test_our_own_faults_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ALL, ids=lambda endpoint: endpoint.path)
-def test_without_a_key_only_probes_and_metrics_answer(endpoint: Endpoint) -> None:
+def test_without_a_key_only_probes_metrics_and_static_pages_answer(endpoint: Endpoint) -> None:
     if endpoint.access in (Access.OPEN, Access.METRICS):
-        assert endpoint.path in ("/health", "/health/live", "/health/ready", "/ping", "/metrics")
+        probes = ("/health", "/health/live", "/health/ready", "/ping")
+        assert endpoint.path in (*probes, "/metrics", "/ui", "/ui/dashboard", "/ui/{name}")
 
 
 def test_every_route_asks_for_the_key() -> None:

@@ -1,0 +1,166 @@
+// One answer of the model on the page: its reasoning, its text (token by token, if probabilities are shown), its tool calls,
+// and its figures.
+
+import { byId, count, duration, el, percent, plural, rate, setText } from "./dom.js";
+
+export class Answer {
+  /** `onResults` is called with the tool messages once every call has a result. */
+  constructor(model, onResults) {
+    this.content = "";
+    this.reasoning = "";
+    this.calls = [];
+    this.tokens = [];
+    this.onResults = onResults;
+    this.start = performance.now();
+    this.firstAt = this.lastAt = null;
+    this.numEvents = 0;
+    this.usage = null;
+    this.reason = null;
+    this.textNode = el("p", { class: "text" });
+    this.reasoningNode = el("p", { class: "text" });
+    this.reasoningBox = el("details", { class: "reasoning", hidden: true }, el("summary", {}, "Reasoning"), this.reasoningNode);
+    this.callsNode = el("div");
+    this.stats = el("p", { class: "stats" }, "Waiting for the first token…");
+    this.node = el("article", { class: "message assistant", "aria-label": "Answer" },
+      el("p", { class: "who" }, model), this.reasoningBox, this.textNode, this.callsNode, this.stats);
+    this.textNode.addEventListener("keydown", (event) => this.#onKey(event));
+  }
+
+  /** Take in a chunk of the stream. */
+  take(chunk) {
+    if (chunk.error) throw new Error(chunk.error.message);
+    this.usage = chunk.usage ?? this.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) return;
+    const delta = choice.delta ?? {};
+    const reasoning = delta.reasoning ?? delta.reasoning_content;
+    if (delta.content || reasoning || delta.tool_calls) this.#stamp();
+    if (reasoning) {
+      this.reasoning += reasoning;
+      this.reasoningBox.hidden = false;
+      setText(this.reasoningNode, this.reasoning);
+    }
+    if (choice.logprobs?.content?.length) this.#addTokens(choice.logprobs.content);
+    if (delta.content) {
+      this.content += delta.content;
+      if (!this.tokens.length) this.textNode.append(delta.content);
+    }
+    for (const part of delta.tool_calls ?? []) this.#addCall(part);
+    this.reason = choice.finish_reason ?? this.reason;
+    this.#showStats();
+  }
+
+  #stamp() {
+    this.lastAt = performance.now();
+    this.firstAt ??= this.lastAt;
+    this.numEvents += 1;
+  }
+
+  #addTokens(entries) {
+    for (const entry of entries) {
+      const node = el("span", { class: "token" }, entry.token);
+      const probability = Math.exp(entry.logprob);
+      node.style.setProperty("--doubt", `${Math.round(70 * (1 - probability))}%`);
+      const token = { ...entry, probability, node, index: this.tokens.length };
+      node.addEventListener("pointerenter", () => this.#point(token));
+      node.addEventListener("pointerleave", () => hideCard());
+      this.tokens.push(token);
+      this.textNode.append(node);
+    }
+    this.textNode.tabIndex = 0;
+    this.textNode.setAttribute("role", "application");
+    this.textNode.setAttribute("aria-label", `${this.content}. Arrow keys go from token to token.`);
+    this.textNode.addEventListener("blur", () => hideCard(), { once: true });
+  }
+
+  #onKey(event) {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step || !this.tokens.length) return;
+    event.preventDefault();
+    const at = this.pointed === undefined ? (step > 0 ? 0 : this.tokens.length - 1) : this.pointed + step;
+    this.#point(this.tokens[Math.min(this.tokens.length - 1, Math.max(0, at))]);
+  }
+
+  #point(token) {
+    this.tokens[this.pointed]?.node.classList.remove("chosen");
+    this.pointed = token.index;
+    token.node.classList.add("chosen");
+    showCard(token);
+  }
+
+  #addCall(part) {
+    const call = (this.calls[part.index] ??= this.#newCall());
+    if (part.id) call.id = part.id;
+    call.name += part.function?.name ?? "";
+    call.arguments += part.function?.arguments ?? "";
+    setText(call.shown, `${call.name}(${call.arguments})`);
+  }
+
+  #newCall() {
+    const id = `result-${crypto.getRandomValues(new Uint32Array(1))[0]}`;
+    const call = { id: "", name: "", arguments: "", shown: el("code"), input: el("input", { type: "text", id, placeholder: "What the tool gives back" }) };
+    this.callsNode.append(el("div", { class: "call" }, el("p", { class: "who" }, "The model calls a tool"), call.shown,
+      el("label", { for: id }, "Its result"), call.input));
+    return call;
+  }
+
+  #showStats() {
+    const parts = [];
+    const tokens = this.usage?.completion_tokens ?? this.numEvents;
+    if (this.firstAt !== null) {
+      parts.push(`TTFT ${duration((this.firstAt - this.start) / 1000)}`);
+      const writing = (this.lastAt - this.firstAt) / 1000;
+      if (tokens > 1 && writing > 0) parts.push(`${rate((tokens - 1) / writing)} tokens/s`);
+    }
+    if (this.usage) {
+      const cached = this.usage.prompt_tokens_details?.cached_tokens;
+      parts.push(`${plural(tokens, "token")} after a prompt of ${count(this.usage.prompt_tokens)}${cached ? ` (${count(cached)} from the cache)` : ""}`);
+    }
+    if (this.reason) parts.push({ length: "ended: longest answer reached", stop: "ended by itself", tool_calls: "calls a tool", stopped: "stopped" }[this.reason] ?? this.reason);
+    if (parts.length) setText(this.stats, parts.join(" · "));
+  }
+
+  /** The stream is over, however. */
+  close({ stopped = false, error = null } = {}) {
+    if (stopped) this.reason = "stopped";
+    if (error) this.node.append(el("p", { class: "error", role: "alert" }, error));
+    if (this.firstAt === null && !this.reason) setText(this.stats, error ? "" : "No token came.");
+    this.#showStats();
+    if (this.calls.length && !stopped && !error) {
+      this.callsNode.append(el("button", { type: "button", class: "primary", onclick: (event) => {
+        event.target.disabled = true;
+        this.onResults(this.calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: call.input.value })));
+      } }, "Give the results to the model"));
+    }
+  }
+
+  /** What the model is reminded of with the next message. */
+  get message() {
+    const message = { role: "assistant", content: this.content };
+    if (this.calls.length) {
+      message.tool_calls = this.calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
+    }
+    return message;
+  }
+}
+
+const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/^ | $/g, "␣") || "∅";
+
+function showCard(token) {
+  const card = byId("token-card");
+  const rows = new Map((token.top_logprobs ?? []).map((one) => [one.token, Math.exp(one.logprob)]));
+  rows.set(token.token, token.probability);
+  const sorted = [...rows].sort((a, b) => b[1] - a[1]);
+  card.replaceChildren(el("table", {}, el("tbody", {}, ...sorted.map(([text, probability]) =>
+    el("tr", { class: text === token.token ? "taken" : null }, el("td", {}, visible(text)), el("td", {}, percent(probability)))))),
+  el("span", { class: "hint" }, `log-probability ${token.logprob.toFixed(3)}`));
+  card.hidden = false;
+  const box = token.node.getBoundingClientRect(), own = card.getBoundingClientRect();
+  card.style.left = `${Math.max(8, Math.min(box.left, innerWidth - own.width - 8))}px`;
+  card.style.top = `${box.bottom + own.height + 8 < innerHeight ? box.bottom + 6 : Math.max(8, box.top - own.height - 6)}px`;
+}
+
+export function hideCard() {
+  byId("token-card").hidden = true;
+  for (const node of document.querySelectorAll(".token.chosen")) node.classList.remove("chosen");
+}

@@ -1,0 +1,109 @@
+// The server these pages come from, and no other. The key stays in this tab: it is gone when the tab is.
+
+import { el, setText } from "./dom.js";
+
+const BASE = new URL("..", import.meta.url);
+const KEY = "quire-api-key";
+
+export class ApiError extends Error {
+  constructor(status, message, param = null) {
+    super(message);
+    this.status = status;
+    this.param = param;
+  }
+}
+
+export const getKey = () => sessionStorage.getItem(KEY) ?? "";
+
+/** fetch with the key. Throws ApiError for every answer that is not good, in the server's words. */
+export async function call(path, { body, signal, accept = "application/json" } = {}) {
+  const headers = { accept };
+  if (getKey()) headers.authorization = `Bearer ${getKey()}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  let response;
+  try {
+    response = await fetch(new URL(path, BASE), {
+      method: body === undefined ? "GET" : "POST",
+      headers,
+      body: body === undefined ? undefined : JSON.stringify(body),
+      signal,
+      cache: "no-store",
+      credentials: "omit",
+      redirect: "error",
+    });
+  } catch (error) {
+    if (error.name === "AbortError" || error.name === "TimeoutError") throw error;
+    throw new ApiError(0, "The server does not answer. Is it running?");
+  }
+  if (!response.ok) throw await describe(response);
+  return response;
+}
+
+async function describe(response) {
+  let error = null;
+  try {
+    error = (await response.json()).error;
+  } catch { /* it was no JSON */ }
+  const message = error?.message ?? `The server answered ${response.status} ${response.statusText}.`;
+  return new ApiError(response.status, message, error?.param ?? null);
+}
+
+/** The data of each server-sent event, as objects, until [DONE]. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      rest += value;
+      let end;
+      while ((end = rest.indexOf("\n\n")) >= 0) {
+        const data = rest.slice(0, end).split("\n").filter((line) => line.startsWith("data:"))
+          .map((line) => line.slice(5).trimStart()).join("\n");
+        rest = rest.slice(end + 2);
+        if (data === "[DONE]") return;
+        if (data) yield JSON.parse(data);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/** A dialog that asks for the key; `button` opens it. Resolves ask() with whether a key was given. */
+export function wireKey(button, onChange) {
+  const input = el("input", { type: "password", id: "key-input", autocomplete: "off", spellcheck: "false" });
+  const reason = el("p", { class: "hint" });
+  const forget = el("button", { type: "button", class: "quiet", onclick: () => finish("") }, "Forget it");
+  const form = el("form", { method: "dialog" },
+    el("h2", {}, "API key"), reason,
+    el("label", { for: "key-input" }, "Key"), input,
+    el("p", { class: "hint" }, "It is kept in this tab only, and sent to this server only."),
+    el("div", { class: "row" }, el("span", { class: "grow" }), forget,
+      el("button", { type: "button", class: "quiet", onclick: () => dialog.close() }, "Cancel"),
+      el("button", { type: "submit", class: "primary" }, "Use it")));
+  const dialog = el("dialog", { "aria-label": "API key" }, form);
+  document.body.append(dialog);
+  function finish(key) {
+    if (key) sessionStorage.setItem(KEY, key);
+    else sessionStorage.removeItem(KEY);
+    input.value = "";
+    dialog.close();
+    show();
+    onChange?.();
+  }
+  const show = () => setText(button, getKey() ? "API key: set" : "API key");
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    finish(input.value.trim());
+  });
+  const ask = (why) => {
+    setText(reason, why);
+    if (!dialog.open) dialog.showModal();
+    input.focus();
+  };
+  button.addEventListener("click", () => ask("For a server that was started with --api-key."));
+  show();
+  return ask;
+}

@@ -1,0 +1,185 @@
+// The dashboard: asks for /debug/state and /metrics once a second, and shows what they say.
+
+import { call, wireKey } from "./api.js";
+import { BlockMap } from "./blockmap.js";
+import { LineChart } from "./chart.js";
+import { byId, count, duration, el, percent, plural, rate, setText, wireTheme } from "./dom.js";
+import { labelled, parse, Readings } from "./metrics.js";
+import { RequestTables } from "./tables.js";
+import { Timeline } from "./timeline.js";
+import { inWords } from "./words.js";
+
+const PERIOD_MS = 1000, TIMEOUT_MS = 15000, RATE_S = 4, LATENCY_S = 20, HITS_S = 60;
+const WRITTEN = "vllm:generation_tokens_total", READ = "vllm:prompt_tokens_total";
+const TTFT = "vllm:time_to_first_token_seconds", ITL = "vllm:inter_token_latency_seconds";
+
+const readings = new Readings();
+let lastEnded = 0, isHeld = false, keyAsked = false;
+
+wireTheme(byId("theme-button"));
+const askKey = wireKey(byId("key-button"), () => {
+  keyAsked = false;
+  poll();
+});
+byId("pause-button").addEventListener("click", () => {
+  isHeld = !isHeld;
+  byId("pause-button").setAttribute("aria-pressed", String(isHeld));
+  setText(byId("pause-button"), isHeld ? "Go on" : "Hold still");
+});
+
+const tiles = Object.fromEntries([
+  ["written", "Writing"], ["read", "Reading"], ["running", "Running"], ["waiting", "Waiting"],
+  ["cache", "KV cache in use"], ["hits", "Found in cache"], ["ttft", "First token after"], ["itl", "Each further one"],
+].map(([name, label]) => {
+  const value = el("p", { class: "value" }, "–"), note = el("p", { class: "note" });
+  byId("tiles").append(el("div", { class: "panel tile", "data-tile": name }, el("p", { class: "label" }, label), value, note));
+  return [name, { value, note }];
+}));
+function tile(name, value, unit, note) {
+  tiles[name].value.replaceChildren(value, ...(unit ? [el("small", {}, unit)] : []));
+  setText(tiles[name].note, note);
+}
+
+const charts = byId("charts");
+const throughput = new LineChart(charts, {
+  title: "Throughput", format: rate,
+  what: "Tokens per second. Writing: of answers, one after the other. Reading: of prompts, many at once.",
+  lines: [{ label: "written", variable: "--s1" }, { label: "read", variable: "--s2", dashed: true }],
+});
+const queue = new LineChart(charts, {
+  title: "Requests", format: count,
+  what: "Running requests share each step of the model. Waiting ones queue for a place or for blocks.",
+  lines: [{ label: "running", variable: "--s1" }, { label: "waiting", variable: "--s2", dashed: true }],
+});
+const ttft = new LineChart(charts, {
+  title: "Time to first token (TTFT)", format: duration,
+  what: "From a request's arrival to its first token. Half of the requests are below the first line, 19 of 20 below the second.",
+  lines: [{ label: "median", variable: "--s1" }, { label: "95th percentile", variable: "--s2", dashed: true }],
+});
+const itl = new LineChart(charts, {
+  title: "Time between tokens (ITL)", format: duration,
+  what: "From one token of an answer to the next: how fluently it is written. Read as the chart beside it.",
+  lines: [{ label: "median", variable: "--s1" }, { label: "95th percentile", variable: "--s2", dashed: true }],
+});
+const saturation = new LineChart(charts, {
+  title: "How full it is", format: percent, max: 1,
+  what: "Saturation. Whichever line reaches the top is what holds new requests back: places for them, memory, or time to compute.",
+  lines: [{ label: "places", variable: "--s1" }, { label: "KV cache", variable: "--s2", dashed: true },
+    { label: "compute", variable: "--s3" }],
+});
+const hits = new LineChart(charts, {
+  title: "Prefix cache", format: percent, max: 1,
+  what: "The share of prompt tokens that were found in free or shared blocks, and not computed again. Of the last minute.",
+  lines: [{ label: "found", variable: "--s1" }],
+});
+
+const map = new BlockMap(byId("map"), { detail: byId("map-detail"), bar: byId("bar"), legend: byId("map-legend") });
+const timeline = new Timeline(byId("timeline"), { detail: byId("line-detail"), legend: byId("line-legend") });
+const tables = new RequestTables(async (id) => {
+  await call("abort_requests", { body: { request_ids: [id] } });
+});
+
+/** What the metrics say now; null for what they do not know. */
+function measure(state) {
+  const queries = readings.growth("vllm:prefix_cache_queries_total", HITS_S);
+  const found = readings.growth("vllm:prefix_cache_hits_total", HITS_S);
+  const usable = Math.max(1, state.kv_cache.total - 1);
+  return {
+    written: readings.rate(WRITTEN, RATE_S), read: readings.rate(READ, RATE_S),
+    ttft: [0.5, 0.95].map((q) => readings.quantile(TTFT, q, LATENCY_S)),
+    itl: [0.5, 0.95].map((q) => readings.quantile(ITL, q, LATENCY_S)),
+    hits: queries ? found / queries : null,
+    places: state.running / state.max_num_seqs,
+    cache: (usable - state.kv_cache.free) / usable,
+    compute: labelled(readings.last, "quire_saturation_by_resource", "resource", "compute"),
+    preempted: readings.growth("vllm:num_preemptions_total", HITS_S),
+  };
+}
+
+function show(state) {
+  const now = measure(state), usable = state.kv_cache.total - 1;
+  setText(byId("model"), `${state.model} · Quire ${state.version}`);
+  setText(byId("block-size"), count(state.block_size));
+  tile("written", rate(now.written), "", "tokens/s, of answers");
+  tile("read", rate(now.read), "", "tokens/s, of prompts (cached ones too)");
+  tile("running", count(state.running), `of ${count(state.max_num_seqs)}`, "answered together, in one batch");
+  tile("waiting", count(state.waiting), "", "for a place, or for blocks");
+  tile("cache", percent(now.cache), "", `${count(usable - state.kv_cache.free)} of ${count(usable)} blocks`);
+  tile("hits", percent(now.hits), "", "of prompt tokens, last minute");
+  tile("ttft", duration(now.ttft[0]), "", `1 in 20 above ${duration(now.ttft[1])}`);
+  tile("itl", duration(now.itl[0]), "", `1 in 20 above ${duration(now.itl[1])}`);
+  throughput.push(state.time, [now.written, now.read]);
+  queue.push(state.time, [state.running, state.waiting]);
+  ttft.push(state.time, now.ttft);
+  itl.push(state.time, now.itl);
+  saturation.push(state.time, [now.places, now.cache, now.compute]);
+  hits.push(state.time, [now.hits]);
+  map.update(state.kv_cache, state.requests);
+  timeline.update(state);
+  tables.update(state);
+  say(inWords(state, now));
+}
+
+let lastSaid = 0;
+/** At most every three seconds: sentences are for reading. */
+function say(sentences, isUrgent = false) {
+  if (!isUrgent && performance.now() - lastSaid < 3000) return;
+  lastSaid = performance.now();
+  byId("words").setAttribute("aria-live", isUrgent ? "polite" : "off"); // who listens is not told the same anew all the time
+  setText(byId("words"), sentences);
+}
+
+function pulse(kind) {
+  byId("pulse").className = `pulse ${kind}`;
+}
+
+function fail(error) {
+  if (error.status === 401) {
+    pulse("lost");
+    say("The server asks for a key before it shows its requests. Give one with the API key button.", true);
+    if (!keyAsked) askKey("This server asks for a key.");
+    keyAsked = true;
+  } else if (error.status === 503 || error.name === "TimeoutError") {
+    pulse("late");
+    say(`${error.status ? error.message : "The server is slow to answer."} What you see below is older.`, true);
+  } else if (error.status === 404) {
+    pulse("lost");
+    say("This server shows no state (it was started with --disable-ui, or is not Quire).", true);
+  } else {
+    pulse("lost");
+    say(error.message, true);
+  }
+}
+
+async function readMetrics(time) {
+  try {
+    const text = await (await call("metrics", { accept: "text/plain", signal: AbortSignal.timeout(TIMEOUT_MS) })).text();
+    readings.add(time, parse(text));
+  } catch (error) {
+    if (error.status !== 404) throw error; // 404: started with --disable-log-stats; the rest works without
+  }
+}
+
+async function poll() {
+  try {
+    const signal = AbortSignal.timeout(TIMEOUT_MS);
+    const [state] = await Promise.all([
+      call(`debug/state?after=${lastEnded}`, { signal }).then((response) => response.json()),
+      readMetrics(performance.now() / 1000),
+    ]);
+    lastEnded = state.ended.at(-1)?.number ?? lastEnded;
+    pulse("live");
+    show(state);
+  } catch (error) {
+    fail(error);
+  }
+}
+
+async function run() {
+  for (;;) {
+    const start = performance.now();
+    if (!isHeld && !document.hidden) await poll();
+    await new Promise((resolve) => setTimeout(resolve, Math.max(200, PERIOD_MS - (performance.now() - start))));
+  }
+}
+run();

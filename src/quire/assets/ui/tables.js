@@ -1,0 +1,90 @@
+// The tables of requests: rows are kept from one update to the next, so that nobody's focus is lost.
+
+import { byId, count, duration, el, setText } from "./dom.js";
+import { light, litKey, onLit, ownerColour } from "./palette.js";
+
+const MAX_ROWS = 60, MAX_ENDED = 30;
+const PLACES = {
+  running: "running", waiting: "waits", preempted: "waits, preempted", blocked: "held back", resting: "session at rest",
+};
+const ABORT_NOTES = {
+  here: "The last column ends one.",
+  admin: "To end one, open the dashboard of the admin listener (--admin-host, --admin-port).",
+  off: "Ending one from here needs the admin routes: quire serve --enable-admin.",
+};
+
+export class RequestTables {
+  /** `abort` ends the requests of an id, and throws what the server says against it. */
+  constructor(abort) {
+    this.abort = abort;
+    this.rows = new Map();
+    this.body = byId("requests").tBodies[0];
+    this.ended = [];
+    onLit(() => {
+      for (const [key, row] of this.rows) row.node.classList.toggle("lit", key === litKey());
+    });
+  }
+
+  update(state) {
+    setText(byId("abort-note"), ABORT_NOTES[state.abort] ?? "");
+    const shown = state.requests.slice(0, MAX_ROWS), keys = new Set(shown.map((request) => request.key));
+    for (const [key, row] of this.rows) {
+      if (!keys.has(key)) {
+        row.node.remove();
+        this.rows.delete(key);
+      }
+    }
+    shown.forEach((request, index) => {
+      const row = this.rows.get(request.key) ?? this.#add(request, state.abort === "here");
+      if (this.body.rows[index] !== row.node) this.body.insertBefore(row.node, this.body.rows[index] ?? null);
+      this.#fill(row, request, state.time);
+    });
+    const hidden = state.requests.length - shown.length + state.requests_left_out;
+    const more = hidden > 0 ? `${count(hidden)} more are not listed.` : "";
+    setText(byId("table-note"), shown.length ? more : "No request is running or waiting.");
+    this.#showEnded(state.ended);
+  }
+
+  #add(request, canAbort) {
+    const chip = el("span", { class: "chip", "aria-hidden": "true" });
+    chip.style.background = `var(${ownerColour(request.key)})`;
+    const cells = Array.from({ length: 7 }, () => el("td"));
+    const button = el("button", { type: "button", class: "danger small", "aria-label": `Abort ${request.id}`,
+      onclick: () => this.#abort(request.id, button) }, "Abort");
+    const node = el("tr", { onpointerenter: () => light(request.key), onpointerleave: () => light(null) },
+      el("td", { class: "id", title: request.id }, chip, request.id), ...cells, el("td", {}, canAbort ? button : null));
+    const row = { node, cells };
+    this.rows.set(request.key, row);
+    return row;
+  }
+
+  #fill({ cells }, request, now) {
+    const computed = Math.min(request.computed_tokens, request.prompt_tokens);
+    [PLACES[request.place] ?? request.place, `${count(computed)} of ${count(request.prompt_tokens)}`, count(request.cached_tokens),
+      request.max_tokens ? `${count(request.output_tokens)} of at most ${count(request.max_tokens)}` : count(request.output_tokens),
+      count(request.num_blocks), duration(Math.max(0, now - request.arrival_time)),
+      request.preemptions ? count(request.preemptions) : "–"].forEach((text, i) => setText(cells[i], text));
+  }
+
+  async #abort(id, button) {
+    button.disabled = true;
+    setText(button, "Ending…");
+    try {
+      await this.abort(id);
+      setText(byId("table-note"), `${id} was told to end.`);
+    } catch (error) {
+      button.disabled = false;
+      setText(button, "Abort");
+      setText(byId("table-note"), `${id} could not be ended: ${error.message}`);
+    }
+  }
+
+  #showEnded(news) {
+    if (!news.length) return;
+    this.ended = [...news.toReversed(), ...this.ended].slice(0, MAX_ENDED);
+    byId("ended").tBodies[0].replaceChildren(...this.ended.map((one) => el("tr", {},
+      el("td", { class: "id", title: one.id }, one.id),
+      ...[one.reason, duration(one.e2e_s), duration(one.queued_s), duration(one.prefill_s), duration(one.decode_s),
+        count(one.prompt_tokens), count(one.cached_tokens), count(one.output_tokens)].map((text) => el("td", {}, text)))));
+  }
+}

@@ -1,0 +1,39 @@
+// What the figures mean, in sentences for someone who has never seen an engine.
+
+import { count, duration, percent, plural, rate } from "./dom.js";
+
+/** `now` are the measures of dashboard.js. */
+export function inWords(state, now) {
+  return [activity(state, now), queueing(state, now), latency(now), memory(state, now)].filter(Boolean).join(" ");
+}
+
+function activity(state, now) {
+  if (state.paused !== "no") return `The engine is paused: ${state.paused}.`;
+  if (!state.running && !state.waiting) return "The engine is idle: nobody asks it anything.";
+  const speed = now.written > 0.5 ? `, and writes ${rate(now.written)} tokens per second in all` : "";
+  if (!state.running) return "Nothing is running yet.";
+  return `The engine answers ${plural(state.running, "request")} at the same time${speed}.`;
+}
+
+function queueing(state, now) {
+  if (now.preempted > 0) {
+    return `Its memory is too small for all of them: in the last minute ${plural(now.preempted, "time")} a request had to give up its blocks and start over.`;
+  }
+  if (!state.waiting) return state.running ? "Nobody has to wait." : "";
+  const verb = state.waiting === 1 ? "waits" : "wait";
+  if (state.paused !== "no") return `${plural(state.waiting, "request")} ${verb} for it to go on.`;
+  if (state.running >= state.max_num_seqs) return `${count(state.waiting)} more ${verb}: all ${count(state.max_num_seqs)} places are taken.`;
+  if (now.cache > 0.9) return `${count(state.waiting)} more ${verb} for memory: the KV cache is nearly full.`;
+  return `${count(state.waiting)} more ${verb} for their turn: long prompts are being read.`;
+}
+
+function latency(now) {
+  if (now.ttft[0] === null) return "";
+  const further = now.itl[0] === null ? "" : `, then one more every ${duration(now.itl[0])}`;
+  return `Whoever asks sees a first token after about ${duration(now.ttft[0])}${further}.`;
+}
+
+function memory(state, now) {
+  const hits = now.hits > 0.005 ? ` ${percent(now.hits)} of all prompt tokens were there already, and did not have to be computed.` : "";
+  return `The KV cache, its memory of what was said, is ${percent(now.cache)} in use.${hits}`;
+}

@@ -1,0 +1,276 @@
+"""The statistics of one frontend: counts what comes and goes, hands it to the loggers, and says what is true now."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire import envs
+from quire.config.cache import CacheConfig
+from quire.config.engine import EngineConfig
+from quire.frontend.metrics.facts import AdapterLoad, FrontendFacts
+from quire.frontend.metrics.ledger import RequestLedger
+from quire.frontend.metrics.logging import LoggingStatLogger
+from quire.frontend.metrics.manager import StatLogger, StatLoggerManager, load_stat_logger
+from quire.frontend.metrics.operations import ControlOperations
+from quire.frontend.metrics.prometheus import MetricsSetup, PrometheusStatLogger
+from quire.frontend.metrics.saturation import EngineLimits, SaturationMeter
+from quire.frontend.metrics.spec import KV_SAMPLING, LEGACY_NAMES, NANS
+from quire.frontend.metrics.stats import IterationStats
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
+from quire.wire.stats import SchedulerStats
+
+
+class LiveRequest(Protocol):
+    """What is looked at of a request that has not ended."""
+
+    @property
+    def request(self) -> EngineCoreRequest:
+        """As the core has it."""
+
+    @property
+    def is_prefilling(self) -> bool:
+        """No token of it has come."""
+
+
+class LiveRequests(Protocol):
+    """Who knows them all."""
+
+    @property
+    def request_states(self) -> Mapping[str, LiveRequest]:
+        """By internal id."""
+
+    @property
+    def resting_sessions(self) -> Iterable[str]:
+        """Ids of those that nothing will come of before their users send more."""
+
+
+class CoreHistory(Protocol):
+    """What a client of an engine core can tell of it."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Resumed requests, recomputed tokens, dropped messages."""
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """By cause."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be worked on now."""
+
+
+class AdmissionCounts(Protocol):
+    """Refusals of a full queue."""
+
+    @property
+    def rejections(self) -> Mapping[str, int]:
+        """User requests, by the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is, in a few numbers that cost nothing to make."""
+
+    kv_cache_usage: float
+    num_running: int
+    num_waiting: int
+    saturation: float
+
+
+class FrontendStats:
+    """Belongs to the thread that processes outputs. With `log_stats` off only the ledger is kept.
+
+    `wall_clock` is the clock of arrivals; intervals of the core are on the clock of its stamps.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        ready: EngineCoreReadyResponse,
+        requests: LiveRequests,
+        *,
+        ledger: RequestLedger,
+        log_stats: bool,
+        stat_loggers: Sequence[StatLogger] | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.log_stats = log_stats
+        self.ledger = ledger
+        self._requests = requests
+        self._wall_clock = wall_clock
+        self._last_step_time = 0.0
+        self._scheduler_stats = SchedulerStats()
+        self._core: CoreHistory | None = None
+        self._admission: AdmissionCounts | None = None
+        scheduler = config.scheduler_config
+        self._saturation = SaturationMeter(
+            EngineLimits(
+                max_num_seqs=scheduler.max_num_seqs or 1,
+                max_num_batched_tokens=scheduler.max_num_batched_tokens or 1,
+                max_num_queued_tokens=scheduler.max_num_queued_tokens,
+            )
+        )
+        self.metrics: PrometheusStatLogger | None = None
+        """None where statistics are off, or go elsewhere."""
+        loggers: list[StatLogger] = []
+        if log_stats:
+            names = (config.observability_config.stat_loggers or "").split(",")
+            custom = [load_stat_logger(name.strip(), config) for name in names if name.strip()]
+            if stat_loggers is None:
+                self.metrics = PrometheusStatLogger(make_setup(config, ready), self.get_facts, wall_clock)
+                stat_loggers = [LoggingStatLogger(), self.metrics]
+            loggers = [*stat_loggers, *custom]
+        self.loggers = StatLoggerManager(loggers)
+        self.operations = ControlOperations(self.loggers.record_operation)
+
+    def attach(self, core: CoreHistory, admission: AdmissionCounts | None = None) -> None:
+        """Who else has something to tell."""
+        self._core, self._admission = core, admission
+
+    @property
+    def exporter_failed(self) -> bool:
+        """Whether the exporter has raised, and counts nothing any more."""
+        return self.metrics is not None and self.metrics not in self.loggers.loggers
+
+    def open_iteration(self) -> IterationStats | None:
+        """Where to count what did not come from a step of the core; None if nothing is counted."""
+        return IterationStats(self._wall_clock()) if self.log_stats else None
+
+    def close_iteration(self, stats: IterationStats | None) -> None:
+        """It is counted: tell the loggers."""
+        if stats is not None:
+            self.loggers.record(None, stats)
+
+    def open_step(self, outputs: EngineCoreOutputs) -> StepStats:
+        """The outputs of a step have come and are about to be processed, in one or several batches."""
+        return StepStats(self, outputs, self._wall_clock())
+
+    def add_step(self, outputs: EngineCoreOutputs, time: float, num_decoded: int) -> None:
+        """A step has been processed; `num_decoded` of its outputs were not first ones."""
+        self._last_step_time = time
+        stats = outputs.scheduler_stats
+        if stats is not None:
+            self._scheduler_stats = stats
+            self._saturation.add_step(
+                outputs.timestamp,
+                num_outputs=num_decoded,
+                num_prompt_tokens=max(0, stats.num_scheduled_tokens - num_decoded),
+                num_running=stats.num_running_reqs,
+                kv_usage=stats.kv_cache_usage,
+                has_work_left=bool(stats.num_running_reqs or stats.num_waiting_reqs),
+            )
+
+    def get_load(self) -> Load:
+        """As of the last step."""
+        stats = self._scheduler_stats
+        return Load(
+            kv_cache_usage=stats.kv_cache_usage,
+            num_running=stats.num_running_reqs,
+            num_waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+            saturation=self._saturation.read(time.monotonic()).value,
+        )
+
+    def get_facts(self) -> FrontendFacts:
+        """What is true now."""
+        now = self._wall_clock()
+        resting = set(self._requests.resting_sessions)
+        num_waiting = num_queued_tokens = 0
+        oldest = now
+        adapters = []
+        for request_id, state in self._requests.request_states.items():
+            request = state.request
+            if state.is_prefilling:
+                num_waiting += 1
+                num_queued_tokens += len(request.prompt_token_ids or ())
+            if request.arrival_time < oldest and request_id not in resting:
+                oldest = request.arrival_time
+            if request.lora_request is not None:
+                adapters.append((request.lora_request.lora_name, not state.is_prefilling))
+        num_live = len(self._requests.request_states)
+        core, admission = self._core, self._admission
+        return FrontendFacts(
+            time=now,
+            ledger=self.ledger,
+            num_live={
+                "waiting": num_waiting,
+                "running": num_live - num_waiting - len(resting),
+                "resting": len(resting),
+            },
+            num_queued_tokens=num_queued_tokens,
+            admission_rejections={} if admission is None else admission.rejections,
+            core_counts={} if core is None else core.counts,
+            core_restarts={} if core is None else dict(core.restarts),
+            is_core_ready=core is None or core.is_ready,
+            step_age_s=max(0.0, now - max(oldest, self._last_step_time)) if num_live > len(resting) else 0.0,
+            saturation=self._saturation.read(time.monotonic(), num_queued_tokens),
+            sleep_level=self.operations.sleep_level,
+            operations_in_flight=self.operations.in_flight,
+            adapters=AdapterLoad.count(adapters),
+            max_lora=0,
+        )
+
+
+class StepStats:
+    """Counts one message of the core. Each batch is told to the loggers when it is done, so that what they have agrees
+    with the state of the requests whenever another coroutine runs."""
+
+    __slots__ = ("_num_decoded", "_num_tokens", "_outputs", "_stats", "_time")
+
+    def __init__(self, stats: FrontendStats, outputs: EngineCoreOutputs, time: float) -> None:
+        self._stats = stats
+        self._outputs = outputs
+        self._time = time
+        self._num_tokens = self._num_decoded = 0
+
+    def open_batch(self) -> IterationStats | None:
+        """Where to count the next of the outputs; None if nothing is."""
+        return IterationStats(self._time) if self._stats.log_stats and self._outputs.outputs else None
+
+    def close_batch(self, batch: IterationStats | None, *, is_last: bool = True) -> None:
+        """They are processed."""
+        outputs, stats = self._outputs, self._stats
+        scheduler_stats = outputs.scheduler_stats if is_last else None
+        if batch is not None:
+            self._num_tokens += batch.num_tokens
+            self._num_decoded += len(batch.inter_token_latencies)
+            if is_last:
+                batch.num_step_tokens = self._num_tokens
+        if is_last:
+            stats.add_step(outputs, self._time, self._num_decoded)
+        if scheduler_stats is not None or batch is not None:
+            stats.loggers.record(scheduler_stats, batch, outputs.engine_index)
+
+
+def make_setup(config: EngineConfig, ready: EngineCoreReadyResponse) -> MetricsSetup:
+    """What this engine's server exports."""
+    observability = config.observability_config
+    conditions = {
+        KV_SAMPLING: config.cache_config.kv_cache_metrics,
+        NANS: envs.COMPUTE_NANS_IN_LOGITS.flag(),
+        LEGACY_NAMES: observability.show_hidden_metrics_for_version is not None,
+    }
+    return MetricsSetup(
+        model_name=config.model_config.name,
+        max_model_len=ready.max_model_len,
+        conditions=frozenset(name for name, holds in conditions.items() if holds),
+        cache_config=cache_config_labels(config.cache_config, ready),
+        custom_buckets=observability.custom_histogram_buckets,
+        engines=(ready.engine_index,),
+    )
+
+
+def cache_config_labels(config: CacheConfig, ready: EngineCoreReadyResponse) -> dict[str, str]:
+    """The labels of `vllm:cache_config_info`: the fields of the configuration, and what start-up found."""
+    found = {
+        "block_size": ready.block_size,
+        "num_gpu_blocks": ready.num_gpu_blocks,
+        "kv_cache_size_tokens": ready.kv_cache_size_tokens,
+        "kv_cache_max_concurrency": round(ready.kv_cache_max_concurrency, 2),
+    }
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: str(value) for name, value in {**fields, **found}.items()}

@@ -1,0 +1,246 @@
+"""Counts, for each row of the catalog, what the events of one frontend bring; a snapshot is a copy of it all."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, repeat
+
+from quire.frontend.metrics.facts import FrontendFacts
+from quire.frontend.metrics.snapshot import Exemplar, Family, MetricsSnapshot, Series
+from quire.frontend.metrics.spec import Condition, InfoSpec, MetricSpec, Sample
+
+MAX_SERIES = 1000
+"""Per metric. Labels come from tables, so this is never reached; should it be, what is new is not counted."""
+
+
+class MetricsStore:
+    """One frontend's counts, by row. Belongs to one thread.
+
+    `base` gives the value of each base label but `engine`; `engines` are the indices of the engines, whose series are
+    there from the start. Rows with a condition in `hidden` are left out until something is counted. `clock` is the
+    wall clock.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[MetricSpec],
+        base: Mapping[str, str],
+        bounds: Mapping[str, tuple[float, ...]],
+        *,
+        engines: Sequence[int] = (0,),
+        clock: Callable[[], float] = time.time,
+        hidden: frozenset[Condition] = frozenset(),
+    ) -> None:
+        self._rows = [
+            _ROWS[_row_kind(spec)](
+                spec, base, bounds.get(spec.family, ()), () if spec.condition in hidden else engines, clock
+            )
+            for spec in specs
+        ]
+        self._by_source: dict[type, list[_Row]] = {}
+        for row in self._rows:
+            self._by_source.setdefault(row.spec.source, []).append(row)
+        self._infos: list[Family] = []
+
+    def add_info(self, spec: InfoSpec, labels: Mapping[str, str]) -> None:
+        """Say something that will not change."""
+        series = [Series(tuple(labels.values()), 1.0)]
+        self._infos.append(Family(spec.full_name, "gauge", spec.help, tuple(labels), merge="latest", series=series))
+
+    def record(self, event: object, engine_index: int = 0) -> None:
+        """Count one event."""
+        for row in self._by_source.get(type(event), ()):
+            row.record(event, engine_index)
+
+    def snapshot(self, facts: FrontendFacts | None = None) -> MetricsSnapshot:
+        """Everything as it is now."""
+        if facts is not None:
+            self.record(facts)
+        families = [family for row in self._rows if (family := row.family()) is not None]
+        return MetricsSnapshot(families + self._infos)
+
+
+class _Row(ABC):
+    """One metric."""
+
+    def __init__(
+        self,
+        spec: MetricSpec,
+        base: Mapping[str, str],
+        bounds: tuple[float, ...],
+        engines: Sequence[int],
+        clock: Callable[[], float],
+    ) -> None:
+        self.spec = spec
+        self._bounds = bounds
+        self._clock = clock
+        self._engines = engines if "engine" in spec.base_labels or not engines else (0,)
+        self._is_hidden = not engines
+        self._base: dict[int, tuple[str, ...]] = {
+            engine: tuple(str(engine) if name == "engine" else base[name] for name in spec.base_labels)
+            for engine in {*engines, 0}
+        }
+        self._series: dict[tuple[int, tuple[str, ...]], Series] = {}
+        for engine in self._engines:
+            for labels in spec.known or (((),) if not spec.labels else ()):
+                self.find(engine, labels)
+
+    def find(self, engine_index: int, labels: tuple[str, ...]) -> Series:
+        """The series of one engine and these values of the row's own labels, made if there is none yet."""
+        engine_index = engine_index if "engine" in self.spec.base_labels else 0
+        series = self._series.get((engine_index, labels))
+        if series is None:
+            base = self._base.get(engine_index)
+            if base is None:
+                position = self.spec.base_labels.index("engine")
+                base = (*self._base[0][:position], str(engine_index), *self._base[0][position + 1 :])
+                self._base[engine_index] = base
+            series = Series((*base, *labels), counts=[0] * self._num_buckets)
+            if len(self._series) < MAX_SERIES:
+                self._series[engine_index, labels] = series
+        return series
+
+    @property
+    def _num_buckets(self) -> int:
+        match self.spec.kind:
+            case "histogram":
+                return len(self._bounds) + 1
+            case "summary":
+                return 1
+            case _:
+                return 0
+
+    @abstractmethod
+    def record(self, event: object, engine_index: int) -> None:
+        """Take in one event of the row's source."""
+
+    def family(self) -> Family | None:
+        """A copy of what was counted; None if the row is hidden and nothing was."""
+        spec, found = self.spec, self._get_series()
+        if self._is_hidden and not found:
+            return None
+        return Family(
+            spec.full_name,
+            spec.kind,
+            spec.help,
+            spec.base_labels + spec.labels,
+            self._bounds if spec.kind == "histogram" else (),
+            spec.merge,
+            [
+                Series(series.labels, series.value, series.counts.copy(), series.stamp, series.exemplars.copy())
+                for series in found
+            ],
+        )
+
+    def _get_series(self) -> Collection[Series]:
+        return self._series.values()
+
+    def _read(self, event: object) -> Iterable[Sample]:
+        spec = self.spec
+        if spec.samples is not None:
+            return spec.samples(event)
+        assert spec.values is not None  # a row has one of the two
+        return [((), value) for value in spec.values(event)]
+
+
+class _CounterRow(_Row):
+    """Adds what each event brings."""
+
+    def record(self, event: object, engine_index: int) -> None:
+        if self.spec.values is not None:
+            for value in self.spec.values(event):
+                if value:
+                    self.find(engine_index, ()).value += value
+            return
+        for labels, value in self._read(event):
+            self.find(engine_index, labels).value += value
+
+
+class _TotalRow(_Row):
+    """A counter that somebody else counts: what the last event says."""
+
+    def record(self, event: object, engine_index: int) -> None:
+        for labels, value in self._read(event):
+            series = self.find(engine_index, labels)
+            series.value = max(series.value, value)
+
+
+class _GaugeRow(_Row):
+    """What the last event says, read when a snapshot is made: most events are never looked at.
+
+    Series that are not there from the start last as long as events name them.
+    """
+
+    def __init__(
+        self,
+        spec: MetricSpec,
+        base: Mapping[str, str],
+        bounds: tuple[float, ...],
+        engines: Sequence[int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._last: dict[int, tuple[object, float]] = {}
+        super().__init__(spec, base, bounds, engines, clock)
+
+    def record(self, event: object, engine_index: int) -> None:
+        self._last[engine_index] = event, self._clock()
+
+    def _get_series(self) -> Collection[Series]:
+        known = set(self.spec.known) if self.spec.labels else {()}
+        self._series = {key: series for key, series in self._series.items() if key[1] in known}
+        for engine_index, (event, stamp) in self._last.items():
+            engines = (self._engines or (0,)) if self.spec.source is FrontendFacts else (engine_index,)
+            for labels, value in self._read(event):
+                for engine in engines:
+                    series = self.find(engine, labels)
+                    series.value, series.stamp = value, stamp
+        return self._series.values()
+
+
+class _HistogramRow(_Row):
+    """Observes what each event brings; remembers whose the latest observation of each bucket was."""
+
+    def record(self, event: object, engine_index: int) -> None:
+        spec = self.spec
+        if spec.values is None:
+            for labels, value in self._read(event):
+                self._observe(self.find(engine_index, labels), value)
+            return
+        values = spec.values(event)
+        if not values:
+            return
+        series = self.find(engine_index, ())
+        if spec.owners is None:
+            bounds, counts, total = self._bounds, series.counts, 0.0
+            for value in values:
+                counts[bisect_left(bounds, value)] += 1
+                total += value
+            series.value += total
+            return
+        now = self._clock()
+        for value, owner in zip(values, chain(spec.owners(event), repeat(None)), strict=False):
+            bucket = self._observe(series, value)
+            if owner is not None:
+                series.exemplars[bucket] = Exemplar(value, now, owner.labels())
+
+    def _observe(self, series: Series, value: float) -> int:
+        bucket = bisect_left(self._bounds, value) if self.spec.kind == "histogram" else 0
+        series.counts[bucket] += 1
+        series.value += value
+        return bucket
+
+
+_ROWS: dict[str, type[_Row]] = {
+    "counter": _CounterRow,
+    "total": _TotalRow,
+    "gauge": _GaugeRow,
+    "histogram": _HistogramRow,
+    "summary": _HistogramRow,
+}
+
+
+def _row_kind(spec: MetricSpec) -> str:
+    return "total" if spec.kind == "counter" and spec.is_total else spec.kind

@@ -1,0 +1,130 @@
+"""What /debug/state says: the core's snapshot, what the frontend knows of the same requests, and those that ended last.
+
+A snapshot costs the engine's loop up to a millisecond, so the number of people who watch must not matter:
+`SnapshotSource` asks the core once for all who come within a quarter of a second, and never twice at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.openai.errors import UnavailableError
+from quire.frontend.request_state import RequestState
+from quire.wire.snapshot import BlockMap, EngineSnapshot, RequestSnapshot
+
+MIN_INTERVAL_S = 0.25
+ANSWER_TIMEOUT_S = 10.0
+"""The core answers between two steps; a step of a long prompt may take seconds."""
+PAUSE_WORDS = ("no", "new requests wait", "everything waits")
+Ints = npt.NDArray[np.integer[Any]]
+
+
+class SnapshotSource:
+    """Snapshots of one core. Belongs to the event loop of its first call."""
+
+    def __init__(self, engine: AsyncLLM, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._asked_at = 0.0
+        self._task: asyncio.Task[EngineSnapshot] | None = None
+        """The last call, perhaps with its result."""
+
+    async def get(self, timeout_s: float = ANSWER_TIMEOUT_S) -> EngineSnapshot:
+        """One of this moment, or at most `MIN_INTERVAL_S` older. Raises UnavailableError if the core does not answer in
+        time, EngineDeadError if there is none any more."""
+        task = self._task
+        if task is None or (task.done() and self._is_stale(task)):
+            self._asked_at = self._clock()
+            task = self._task = asyncio.create_task(self._engine.get_snapshot())
+            task.add_done_callback(_note_result)
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            raise UnavailableError("the engine did not answer: it is in a long step, or being restarted")
+        return task.result()
+
+    def _is_stale(self, task: asyncio.Task[EngineSnapshot]) -> bool:
+        failed = task.cancelled() or task.exception() is not None
+        return failed or self._clock() - self._asked_at >= MIN_INTERVAL_S
+
+
+def _note_result(task: asyncio.Task[EngineSnapshot]) -> None:
+    """An error that nobody waits for any more is no news."""
+    if not task.cancelled():
+        task.exception()
+
+
+def describe_blocks(blocks: BlockMap) -> dict[str, Any]:
+    """The map with equal neighbours counted: `runs` are [listed blocks, references, 1 if they can be hit]."""
+    cells = np.frombuffer(blocks.references, np.uint8) + 256 * np.frombuffer(blocks.is_cached, np.uint8).astype(int)
+    starts, lengths = find_runs(cells, 0)
+    values = cells[starts]
+    return {
+        "total": blocks.num_blocks,
+        "free": blocks.num_free,
+        "cached": blocks.num_cached,
+        "touched": blocks.num_touched,
+        "stride": blocks.stride,
+        "runs": np.stack((lengths, values & 255, values >> 8), axis=1).tolist(),
+    }
+
+
+def describe_request(request: RequestSnapshot, state: RequestState | None, wall_offset: float) -> dict[str, Any]:
+    """One unfinished request. `blocks` are [first id, number of ids that follow one another]."""
+    ids = np.frombuffer(request.block_ids, "<u4").astype(int)
+    starts, lengths = find_runs(ids, 1)
+    stats = None if state is None else state.stats
+    stamps = {
+        name: None if stats is None or not (stamp := getattr(stats, f"{name}_ts")) else stamp + wall_offset
+        for name in ("queued", "scheduled", "first_token", "last_token")
+    }
+    return {
+        "id": request.external_req_id,
+        "key": request.request_id,
+        "place": request.place,
+        "prompt_tokens": request.num_prompt_tokens,
+        "computed_tokens": request.num_computed_tokens,
+        "cached_tokens": max(0, request.num_cached_tokens),
+        "output_tokens": request.num_tokens - request.num_prompt_tokens,
+        "max_tokens": request.max_tokens,
+        "priority": request.priority,
+        "preemptions": request.num_preemptions,
+        "arrival_time": request.arrival_time,
+        **{f"{name}_time": value for name, value in stamps.items()},
+        "num_blocks": request.num_blocks,
+        "blocks": np.stack((ids[starts], lengths), axis=1).tolist(),
+    }
+
+
+def find_runs(values: Ints, step: int) -> tuple[Ints, Ints]:
+    """(starts, lengths) of the stretches in which each value is its predecessor + `step`."""
+    if not len(values):
+        return np.zeros(0, int), np.zeros(0, int)
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(values) != step) + 1))
+    return starts, np.diff(np.append(starts, len(values)))
+
+
+def describe_engine(
+    snapshot: EngineSnapshot, states: Mapping[str, RequestState], *, facts: Mapping[str, Any], ended: Sequence[Any]
+) -> dict[str, Any]:
+    """The body of /debug/state. `facts` are what does not change; all times are wall clock."""
+    wall_offset = snapshot.time - snapshot.timestamp
+    return {
+        **facts,
+        "time": snapshot.time,
+        "paused": PAUSE_WORDS[snapshot.pause_state],
+        "running": snapshot.num_running,
+        "waiting": snapshot.num_waiting,
+        "max_num_seqs": snapshot.max_num_seqs,
+        "max_num_scheduled_tokens": snapshot.max_num_scheduled_tokens,
+        "kv_cache": describe_blocks(snapshot.blocks),
+        "requests": [describe_request(r, states.get(r.request_id), wall_offset) for r in snapshot.requests],
+        "requests_left_out": snapshot.num_left_out,
+        "ended": ended,
+    }

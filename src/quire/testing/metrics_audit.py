@@ -1,0 +1,146 @@
+"""The conservation laws of the metrics, checked at every scrape (promise P12).
+
+::
+
+    audit = MetricsAudit()
+    audit.check(metrics.snapshot())          # as often as you like, at any moment; AssertionError if a law is broken
+    audit.check(read_exposition(text))       # the same of what a server has answered
+
+Each check also compares with the one before: what counts never goes down.
+"""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.frontend.metrics.snapshot import Family, Kind, MetricsSnapshot, Series
+
+_PER_FINISHED_REQUEST = (
+    "vllm:e2e_request_latency_seconds",
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:request_prefill_kv_computed_tokens",
+    "vllm:request_num_preemptions",
+)
+_STAGES = ("queue", "prefill", "decode", "inference")
+_KINDS: dict[str, Kind] = {"counter": "counter", "histogram": "histogram", "summary": "summary"}
+TOLERANCE_S = 1e-6
+"""Per request: end to end is on another clock than its stages."""
+
+
+class MetricsAudit:
+    """One server's metrics over its life. `num_checks` tells how often they were looked at."""
+
+    def __init__(self) -> None:
+        self.num_checks = 0
+        self._before: dict[tuple[str, tuple[str, ...]], tuple[float, int]] = {}
+        self._num_blocks: float | None = None
+
+    def check(self, snapshot: MetricsSnapshot) -> None:
+        """Raises AssertionError, with all that is wrong."""
+        self.num_checks += 1
+        wrong = [*_check_ledger(snapshot), *_check_tokens(snapshot), *_check_histograms(snapshot)]
+        wrong += [*self._check_blocks(snapshot), *_check_shares(snapshot), *self._check_growth(snapshot)]
+        assert not wrong, f"scrape {self.num_checks}: " + "; ".join(wrong)
+
+    def _check_blocks(self, snapshot: MetricsSnapshot) -> list[str]:
+        num_blocks = snapshot.value("quire_kv_blocks")
+        if num_blocks and self._num_blocks is None:
+            self._num_blocks = num_blocks
+        return _differ("blocks", num_blocks, self._num_blocks or 0)
+
+    def _check_growth(self, snapshot: MetricsSnapshot) -> list[str]:
+        wrong = []
+        for family in snapshot.families:
+            if family.kind == "gauge":
+                continue
+            for series in family.series:
+                key, now = (family.name, series.labels), (series.value, series.count)
+                before = self._before.get(key, (0.0, 0))
+                if now[0] < before[0] - 1e-9 or now[1] < before[1]:
+                    wrong.append(f"{family.name}{series.labels} went from {before} to {now}")
+                self._before[key] = now
+        return wrong
+
+
+def _differ(what: str, left: float, right: float) -> list[str]:
+    return [] if left == right else [f"{what}: {left:g} is not {right:g}"]
+
+
+def _check_ledger(of: MetricsSnapshot) -> list[str]:
+    accepted = of.value("quire_requests_accepted")
+    decided = accepted + of.value("quire_requests_rejected") + of.value("quire_requests_in_admission")
+    finished = of.value("quire_requests_finished")
+    return [
+        *_differ("received, and accepted + rejected + in admission", of.value("quire_requests_received"), decided),
+        *_differ("accepted, and finished + live", accepted, finished + of.value("quire_requests_live")),
+        *_differ("finished, and request_success", finished, of.value("vllm:request_success")),
+    ]
+
+
+def _check_tokens(of: MetricsSnapshot) -> list[str]:
+    prompt, generation = of.value("vllm:prompt_tokens"), of.value("vllm:generation_tokens")
+    cached = of.value("vllm:prompt_tokens_cached")
+    used = of.value("quire_delivered_tokens") + of.value("quire_discarded_tokens")
+    computed = of.value("vllm:prompt_tokens_by_source", "local_compute")
+    return [
+        *_differ("prompt tokens, and their sources", prompt, of.value("vllm:prompt_tokens_by_source")),
+        *_differ("prompt tokens, and computed + cached", prompt, computed + cached),
+        *_differ("cached tokens, and their sources", cached, of.value("vllm:prompt_tokens_cached_by_source")),
+        *_differ("generated tokens, and delivered + discarded", generation, used),
+    ]
+
+
+def _check_histograms(of: MetricsSnapshot) -> list[str]:
+    finished = of.value("vllm:request_success")
+    wrong = []
+    for name in _PER_FINISHED_REQUEST:
+        wrong += _differ(f"observations of {name}, and finished requests", of.count(name), finished)
+    first, later = of.count("vllm:time_to_first_token_seconds"), of.count("vllm:inter_token_latency_seconds")
+    if first + later > of.value("vllm:generation_tokens"):
+        wrong.append(f"{first} first and {later} later outputs have only {of.value('vllm:generation_tokens'):g} tokens")
+    if of.value("vllm:request_params_n") > finished:
+        wrong.append("more outputs were asked for by finished user requests than have finished")
+    if of.value("vllm:request_generation_tokens") > of.value("vllm:generation_tokens"):
+        wrong.append("finished requests have more tokens than were generated")
+    stages = {stage: f"vllm:request_{stage}_time_seconds" for stage in _STAGES}
+    for name in stages.values():
+        if of.count(name) > finished or of.value(name) < 0:
+            wrong.append(f"{name}: {of.count(name)} observations, {of.value(name)} s, of {finished:g} requests")
+    stages_s = sum(of.value(stages[stage]) for stage in ("queue", "prefill", "decode"))
+    end_to_end_s = of.value("vllm:e2e_request_latency_seconds")
+    if stages_s > end_to_end_s + TOLERANCE_S * (finished + 1):
+        wrong.append(f"the stages took {stages_s} s in all, end to end {end_to_end_s} s")
+    return wrong
+
+
+def _check_shares(of: MetricsSnapshot) -> list[str]:
+    names = ("vllm:kv_cache_usage_perc", "quire_saturation", "quire_saturation_by_resource")
+    return [
+        f"{name}{series.labels} is {series.value}, not within 0 and 1"
+        for name in names
+        for series in of.find(name).series
+        if not 0 <= series.value <= 1
+    ]
+
+
+def read_exposition(text: str) -> MetricsSnapshot:
+    """What a server has answered, as a snapshot."""
+    families = []
+    for found in text_string_to_metric_families(text):
+        series: dict[tuple[str, ...], Series] = {}
+        cumulative: dict[tuple[str, ...], list[int]] = {}
+        for sample in found.samples:
+            labels = tuple(value for name, value in sample.labels.items() if name != "le")
+            one = series.setdefault(labels, Series(labels))
+            if sample.name.endswith("_bucket"):
+                cumulative.setdefault(labels, []).append(int(sample.value))
+            elif not sample.name.endswith("_count") or found.type not in ("histogram", "summary"):
+                one.value = sample.value
+        for labels, totals in cumulative.items():
+            series[labels].counts = [after - before for before, after in zip([0, *totals], totals, strict=False)]
+        names = tuple(name for name in (found.samples[0].labels if found.samples else ()) if name != "le")
+        kind = _KINDS.get(found.type, "gauge")
+        families.append(Family(found.name, kind, found.documentation, names, series=list(series.values())))
+    return MetricsSnapshot(families)

@@ -1,0 +1,224 @@
+"""/ui/dashboard while the engine works: it says what /debug/state and /metrics say, and can end a request."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.process.serving import ServerProcess
+
+from .conftest import KEY, Window
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = "<img/src=x/onerror=window.hacked=1>"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+@contextmanager
+def load_on(url: str, *, at_once: int = 14) -> Iterator[None]:
+    """So many requests at any time, of prompts with common beginnings, as `quire bench serve` would send."""
+    over = threading.Event()
+    rng = random.Random(7)
+    beginnings = [[rng.randrange(100, 2000) for _ in range(160)] for _ in range(3)]
+
+    async def ask(client: httpx2.AsyncClient, number: int) -> None:
+        while not over.is_set():
+            prompt = [*rng.choice(beginnings), *(rng.randrange(100, 2000) for _ in range(rng.choice((20, 60, 120))))]
+            body = {"prompt": prompt, "max_tokens": rng.choice((60, 150, 300)), "ignore_eos": True, "stream": True}
+            name = HOSTILE if number == 0 else f"visitor-{number}"
+            async with client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": name}) as response:
+                async for _ in response.aiter_lines():
+                    if over.is_set():
+                        return
+
+    async def run() -> None:
+        limits = httpx2.Limits(max_connections=at_once)
+        async with httpx2.AsyncClient(base_url=url, headers=HEADERS, timeout=120, limits=limits) as client:
+            await asyncio.gather(*(ask(client, number) for number in range(at_once)))
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def wait_for_tile(page: Any, name: str, pattern: str) -> None:
+    page.wait_for_function(
+        "([name, pattern]) => new RegExp(pattern).test("
+        "document.querySelector(`[data-tile=${name}] .value`).textContent)",
+        arg=[name, pattern],
+    )
+
+
+def test_a_newcomer_sees_what_the_engine_does(browser: Any, server: ServerProcess) -> None:
+    assert server.admin_url is not None
+    window = Window(browser, server.admin_url, color_scheme="light")
+    page = window.open("/ui/dashboard")
+    page.wait_for_function("() => document.getElementById('words').textContent.includes('idle')")
+    window.keep("dashboard-idle")
+    with load_on(server.url):
+        for name, pattern in (
+            ("written", r"^\d"), ("running", "^[1-8]of 8"), ("waiting", "^[1-9]"), ("cache", r"^[1-9]\d* %"),
+            ("hits", r"^[1-9]\d* %"), ("ttft", "ms|s$"), ("itl", "ms|s$"),
+        ):  # fmt: skip
+            wait_for_tile(page, name, pattern)
+        page.wait_for_function(
+            "() => /answers \\d requests.*tokens per second/.test(document.getElementById('words').textContent)"
+        )
+        page.wait_for_function("() => document.querySelectorAll('#ended tbody tr').length > 3", polling=500)
+        for _ in range(12):  # so that the picture has a past
+            page.wait_for_timeout(1000)
+        window.keep("dashboard-light")
+        page.emulate_media(color_scheme="dark", reduced_motion="reduce")
+        page.wait_for_function("() => getComputedStyle(document.body).backgroundColor === 'rgb(20, 23, 26)'")
+        window.keep("dashboard-dark")
+        assert page.evaluate("getComputedStyle(document.getElementById('pulse')).animationName") == "none"
+
+        page.focus("#map")
+        page.keyboard.press("Home")
+        assert page.inner_text("#map-detail").startswith("Block 0: the null block")
+        page.keyboard.press("ArrowRight")
+        assert page.inner_text("#map-detail").startswith("Block 1: ")
+        page.focus("#timeline")
+        page.keyboard.press("ArrowLeft")
+        assert re.search(r"waited \d", page.inner_text("#line-detail"))
+        chart = page.get_by_role("img", name=re.compile("Throughput: written"))
+        chart.focus()
+        page.keyboard.press("ArrowLeft")
+        assert HOSTILE in page.inner_text("#requests")
+        assert page.evaluate("window.hacked") is None
+        page.set_viewport_size({"width": 400, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        window.keep("dashboard-narrow")
+    window.check()
+    window.context.close()
+
+
+def test_abort(browser: Any, server: ServerProcess) -> None:
+    """On the admin listener the button ends the request; on the other one there is none."""
+    assert server.admin_url is not None
+    ends: list[str] = []
+
+    def ask() -> None:
+        body = {"prompt": [50, 51], "max_tokens": 2000, "ignore_eos": True}
+        headers = {**HEADERS, "x-request-id": "endless"}
+        answer = httpx2.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+        ends.append(answer.json()["choices"][0]["finish_reason"])
+
+    plain = Window(browser, server.url)
+    window = Window(browser, server.admin_url)
+    shown, page = plain.open("/ui/dashboard"), window.open("/ui/dashboard")
+    thread = threading.Thread(target=ask)
+    thread.start()
+    button = page.get_by_role("button", name="Abort cmpl-endless")
+    button.focus()
+    page.keyboard.press("Enter")
+    thread.join()
+    assert ends == ["abort"]
+    page.wait_for_function("() => document.querySelectorAll('#requests tbody tr').length === 0")
+    shown.wait_for_function("() => document.getElementById('abort-note').textContent.includes('admin listener')")
+    assert shown.get_by_role("button", name=re.compile("^Abort")).count() == 0
+    for one in (plain, window):
+        one.check()
+        one.context.close()
+
+
+def test_without_a_key_it_asks_for_one(window: Window) -> None:
+    page = window.open("/ui/dashboard", key=None)
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    assert "key" in page.inner_text("#words")
+    page.get_by_role("button", name="API key").click()
+    page.get_by_label("Key", exact=True).fill(KEY)
+    page.get_by_role("button", name="Use it").click()
+    wait_for_tile(page, "running", "^0of 8")
+
+
+def test_everything_can_be_reached_and_has_a_name(window: Window) -> None:
+    for path in ("/ui", "/ui/dashboard"):
+        page = window.open(path)
+        page.wait_for_function("() => document.getElementById('model').textContent.includes('demo')")
+        nameless = page.evaluate(
+            """() => [...document.querySelectorAll('button, input, select, textarea, canvas, a')]
+                .filter((node) => !node.closest('[aria-hidden=true]') && !node.hidden)
+                .filter((node) => !(node.labels?.length || node.getAttribute('aria-label') || node.textContent.trim()))
+                .map((node) => node.outerHTML)"""
+        )
+        assert nameless == []
+        page.evaluate("document.activeElement.blur()")
+        reached: list[str] = []
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            here = page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()")
+            if here in reached:
+                break
+            reached.append(here)
+        wanted = {
+            "/ui": {"system", "knob-temperature", "logprobs", "prompt", "send"},
+            "/ui/dashboard": {"map", "timeline"},
+        }
+        assert wanted[path] | {"theme-button", "key-button"} <= set(reached), reached
+        page.click("#theme-button")
+        page.click("#theme-button")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+        page.click("#theme-button")
+    window.check()
+
+
+# -- what the scripts compute ------------------------------------------------------------------------------------------
+
+TEXT = """\
+# HELP vllm:x_seconds Something.
+# TYPE vllm:x_seconds histogram
+vllm:x_seconds_bucket{engine="0",le="0.1",model_name="a\\"b"} 1.0
+vllm:x_seconds_bucket{engine="0",le="1.0",model_name="a\\"b"} 3.0
+vllm:x_seconds_bucket{engine="0",le="+Inf",model_name="a\\"b"} 4.0
+vllm:x_seconds_bucket{engine="1",le="0.1",model_name="a\\"b"} 1.0
+vllm:x_seconds_bucket{engine="1",le="1.0",model_name="a\\"b"} 1.0
+vllm:x_seconds_bucket{engine="1",le="+Inf",model_name="a\\"b"} 1.0
+vllm:y_total{engine="0"} 1e3
+vllm:y_total{engine="1"} 5
+"""
+
+
+def test_readings_of_metrics(window: Window) -> None:
+    page = window.open("/ui")
+    found = page.evaluate(
+        """async (text) => {
+            const m = await import('/ui/metrics.js');
+            const metrics = m.parse(text), all = m.buckets(metrics, 'vllm:x_seconds');
+            const readings = new m.Readings();
+            for (const [time, value] of [[0, 10], [1, 30], [2, 70], [3, 5]]) {
+                readings.add(time, m.parse(`vllm:y_total ${value}\\nvllm:generation_tokens_total ${value}`));
+                if (time === 2) {
+                    var rate = readings.rate('vllm:y_total', 1), growth = readings.growth('vllm:y_total', 9);
+                }
+            }
+            return {
+                label: metrics.get('vllm:x_seconds_bucket')[0].labels.model_name,
+                total: m.total(metrics, 'vllm:y_total'),
+                bounds: all.map(([bound, count]) => [String(bound), count]),
+                quantiles: [0.2, 0.4, 0.6, 0.99].map((q) => m.quantile(all, q)), none: m.quantile([], 0.5),
+                missing: m.total(metrics, 'vllm:z'), rate, growth, restarted: readings.rate('vllm:y_total', 5),
+            };
+        }""",
+        TEXT,
+    )
+    assert found == {
+        "label": 'a"b', "total": 1005, "bounds": [["0.1", 2], ["1", 4], ["Infinity", 5]],
+        "quantiles": pytest.approx([0.05, 0.1, 0.55, 1.0]), "none": None, "missing": None, "rate": 40, "growth": 60,
+        "restarted": None,
+    }  # fmt: skip
