@@ -1,7 +1,7 @@
 """Log-likelihoods by transformers: the oracle for lm-eval, in the environment that has torch.
 
-Reads {"model": directory, "pairs": [[context ids, continuation ids], ...]} as JSON from stdin; writes
-[[log-likelihood, whether greedy decoding would have given the continuation], ...].
+`python -m tests.clients.transformers_scores MODEL` reads lines of [[context ids, continuation ids], ...] and answers
+each with a line of [[log-likelihood, whether greedy decoding would have given the continuation], ...].
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def score(model: Any, context: list[int], continuation: list[int]) -> tuple[floa
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
     with torch.inference_mode():
-        json.dump([score(model, context, continuation) for context, continuation in asked["pairs"]], sys.stdout)
+        for line in sys.stdin:
+            print(json.dumps([score(model, *pair) for pair in json.loads(line)]), flush=True)
 
 
 if __name__ == "__main__":

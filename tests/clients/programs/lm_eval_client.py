@@ -68,11 +68,9 @@ class ByTransformers(LocalCompletionsAPI):
 
     def _loglikelihood_tokens(self, requests, **_):  # type: ignore[no-untyped-def]
         pairs = [[context, continuation] for _, context, continuation in requests]
-        command = [os.environ["QUIRE_DEV_PYTHON"], "-m", "tests.clients.transformers_scores"]
-        question = json.dumps({"model": os.environ["QUIRE_DEMO_MODEL"], "pairs": pairs})
-        place = Path(__file__).resolve().parents[3]
-        done = subprocess.run(command, input=question, capture_output=True, text=True, check=True, cwd=place)
-        return [(value, greedy) for value, greedy in json.loads(done.stdout)]
+        oracle.stdin.write(json.dumps(pairs) + "\n")
+        oracle.stdin.flush()
+        return [(value, greedy) for value, greedy in json.loads(oracle.stdout.readline())]
 
 
 def evaluate(model: LocalCompletionsAPI, tasks: list[str], folder: Path) -> dict:
@@ -95,7 +93,12 @@ def scores(result: dict, task: str) -> dict[str, float]:
     return {name: value for name, value in result["results"][task].items() if isinstance(value, float)}
 
 
-with tempfile.TemporaryDirectory() as directory:
+command = [os.environ["QUIRE_DEV_PYTHON"], "-m", "tests.clients.transformers_scores", os.environ["QUIRE_DEMO_MODEL"]]
+root = Path(__file__).resolve().parents[3]
+with (
+    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as oracle,
+    tempfile.TemporaryDirectory() as directory,
+):
     folder = Path(directory)
     os.environ["HF_HOME"] = str(folder / "hf")
     data = folder / "rows.jsonl"
@@ -106,20 +109,21 @@ with tempfile.TemporaryDirectory() as directory:
         "base_url": f"{os.environ['QUIRE_URL']}/v1/completions",
         "model": "demo",
         "tokenizer_backend": "remote",
+        "auth_token": os.environ["QUIRE_API_KEY"],
         "max_length": 512,
         "num_concurrent": 4,
         "max_retries": 1,
     }
     served = evaluate(LocalCompletionsAPI(**options), ["quire_choice", "quire_text", "quire_answer"], folder)
-    oracle = evaluate(ByTransformers(**options), ["quire_choice", "quire_text"], folder)
+    expected = evaluate(ByTransformers(**options), ["quire_choice", "quire_text"], folder)
 
 for task in ("quire_choice", "quire_text"):
-    ours, theirs = likelihoods(served, task), likelihoods(oracle, task)
+    ours, theirs = likelihoods(served, task), likelihoods(expected, task)
     assert len(ours) == len(theirs) == (24 if task == "quire_choice" else 6)
     furthest = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     assert furthest < 1e-3, (task, furthest)
     print(f"{task}: {scores(served, task)}; log-likelihoods within {furthest:.1e} of transformers'")
-    for name, value in scores(oracle, task).items():
+    for name, value in scores(expected, task).items():
         allowed = 0.0 if name.startswith("acc") else 1e-3 * abs(value)
         assert abs(scores(served, task)[name] - value) <= allowed, (name, value)
 answers = [sample["filtered_resps"][0] for sample in served["samples"]["quire_answer"]]
