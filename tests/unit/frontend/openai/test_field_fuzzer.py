@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ from quire.frontend.openai.protocol.sampling import GenerationBody, make_samplin
 from .field_fuzzer import Case, FieldFuzzer
 from .serving import Server, check
 from .test_fields import ENDPOINTS
-from .test_hostile import LEAKS
 
 NUM_CASES = 100_000
 NUM_SERVED = 3_000
 CANARY = {"prompt": [40, 41, 42], "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+LEAKS = re.compile(r"Traceback|0x[0-9a-f]{6,}|/(?:home|root|usr|work|tmp)/|\.py\b")
 FUZZER = FieldFuzzer(ENDPOINTS)
 
 
