@@ -84,8 +84,7 @@ class ObservabilityConfig:
     )
     collect_detailed_traces: str | None = flag(
         None,
-        "With --otlp-traces-endpoint: spans of the queue, the prefill and the decoding of each request, too. One of "
-        "all, model, worker, with commas between; they mean the same here.",
+        "With --otlp-traces-endpoint: spans of each request's queue, prefill and decoding, too: all (or model, worker).",
         metavar="MODULES",
     )
     trace_file: str | None = flag(
