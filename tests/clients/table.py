@@ -29,5 +29,6 @@ CLIENTS = (
     Client(name="anthropic", tier=1, requirements=("anthropic>=1",)),
     Client(name="schemathesis", tier=1, requirements=("schemathesis>=4",)),
     Client(name="litellm", tier=2, requirements=("litellm>=1.80",)),
+    Client(name="agents", tier=2, requirements=("openai-agents>=0.10",)),
     Client(name="langchain", tier=2, requirements=("langchain-openai>=1",)),
 )
