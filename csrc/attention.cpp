@@ -306,18 +306,24 @@ class Attention {
     }
 
     void accumulate(const ChunkView<D>& view, const E* const* next_keys, const E* weights, int64_t rows, float* sums) const {
-        constexpr int BLOCKS = D::tile_blocks;
         in_groups_of_rows<D::tile_rows>(rows, [&](int64_t r, int64_t count) {
-            int64_t at = 0;
-#define QK_CALL(n, fetch) \
-    multiply_values<D, n, BLOCKS, fetch>(weights + r * CHUNK, view, next_keys, width_, at, sums + r * width_)
-            for (; at + 16 * BLOCKS <= width_; at += 16 * BLOCKS) QK_FOR_ROWS(count, r == 0, QK_CALL)
-#undef QK_CALL
-#define QK_CALL(n, fetch) \
-    multiply_values<D, n, 1, fetch>(weights + r * CHUNK, view, next_keys, width_, at, sums + r * width_)
-            for (; at < width_; at += 16) QK_FOR_ROWS(count, r == 0, QK_CALL)
-#undef QK_CALL
+            const E* from = weights + r * CHUNK;
+            float* to = sums + r * width_;
+            int64_t at = accumulate_blocks<D::tile_blocks>(view, next_keys, from, count, r == 0, 0, to);
+            // Two at a time where a head of 32 or 96 leaves them: a block alone waits for each of its own sums.
+            at = accumulate_blocks<(D::tile_blocks < 2 ? 1 : 2)>(view, next_keys, from, count, r == 0, at, to);
+            accumulate_blocks<1>(view, next_keys, from, count, r == 0, at, to);
         });
+    }
+
+    // Whole groups of BLOCKS from element `at` of the head; where they end.
+    template <int BLOCKS>
+    int64_t accumulate_blocks(const ChunkView<D>& view, const E* const* next_keys, const E* weights, int64_t count,
+                              bool is_first, int64_t at, float* sums) const {
+#define QK_CALL(n, fetch) multiply_values<D, n, BLOCKS, fetch>(weights, view, next_keys, width_, at, sums)
+        for (; at + 16 * BLOCKS <= width_; at += 16 * BLOCKS) QK_FOR_ROWS(count, is_first, QK_CALL)
+#undef QK_CALL
+        return at;
     }
 
     void leave_partial(float* partial, const State* states, const float* sums) const {

@@ -42,7 +42,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "config": {"huggingface_hub", "msgspec"},
     "wire": {"msgspec", "zmq", "numpy"},
     "worker": {"torch", "safetensors", "numpy"},
-    "engine": {"zmq", "numpy", "msgspec", "llguidance"},
+    "engine": {"zmq", "numpy", "msgspec", "llguidance", "xgrammar"},
     "frontend": {
         *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"),
         *("fastapi", "starlette", "uvicorn", "prometheus_client"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,6 +127,8 @@ class HFConfig:
     def get(self, key: str, default: Any = None) -> Any:
         """A key of the JSON object, else the family's default, else `default`; a JSON null counts as `default`."""
         value = self.raw.get(key) if key in self.raw else FAMILY_DEFAULTS.get(self.model_type, {}).get(key)
+        if isinstance(value, float) and math.isnan(value):
+            raise ModelLoadError(f"{self.path} has {key!r} = NaN, which nothing can be computed with")
         return default if value is None else value
 
     def require(self, key: str) -> Any:
@@ -218,13 +221,12 @@ class HFConfig:
     @property
     def eos_token_ids(self) -> list[int]:
         """All end-of-sequence ids, first one first."""
-        value = self.get("eos_token_id", [])
-        return [int(v) for v in value] if isinstance(value, list) else [int(value)]
+        return token_ids(self.get("eos_token_id", []), self.path)
 
     @property
     def bos_token_id(self) -> int | None:
         value = self.get("bos_token_id")
-        return None if value is None else int(value)
+        return None if value is None else token_ids(value, self.path)[0]
 
     def rope(self, layer_type: str = FULL_ATTENTION) -> RopeConfig:
         """The rotary embedding of one kind of layer.
@@ -248,7 +250,7 @@ class HFConfig:
         numbers = {"rope_theta": theta, "partial_rotary_factor": partial}
         numbers |= {key: params.get(key) or 1 for key in ("factor", "original_max_position_embeddings")}
         for key, value in numbers.items():
-            if not isinstance(value, int | float) or value <= 0:
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ModelLoadError(f"{self.path} has rotary parameter {key!r} = {value!r}; it must be positive")
         if rope_type in ("longrope", "yarn") and not params.get("factor"):
             params["factor"] = self.max_position_embeddings / params["original_max_position_embeddings"]
@@ -265,3 +267,13 @@ class HFConfig:
         if not isinstance(params, dict):
             raise ModelLoadError(f"{self.path} has rotary parameters {params!r}, which must be an object")
         return dict(params)
+
+
+def token_ids(value: Any, source: Path) -> list[int]:
+    """A token id, or a list of them, as configuration files write them. Raises ModelLoadError naming `source`."""
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(v, int) and not isinstance(v, bool) for v in ids):
+        raise ModelLoadError(
+            f"{source} names the special token {str(value)[:60]}, which must be an id or a list of ids"
+        )
+    return ids

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.flags import flag, parse_json_object
+from quire.config.flags import flag, parse_human_int, parse_json_object
 from quire.errors import ConfigError
 
 _VERSION = re.compile(r"\d+\.\d+(\.\d+)*")
@@ -77,6 +77,18 @@ class ObservabilityConfig:
         metavar="FILE",
     )
     record_prompts: bool = flag(False, "With --record: write the token ids of prompts, too.")
+    trace_file: str | None = flag(
+        None,
+        "Write a trace of every step and request to this new file, for Perfetto (ui.perfetto.dev).",
+        metavar="FILE",
+    )
+    trace_events: int = flag(
+        0,
+        "Steps and turns of requests to keep in memory for /debug/trace; `quire serve --enable-admin` keeps 50,000.",
+        parse=parse_human_int,
+        minimum=0,
+        maximum=10_000_000,
+    )
     profiler_config: dict[str, Any] | None = flag(
         None,
         'JSON object: what start_profile records and where the trace goes, e.g. {"torch_profiler_dir": "traces"}.',

@@ -380,6 +380,10 @@ class AsyncLLM:
         """Of the weights that are loaded; "0" for those of start-up."""
         return await self.engine_core.get_weight_version_async()
 
+    async def get_trace(self, seconds: float = 10.0) -> bytes:
+        """What happened in the last `seconds`, as JSON for Perfetto. Raises ValidationError without --trace-events."""
+        return self.pipeline.encode_trace(await self.engine_core.get_trace_async(seconds))
+
     async def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
         """Pause and give back the KV cache only; `wake_up` takes it again."""
         with self.pipeline.stats.operations.timed("release_kv_cache_memory") as operations:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from quire import envs
+from quire.config.hf_config import token_ids
 from quire.config.model import ModelConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
@@ -269,7 +270,7 @@ def _eos_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[in
     """
     vocab_size = model_config.hf_config.vocab_size
     value = model_config.generation_defaults.get("eos_token_id")
-    listed = [] if value is None else [int(v) for v in (value if isinstance(value, list) else [value])]
+    listed = [] if value is None else token_ids(value, model_config.model_dir / "generation_config.json")
     primary = tokenizer.eos_token_id if tokenizer is not None else None
     if primary is None:
         candidates = listed or model_config.hf_config.eos_token_ids

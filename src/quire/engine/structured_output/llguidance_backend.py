@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,17 +9,12 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.structured_output.backend import Grammar, GrammarBackend
+from quire.engine.structured_output.backend import Grammar
+from quire.engine.structured_output.checked_backend import CheckedBackend
 from quire.engine.structured_output.compiler import CompilerSetup
-from quire.engine.structured_output.sandbox import CompilerProcess
 from quire.engine.structured_output.vocabulary import ENDS_WELL, GrammarVocabulary, compile_matcher, load_vocabulary
 from quire.errors import ClientError, ValidationError
 from quire.structured_outputs import StructuredOutputsParams
-
-MAX_CACHED_GRAMMARS = 64
-"""Compiled grammars that are kept for the next request that asks for the same."""
-MAX_CACHED_CHARS = 1 << 21
-"""Text of those grammars together: their memory grows with it."""
 
 
 class LLGuidanceGrammar(Grammar):
@@ -70,49 +64,13 @@ class LLGuidanceGrammar(Grammar):
         return copy
 
 
-class LLGuidanceBackend(GrammarBackend):
-    """Compiles in a child process first (see compiler.py), then here."""
+class LLGuidanceBackend(CheckedBackend):
+    """What the child has compiled is compiled again here: the work is deterministic, and costs the same."""
 
     def __init__(self, setup: CompilerSetup) -> None:
         """Raises ConfigError if the tokenizer cannot be read."""
-        self.vocab_size = setup.vocab_size
-        self.eos_token_ids = setup.eos_token_ids
-        self._process = CompilerProcess(setup)
+        super().__init__(setup)
         self._vocabulary = load_vocabulary(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
-        self._cached: OrderedDict[tuple[object, ...], LLGuidanceGrammar] = OrderedDict()
-        self._num_chars = 0
 
-    def compile(self, params: StructuredOutputsParams) -> Grammar:
-        key = _key(params)
-        grammar = self._cached.get(key)
-        if grammar is None:
-            text = self._process.check(params)
-            matcher = compile_matcher(self._vocabulary, text, params)
-            grammar = LLGuidanceGrammar(matcher, self._vocabulary)
-            self._keep(key, grammar)
-        else:
-            self._cached.move_to_end(key)
-        return grammar.copy_with(())
-
-    def _keep(self, key: tuple[object, ...], grammar: LLGuidanceGrammar) -> None:
-        self._cached[key] = grammar
-        self._num_chars += _size(key)
-        while len(self._cached) > MAX_CACHED_GRAMMARS or self._num_chars > MAX_CACHED_CHARS:
-            oldest, _ = self._cached.popitem(last=False)
-            self._num_chars -= _size(oldest)
-
-    def close(self) -> None:
-        self._process.kill()
-
-
-def _key(params: StructuredOutputsParams) -> tuple[object, ...]:
-    return (
-        *params.source,
-        params.disable_any_whitespace,
-        params.disable_additional_properties,
-        params.whitespace_pattern,
-    )
-
-
-def _size(key: tuple[object, ...]) -> int:
-    return len(str(key[1]))
+    def _load(self, text: str, params: StructuredOutputsParams) -> Grammar:
+        return LLGuidanceGrammar(compile_matcher(self._vocabulary, text, params), self._vocabulary)

@@ -215,6 +215,8 @@ class Endpoint:
     """Whether the flags ask for it."""
     is_on_admin: bool = False
     """Served by the admin listener, too: the dashboard there reads it. Admin and open routes always are."""
+    is_polled: bool = False
+    """Asked so often that the log has no line for an answer that is good."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
@@ -232,7 +234,7 @@ class Endpoint:
                 state.lifecycle.end_request()
             if self.path not in PROBES:
                 exchange.count(self.path)
-            exchange.log()
+            exchange.log(only_failures=self.is_polled)
 
     async def _respond(self, context: RequestContext) -> Response:
         state = context.state
@@ -297,9 +299,11 @@ class _Exchange:
             )
         )
 
-    def log(self) -> None:
+    def log(self, *, only_failures: bool) -> None:
         """One line, without the query and whatever else a client may have put into it."""
         request, state = self._context.request, self._context.state
+        if only_failures and self._status < 400:
+            return
         if state.logs_path(request.scope["path"]):
             elapsed_ms = 1000 * (time.perf_counter() - self._start)
             logger.info(
