@@ -19,7 +19,9 @@ from quire.frontend.openai.protocol.messages import MessagesBody
 from quire.frontend.openai.routes.messages import MessageWriter
 from quire.outputs import CompletionOutput, RequestOutput
 
+from .asgi import Call
 from .serving import Server, check
+from .test_streaming import until_gone
 
 PATH = "/v1/messages"
 BODY: dict[str, Any] = {
@@ -182,6 +184,21 @@ def test_a_schema_is_kept_to() -> None:
         assert isinstance(json.loads(answer["content"][0]["text"])["a"], bool)
 
     check(test, executor=None)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_aborts_its_message(streams: bool) -> None:
+    async def test(server: Server) -> None:
+        call = Call(server.app, PATH, {**BODY, "max_tokens": 400, "stream": streams})
+        while not server.engine.get_num_unfinished_requests():
+            await asyncio.sleep(0)
+        if streams:
+            await call.wait_for(b"content_block_delta")
+        call.leave()
+        await call.task
+        await until_gone(server)
+
+    check(test, executor="Leisurely")
 
 
 def user(*blocks: Any) -> dict[str, Any]:
