@@ -139,7 +139,7 @@ class OutputProcessor:
         aborted = []
         for state in self._states(request_ids, internal):
             aborted.append(state.request_id)
-            output = state.make_request_output(FinishReason.ABORT)
+            output = state.make_early_end(FinishReason.ABORT)
             if state.queue is not None and output is not None:
                 state.queue.put(output)
             self._finish_request(state, FinishReason.ABORT, iteration_stats)
@@ -161,7 +161,7 @@ class OutputProcessor:
             if state.queue is not None:
                 state.queue.put(error)
             else:
-                output = state.make_request_output(FinishReason.ERROR, None, str(error))
+                output = state.make_early_end(FinishReason.ERROR, str(error))
                 if output is not None:
                     result.request_outputs.append(output)
             self._finish_request(state, reason, iteration_stats, error)

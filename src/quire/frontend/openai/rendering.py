@@ -113,6 +113,10 @@ class PromptRenderer:
         """The result of something that may take long, on the thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    async def run_sized(self, value: Any, work: Callable[[], Result]) -> Result:
+        """The result of work on `value`: at once, or on the thread if there is much text in it."""
+        return await self._run(_size(value), work)
+
     async def _run(self, num_chars: int, work: Callable[[], Result]) -> Result:
         return work() if num_chars <= LONG_TEXT_CHARS else await self.run_aside(work)
 
