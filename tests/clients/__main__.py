@@ -26,6 +26,7 @@ from .table import CLIENTS, Client
 
 ENVIRONMENTS = Path(__file__).parents[2] / "build" / "clients"
 API_KEY = "the-key-of-the-client-tests"
+DEMO_MODEL = Path(__file__).parents[2] / "src" / "quire" / "assets" / "demo"
 
 
 def prepare(client: Client) -> Path:
@@ -44,7 +45,14 @@ def prepare(client: Client) -> Path:
 
 def run(client: Client, python: Path, url: str) -> bool:
     """Whether the client found everything right."""
-    environment = {"PATH": os.environ["PATH"], "HOME": str(ENVIRONMENTS), "QUIRE_URL": url, "QUIRE_API_KEY": API_KEY}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(ENVIRONMENTS),
+        "QUIRE_URL": url,
+        "QUIRE_API_KEY": API_KEY,
+        "QUIRE_DEV_PYTHON": sys.executable,
+        "QUIRE_DEMO_MODEL": str(DEMO_MODEL),
+    }
     print(f"==> {client.name}", flush=True)
     start = time.monotonic()
     try:
@@ -85,10 +93,11 @@ def main() -> int:
         parser.error(f"unknown clients: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     chosen = [c for c in CLIENTS if (c.name in args.names if args.names else c.tier == args.tier)]
     pythons = {client.name: prepare(client) for client in chosen}
-    failed: list[str] = []
+    failed = []
     for flags in dict.fromkeys(client.server_flags for client in chosen):
         with server(args.url, flags) as url:
-            failed += [c.name for c in chosen if c.server_flags == flags and not run(c, pythons[c.name], url)]
+            group = [c for c in chosen if c.server_flags == flags]
+            failed += [c.name for c in group if not run(c, pythons[c.name], url)]
     if failed:
         print("failed:", ", ".join(failed))
     return 1 if failed else 0
