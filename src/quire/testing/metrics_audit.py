@@ -11,8 +11,13 @@ Each check also compares with the one before: what counts never goes down.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.frontend.metrics.prometheus import PrometheusStatLogger
 from quire.frontend.metrics.snapshot import Family, Kind, MetricsSnapshot, Series
 
 _PER_FINISHED_REQUEST = (
@@ -144,3 +149,25 @@ def read_exposition(text: str) -> MetricsSnapshot:
         kind = _KINDS.get(found.type, "gauge")
         families.append(Family(found.name, kind, found.documentation, names, series=list(series.values())))
     return MetricsSnapshot(families)
+
+
+@asynccontextmanager
+async def audited(metrics: PrometheusStatLogger, interval_s: float = 0.05) -> AsyncIterator[MetricsAudit]:
+    """Check every `interval_s` of the running loop's time while the block runs, and at its end."""
+    audit = MetricsAudit()
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            audit.check(metrics.snapshot())
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield audit
+    finally:
+        if not watcher.done():
+            watcher.cancel()
+        await asyncio.wait({watcher})
+    if not watcher.cancelled():
+        watcher.result()
+    audit.check(metrics.snapshot())
