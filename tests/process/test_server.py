@@ -142,10 +142,10 @@ def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:
                 lines = response.iter_lines()
                 next(lines)
                 server.process.send_signal(signal.SIGTERM)
-                while client.get("/health/ready").status_code == 200:
+                while (ready := client.get("/health/ready")).status_code == 200:
                     audit.check(read_exposition(client.get("/metrics").text))
                 refused = client.post("/v1/completions", json={"prompt": "x"})
-                assert refused.status_code == 503
+                assert refused.status_code == 503, (ready.text, refused.text)
                 *_, end = (line for line in lines if line)
                 assert end == "data: [DONE]"
         assert server.process.wait(TIME_LIMIT_S) == 0

@@ -48,7 +48,7 @@ class Setting:
         config = EngineArgs(str(model_dir), **flags).create_engine_config("serving")
         self.llm = AsyncLLM(config, client=self.client)
         self.llm.pipeline.stat_loggers.add(self.recorder)
-        self.audit = MetricsAudit()
+        self.audit = MetricsAudit(one_clock=False)
         self.read: dict[str, list[RequestOutput]] = {}
 
     def reader(
