@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tools.compat.page import make_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -68,6 +69,11 @@ def test_named_code_exists(page: Path) -> None:
             if path is None or symbol not in _symbols(path):
                 missing.append(f"{file}:{symbol}")
     assert not missing
+
+
+def test_the_page_beside_vllm_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "compat.md").read_text(encoding="utf-8")
+    assert page == make_page(), "the routes, fields or flags have changed: run python -m tools.compat"
 
 
 def _coverage_rows() -> list[tuple[str, str, str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ MAX_ATTRIBUTES = 30
 """An alarm, not a goal: about 16 is the goal."""
 FORBIDDEN_FILES = {"utils.py", "util.py", "helpers.py", "helper.py", "misc.py", "common.py"}
 
+ROOT = PACKAGE.parents[1]
 FILES = source_files()
 IDS = [module_name(f) for f in FILES]
 
@@ -50,6 +53,17 @@ def test_classes_are_narrow(path: Path) -> None:
                 and target.value.id == "self"
             }
             assert len(names) <= MAX_ATTRIBUTES, f"{node.name} has {len(names)} attributes"
+
+
+def test_assets_are_shipped() -> None:
+    """A wheel holds what the repository does: git must not ignore a file of the assets."""
+    assets = [str(path.relative_to(ROOT)) for path in (PACKAGE / "assets").rglob("*") if path.is_file()]
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout")
+    tracked = subprocess.run(["git", "ls-files", "--", *assets], cwd=ROOT, capture_output=True, text=True, check=True)
+    ignored = subprocess.run(["git", "check-ignore", "--", *assets], cwd=ROOT, capture_output=True, text=True)
+    assert ignored.stdout == ""
+    assert {name for name in tracked.stdout.splitlines() if "/ui/" in name}
 
 
 def test_assets_are_the_only_data() -> None:

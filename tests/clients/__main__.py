@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.process.serving import serving
@@ -26,6 +26,7 @@ from .table import CLIENTS, Client
 
 ENVIRONMENTS = Path(__file__).parents[2] / "build" / "clients"
 API_KEY = "the-key-of-the-client-tests"
+DEMO_MODEL = Path(__file__).parents[2] / "src" / "quire" / "assets" / "demo"
 
 
 def prepare(client: Client) -> Path:
@@ -44,7 +45,14 @@ def prepare(client: Client) -> Path:
 
 def run(client: Client, python: Path, url: str) -> bool:
     """Whether the client found everything right."""
-    environment = {"PATH": os.environ["PATH"], "HOME": str(ENVIRONMENTS), "QUIRE_URL": url, "QUIRE_API_KEY": API_KEY}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(ENVIRONMENTS),
+        "QUIRE_URL": url,
+        "QUIRE_API_KEY": API_KEY,
+        "QUIRE_DEV_PYTHON": sys.executable,
+        "QUIRE_DEMO_MODEL": str(DEMO_MODEL),
+    }
     print(f"==> {client.name}", flush=True)
     start = time.monotonic()
     try:
@@ -60,12 +68,12 @@ def run(client: Client, python: Path, url: str) -> bool:
 
 
 @contextlib.contextmanager
-def server(url: str | None) -> Iterator[str]:
-    """The base URL of the server to ask: the given one, or one that lives as long as this."""
+def server(url: str | None, flags: Sequence[str]) -> Iterator[str]:
+    """The base URL of the server to ask: the given one, or one with these flags that lives as long as this."""
     if url is not None:
         yield url
         return
-    with serving("--api-key", API_KEY) as process:
+    with serving("--api-key", API_KEY, *flags) as process:
         core = process.core_pid()
         yield process.url
         if process.process.poll() is not None or process.core_pid() != core:
@@ -84,9 +92,12 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown clients: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     chosen = [c for c in CLIENTS if (c.name in args.names if args.names else c.tier == args.tier)]
-    pythons = [prepare(client) for client in chosen]
-    with server(args.url) as url:
-        failed = [c.name for c, python in zip(chosen, pythons, strict=True) if not run(c, python, url)]
+    pythons = {client.name: prepare(client) for client in chosen}
+    failed = []
+    for flags in dict.fromkeys(client.server_flags for client in chosen):
+        with server(args.url, flags) as url:
+            group = [c for c in chosen if c.server_flags == flags]
+            failed += [c.name for c in group if not run(c, pythons[c.name], url)]
     if failed:
         print("failed:", ", ".join(failed))
     return 1 if failed else 0

@@ -17,16 +17,29 @@ class Client:
     """1: in every CI run; 2: by `python -m tests.clients --tier 2`."""
     requirements: tuple[str, ...]
     time_limit_s: float = 300
+    server_flags: tuple[str, ...] = ()
+    """Of the server it is run against; clients with the same flags share one."""
 
     @property
     def program(self) -> Path:
-        """It finds the server by QUIRE_URL, its base without /v1, and the API key in QUIRE_API_KEY."""
+        """It finds the server by QUIRE_URL, its base without /v1, and the API key in QUIRE_API_KEY; the interpreter of
+        the development environment by QUIRE_DEV_PYTHON, the demo model's files by QUIRE_DEMO_MODEL."""
         return PROGRAMS / f"{self.name}_client.py"
 
 
 CLIENTS = (
     Client(name="openai", tier=1, requirements=("openai>=2",)),
+    Client(name="anthropic", tier=1, requirements=("anthropic>=1",)),
     Client(name="schemathesis", tier=1, requirements=("schemathesis>=4",)),
     Client(name="litellm", tier=2, requirements=("litellm>=1.80",)),
     Client(name="langchain", tier=2, requirements=("langchain-openai>=1",)),
+    Client(name="instructor", tier=2, requirements=("instructor>=1.14",)),
+    Client(name="pydantic_ai", tier=2, requirements=("pydantic-ai-slim[openai]>=2",)),
+    Client(name="openai_agents", tier=2, requirements=("openai-agents>=0.17",)),
+    Client(
+        name="lm_eval",
+        tier=2,
+        requirements=("lm-eval[api]>=0.4.9",),
+        server_flags=("--enable-tokenizer-info-endpoint", "--dtype", "float32"),
+    ),
 )

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tools.compat.page import make_page
 from tools.compat.verdicts import (
     endpoints,
     field_verdicts,
@@ -27,14 +25,9 @@ from quire.config.vllm_flags import VllmFlag, settle_vllm_flags, vllm_flags
 from quire.errors import ConfigError
 from quire.frontend.openai.openapi import make_openapi
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "compat.md"
 FLAGS = vllm_flags()
 FOREIGN = {name: flag for name, flag in FLAGS.items() if flag.option not in own_options()}
 TABLE = http_table()
-
-
-def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == make_page(), "run python -m tools.compat"
 
 
 def test_the_tables_hold_all_names() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 START_TIMEOUT_S = 120
 SRC = Path(__file__).resolve().parents[2] / "src"
-_URL = re.compile(r"serving \S+ on (http://\S+?)(?:; admin routes on (http://\S+))? \(")
+_URL = re.compile(r"serving \S+ on ((?:https?://|unix:)\S+?)(?:; admin routes on (http://\S+))? \(")
 
 
 class ServerProcess:

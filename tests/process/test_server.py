@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx2
 import openai
@@ -75,6 +76,35 @@ def test_the_admin_listener(server: ServerProcess) -> None:
         assert client.get(f"{server.admin_url}/is_paused").json() == {"is_paused": False}
         assert client.get(f"{server.admin_url}/is_paused", headers={"authorization": ""}).status_code == 401
         assert client.get(f"{server.admin_url}/is_paused", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_its_state_is_shown_across_the_death_of_the_core(server: ServerProcess) -> None:
+    """A request and its blocks, in the core that dies and in the next; and on the admin listener, which can abort."""
+    headers = {"authorization": "Bearer secret"}
+    body = {"prompt": [50] * 40, "max_tokens": 200, "ignore_eos": True, "stream": True, "request_id": "watched"}
+
+    def look(client: httpx2.Client, url: str) -> dict[str, Any]:
+        while not (state := client.get(f"{url}/debug/state").json()).get("requests"):
+            pass
+        return state
+
+    with (
+        httpx2.Client(timeout=TIME_LIMIT_S, headers=headers) as client,
+        client.stream("POST", f"{server.url}/v1/completions", json=body) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        states = [look(client, server.url)]
+        os.kill(server.core_pid(), signal.SIGKILL)
+        states.append(look(client, server.admin_url or ""))
+        for state in states:
+            (request,) = state["requests"]
+            held = sum(length for _, length in request["blocks"])
+            assert request["id"] == "cmpl-watched"
+            assert held == request["num_blocks"] == state["kv_cache"]["total"] - 1 - state["kv_cache"]["free"]
+        assert [state["abort"] for state in states] == ["admin", "here"]
+        client.post(f"{server.admin_url}/abort_requests", json={"request_ids": ["cmpl-watched"]})
+        assert '"finish_reason":"abort"' in "".join(lines)
 
 
 def test_a_stream_survives_the_death_of_the_core(client: openai.OpenAI, server: ServerProcess) -> None:

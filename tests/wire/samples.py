@@ -51,6 +51,7 @@ from quire.wire.stats import (
     SchedulerStats,
     SpecDecodingStats,
 )
+from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
 
 LORA = LoRARequest("adapter", 3, "adapters/three")
 REPETITION = RepetitionDetectionParams(max_pattern_size=8, min_pattern_size=2, min_count=3)
@@ -106,6 +107,7 @@ POOLING = PoolingParams(
     skip_reading_prefix_cache=True,
     extra_kwargs={"a": 1},
     output_kind=RequestOutputKind.CUMULATIVE,
+    segment_start=7,
 )
 SMALL_ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 """Travels inside the msgpack."""
@@ -120,6 +122,8 @@ PROMPT_LOGPROBS = LogprobsTensors(
 PREFIX_STATS = PrefixCacheStats(True, 1, 20, 16, 2, 40, 32)
 EVICTION = KVCacheEvictionEvent(1.5, 0.25, (0.5, 0.125))
 SPEC_STATS = SpecDecodingStats(3, 2, 6, 4, [2, 1, 1])
+STEP_TRACE = StepTrace(1.5, 1.625, 2.5, 2.75, 3.0, 40, 3, 4, 5, 60)
+PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
 PREFILL_STATS = PrefillStats(10, 4, 5, 1)
 SCHEDULER_STATS = SchedulerStats(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29)
 EVENT = EngineCoreEvent(EngineCoreEventType.PREEMPTED, 12.5)
@@ -231,6 +235,9 @@ FULL: dict[str, Any] = {
     "SpecDecodingStats": SPEC_STATS,
     "PrefillStats": PREFILL_STATS,
     "SchedulerStats": SCHEDULER_STATS,
+    "StepTrace": STEP_TRACE,
+    "PhaseTrace": PHASE_TRACE,
+    "TraceWindow": TraceWindow(1.0, 9.5, [STEP_TRACE], [PHASE_TRACE], 100),
     "BlockMap": BLOCK_MAP,
     "RequestSnapshot": REQUEST_SNAPSHOT,
     "EngineSnapshot": EngineSnapshot(99.5, 1700000000.5, 1, 2, 3, 4, 5, BLOCK_MAP, [REQUEST_SNAPSHOT], 6),

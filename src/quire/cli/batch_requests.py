@@ -11,11 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from quire.cli.batch_files import InputRow
 from quire.cli.options import nearest
 from quire.cli.sampling_options import make_sampling_params
 from quire.errors import NotFoundError, ValidationError
+from quire.frontend.openai.protocol.forms import FormBody
 from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
 
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
@@ -31,6 +35,7 @@ _CHAT_FIELDS = (
     "messages", "logprobs", "top_logprobs", "max_completion_tokens", "add_generation_prompt", "continue_final_message",
     "chat_template", "chat_template_kwargs", "documents",
 )  # fmt: skip
+_FORM_FIELDS = FormBody.__struct_fields__
 _TEXT_FIELDS = ("prompt", "logprobs", "echo")
 _IGNORED_FIELDS = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -42,7 +47,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("", None),
     "tools": ([], None),
     "tool_choice": ("none", "auto", None),
-    "response_format": ({"type": "text"}, None),
     "use_beam_search": (False, None),
 }
 """Fields accepted only with a value that asks for nothing."""
@@ -127,7 +131,12 @@ class RequestReader:
         if detection is not None:
             given["repetition_detection"] = _repetition_detection(detection)
         return make_sampling_params(
-            {"seed": row_seed, **given, "logprobs": _chat_logprobs(body) if is_chat else body.get("logprobs")},
+            {
+                "seed": row_seed,
+                **given,
+                "structured_outputs": _form(body),
+                "logprobs": _chat_logprobs(body) if is_chat else body.get("logprobs"),
+            },
             self._model_defaults if is_chat else {"max_tokens": 16, **self._model_defaults},
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -161,7 +170,7 @@ def _row_seed(seed: int, custom_id: str) -> int:
 
 
 def _check_fields(body: Mapping[str, Any], own: Sequence[str]) -> None:
-    known = {*_SAMPLING_FIELDS, *_REQUEST_FIELDS, *own, *_IGNORED_FIELDS}
+    known = {*_SAMPLING_FIELDS, *_REQUEST_FIELDS, *_FORM_FIELDS, *own, *_IGNORED_FIELDS}
     for name, value in body.items():
         if name in known or (name in _NEUTRAL_VALUES and value in _NEUTRAL_VALUES[name]):
             continue
@@ -189,6 +198,15 @@ def _boolean(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise ValidationError(f"{name} must be true or false, got {value!r}", param=name, value=value)
     return value
+
+
+def _form(body: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """The form that the output must have, in any of the server's fields for it."""
+    given = {name: body[name] for name in _FORM_FIELDS if body.get(name) is not None}
+    try:
+        return msgspec.convert(given, FormBody).form()
+    except msgspec.ValidationError as e:
+        raise ValidationError(f"{' and '.join(given)}: {e}", param=min(given)) from None
 
 
 def _repetition_detection(value: Any) -> RepetitionDetectionParams:

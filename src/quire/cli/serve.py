@@ -25,6 +25,8 @@ from quire.resolve import resolve
 
 logger = init_logger(__name__)
 
+TRACE_EVENTS = 50_000
+"""Kept for /debug/trace where there are admin routes, unless --trace-events says otherwise."""
 _ANYWHERE = re.compile(r"//(0\.0\.0\.0|\[::\])(?=[:/]|$)")
 QUEUE_LIMITS = {"max_num_queued_reqs": 16_384, "max_num_queued_tokens": 1 << 25}
 """What may wait where no flag says otherwise: far above what anyone would wait for, and within a server's memory."""
@@ -64,8 +66,12 @@ def run(args: Arguments) -> int:
         logging.getLogger("quire").setLevel(config.log_level)
     keys = read_api_keys(config)
     config = dataclasses.replace(config, api_key=())  # from here on only their digests are kept
-    named = {"model": args["model_name"]} if args["model_name"] is not None else {}
-    engine_config = engine_args(args, **QUEUE_LIMITS, **named).create_engine_config("serving")
+    defaults: dict[str, Any] = dict(QUEUE_LIMITS)
+    if args["model_name"] is not None:
+        defaults["model"] = args["model_name"]
+    if config.enable_admin:
+        defaults["trace_events"] = TRACE_EVENTS
+    engine_config = engine_args(args, **defaults).create_engine_config("serving")
     listeners = resolve("quire.frontend.openai.server:Listeners").bind(config)
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)

@@ -68,6 +68,9 @@ class ServerConfig:
         minimum=0,
         maximum=65535,
     )
+    enable_scale_out: bool = flag(
+        False, "Answer at the render routes: the token ids and sampling parameters of a request, nothing generated."
+    )
     enable_tokenizer_info_endpoint: bool = flag(False, "Serve /tokenizer_info.")
     trust_request_chat_template: bool = flag(False, "Let requests bring a chat template of their own.")
     default_chat_template_kwargs: str | None = flag(
@@ -119,6 +122,12 @@ class ServerConfig:
     body_timeout_s: float = flag(
         60.0, "Seconds a client may take to send a body; then 408.", parse=float, minimum=0.001
     )
+    header_timeout_s: float = flag(
+        10.0,
+        "Seconds a client may take to send a request's line and headers; then its connection ends (408).",
+        parse=float,
+        minimum=0.001,
+    )
     sse_keep_alive_interval: float = flag(
         5.0, "Seconds of silence after which a stream gets a comment line; 0 for none.", parse=float, minimum=0
     )
@@ -167,7 +176,10 @@ class ServerConfig:
         "warning", "Log level of the HTTP server.", choices=("critical", "error", "warning", "info", "debug", "trace")
     )
     h11_max_incomplete_event_size: int = flag(
-        4 << 20, "Most bytes of a request's line and headers.", parse=parse_human_int, minimum=1024
+        4 << 20,
+        "Most bytes of a request's line and headers; more are refused (431).",
+        parse=parse_human_int,
+        minimum=1024,
     )
 
     def __post_init__(self) -> None:

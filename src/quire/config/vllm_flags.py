@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from quire.config.model import ASSETS_DIR
+from quire.config.structured_outputs import has_xgrammar
 from quire.errors import ConfigError
 from quire.logger import init_logger
 
@@ -103,7 +104,13 @@ def settle_vllm_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     return ours
 
 
-GRAMMAR_BACKENDS = {"auto": "auto", "guidance": "guidance", "outlines": "auto", "lm-format-enforcer": "auto"}
+GRAMMAR_BACKENDS = {
+    "auto": "auto",
+    "guidance": "guidance",
+    "xgrammar": "xgrammar",
+    "outlines": "auto",
+    "lm-format-enforcer": "auto",
+}
 """vLLM's names for grammar libraries, and ours."""
 
 
@@ -111,9 +118,12 @@ def _grammar_backend(value: Any) -> dict[str, Any]:
     backend = str(value).partition(":")[0]
     if backend not in GRAMMAR_BACKENDS:
         raise ConfigError(f"grammar backend {backend!r} is not one of {', '.join(GRAMMAR_BACKENDS)}")
-    if GRAMMAR_BACKENDS[backend] != backend:
-        logger.warning("grammar backend %s is not supported; %s is used", backend, GRAMMAR_BACKENDS[backend])
-    return {"grammar_backend": GRAMMAR_BACKENDS[backend]}
+    ours = GRAMMAR_BACKENDS[backend]
+    if ours == "xgrammar" and not has_xgrammar():
+        ours = "auto"
+    if ours != backend:
+        logger.warning("grammar backend %s is not supported or not installed; %s is used", backend, ours)
+    return {"grammar_backend": ours}
 
 
 def _structured_outputs_config(value: Any) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 from quire.wire.snapshot import EngineSnapshot
+from quire.wire.trace import TraceWindow
 
 logger = init_logger(__name__)
 
@@ -87,7 +88,7 @@ class EngineCore:
             self.executor.register_failure_callback(executor_fail_callback)
         sizes = initialize_kv_caches(config, self.executor)
         cache_config = config.cache_config
-        observers = make_observers(config, sizes)
+        observers, self._traces = make_observers(config, sizes)
         grammars: StructuredOutputManager | None = self.structured_output_manager
         for observer in observers:
             grammars = observer.watch_grammars(grammars)
@@ -219,6 +220,7 @@ class EngineCore:
             grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)  # while the model runs
             model_output = future.result()
             if model_output is None:
+                self.scheduler.note_forward(scheduler_output)
                 model_output = cast("ModelRunnerOutput", self.executor.sample_tokens(grammar_output))
         outputs = self._update(scheduler_output, model_output)
         self._log_iteration(scheduler_output, start)
@@ -334,6 +336,14 @@ class EngineCore:
     def get_dropped_messages(self) -> dict[str, int]:
         """Messages that could not be taken in, by reason. A core in its user's process is sent none."""
         return {}
+
+    def get_trace(self, seconds: float = 10.0) -> TraceWindow:
+        """What the last `seconds` were spent on, as far as it was kept. Raises ValidationError if nothing is."""
+        if self._traces is None:
+            raise ValidationError(
+                "the engine keeps no traces; start it with --trace-events 50000, or --trace-file FILE"
+            )
+        return self._traces.get_window(seconds)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -95,6 +95,7 @@ class AsyncLLM:
     ) -> None:
         self._end_requests()
         await asyncio.to_thread(self.engine_core.shutdown)
+        await asyncio.to_thread(self.pipeline.close)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -380,6 +381,10 @@ class AsyncLLM:
         """Of the weights that are loaded; "0" for those of start-up."""
         return await self.engine_core.get_weight_version_async()
 
+    async def get_trace(self, seconds: float = 10.0) -> bytes:
+        """What happened in the last `seconds`, as JSON for Perfetto. Raises ValidationError without --trace-events."""
+        return self.pipeline.encode_trace(await self.engine_core.get_trace_async(seconds))
+
     async def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
         """Pause and give back the KV cache only; `wake_up` takes it again."""
         with self.pipeline.stats.operations.timed("release_kv_cache_memory") as operations:
@@ -437,6 +442,7 @@ class AsyncLLM:
         elif not loop.is_closed():
             loop.call_soon_threadsafe(self._end_requests)
         self.engine_core.shutdown()
+        self.pipeline.close()
 
     def _end_requests(self) -> None:
         """Every reader gets its last output, with finish reason "abort"; no request is taken from now on."""

@@ -2,7 +2,8 @@
 
 The environment has transformers' options (`trim_blocks`, `lstrip_blocks`, loop controls, the `generation` tag, `tojson`
 that escapes nothing, `raise_exception`, `strftime_now`) inside Jinja's immutable sandbox. Templates come from model
-repositories: their size and the size of what they write are bounded, and whatever they raise is a ValidationError.
+repositories: their size, their work (`template_sandbox.py`) and what they write are bounded, and whatever they raise is
+a ValidationError.
 
 Knows nothing of tokenizers: text in, text out.
 """
@@ -20,9 +21,9 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.errors import ValidationError
+from quire.frontend.template_sandbox import BoundedEnvironment, budget, size_of
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_RENDERED_CHARS = 1 << 26
@@ -74,11 +75,13 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _make_environment() -> ImmutableSandboxedEnvironment:
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+def _make_environment() -> BoundedEnvironment:
+    env = BoundedEnvironment(
+        filters={"tojson": _tojson},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
     )
-    env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
     return env
@@ -95,10 +98,15 @@ def _compile(template: str) -> jinja2.Template:
             param="chat_template",
         )
     try:
-        return _ENVIRONMENT.from_string(template)
+        with budget(len(template)):  # constant expressions are computed here
+            return _ENVIRONMENT.from_string(template)
     except jinja2.TemplateSyntaxError as e:
         raise ValidationError(
             f"the chat template does not parse (line {e.lineno}): {e.message}", param="chat_template"
+        ) from None
+    except (RecursionError, MemoryError, SyntaxError, jinja2.TemplateError) as e:
+        raise ValidationError(
+            f"the chat template cannot be compiled ({type(e).__name__})", param="chat_template"
         ) from None
 
 
@@ -143,14 +151,15 @@ def _render(template: jinja2.Template, context: dict[str, Any]) -> str:
     parts: list[str] = []
     size = 0
     try:
-        for part in template.generate(context):
-            parts.append(part)
-            size += len(part)
-            if size > MAX_RENDERED_CHARS:
-                raise jinja2.TemplateError(f"it wrote more than {MAX_RENDERED_CHARS} characters")
+        with budget(size_of(context)):
+            for part in template.generate(context):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_RENDERED_CHARS:
+                    raise jinja2.TemplateError(f"it wrote more than {MAX_RENDERED_CHARS} characters")
     except jinja2.TemplateError as e:
         raise ValidationError(f"the chat template refused the conversation: {e.message}", param="messages") from None
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError) as e:
         raise ValidationError(
             f"the chat template cannot render this conversation ({type(e).__name__}: {e})", param="messages"
         ) from e

@@ -188,6 +188,7 @@ class LLMEngine:
             stats = step.open_batch()
             processed = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp, stats)
             step.close_batch(stats)
+            self.pipeline.note_processed(outputs)
             self._undelivered += processed.request_outputs
             self.engine_core.abort_requests(processed.reqs_to_abort)
             self._expire()
@@ -285,6 +286,10 @@ class LLMEngine:
         with self.pipeline.stats.operations.timed("update"):
             return self.engine_core.update_weights(str(path), version)
 
+    def get_trace(self, seconds: float = 10.0) -> bytes:
+        """What happened in the last `seconds`, as JSON for Perfetto. Raises ValidationError without --trace-events."""
+        return self.pipeline.encode_trace(self.engine_core.get_trace(seconds))
+
     def get_weight_version(self) -> str:
         """Of the weights that are loaded; "0" for those of start-up."""
         return self.engine_core.get_weight_version()
@@ -341,3 +346,4 @@ class LLMEngine:
         """Abort what is live and release the core. Idempotent."""
         self.abort_request(list(self.output_processor.request_states), internal=True)
         self.engine_core.shutdown()
+        self.pipeline.close()

@@ -72,6 +72,7 @@ class OutputHandler:
             step.close_batch(stats, is_last=end >= len(batch))
             if processed.reqs_to_abort:
                 await self._engine_core.abort_requests_async(processed.reqs_to_abort)
+        pipeline.note_processed(outputs)
 
     def _die(self, error: EngineDeadError) -> None:
         self.dead_error = error

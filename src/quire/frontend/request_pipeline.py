@@ -6,6 +6,7 @@ Everything but the engine core and the loop around it: validation, the state of 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from quire.frontend.metrics.manager import StatLogger
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
 from quire.frontend.prompts import PromptType, parse_prompt
 from quire.frontend.request_state import RequestState
+from quire.frontend.request_tracing import RequestTracer, make_span_sender
 from quire.frontend.session import make_input
 from quire.frontend.startup_report import StartupReport
 from quire.frontend.tokenizer import Tokenizer
@@ -26,7 +28,10 @@ from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.timeline import stamp
+from quire.version import __version__
+from quire.wire.chrome_trace import BatchTimes, encode_window
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, FinishReason
+from quire.wire.trace import TraceWindow
 
 Params = SamplingParams | PoolingParams
 
@@ -48,12 +53,22 @@ class RequestPipeline:
             config.model_config, tokenizer, ready.max_model_len, ready.supported_tasks
         )
         self.ledger = RequestLedger()
+        self._span_sender = make_span_sender(config.observability_config)
         self.output_processor = OutputProcessor(
             tokenizer,
             log_stats=log_stats,
             stream_interval=config.scheduler_config.stream_interval,
             ledger=self.ledger,
+            tracer=(
+                None if self._span_sender is None else RequestTracer(config.model_config.name, self._span_sender.send)
+            ),
         )
+        self._model_name = config.model_config.name
+        self._batch_times: deque[BatchTimes] | None = (
+            deque(maxlen=config.observability_config.trace_events) if config.observability_config.trace_events else None
+        )
+        """For traces: what was done with outputs of the core, and when. None where none are kept."""
+        self._step_start = 0.0
         self.stats = FrontendStats(
             config, ready, self.output_processor, ledger=self.ledger, log_stats=log_stats, stat_loggers=stat_loggers
         )
@@ -175,10 +190,28 @@ class RequestPipeline:
 
     def open_step(self, outputs: EngineCoreOutputs) -> StepStats:
         """Where the processing of `outputs`, which begins now, is to be counted."""
+        if self._batch_times is not None:
+            self._step_start = time.monotonic()
         if self._startup is not None and outputs.outputs:
             self._startup.finish()
             self._startup = None
         return self.stats.open_step(outputs)
+
+    def note_processed(self, outputs: EngineCoreOutputs) -> None:
+        """What `open_step` has begun is done: for traces."""
+        if self._batch_times is not None and outputs.outputs:
+            self._batch_times.append((outputs.timestamp, self._step_start, time.monotonic()))
+
+    def encode_trace(self, window: TraceWindow) -> bytes:
+        """What the core did, and this frontend with its outputs, as JSON for Perfetto."""
+        batches = [times for times in self._batch_times or () if times[2] >= window.start]
+        facts = {"model": self._model_name, "quire": __version__, "seconds": round(window.end - window.start, 3)}
+        return encode_window(window, batches, **facts, kv_cache_blocks=window.num_blocks)
+
+    def close(self) -> None:
+        """No request will finish any more: what was to be sent of finished ones is sent. Bounded in time."""
+        if self._span_sender is not None:
+            self._span_sender.close()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

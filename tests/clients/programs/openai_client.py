@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import openai
+from pydantic import BaseModel
 
 URL, KEY = os.environ["QUIRE_URL"], os.environ["QUIRE_API_KEY"]
 QUESTION = [{"role": "user", "content": "What is prefix caching?"}]
@@ -57,6 +59,67 @@ same = client.completions.create(model="demo", prompt="Prefix caching is", max_t
 assert "".join(parts) == same.choices[0].text
 assert len(same.choices[0].token_ids) == 6
 
+
+class Verdict(BaseModel):
+    good: bool
+
+
+parsed = client.chat.completions.parse(model="demo", messages=QUESTION, response_format=Verdict)
+assert isinstance(parsed.choices[0].message.parsed, Verdict)
+
+response = client.responses.create(model="demo", input="What is prefix caching?", temperature=0)
+assert (response.status, response.output_text) == ("completed", choice.message.content), response
+assert response.usage.total_tokens == answer.usage.total_tokens
+assert client.responses.retrieve(response.id).output_text == response.output_text
+follow = client.responses.create(
+    model="demo", input="And why?", previous_response_id=response.id, max_output_tokens=16, instructions="Be short."
+)
+assert (follow.status, follow.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+assert follow.usage.input_tokens > response.usage.total_tokens
+
+events = list(client.responses.create(model="demo", input="What is prefix caching?", temperature=0, stream=True))
+assert [event.sequence_number for event in events] == list(range(len(events)))
+assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == response.output_text
+assert events[-1].response.output_text == response.output_text
+with client.responses.stream(model="demo", input="What is prefix caching?", temperature=0) as stream:
+    done = [event.text for event in stream if event.type == "response.output_text.done"]
+    assert done == [stream.get_final_response().output_text] == [response.output_text]
+
+judged = client.responses.parse(model="demo", input="What is prefix caching?", text_format=Verdict)
+assert isinstance(judged.output_parsed, Verdict)
+function = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Current weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+asked = [{"role": "user", "content": "What is the weather in Oslo?"}]
+called = client.responses.create(model="demo", input=asked, tools=[function], store=False)
+(call,) = called.output
+assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "get_weather", {"city": "Oslo"})
+output = {"type": "function_call_output", "call_id": call.call_id, "output": '{"temperature": 7, "sky": "cloudy"}'}
+told = client.responses.create(model="demo", input=[*asked, *called.output, output], tools=[function])
+assert "7" in told.output_text, told
+
+later = client.responses.create(model="demo", input="What is prefix caching?", background=True, temperature=0)
+while later.status in ("queued", "in_progress"):
+    later = client.responses.retrieve(later.id)
+assert later.output_text == response.output_text
+assert client.responses.cancel(later.id).status == "completed"
+client.responses.delete(later.id)
+try:
+    client.responses.retrieve(later.id)
+except openai.NotFoundError:
+    pass
+else:
+    raise AssertionError("a deleted response was found")
+try:
+    client.responses.create(model="demo", input="x", tools=[{"type": "web_search"}])
+except openai.BadRequestError as e:
+    assert e.param == "tools"
+else:
+    raise AssertionError("a tool of OpenAI's was taken")
+
 with client.chat.completions.create(model="demo", messages=QUESTION, stream=True) as left:
     next(iter(left))  # and gone
 
@@ -80,4 +143,4 @@ except openai.AuthenticationError:
     pass
 else:
     raise AssertionError("a wrong key was taken")
-print("models, chat, completions, streams, logprobs, n, extra fields, errors")
+print("models, chat, completions, responses, streams, parse, logprobs, n, extra fields, errors")

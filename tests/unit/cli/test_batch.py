@@ -157,7 +157,10 @@ BAD_ROWS: list[tuple[Row | str, int, str | None, str]] = [
     (chat_row("x", logprobs=True, top_logprobs="2"), 400, "top_logprobs", "integer"),
     (chat_row("x", chat_template_kwargs=[1]), 400, "chat_template_kwargs", "object"),
     (chat_row("x", tools=[{"type": "function"}]), 400, "tools", "not supported"),
-    (chat_row("x", response_format={"type": "json_object"}), 400, "response_format", "not supported"),
+    (chat_row("x", response_format={"type": "magic"}), 400, "response_format", "is not one of text"),
+    (chat_row("x", response_format=3), 400, "response_format", "Expected"),
+    (chat_row("x", guided_regex="a", guided_choice=["b"]), 400, "guided_choice", "in one field"),
+    (text_row("x", structured_outputs={"regex": ""}), 400, "structured_outputs.regex", "empty"),
     (text_row("x", "w " * 64), 400, "prompt", "do not fit 64"),
     (text_row("x", ["a", "w " * 64]), 400, "prompt", "do not fit 64"),
 ]
@@ -309,7 +312,13 @@ JSON = st.recursive(
 )
 FIELDS = sorted(
     {*batch_requests._SAMPLING_FIELDS, *batch_requests._REQUEST_FIELDS, *batch_requests._CHAT_FIELDS}
-    | {*batch_requests._TEXT_FIELDS, *batch_requests._IGNORED_FIELDS, *batch_requests._NEUTRAL_VALUES, "xyzzy"}
+    | {
+        *batch_requests._TEXT_FIELDS,
+        *batch_requests._FORM_FIELDS,
+        *batch_requests._IGNORED_FIELDS,
+        *batch_requests._NEUTRAL_VALUES,
+        "xyzzy",
+    }
 )
 
 

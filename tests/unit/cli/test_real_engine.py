@@ -63,12 +63,17 @@ def test_batch(greedy: Callable[[str, int], str], tmp_path: Path) -> None:
         for i in range(1, 30)
     ]
     rows[4]["body"]["logit_bias"] = {"99999": 1}  # type: ignore[index]
+    rows[6]["body"]["response_format"] = {  # type: ignore[index]
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {"enum": ["a"]}},
+    }
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     target = tmp_path / "out.jsonl"
     assert main(["batch", str(tmp_path / "in.jsonl"), "-o", str(target), "--max-num-seqs", "4"]) == 1
     results = {row["custom_id"]: row for row in map(json.loads, target.read_text().splitlines())}
     assert len(results) == 29
     assert results["5"]["error"]["param"] == "logit_bias"
+    assert results["7"]["response"]["body"]["choices"][0]["text"] == '"a"'
     for i in (1, 9, 29):
         assert results[str(i)]["response"]["body"]["choices"][0]["text"] == greedy("w " * i, 6)
 

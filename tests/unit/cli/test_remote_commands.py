@@ -140,6 +140,20 @@ def test_failures_are_one_line(capsys: Capture, reply: Reply, code: int, words: 
     assert err.count("\n") == 1
 
 
+def test_a_prompt_that_fails_does_not_hold_up_the_others(capsys: Capture) -> None:
+    async def answer(body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield {"choices": [{"index": 1, "text": "one", "finish_reason": "stop"}]}
+        if body["prompt"] == "bad":
+            yield {"error": {"message": "the core died"}}
+        yield "zero"
+
+    with serving(FakeServer(answer=answer)) as server:
+        assert main(["complete", "bad", "good", "--n", "2", "--temperature", "1", "--url", server.url]) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("==> good [1/2] <==\nzero\n\n==> good [2/2] <==\none\n")
+    assert "failed while it answered: the core died" in err
+
+
 def test_flags_of_an_engine_and_bad_values_are_refused_here(server: FakeServer, capsys: Capture) -> None:
     for command in (["complete", "p"], ["chat"]):
         assert main([*command, "--url", server.url, "--max-num-seqs", "4"]) == 2

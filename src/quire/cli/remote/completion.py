@@ -26,6 +26,9 @@ class RemoteCompletions:
     def __init__(self, server: RemoteServer, card: ModelCard, fields: Mapping[str, Any]) -> None:
         self._server = server
         self._num_top = int(fields.get("logprobs") or 0)
+        self._num_outputs = int(fields.get("n") or 1)
+        self._ended: set[tuple[int, int]] = set()
+        """(prompt, output) that have come to their end."""
         extensions = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         self._body = {
             "model": card.id,
@@ -67,8 +70,11 @@ class RemoteCompletions:
                 timing.num_prompt_tokens = chunk.usage.prompt_tokens or 0
                 timing.num_cached_tokens = chunk.usage.cached_tokens
                 timing.num_output_tokens = chunk.usage.completion_tokens or timing.num_output_tokens
-        elif arrival.error is not None:
-            outputs = [CompletionOutput(0, "", [], None, None, "error", error_message=str(arrival.error))]
+        else:
+            words = str(arrival.error or f"{self._server.address} ended its answer without a reason")
+            left = [i for i in range(self._num_outputs) if (number, i) not in self._ended]
+            outputs = [CompletionOutput(i, "", [], None, None, "error", error_message=words) for i in left]
+        self._ended |= {(number, o.index) for o in outputs if o.finished()}
         return RequestOutput(str(number), None, None, None, outputs, finished=chunk is None)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from quire.cli.remote.address import ServerAddress
 from quire.cli.remote.failures import RemoteError, event_error
 
-MAX_LINE = 64 << 20
+MAX_LINE = 16 << 20
 """Bytes of one event, at most."""
 
 

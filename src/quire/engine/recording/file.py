@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from quire.config.engine import EngineConfig
+from quire.engine.files import open_new_file, write_all
 from quire.engine.kv_cache_init import KVCacheSizes
 from quire.engine.recording.format import AnyEvent, Header, encode_events, encode_header
 from quire.engine.recording.recorder import Recorder, keyed_digest
-from quire.errors import ConfigError
 from quire.logger import init_logger
 from quire.version import __version__
 
@@ -35,13 +35,8 @@ class RecordingWriter:
 
     def __init__(self, path: Path, header: Header) -> None:
         """Raises ConfigError if the file exists or cannot be made."""
-        try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            self._write(encode_header(header))
-        except FileExistsError:
-            raise ConfigError(f"--record {path}: the file exists; remove it, or record to another one") from None
-        except OSError as e:
-            raise ConfigError(f"--record {path}: {e.strerror or e}") from None
+        self._fd = open_new_file(path, "--record")
+        write_all(self._fd, encode_header(header))
         self._path = path
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
@@ -83,12 +78,7 @@ class RecordingWriter:
             count, events = self._num_pending, self._pending
             self._num_pending, self._pending = 0, bytearray()
         if count:
-            self._write(encode_events(count, events))
-
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
+            write_all(self._fd, encode_events(count, events))
 
     def _give_up(self, why: str) -> None:
         if not self._is_over:

@@ -64,6 +64,9 @@ class SchedulerInterface(ABC):
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: running requests first, then waiting ones, within one token budget."""
 
+    def note_forward(self, scheduler_output: SchedulerOutput) -> None:  # noqa: B027  most have nobody to tell
+        """The forward pass of a step is done, its tokens are sampled now. Of interest to whoever traces only."""
+
     @abstractmethod
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput

@@ -20,6 +20,9 @@ class SchedulerObserver:
     """What an observer may want to hear. Stamps are of the core's monotonic clock. Nothing it is given may be changed,
     and nothing it does may raise: it is called on the core's loop."""
 
+    def attach(self, scheduler: SchedulerInterface) -> None:
+        """This is the scheduler that is observed, to be looked at and not to be touched."""
+
     def watch_grammars(self, manager: StructuredOutputManager | None) -> StructuredOutputManager | None:
         """Before the scheduler is made: the manager it should be given."""
         return manager
@@ -34,6 +37,9 @@ class SchedulerObserver:
 
     def on_schedule(self, output: SchedulerOutput, start: float, end: float) -> None:
         """A step was decided on."""
+
+    def on_forward(self, output: SchedulerOutput, now: float) -> None:
+        """The forward pass of a step is done; its tokens are sampled now."""
 
     def on_update(
         self,
@@ -73,6 +79,8 @@ class ObservedScheduler(SchedulerInterface):
         self.observed = scheduler
         self.observers = tuple(observers)
         self._clock = clock
+        for observer in self.observers:
+            observer.attach(scheduler)
 
     @property
     def pause_state(self) -> PauseState:  # type: ignore[override]  # the one of the scheduler
@@ -81,8 +89,9 @@ class ObservedScheduler(SchedulerInterface):
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         self.observed.set_pause_state(pause_state)
+        now = self._clock()
         for observer in self.observers:
-            observer.on_pause(pause_state, self._clock())
+            observer.on_pause(pause_state, now)
 
     def add_request(self, request: Request) -> None:
         is_accepted = False
@@ -90,16 +99,18 @@ class ObservedScheduler(SchedulerInterface):
             self.observed.add_request(request)
             is_accepted = True
         finally:
+            now = self._clock()
             for observer in self.observers:
-                observer.on_add(request, is_accepted, self._clock())
+                observer.on_add(request, is_accepted, now)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, status: RequestStatus, *, report: bool = False
     ) -> list[tuple[str, int]]:
         ids = None if request_ids is None else [request_ids] if isinstance(request_ids, str) else list(request_ids)
         ended = self.observed.finish_requests(ids, status, report=report)
+        now = self._clock()
         for observer in self.observers:
-            observer.on_finish(ids, status, report, [request_id for request_id, _ in ended], self._clock())
+            observer.on_finish(ids, status, report, [request_id for request_id, _ in ended], now)
         return ended
 
     def schedule(self) -> SchedulerOutput:
@@ -109,6 +120,11 @@ class ObservedScheduler(SchedulerInterface):
         for observer in self.observers:
             observer.on_schedule(output, start, end)
         return output
+
+    def note_forward(self, scheduler_output: SchedulerOutput) -> None:
+        now = self._clock()
+        for observer in self.observers:
+            observer.on_forward(scheduler_output, now)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
@@ -130,13 +146,15 @@ class ObservedScheduler(SchedulerInterface):
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
         self.observed.update_draft_token_ids(drafts)
+        now = self._clock()
         for observer in self.observers:
-            observer.on_drafts(drafts, self._clock())
+            observer.on_drafts(drafts, now)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         done = self.observed.reset_prefix_cache(reset_running_requests)
+        now = self._clock()
         for observer in self.observers:
-            observer.on_reset(reset_running_requests, done, self._clock())
+            observer.on_reset(reset_running_requests, done, now)
         return done
 
     def has_request(self, request_id: str) -> bool:

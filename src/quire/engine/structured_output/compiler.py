@@ -25,12 +25,15 @@ from pathlib import Path
 import msgspec
 
 from quire.engine.structured_output.grammar_text import make_grammar_text
-from quire.engine.structured_output.vocabulary import GrammarVocabulary, compile_matcher, load_vocabulary
+from quire.engine.structured_output.vocabulary import compile_matcher, load_vocabulary
 from quire.errors import ValidationError
+from quire.resolve import resolve
 from quire.structured_outputs import StructuredOutputsParams
 from quire.wire.process import die_with_parent, set_process_title
 
 MAX_MESSAGE_BYTES = 1 << 26
+CHECKS = {"xgrammar": "quire.engine.structured_output.xgrammar_backend:make_check"}
+"""Libraries that are not always installed, by their `CompilerSetup.library`."""
 HEADER = struct.Struct(">I")
 """Before each message: how many bytes it has."""
 _STACK_BYTES = 4 << 20
@@ -47,6 +50,8 @@ class CompilerSetup(msgspec.Struct, array_like=True):
     """CPU time for one grammar."""
     memory_bytes: int
     """Memory for one grammar."""
+    library: str = "guidance"
+    """ "guidance" or "xgrammar"."""
 
 
 class CompileJob(msgspec.Struct, array_like=True):
@@ -56,7 +61,7 @@ class CompileJob(msgspec.Struct, array_like=True):
 
 
 class CompileAnswer(msgspec.Struct, array_like=True):
-    """The grammar as llguidance reads it, or what is wrong with it."""
+    """The grammar as the library reads it, or what is wrong with it."""
 
     text: str = ""
     error: str = ""
@@ -64,18 +69,35 @@ class CompileAnswer(msgspec.Struct, array_like=True):
 
 def serve(setup: CompilerSetup, read: Callable[[], bytes], write: Callable[[bytes], None]) -> None:
     """Answer jobs until `read` gives an empty message."""
-    vocabulary = load_vocabulary(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
+    check = _make_check(setup)
     write(msgspec.msgpack.encode(CompileAnswer()))  # ready
     while data := read():
         job = msgspec.msgpack.decode(data, type=CompileJob)
         _limit(setup)
-        write(msgspec.msgpack.encode(_answer(vocabulary, job.params)))
+        write(msgspec.msgpack.encode(_answer(check, job.params)))
 
 
-def _answer(vocabulary: GrammarVocabulary, params: StructuredOutputsParams) -> CompileAnswer:
-    try:
+Check = Callable[[StructuredOutputsParams], str]
+"""Compiles a grammar: what the engine is to be told of it. Raises ValidationError."""
+
+
+def _make_check(setup: CompilerSetup) -> Check:
+    if setup.library != "guidance":
+        make_check: Callable[[CompilerSetup], Check] = resolve(CHECKS[setup.library])
+        return make_check(setup)
+    vocabulary = load_vocabulary(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
+
+    def check(params: StructuredOutputsParams) -> str:
         text = make_grammar_text(params)
         compile_matcher(vocabulary, text, params)
+        return text
+
+    return check
+
+
+def _answer(check: Check, params: StructuredOutputsParams) -> CompileAnswer:
+    try:
+        text = check(params)
     except ValidationError as e:
         return CompileAnswer(error=str(e))
     except MemoryError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,28 +9,29 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.structured_output.backend import Grammar, GrammarBackend
+from quire.engine.structured_output.backend import Grammar
+from quire.engine.structured_output.checked_backend import CheckedBackend
 from quire.engine.structured_output.compiler import CompilerSetup
-from quire.engine.structured_output.sandbox import CompilerProcess
 from quire.engine.structured_output.vocabulary import ENDS_WELL, GrammarVocabulary, compile_matcher, load_vocabulary
 from quire.errors import ClientError, ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 
-MAX_CACHED_GRAMMARS = 64
-"""Compiled grammars that are kept for the next request that asks for the same."""
-MAX_CACHED_CHARS = 1 << 21
-"""Text of those grammars together: their memory grows with it."""
+MAX_FORCED = 64
+"""Of a longer text that a grammar forces only the last tokens are said to be forced: to look costs as much as the text
+is long."""
 
 
 class LLGuidanceGrammar(Grammar):
-    """One matcher."""
+    """One matcher. `num_unlooked`: so many tokens are to be accepted before `forced_token` looks again."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: GrammarVocabulary) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: GrammarVocabulary, num_unlooked: int = 0) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._num_unlooked = num_unlooked
 
     def accept(self, token_id: int) -> ClientError | None:
         matcher = self._matcher
+        self._num_unlooked = max(0, self._num_unlooked - 1)
         is_known = token_id < self._vocabulary.tokenizer.vocab_size
         if is_known and matcher.consume_token(token_id) and (not matcher.is_stopped() or self.is_complete()):
             return None
@@ -50,8 +50,11 @@ class LLGuidanceGrammar(Grammar):
         row[:] = -1 if self._matcher.is_error() else mask[: len(row)]
 
     def forced_token(self) -> int | None:
+        if self._num_unlooked:
+            return None
         forced = self._matcher.compute_ff_tokens()
-        if not forced:
+        self._num_unlooked = max(0, len(forced) - MAX_FORCED)
+        if not forced or self._num_unlooked:
             return None
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)  # cheap: the text is known
         (words,) = np.nonzero(mask)
@@ -62,7 +65,7 @@ class LLGuidanceGrammar(Grammar):
         return int(self._matcher.validate_tokens(list(token_ids)))
 
     def copy_with(self, token_ids: Sequence[int]) -> LLGuidanceGrammar:
-        copy = LLGuidanceGrammar(self._matcher.deep_copy(), self._vocabulary)
+        copy = LLGuidanceGrammar(self._matcher.deep_copy(), self._vocabulary, self._num_unlooked)
         for token_id in token_ids:
             error = copy.accept(token_id)
             if error is not None:
@@ -70,49 +73,13 @@ class LLGuidanceGrammar(Grammar):
         return copy
 
 
-class LLGuidanceBackend(GrammarBackend):
-    """Compiles in a child process first (see compiler.py), then here."""
+class LLGuidanceBackend(CheckedBackend):
+    """What the child has compiled is compiled again here: the work is deterministic, and costs the same."""
 
     def __init__(self, setup: CompilerSetup) -> None:
         """Raises ConfigError if the tokenizer cannot be read."""
-        self.vocab_size = setup.vocab_size
-        self.eos_token_ids = setup.eos_token_ids
-        self._process = CompilerProcess(setup)
+        super().__init__(setup)
         self._vocabulary = load_vocabulary(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
-        self._cached: OrderedDict[tuple[object, ...], LLGuidanceGrammar] = OrderedDict()
-        self._num_chars = 0
 
-    def compile(self, params: StructuredOutputsParams) -> Grammar:
-        key = _key(params)
-        grammar = self._cached.get(key)
-        if grammar is None:
-            text = self._process.check(params)
-            matcher = compile_matcher(self._vocabulary, text, params)
-            grammar = LLGuidanceGrammar(matcher, self._vocabulary)
-            self._keep(key, grammar)
-        else:
-            self._cached.move_to_end(key)
-        return grammar.copy_with(())
-
-    def _keep(self, key: tuple[object, ...], grammar: LLGuidanceGrammar) -> None:
-        self._cached[key] = grammar
-        self._num_chars += _size(key)
-        while len(self._cached) > MAX_CACHED_GRAMMARS or self._num_chars > MAX_CACHED_CHARS:
-            oldest, _ = self._cached.popitem(last=False)
-            self._num_chars -= _size(oldest)
-
-    def close(self) -> None:
-        self._process.kill()
-
-
-def _key(params: StructuredOutputsParams) -> tuple[object, ...]:
-    return (
-        *params.source,
-        params.disable_any_whitespace,
-        params.disable_additional_properties,
-        params.whitespace_pattern,
-    )
-
-
-def _size(key: tuple[object, ...]) -> int:
-    return len(str(key[1]))
+    def _load(self, text: str, params: StructuredOutputsParams) -> Grammar:
+        return LLGuidanceGrammar(compile_matcher(self._vocabulary, text, params), self._vocabulary)

@@ -11,16 +11,19 @@ from quire.config.model import ModelConfig
 from quire.engine.request import Request
 from quire.engine.structured_output.backend import GrammarBackend
 from quire.engine.structured_output.compiler import CompilerSetup
-from quire.engine.structured_output.llguidance_backend import LLGuidanceBackend
 from quire.engine.structured_output.manager import StructuredOutputManager
+from quire.resolve import resolve
 
-BACKENDS: Mapping[str, type[LLGuidanceBackend]] = {"auto": LLGuidanceBackend, "guidance": LLGuidanceBackend}
-"""By --grammar-backend."""
+BACKENDS: Mapping[str, str] = {
+    "guidance": "quire.engine.structured_output.llguidance_backend:LLGuidanceBackend",
+    "xgrammar": "quire.engine.structured_output.xgrammar_backend:XGrammarBackend",
+}
+"""By --grammar-backend; auto is the first."""
 
 
 PRELOAD_VOCAB_SIZE = 50_000
 """From here on reading a vocabulary holds the interpreter's lock for so long (0.3 s and more) that it is read while the
-weights are."""
+weights are. So it is where the library has to be loaded, too."""
 
 
 def make_structured_output_manager(config: EngineConfig) -> StructuredOutputManager:
@@ -29,7 +32,11 @@ def make_structured_output_manager(config: EngineConfig) -> StructuredOutputMana
     return StructuredOutputManager(
         partial(_make_backend, config),
         jumps=config.structured_outputs_config.grammar_jump_forward,
-        preloads=(model.hf_config.get("vocab_size") or 0) >= PRELOAD_VOCAB_SIZE and _tokenizer_file(model).is_file(),
+        preloads=_tokenizer_file(model).is_file()
+        and (
+            (model.hf_config.get("vocab_size") or 0) >= PRELOAD_VOCAB_SIZE
+            or config.structured_outputs_config.grammar_backend == "xgrammar"
+        ),
     )
 
 
@@ -40,14 +47,17 @@ def _tokenizer_file(model: ModelConfig) -> Path:
 def _make_backend(config: EngineConfig, request: Request | None) -> GrammarBackend:
     """Raises ConfigError if the model's tokenizer cannot be used."""
     limits, model = config.structured_outputs_config, config.model_config
+    library = "guidance" if limits.grammar_backend == "auto" else limits.grammar_backend
     setup = CompilerSetup(
         tokenizer_file=str(_tokenizer_file(model)),
         vocab_size=model.hf_config.vocab_size,
         eos_token_ids=_eos_token_ids(model, request),
         cpu_s=limits.grammar_compile_cpu_s,
         memory_bytes=limits.grammar_compile_memory_bytes,
+        library=library,
     )
-    return BACKENDS[limits.grammar_backend](setup)
+    backend: GrammarBackend = resolve(BACKENDS[library])(setup)
+    return backend
 
 
 def _eos_token_ids(model: ModelConfig, request: Request | None) -> list[int]:

@@ -24,19 +24,18 @@ _ENDLESS = ("any_text", "triggered_tags")
 
 def make_tag_grammar(tag: Node, json_options: Any) -> str:
     """Raises ValueError for what is no structural tag, or cannot be told apart from the text around it."""
-    if "format" in tag:
-        root = tag["format"]
-    elif isinstance(tag.get("structures"), list):
-        root = _from_structures(tag)
-    else:
-        raise ValueError('it must be {"format": …}, or {"structures": [{"begin", "schema", "end"}], "triggers": […]}')
     writer = _Writer(json_options)
-    start = writer.write(root, ())
+    start = writer.write(format_of(tag), ())
     lines = ["%llguidance {}", f"start: {start or _literal('')}", *writer.rules]
     return json.dumps({"grammars": [{"name": "tag", "lark_grammar": "\n".join(lines)}, *writer.grammars]})
 
 
-def _from_structures(tag: Node) -> Node:
+def format_of(tag: Node) -> Any:
+    """The format of a tag, which may be of the older kind. Raises ValueError."""
+    if "format" in tag:
+        return tag["format"]
+    if not isinstance(tag.get("structures"), list):
+        raise ValueError('it must be {"format": …}, or {"structures": [{"begin", "schema", "end"}], "triggers": […]}')
     contents = [{"type": "json_schema", "json_schema": s.get("schema") or {}} for s in tag["structures"]]
     tags = [
         {"type": "tag", "begin": s["begin"], "content": content, "end": s.get("end", "")}

@@ -17,6 +17,7 @@ from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, PauseMode
 from quire.wire.handshake import ClientAddresses
 from quire.wire.snapshot import EngineSnapshot
+from quire.wire.trace import TraceWindow
 
 CLIENTS: dict[tuple[bool, bool], str] = {
     (False, True): "quire.frontend.client.sync_mp:SyncMPClient",
@@ -182,6 +183,10 @@ class EngineCoreClient(ABC):
         """Messages the core could not take in, by reason: "corrupt", "unknown type", "replayed"."""
         return dict(self.call_utility("get_dropped_messages"))
 
+    def get_trace(self, seconds: float) -> TraceWindow:
+        """What the core did in the last `seconds`. Raises ValidationError if it keeps no traces."""
+        return msgspec.convert(self.call_utility("get_trace", seconds), TraceWindow)
+
     def get_snapshot(self) -> EngineSnapshot:
         """The blocks and requests of this moment, for people who watch."""
         return msgspec.convert(self.call_utility("get_snapshot"), EngineSnapshot)
@@ -339,6 +344,10 @@ class AsyncEngineCoreClient(ABC):
     async def get_dropped_messages_async(self) -> dict[str, int]:
         """As `EngineCoreClient.get_dropped_messages`."""
         return dict(await self.call_utility_async("get_dropped_messages"))
+
+    async def get_trace_async(self, seconds: float) -> TraceWindow:
+        """As `EngineCoreClient.get_trace`."""
+        return msgspec.convert(await self.call_utility_async("get_trace", seconds), TraceWindow)
 
     async def get_snapshot_async(self) -> EngineSnapshot:
         """As `EngineCoreClient.get_snapshot`."""

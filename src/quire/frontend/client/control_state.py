@@ -45,6 +45,7 @@ REPEATABLE_VERBS = frozenset(
         "list_loras",
         "get_supported_tasks",
         "get_dropped_messages",
+        "get_trace",
         "get_snapshot",
     }
 )

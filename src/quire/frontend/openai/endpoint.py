@@ -205,8 +205,8 @@ class Endpoint:
     methods: tuple[str, ...] = ("POST",)
     body: BodyReader[Any] | None = None
     """What it reads, for the documents."""
-    task: str | None = None
-    """What the model must be for: "generate", "embed", ...; of another model the route does not exist."""
+    task: str | tuple[str, ...] | None = None
+    """What the model must be for, or one of several: "generate", "embed", ...; of another the route does not exist."""
     is_work: bool = False
     """Counted as load, and refused while the server shuts down."""
     shape_error: ErrorShape = error_body
@@ -215,6 +215,13 @@ class Endpoint:
     """Whether the flags ask for it."""
     is_on_admin: bool = False
     """Served by the admin listener, too: the dashboard there reads it. Admin and open routes always are."""
+    is_polled: bool = False
+    """Asked so often that the log has no line for an answer that is good."""
+
+    def is_for(self, supported_tasks: Sequence[str]) -> bool:
+        """Whether the route exists of a model that does these tasks."""
+        wanted = (self.task,) if isinstance(self.task, str) else self.task
+        return wanted is None or not set(wanted).isdisjoint(supported_tasks)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
@@ -232,13 +239,13 @@ class Endpoint:
                 state.lifecycle.end_request()
             if self.path not in PROBES:
                 exchange.count(self.path)
-            exchange.log()
+            exchange.log(only_failures=self.is_polled)
 
     async def _respond(self, context: RequestContext) -> Response:
         state = context.state
         try:
             state.gatekeeper.check(self.access, context.request)
-            if self.task is not None and self.task not in state.supported_tasks:
+            if not self.is_for(state.supported_tasks):
                 raise NotFoundError(
                     f"{self.path} is not for this model, which supports {', '.join(state.supported_tasks)}"
                 )
@@ -297,9 +304,11 @@ class _Exchange:
             )
         )
 
-    def log(self) -> None:
+    def log(self, *, only_failures: bool) -> None:
         """One line, without the query and whatever else a client may have put into it."""
         request, state = self._context.request, self._context.state
+        if only_failures and self._status < 400:
+            return
         if state.logs_path(request.scope["path"]):
             elapsed_ms = 1000 * (time.perf_counter() - self._start)
             logger.info(

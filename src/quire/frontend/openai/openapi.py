@@ -38,10 +38,15 @@ def make_openapi(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
     by_kind = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
+    names: set[str] = set()
     for endpoint in endpoints:
         path = re.sub(r":\w+}", "}", endpoint.path)
         for method in endpoint.methods:
-            paths.setdefault(path, {})[method.lower()] = _operation(endpoint, path, method, by_kind)
+            operation = _operation(endpoint, path, method, by_kind)
+            if operation["operationId"] in names:  # one handler under several paths
+                operation["operationId"] = re.sub(r"\W+", "_", f"{path}_{method.lower()}").strip("_")
+            names.add(operation["operationId"])
+            paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__},
@@ -90,16 +95,19 @@ def make_fields_page(endpoints: Iterable[Endpoint]) -> str:
         "*refused* exist in vLLM and not here: they are accepted only with a value that asks for nothing. Those marked",
         "*no effect* are accepted, and the log tells of their first use. Fields that are not listed are ignored.",
     ]
+    first_of: dict[type, str] = {}
     for endpoint in endpoints:
         if endpoint.body is None:
             continue
         kind = endpoint.body.kind
+        title = f"{endpoint.methods[0]} {endpoint.path}"
+        lines += ["", f"## {title}", ""]
+        if first_of.setdefault(kind, title) != title:
+            lines.append(f"As {first_of[kind]}.")
+            continue
         _, components = msgspec.json.schema_components([kind], ref_template=REF)
         schema = components[kind.__name__]
         lines += [
-            "",
-            f"## {endpoint.methods[0]} {endpoint.path}",
-            "",
             "| field | type and bounds | default |",
             "|---|---|---|",
         ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -109,17 +111,20 @@ class TextLogprobs:
         self._held.clear()
 
     def take_rest(self) -> list[Entry]:
-        """Those of an answer that is all text, at its end: of tokens that add nothing to it."""
+        """What is left at the end of an answer that is all text: tokens that add nothing to it."""
+        if not self._is_plain:
+            return []
         held, self._held = self._held, []
-        return held if self._is_plain else []
+        return held
 
     def take(self, text: str) -> list[Entry]:
         """Those of `text`, which comes now. What stands before them was of a marker, unless all is text."""
-        held, self._held = self._held, []
         if self._is_plain:
-            return held
-        start, num_missing = len(held), len(text)
-        while start and num_missing > 0:
-            start -= 1
-            num_missing -= len(held[start]["token"])
-        return held[start:]
+            return self.take_rest()
+        ends = list(itertools.accumulate(len(entry["token"]) for entry in self._held))
+        start = "".join(entry["token"] for entry in self._held).rfind(text)
+        if start < 0:  # tokens that are no whole characters: the latest ones will be it
+            start = max(0, (ends[-1] if ends else 0) - len(text))
+        first, end = bisect.bisect_right(ends, start), bisect.bisect_left(ends, start + len(text)) + 1
+        found, self._held = self._held[first:end], self._held[end:]
+        return found

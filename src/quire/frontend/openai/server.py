@@ -20,6 +20,7 @@ from quire import envs
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
 from quire.frontend.openai.app import build_app
+from quire.frontend.openai.connection import make_connection_class
 from quire.frontend.openai.state import ServerState
 from quire.logger import init_logger
 
@@ -83,7 +84,11 @@ def _bind_unix(path: str) -> socket.socket:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(Path(path).stat().st_mode):  # one that a server left behind
                 os.unlink(path)
-        listener.bind(path)
+        before = os.umask(0o177)  # other users' requests go through a port, with a key
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
         listener.listen(BACKLOG)
     except OSError as e:
         listener.close()
@@ -205,13 +210,13 @@ def _make_server(state: ServerState, url: str, *, is_admin: bool) -> _Server:
     try:
         settings = uvicorn.Config(
             build_app(state, is_admin=is_admin),
+            http=make_connection_class(config.header_timeout_s, config.h11_max_incomplete_event_size),
             log_config=None,
             access_log=False,
             lifespan="off",
             ws="none",
             server_header=False,
             timeout_graceful_shutdown=int(END_GRACE_S),
-            h11_max_incomplete_event_size=config.h11_max_incomplete_event_size,
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
             ssl_ca_certs=config.ssl_ca_certs,

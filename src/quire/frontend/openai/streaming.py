@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.frontend.openai.errors import error_body, error_response, note_error
+from quire.frontend.openai.errors import ErrorShape, error_body, error_response, note_error
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -53,6 +53,7 @@ class EventStream(Response):
         keep_alive_s: float = 0.0,
         stall_s: float = 0.0,
         encode_error: Callable[[BaseException], bytes] = error_event,
+        shape_error: ErrorShape = error_body,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -62,6 +63,7 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
         self._stall_s = stall_s
         self._encode_error = encode_error
+        self._shape_error = shape_error
         self._has_begun = False
         self._is_left = False
         """The client is gone, or is treated so."""
@@ -100,7 +102,7 @@ class EventStream(Response):
         except Exception as e:
             note_error(e, self._request_id)
             if not self._has_begun:
-                await error_response(e)(scope, receive, send)
+                await error_response(e, self._shape_error)(scope, receive, send)
                 return
             await send({"type": "http.response.body", "body": self._encode_error(e), "more_body": True})
         if not self._has_begun:

@@ -115,6 +115,47 @@ def end_of(engine: Engine, request_id: str) -> Any:
     return engine.outputs[request_id][-1]
 
 
+def test_a_backend_may_be_made_before_it_is_needed() -> None:
+    made: list[Request | None] = []
+
+    def make(request: Request | None) -> CountingBackend:
+        made.append(request)
+        backend = CountingBackend()
+        backend.eos_token_ids = [7]
+        return backend
+
+    manager = StructuredOutputManager(make, preloads=True)
+    manager.preload()
+    first, second = structured("a", "3"), structured("b", "3")
+    for request, eos in ((first, 7), (second, 8)):
+        assert request.sampling_params is not None
+        request.sampling_params.eos_token_id = eos
+        manager.grammar_init(request)
+    wait(first, second)
+    assert made == [None, second]  # it did not know the end of sequence of the second
+    manager.clear_backend()
+    lazy = StructuredOutputManager(make)
+    lazy.preload()
+    assert lazy._thread is None
+
+
+def test_a_backend_that_cannot_be_made_before_is_tried_again() -> None:
+    def make(request: Request | None) -> CountingBackend:
+        if request is None:
+            raise ValueError("not yet")
+        return CountingBackend()
+
+    manager = StructuredOutputManager(make, preloads=True)
+    manager.preload()
+    request = structured("a", "3")
+    manager.grammar_init(request)
+    wait(request)
+    assert manager.is_ready(request)
+    assert request.structured_output is not None
+    assert request.structured_output.compiling.exception(timeout=0) is None
+    manager.clear_backend()
+
+
 def test_a_complete_form_ends_the_output(manager: StructuredOutputManager) -> None:
     engine = Engine(make_scheduler(structured_output_manager=manager), counting)
     a, b = structured("a", "3", max_tokens=9), structured("b", "5", max_tokens=5, ignore_eos=True)

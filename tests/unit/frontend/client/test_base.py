@@ -16,12 +16,14 @@ from quire.frontend.client.base import AsyncEngineCoreClient, EngineCoreClient
 from quire.lora_request import LoRARequest
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest
 from quire.wire.snapshot import BlockMap, EngineSnapshot
+from quire.wire.trace import PhaseTrace, TraceWindow
 from tests.unit.frontend.fake_client import FakeClient
 
 OWN = {"get_output", "add_request", "abort_requests", "call_utility", "shutdown"}
 VERBS = [name for name, _ in inspect.getmembers(EngineCoreClient, inspect.isfunction) if name not in OWN]
 READY = FakeClient().ready_response
 LORA = LoRARequest("a", 1, "/a")
+TRACE = TraceWindow(1.0, 2.0, [], [PhaseTrace("a", "queued", 1.0, 2.0)], 9)
 SNAPSHOT = EngineSnapshot(1.0, 2.0, 0, 3, 4, 5, 6, BlockMap(8, 7, 0, 1))
 CALLS: list[tuple[str, tuple[Any, ...], Any, Any, tuple[Any, ...]]] = [
     # verb, its arguments, what the core answers, what the caller gets, what the core is asked
@@ -47,6 +49,8 @@ CALLS: list[tuple[str, tuple[Any, ...], Any, Any, tuple[Any, ...]]] = [
     ("execute_dummy_batch", (), None, None, ()),
     ("get_snapshot", (), msgspec.to_builtins(SNAPSHOT), SNAPSHOT, ()),
     ("get_dropped_messages", (), {"corrupt": 2}, {"corrupt": 2}, ()),
+    ("get_trace", (5.0,), [1.0, 2.0, [], [["a", "queued", 1.0, 2.0]], 9], TRACE, (5.0,)),
+    ("get_trace", (5.0,), TRACE, TRACE, (5.0,)),
 ]
 
 
@@ -76,7 +80,7 @@ class AsyncFake(AsyncEngineCoreClient):
 
 
 def test_every_verb_is_tried_here() -> None:
-    assert sorted(VERBS) == sorted(call[0] for call in CALLS)
+    assert sorted(VERBS) == sorted({call[0] for call in CALLS})
 
 
 @pytest.mark.parametrize(("verb", "args", "answer", "result", "asked"), CALLS, ids=[call[0] for call in CALLS])

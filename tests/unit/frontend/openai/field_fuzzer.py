@@ -89,7 +89,12 @@ class FieldFuzzer:
         """The least a body of this kind must hold, and little work."""
         properties = self._schemas[kind.__name__]["properties"]
         required = self._schemas[kind.__name__].get("required", ())
-        usual = {name: GOOD[name] for name in GOOD if name in properties and self._fits(properties[name], GOOD[name])}
+        usual = {
+            name: value
+            for name in GOOD
+            for value in ([GOOD[name]], GOOD[name])  # one of several, for bodies that hold batches
+            if name in properties and self._fits(properties[name], value)
+        }
         topic = next((name for name in INPUTS if name in usual), None)
         names = [name for name in properties if name in required or name in (*_BUDGETS, topic)]
         return {name: usual[name] if name in usual else self._minimal(properties[name]) for name in names}
@@ -181,9 +186,14 @@ class FieldFuzzer:
         return schema
 
     def _fits(self, schema: Schema, value: Any) -> bool:
-        """Whether a value is of a kind that the schema takes."""
-        kinds = [self._resolve(option).get("type") for option in schema.get("anyOf", [schema])]
-        return {str: "string", int: "integer", list: "array"}[type(value)] in kinds
+        """Whether a value is of a kind that the schema takes; of a list, its first item, too."""
+        kind = {str: "string", int: "integer", list: "array", dict: "object"}[type(value)]
+        options = [self._resolve(option) for option in schema.get("anyOf", [schema])]
+        return any(
+            option.get("type") == kind and (kind != "array" or self._fits(option.get("items") or {}, value[0]))
+            for option in options
+            if option
+        )
 
     def _minimal(self, schema: Schema) -> Any:
         """Something small that fits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from array import array
 from collections.abc import Sequence
@@ -168,3 +169,17 @@ def test_a_wrong_number_is_told_of(after: str) -> None:
         assert response.json()["error"]["param"] == "after"
 
     check(test)
+
+
+def test_the_log_has_a_line_for_every_request_but_those_that_are_polled(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(server: Server) -> None:
+        for path in ("/debug/state", "/metrics", "/version", "/debug/state?after=x"):
+            await server.get(path)
+
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    caplog.set_level(logging.INFO, "quire.access")
+    check(test)
+    lines = [tuple(line.split()[1:3]) for line in caplog.messages if line.startswith("GET")]
+    assert list(dict.fromkeys(lines)) == [("/version", "200"), ("/debug/state", "400")]

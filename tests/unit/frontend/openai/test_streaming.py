@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from quire.errors import DeadlineExceededError, GenerationError
+from quire.frontend.openai.routes.messages import error_object
 from quire.frontend.openai.streaming import KEEP_ALIVE, EventStream, event
 
 from .asgi import Call
@@ -116,6 +118,15 @@ def test_a_failure_before_the_first_chunk_is_a_status() -> None:
     call = run_stream(chunks())
     assert call.status == 504
     assert b"DeadlineExceededError" in call.text
+
+
+def test_such_a_failure_has_the_shape_of_its_route() -> None:
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        raise DeadlineExceededError("too late")
+        yield b""
+
+    call = run_stream(chunks(), shape_error=error_object)
+    assert json.loads(call.text) == {"type": "error", "error": {"type": "api_error", "message": "too late"}}
 
 
 def test_a_later_failure_is_an_event() -> None:

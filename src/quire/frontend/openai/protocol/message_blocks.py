@@ -12,13 +12,29 @@ Content = str | Sequence[Mapping[str, Any]]
 
 
 def conversation_of(system: Content | None, turns: Sequence[tuple[str, Content]]) -> list[Message]:
-    """The system's words, if there are any, and all turns. Raises ValidationError for what is no text."""
+    """The system's words, if there are any, and all turns. Raises ValidationError for what is no text.
+
+    Turns of one role that follow one another are one: many templates know no others.
+    """
     messages: list[Message] = []
     if system is not None:
         messages.append({"role": "system", "content": _text_parts("system", system)})
     for index, (role, content) in enumerate(turns):
-        messages += _READERS[role](f"messages[{index}].content", content)
+        for message in _READERS[role](f"messages[{index}].content", content):
+            if messages and _are_one(messages[-1], message):
+                messages[-1] |= {**message, "content": [*_parts(messages[-1]), *_parts(message)]}
+            else:
+                messages.append(message)
     return messages
+
+
+def _are_one(first: Message, second: Message) -> bool:
+    return first["role"] == second["role"] != "tool" and "tool_calls" not in first and "reasoning" not in second
+
+
+def _parts(message: Message) -> list[Message]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _system(where: str, content: Content) -> list[Message]:

@@ -113,8 +113,10 @@ class ConversationBody(RequestBody, kw_only=True):
 
     def as_chat(self) -> ChatBody:
         """The same request as /v1/chat/completions would read it. Raises ValidationError."""
+        if not self.messages:
+            raise ValidationError("messages is empty; a conversation needs at least one message", param="messages")
         messages = conversation_of(self.system, [(turn.role, turn.content) for turn in self.messages])
-        goes_on = messages[-1:] != [] and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        goes_on = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         thinking, config, choice = self.thinking, self.output_config, self.tool_choice
         form = config.format if config is not None else None
         return ChatBody(

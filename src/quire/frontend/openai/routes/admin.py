@@ -21,6 +21,8 @@ ABORT = BodyReader(AbortBody)
 UPDATE_WEIGHTS = BodyReader(UpdateWeightsBody)
 COLLECTIVE_RPC = BodyReader(CollectiveRpcBody)
 PROFILE = BodyReader(ProfileBody)
+MAX_TRACE_S = 3600
+TRACE_NAME = 'attachment; filename="quire-trace.json"'
 PAUSE_MODES = ("abort", "wait", "keep")
 
 
@@ -143,6 +145,19 @@ async def stop_profile(context: RequestContext) -> Response:
     return Response()
 
 
+async def debug_trace(context: RequestContext) -> Response:
+    """What the engine did in the last ?seconds= (default 10), as JSON for Perfetto (ui.perfetto.dev)."""
+    text = context.request.query_params.get("seconds", "10")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TRACE_S:
+        raise ValidationError(f"seconds must be above 0 and at most {MAX_TRACE_S}, got {text[:60]!r}", param="seconds")
+    trace = await context.state.engine.get_trace(seconds)
+    return Response(trace, media_type="application/json", headers={"content-disposition": TRACE_NAME})
+
+
 def _is_enabled(config: ServerConfig) -> bool:
     return config.enable_admin
 
@@ -170,4 +185,5 @@ ENDPOINTS = (
     _row("/collective_rpc", collective_rpc, body=COLLECTIVE_RPC),
     _row("/start_profile", start_profile, body=PROFILE),
     _row("/stop_profile", stop_profile),
+    _row("/debug/trace", debug_trace, "GET"),
 )

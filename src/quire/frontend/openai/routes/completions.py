@@ -28,18 +28,8 @@ COMPLETION = BodyReader(CompletionBody)
 async def create_completion(context: RequestContext) -> Response:
     """Continue one or more texts."""
     body = await context.read(COMPLETION)
-    state = context.state
-    model = state.check_model(body.model)
-    texts = body.prompts(state.config.max_prompts_per_request)
-    params = _sampling_params(body, state.engine.model_config.sampling_defaults)
-    state.check_num_outputs(len(texts) * params.n)
-    check_admission(context, texts, params.n, params.max_tokens)
-    options = {"add_special_tokens": body.add_special_tokens} | state.renderer.truncation(body)
-    prompts = await state.renderer.tokenize_all(texts, options, cache_salt=context.cache_salt(body.cache_salt))
-    for prompt in prompts:
-        state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
-        if body.echo and prompt.get("prompt") is None and state.engine.tokenizer is not None:
-            prompt["prompt"] = state.engine.tokenizer.decode(prompt["prompt_token_ids"])
+    model = context.state.check_model(body.model)
+    prompts, params = await prepare_completion(context, body)
     request_id = f"cmpl-{body.request_id or context.request_id}"
     writer = CompletionWriter(context, body, model, request_id, prompts, params)
     submission = await Submission.submit(context, prompts, params, request_id, priority=body.priority)
@@ -49,6 +39,25 @@ async def create_completion(context: RequestContext) -> Response:
         return json_response(writer.whole(await context.unless_gone(submission.final_outputs())))
     finally:
         await submission.close()
+
+
+async def prepare_completion(
+    context: RequestContext, body: CompletionBody, *, reserves: bool = True
+) -> tuple[list[TokensPrompt], SamplingParams]:
+    """(the prompts, what is asked of each). With `reserves` their room in the queue is taken before any work."""
+    state = context.state
+    texts = body.prompts(state.config.max_prompts_per_request)
+    params = _sampling_params(body, state.engine.model_config.sampling_defaults)
+    state.check_num_outputs(len(texts) * params.n)
+    if reserves:
+        check_admission(context, texts, params.n, params.max_tokens)
+    options = {"add_special_tokens": body.add_special_tokens} | state.renderer.truncation(body, params.max_tokens)
+    prompts = await state.renderer.tokenize_all(texts, options, cache_salt=context.cache_salt(body.cache_salt))
+    for prompt in prompts:
+        state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
+        if body.echo and prompt.get("prompt") is None and state.engine.tokenizer is not None:
+            prompt["prompt"] = state.engine.tokenizer.decode(prompt["prompt_token_ids"])
+    return prompts, params
 
 
 def _sampling_params(body: CompletionBody, defaults: dict[str, Any]) -> SamplingParams:

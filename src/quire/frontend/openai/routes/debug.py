@@ -63,5 +63,6 @@ ENDPOINTS = (
         methods=("GET",),
         is_enabled=has_pages,
         is_on_admin=True,
+        is_polled=True,
     ),
 )

@@ -43,7 +43,8 @@ async def create_message(context: RequestContext) -> Response:
     writer = MessageWriter(request_id, model, chat.plan.make_parser(chat.prompt.get("prompt")))
     submission = await Submission.submit(context, chat.prompts, chat.params, request_id)
     if body.stream:
-        return stream_response(context, writer.events(submission), submission, encode_error=_error_event)
+        chunks = writer.events(submission)
+        return stream_response(context, chunks, submission, encode_error=_error_event, shape_error=error_object)
     try:
         (output,) = await context.unless_gone(submission.final_outputs())
         return json_response(writer.whole(output))

@@ -23,4 +23,13 @@ async def metrics(context: RequestContext) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPES[format]})
 
 
-ENDPOINTS = (Endpoint(path="/metrics", handler=metrics, access=Access.METRICS, methods=("GET",), is_on_admin=True),)
+ENDPOINTS = (
+    Endpoint(
+        path="/metrics",
+        handler=metrics,
+        access=Access.METRICS,
+        methods=("GET",),
+        is_on_admin=True,
+        is_polled=True,
+    ),
+)

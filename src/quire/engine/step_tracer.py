@@ -1,0 +1,202 @@
+"""Notes what the engine does, for traces: a few stamps per step, and a turn in the life of a request when there is one.
+
+Decoding requests cost nothing per step: their phase is one slice, made when it ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.interface import SchedulerInterface
+from quire.engine.sched.observed import SchedulerObserver
+from quire.wire.engine_core import EngineCoreOutputs
+from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
+from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
+
+
+class _Life:
+    """A request that has not ended: what it does now, since when, and what it had before."""
+
+    __slots__ = ("is_resumed", "num_outputs", "phase", "request", "since")
+
+    def __init__(self, request: Request, phase: str, since: float) -> None:
+        self.request = request
+        self.phase = phase
+        self.since = since
+        self.num_outputs = 0
+        """When the phase began."""
+        self.is_resumed = False
+
+
+class _Chunk(NamedTuple):
+    request_id: str
+    num_tokens: int
+    num_computed: int
+    """Before it."""
+    is_last: bool
+    """Of the tokens the request has by now."""
+
+
+class StepTracer(SchedulerObserver):
+    """`emit` is given a StepTrace per step, after its end, and a PhaseTrace per phase, when it is over."""
+
+    def __init__(self, emit: Callable[[StepTrace | PhaseTrace], None]) -> None:
+        self._emit = emit
+        self._scheduler: SchedulerInterface | None = None
+        self._blocks: Any = None
+        self._lives: dict[str, _Life] = {}
+        self._computing: set[str] = set()
+        """Requests whose prompts are not computed."""
+        self._in_flight: deque[tuple[float, float, list[_Chunk]]] = deque()
+        self._forwarded = 0.0
+        self._last_end = 0.0
+
+    def attach(self, scheduler: SchedulerInterface) -> None:
+        self._scheduler = scheduler
+        manager = getattr(scheduler, "kv_cache_manager", None)  # another scheduler may have another cache
+        self._blocks = getattr(manager, "block_pool", None)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the cache, the null block left out; 0 if the scheduler has another kind."""
+        return self._blocks.num_gpu_blocks - 1 if self._blocks is not None else 0
+
+    def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
+        life = self._lives.get(request.request_id)
+        if is_accepted and not request.origin.continues_session:
+            self._lives[request.request_id] = _Life(request, "queued", now)
+        elif is_accepted and life is not None and life.phase == "resting":
+            life.phase, life.since = "queued", now
+
+    def on_finish(
+        self, request_ids: list[str] | None, status: RequestStatus, report: bool, ended: Sequence[str], now: float
+    ) -> None:
+        for request_id in ended:
+            self._end(request_id, now)
+
+    def on_schedule(self, output: SchedulerOutput, start: float, end: float) -> None:
+        for request_id in output.finished_req_ids:
+            life = self._lives.get(request_id)
+            if life is not None and life.request.is_finished:
+                self._end(request_id, self._last_end or start)
+            elif life is not None and life.phase == "decode":
+                self._turn(life, "resting" if life.request.status > RequestStatus.WAITING else "queued", self._last_end)
+        for request_id in output.preempted_req_ids:
+            life = self._lives.get(request_id)
+            if life is not None:
+                self._computing.discard(request_id)
+                self._turn(life, "preempted", start)
+        counts = output.num_scheduled_tokens
+        chunks: list[_Chunk] = []
+        for new in output.scheduled_new_reqs:
+            life = self._lives.get(new.req_id)
+            if life is not None:
+                life.is_resumed = life.phase == "preempted"
+                self._turn(life, "prefill", start)
+                self._computing.add(new.req_id)
+                chunks.append(_make_chunk(life, counts[new.req_id], new.num_computed_tokens))
+        if len(self._computing) > len(chunks):
+            cached = output.scheduled_cached_reqs
+            for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                if request_id in self._computing:
+                    chunks.append(_make_chunk(self._lives[request_id], counts[request_id], computed))
+        self._in_flight.append((start, end, chunks))
+        self._forwarded = 0.0
+
+    def on_forward(self, output: SchedulerOutput, now: float) -> None:
+        self._forwarded = now
+
+    def on_abandon(self, now: float) -> None:
+        self._in_flight.clear()
+
+    def on_update(
+        self,
+        output: SchedulerOutput,
+        model_output: ModelRunnerOutput,
+        outputs: dict[int, EngineCoreOutputs],
+        start: float,
+        end: float,
+    ) -> None:
+        began, scheduled, chunks = self._in_flight.popleft()
+        if chunks:
+            self._note_chunks(chunks, scheduled, start)
+        self._last_end = start
+        if output.total_num_scheduled_tokens:
+            assert self._scheduler is not None
+            running, waiting = self._scheduler.get_request_counts()
+            used = self.num_blocks - self._blocks.get_num_free_blocks() if self._blocks is not None else 0
+            forwarded = self._forwarded if scheduled <= self._forwarded <= start else start
+            num_rows = len(output.num_scheduled_tokens)
+            tokens = output.total_num_scheduled_tokens
+            self._emit(StepTrace(began, scheduled, forwarded, start, end, tokens, num_rows, running, waiting, used))
+
+    def _note_chunks(self, chunks: list[_Chunk], start: float, end: float) -> None:
+        for chunk in chunks:
+            life = self._lives.get(chunk.request_id)
+            if life is None or chunk.request_id not in self._computing:
+                continue  # aborted or preempted meanwhile
+            num_tokens, num_computed = chunk.num_tokens, chunk.num_computed
+            self._emit(PhaseTrace(chunk.request_id, "prefill", start, end, num_tokens, num_computed, life.is_resumed))
+            if chunk.is_last:
+                self._computing.discard(chunk.request_id)
+                life.phase, life.since, life.num_outputs = "decode", end, life.request.num_output_tokens
+
+    def _turn(self, life: _Life, phase: str, now: float) -> None:
+        """A phase ends, and another one begins."""
+        request_id, request = life.request.request_id, life.request
+        if life.phase in ("queued", "preempted", "decode"):
+            num_tokens = max(0, request.num_output_tokens - life.num_outputs) if life.phase == "decode" else 0
+            if num_tokens or life.phase != "decode":
+                self._emit(PhaseTrace(request_id, life.phase, life.since, max(now, life.since), num_tokens))
+        life.phase, life.since = phase, now
+
+    def _end(self, request_id: str, now: float) -> None:
+        life = self._lives.pop(request_id, None)
+        self._computing.discard(request_id)
+        if life is not None:
+            self._turn(life, "ended", now)
+
+    def get_open_phases(self, now: float) -> list[PhaseTrace]:
+        """What the requests do that have not ended, up to now."""
+        return [
+            PhaseTrace(
+                request_id,
+                life.phase,
+                life.since,
+                now,
+                max(0, life.request.num_output_tokens - life.num_outputs) if life.phase == "decode" else 0,
+            )
+            for request_id, life in self._lives.items()
+            if life.phase in ("queued", "preempted", "decode")
+        ]
+
+
+def _make_chunk(life: _Life, num_tokens: int, num_computed: int) -> _Chunk:
+    is_last = num_computed + num_tokens >= life.request.num_tokens
+    return _Chunk(life.request.request_id, num_tokens, num_computed, is_last)
+
+
+class TraceBuffer:
+    """The last events of a tracer, for whoever asks. On the core's thread."""
+
+    def __init__(self, max_events: int) -> None:
+        self._events: deque[StepTrace | PhaseTrace] = deque(maxlen=max_events)
+        self.tracer = StepTracer(self._events.append)
+
+    def get_window(self, seconds: float, now: float | None = None) -> TraceWindow:
+        """What the last `seconds` hold."""
+        now = time.monotonic() if now is None else now
+        start = now - seconds
+        recent = [event for event in self._events if event.end >= start]
+        phases = [event for event in recent if isinstance(event, PhaseTrace)]
+        return TraceWindow(
+            start,
+            now,
+            [event for event in recent if isinstance(event, StepTrace)],
+            phases + self.tracer.get_open_phases(now),
+            self.tracer.num_blocks,
+        )
