@@ -54,7 +54,7 @@ BODIES: dict[str, Callable[[], tuple[str, Any]]] = {
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": str(list(range(200_000)))}}]},
         ]
     ),
-    "a schema": lambda: chat(response_format=schema(8_000)),
+    "a schema": lambda: chat(response_format=schema(500)),
     "too large a schema": lambda: chat(response_format=schema(80_000)),
     "biases": lambda: ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(65_000)}}),
     "a wrong field": lambda: ("/v1/completions", {"prompt": "x", "temperature": TEXT}),
