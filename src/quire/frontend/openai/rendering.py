@@ -52,12 +52,13 @@ class PromptRenderer:
 
         return await self._run(_size(prompts), lambda: [tokenize_one(prompt) for prompt in prompts])
 
-    @staticmethod
-    def truncation(body: GenerationBody) -> dict[str, Any]:
-        """The `tokenization_kwargs` by which a request has its prompt cut."""
+    def truncation(self, body: GenerationBody, max_tokens: int | None) -> dict[str, Any]:
+        """The `tokenization_kwargs` by which a request has its prompt cut. What "fits" leaves room for `max_tokens`."""
         options: dict[str, Any] = {}
-        if body.truncate_prompt_tokens is not None:
-            options["truncate_prompt_tokens"] = body.truncate_prompt_tokens
+        keep = body.truncate_prompt_tokens
+        if keep is not None:
+            room = self._processor.max_model_len - (max_tokens or 1)
+            options["truncate_prompt_tokens"] = max(1, room) if keep == -1 else keep
         if body.truncation_side is not None:
             options["truncation_side"] = body.truncation_side
         return options

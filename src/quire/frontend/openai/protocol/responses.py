@@ -60,12 +60,12 @@ class ResponseTool(msgspec.Struct):
     """Taken, and without effect: what the arguments must be is enforced where tool_choice forces a call."""
 
 
-class ResponseToolChoice(msgspec.Struct):
+class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
     """{"type": "function", "name": …}, or {"type": "allowed_tools", "mode": …, "tools": […]}."""
 
     type: Name
     name: FunctionName | None = None
-    mode: Literal["auto", "required"] = "auto"
+    mode: Literal["auto", "required"] | None = None
     tools: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
 
 
@@ -285,7 +285,7 @@ def _chosen(choice: ResponseToolChoice, tools: list[Tool]) -> tuple[list[Tool], 
             raise ValidationError(
                 f"tool_choice allows {', '.join(sorted(unknown))[:200]}, which is not among tools", param="tool_choice"
             )
-        return [tool for tool in tools if tool.function.name in allowed], choice.mode
+        return [tool for tool in tools if tool.function.name in allowed], choice.mode or "auto"
     raise ValidationError(
         'tool_choice is "none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", '
         f'"mode": …, "tools": […]}}; got an object of type {choice.type[:60]!r}',
