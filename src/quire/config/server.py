@@ -167,7 +167,7 @@ class ServerConfig:
         alias="log_requests",
     )
     enable_log_outputs: bool = flag(
-        False, "With --enable-log-requests: log how each request ended, and with --max-log-len its text."
+        False, "Log how each output of a request ended: its length and reason; its text only with --max-log-len."
     )
     max_log_len: int = flag(
         0,
@@ -198,10 +198,6 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.enable_log_outputs and not self.enable_log_requests:
-            raise ConfigError(
-                "--enable-log-outputs needs --enable-log-requests: only logged requests have a logged end"
-            )
         if self.uds is not None and self.ssl_certfile is not None:
             raise ConfigError("--uds and --ssl-certfile exclude each other: a Unix socket has no TLS")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

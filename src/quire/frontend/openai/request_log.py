@@ -1,4 +1,7 @@
-"""--enable-log-requests: what was asked and how it ended, in lines of bounded length. Text only with --max-log-len."""
+"""--enable-log-requests, --enable-log-outputs: what was asked and how it ended, in lines of bounded length.
+
+Text is in them only with --max-log-len.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,29 @@ class _Output:
 class RequestLog:
     """The lines of one HTTP request, which have its id as a fact of theirs."""
 
-    def __init__(self, http_id: str, engine: AsyncLLM, max_len: int, with_outputs: bool) -> None:
+    def __init__(
+        self, http_id: str, engine: AsyncLLM, max_len: int, *, with_requests: bool, with_outputs: bool
+    ) -> None:
         self._facts = {"request_id": http_id}
         self._engine = engine
         self._max_len = max_len
+        self._with_requests = with_requests
         self._with_outputs = with_outputs
         self._outputs: dict[tuple[str, int], _Output] = {}
         """Of requests that have not ended: no more text than is to be shown."""
 
     @classmethod
     def from_config(cls, config: ServerConfig, http_id: str, engine: AsyncLLM) -> RequestLog | None:
-        """None where requests are not logged."""
-        if not config.enable_log_requests:
+        """None where neither requests nor their ends are logged."""
+        with_requests, with_outputs = config.enable_log_requests, config.enable_log_outputs
+        if not with_requests and not with_outputs:
             return None
-        return cls(http_id, engine, config.max_log_len, config.enable_log_outputs)
+        return cls(http_id, engine, config.max_log_len, with_requests=with_requests, with_outputs=with_outputs)
 
     def note_request(self, request_id: str, prompt: TokensPrompt, params: SamplingParams | PoolingParams) -> None:
         """A request was handed to the engine under this id."""
+        if not self._with_requests:
+            return
         line = f"request {request_id}: {len(prompt['prompt_token_ids'])} prompt tokens, {_describe(params)}"
         if self._max_len:
             line += f", prompt: {self._prompt_text(prompt)}"

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from quire.config.server import ServerConfig
-from quire.errors import ConfigError
-
 from .serving import Server, check
 
 Log = pytest.LogCaptureFixture
@@ -76,7 +73,12 @@ def test_ends_and_outputs(caplog: Log, stream: bool) -> None:
         assert len(shown) <= 3
 
 
-def test_outputs_are_those_of_logged_requests() -> None:
-    with pytest.raises(ConfigError, match="--enable-log-outputs needs --enable-log-requests"):
-        ServerConfig(enable_log_outputs=True)
-    ServerConfig(max_log_len=100)  # as vLLM's scripts give it
+def test_ends_alone(caplog: Log) -> None:
+    lines = serve(caplog, enable_log_outputs=True)
+    assert ["finish_reason" in line.getMessage() for line in lines] == [True, True]
+    assert "canary" not in caplog.text
+
+
+def test_a_length_alone_shows_nothing(caplog: Log) -> None:
+    assert serve(caplog, max_log_len=100) == []
+    assert "canary" not in caplog.text
