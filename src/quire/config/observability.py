@@ -84,7 +84,7 @@ class ObservabilityConfig:
     )
     collect_detailed_traces: str | None = flag(
         None,
-        "With --otlp-traces-endpoint: spans of each request's queue, prefill and decoding, too: all, model or worker.",
+        "With --otlp-traces-endpoint: spans of a request's queue, prefill and decoding, too: all (or model, worker).",
         metavar="MODULES",
     )
     trace_file: str | None = flag(

@@ -257,10 +257,12 @@ class OutputProcessor:
 
     def _take_text(self, state: RequestState, output: EngineCoreOutput, stop_terminated: bool) -> str | None:
         """Detokenize; the stop string that was found. Every token is delivered or discarded, whatever happens."""
-        token_ids = state.detokenizer.token_ids
-        num_before = len(token_ids)
+        token_ids: list[int] = []
+        num_before = 0
         stop_string = None
         try:
+            token_ids = state.detokenizer.token_ids
+            num_before = len(token_ids)
             stop_string = state.update_text(output, stop_terminated)
         finally:
             num_taken = len(token_ids) - num_before
