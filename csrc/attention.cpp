@@ -154,6 +154,10 @@ class Attention {
     int64_t tokens_per_tile() const { return group_ >= TILE_QUERIES ? 1 : TILE_QUERIES / group_; }
     int64_t partial_floats() const { return group_ * (width_ + 2); }
     int64_t first_key(int64_t position) const { return a_.window && position >= a_.window ? position - a_.window + 1 : 0; }
+    int64_t end_key(int64_t request, int64_t position) const {
+        const int64_t end = position + 1 + a_.ahead, all = a_.seq_lens[request];
+        return a_.ahead < 0 || end > all ? all : end;
+    }
     int64_t chunks(int64_t request) const {  // that the only query of a request sees
         return qk::ceil_div(a_.seq_lens[request], CHUNK) - first_key(a_.seq_lens[request] - 1) / CHUNK;
     }
@@ -198,11 +202,11 @@ class Attention {
         const int64_t token = piece * tokens_per_tile(), left = a_.query_lens[request] - token;
         const int64_t count = left < tokens_per_tile() ? left : tokens_per_tile(), position = first_position + token;
         return {request, kv_head, starts_[request] + token, position, count, first_key(position) / CHUNK,
-                qk::ceil_div(position + count, CHUNK), nullptr};
+                qk::ceil_div(end_key(request, position + count - 1), CHUNK), nullptr};
     }
 
     void open(ChunkView<D>& view, const Tile& tile, int64_t chunk, E* scratch) const {
-        const int64_t start = chunk * CHUNK, last = tile.position + tile.num_tokens;
+        const int64_t start = chunk * CHUNK, last = end_key(tile.request, tile.position + tile.num_tokens - 1);
         const int64_t end = start + CHUNK < last ? start + CHUNK : last;
         const int32_t* table = a_.block_table + tile.request * a_.block_table_stride;
         view.open(pages_, table, tile.kv_head, start, first_key(tile.position), end, scratch);
@@ -239,7 +243,7 @@ class Attention {
             }
             score(view, queries, rows, scores);
             for (int64_t r = 0; r < rows; ++r)
-                chunk_states[r] = weigh(tile.position + r / group_, start, view, scores + r * CHUNK, weights + r * CHUNK);
+                chunk_states[r] = weigh(tile.request, tile.position + r / group_, start, view, scores + r * CHUNK, weights + r * CHUNK);
             accumulate(view, next_keys, weights, rows, chunk_sums);
             if (tile.partial) return leave_partial(tile.partial, chunk_states, chunk_sums);
             for (int64_t r = 0; r < rows; ++r)
@@ -268,8 +272,8 @@ class Attention {
     }
 
     // Turns a row's scores into weights relative to their maximum. Logarithms are to base 2.
-    State weigh(int64_t position, int64_t start, const ChunkView<D>& view, float* scores, E* weights) const {
-        const int64_t low = first_key(position) - start, high = position + 1 - start;
+    State weigh(int64_t request, int64_t position, int64_t start, const ChunkView<D>& view, float* scores, E* weights) const {
+        const int64_t low = first_key(position) - start, high = end_key(request, position) - start;
         const int64_t first = low > view.first_group * KEYS ? low / KEYS : view.first_group;
         const int64_t end = high < view.num_groups * KEYS ? qk::ceil_div(high, KEYS) : view.num_groups;
         for (int64_t g = view.first_group; g < first && g < view.num_groups; ++g) store(weights + g * KEYS, zero());

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 4
+#define QK_ABI_VERSION 5
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -214,7 +214,8 @@ typedef struct {
     int64_t num_tokens, num_reqs;
     int32_t dtype;
     int32_t num_heads, num_kv_heads, head_size, block_size;
-    int32_t window; /* keys a query sees, its own included; 0 for all */
+    int32_t window; /* keys a query sees up to its own; 0 for all */
+    int32_t ahead;  /* keys after its own that it sees, too; -1 for all. Not 0: the step holds whole sequences */
     float scale, soft_cap; /* soft_cap 0: none */
     const float* sinks; /* [num_heads]; NULL for none */
     const int64_t* query_lens; /* [num_reqs] */

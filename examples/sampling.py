@@ -8,7 +8,7 @@ llm = LLM(*sys.argv[1:], dtype="float32")  # in bfloat16, torch's kernels may ro
 prompt = "Once upon"
 
 # Three answers to one prompt. They are drawn with the seeds 7, 8 and 9.
-params = SamplingParams(n=3, seed=7, temperature=1.5, max_tokens=16)
+params = SamplingParams(n=3, seed=7, temperature=2.0, max_tokens=16)
 (output,) = llm.generate(prompt, params, use_tqdm=False)
 for completion in output.outputs:
     print(f"answer {completion.index}: {completion.text!r}")
@@ -16,7 +16,7 @@ for completion in output.outputs:
 # A draw depends on the seed, its place in the answer and the model, and on nothing else that runs: the answers are the
 # same in a crowd, and drawn alone.
 (_, crowded) = llm.generate(["Something else", prompt], params, use_tqdm=False)
-(alone,) = llm.generate(prompt, SamplingParams(seed=8, temperature=1.5, max_tokens=16), use_tqdm=False)
+(alone,) = llm.generate(prompt, SamplingParams(seed=8, temperature=2.0, max_tokens=16), use_tqdm=False)
 print("again:", [c.text for c in crowded.outputs] == [c.text for c in output.outputs])
 print("alone:", alone.outputs[0].text == output.outputs[1].text)
 

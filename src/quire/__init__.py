@@ -24,11 +24,17 @@ if TYPE_CHECKING:
     from quire.frontend.session import StreamingInput as StreamingInput
     from quire.lora_request import LoRARequest as LoRARequest
     from quire.outputs import BeamSearchOutput as BeamSearchOutput
+    from quire.outputs import ClassificationOutput as ClassificationOutput
+    from quire.outputs import ClassificationRequestOutput as ClassificationRequestOutput
     from quire.outputs import CompletionOutput as CompletionOutput
+    from quire.outputs import EmbeddingOutput as EmbeddingOutput
+    from quire.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
     from quire.outputs import Logprob as Logprob
     from quire.outputs import PoolingOutput as PoolingOutput
     from quire.outputs import PoolingRequestOutput as PoolingRequestOutput
     from quire.outputs import RequestOutput as RequestOutput
+    from quire.outputs import ScoringOutput as ScoringOutput
+    from quire.outputs import ScoringRequestOutput as ScoringRequestOutput
     from quire.pooling_params import PoolingParams as PoolingParams
     from quire.sampling_params import BeamSearchParams as BeamSearchParams
     from quire.sampling_params import RequestOutputKind as RequestOutputKind
@@ -55,6 +61,12 @@ _EXPORTS: dict[str, str] = {
     "BeamSearchOutput": "quire.outputs",
     "PoolingOutput": "quire.outputs",
     "PoolingRequestOutput": "quire.outputs",
+    "EmbeddingOutput": "quire.outputs",
+    "EmbeddingRequestOutput": "quire.outputs",
+    "ClassificationOutput": "quire.outputs",
+    "ClassificationRequestOutput": "quire.outputs",
+    "ScoringOutput": "quire.outputs",
+    "ScoringRequestOutput": "quire.outputs",
     "LoRARequest": "quire.lora_request",
 }
 

@@ -88,20 +88,106 @@ class RequestOutput(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """The raw pooled data of a request: anything with a shape and a dtype."""
+    """What was pooled: a float32 array, of one dimension or (of every token) two. None where nothing was."""
 
     data: Any
 
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """The result of a pooling request."""
+    """The result of a pooling request. `finish_reason` is "stop"; "abort" or "error" of one that has no result."""
 
     request_id: str
     outputs: PoolingOutput
     prompt_token_ids: list[int]
     finished: bool
     num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    error_message: str | None = None
+    """What went wrong, and what to do, when `finish_reason` is "error"."""
+    error_type: str = ""
+    """Its class in `quire.errors`, where it is not a GenerationError."""
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The embedding of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its length."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The probability of each class: config.json's `id2label` names them in this order."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many there are."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class _TextResult:
+    """What every kind of result says of its text."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput(_TextResult):
+    """The result of `LLM.embed`."""
+
+    outputs: EmbeddingOutput
+
+    @classmethod
+    def from_base(cls, base: PoolingRequestOutput) -> EmbeddingRequestOutput:
+        """Of a pooled array of one dimension."""
+        return cls(*_facts(base), EmbeddingOutput(base.outputs.data.tolist()))
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput(_TextResult):
+    """The result of `LLM.classify`."""
+
+    outputs: ClassificationOutput
+
+    @classmethod
+    def from_base(cls, base: PoolingRequestOutput) -> ClassificationRequestOutput:
+        """Of a pooled array of one dimension."""
+        return cls(*_facts(base), ClassificationOutput(base.outputs.data.tolist()))
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput(_TextResult):
+    """The result of `LLM.score`. Its tokens are those of both texts."""
+
+    outputs: ScoringOutput
+
+    @classmethod
+    def from_base(cls, base: PoolingRequestOutput) -> ScoringRequestOutput:
+        """Of a pooled array of one number."""
+        return cls(*_facts(base), ScoringOutput(base.outputs.data.item()))
+
+
+def _facts(base: PoolingRequestOutput) -> tuple[str, list[int], bool, int]:
+    return base.request_id, base.prompt_token_ids, base.finished, base.num_cached_tokens
 
 
 @dataclass(slots=True)

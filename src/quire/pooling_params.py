@@ -6,21 +6,52 @@ from typing import Any
 
 import msgspec
 
+from quire.errors import ValidationError
+from quire.field_bounds import INT64_MAX, FieldBound
 from quire.sampling_params import RequestOutputKind
+
+POOLING_TASKS = ("embed", "token_embed", "classify", "token_classify", "score")
+POOLING_FIELDS = (
+    FieldBound("use_activation", "bool", optional=True),
+    FieldBound("dimensions", "int", 1, INT64_MAX, optional=True),
+    FieldBound("segment_start", "int", 0, INT64_MAX, optional=True),
+    FieldBound("skip_reading_prefix_cache", "bool", optional=True),
+)
+"""The bounds of what is a number or a switch."""
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Parameters of one pooling request. `task` is chosen by the method called (embed, classify, score, encode)."""
 
     use_activation: bool | None = None
+    """Normalise an embedding, or turn scores into probabilities. None: as the model's files say."""
     dimensions: int | None = None
+    """Cut the embedding to its first so many numbers; only of a model that was trained for it."""
     step_tag_id: int | None = None
     returned_token_ids: list[int] | None = None
     task: str | None = None
     skip_reading_prefix_cache: bool | None = None
     extra_kwargs: dict[str, Any] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    segment_start: int | None = None
+    """Filled in by the engine: the first token of the second text of a pair, where the model marks it."""
 
     def clone(self) -> PoolingParams:
         """An independent copy."""
         return msgspec.structs.replace(self)
+
+    def validate_fields(self) -> None:
+        """Raise ValidationError for a value that no model takes, or that asks for what is not supported."""
+        for bound in POOLING_FIELDS:
+            bound.validate(getattr(self, bound.name))
+        if self.task is not None and self.task not in POOLING_TASKS:
+            raise ValidationError(
+                f"task {self.task!r} is not one of {', '.join(POOLING_TASKS)}", param="task", value=self.task
+            )
+        if self.output_kind is not RequestOutputKind.FINAL_ONLY:
+            raise ValidationError(
+                "output_kind of a pooling request is FINAL_ONLY: it has one output", param="output_kind"
+            )
+        for name in ("step_tag_id", "returned_token_ids", "extra_kwargs"):
+            if getattr(self, name) is not None:
+                raise ValidationError(f"{name} is for reward models, which are not supported; leave it out", param=name)

@@ -45,7 +45,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "engine": {"zmq", "numpy", "msgspec", "llguidance", "xgrammar"},
     "frontend": {
         *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"),
-        *("fastapi", "starlette", "uvicorn", "prometheus_client"),
+        *("fastapi", "starlette", "uvicorn", "prometheus_client", "opentelemetry"),
     },
     "face": set(),
     "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "httptools"},
@@ -55,6 +55,7 @@ ONLY_IN: dict[str, set[str]] = {
     "transformers": {"quire.frontend.hf_tokenizer", "quire.frontend.tokenizer", "quire.testing.tiny_models"},
     "yaml": {"quire.cli.config_file", "quire.cli.flags"},
     "torch": {"quire.cli.collect_env"},
+    "opentelemetry": {"quire.frontend.otel"},
     "gguf": {"quire.cli.gguf_checkpoint", "quire.cli.gguf_tensors"},
     "prometheus_client": {"quire.frontend.metrics.process", "quire.testing.metrics_audit"},
     "httptools": {"quire.cli.remote.connection"},

@@ -134,7 +134,7 @@ def test_jumps_change_no_token(checkpoint: Checkpoint, llm: LLM) -> None:
         {"temperature": 1.5, "n": 2},
         {"presence_penalty": 2.0, "repetition_penalty": 1.5, "top_k": 3},
         {"stop": ["jumps", "kind"], "min_tokens": 3},
-        {"max_tokens": 13},
+        {"max_tokens": 13, "prompt_logprobs": 1},
     ]
     params = [
         SamplingParams(**{"max_tokens": 90, "seed": 5, **fields}, structured_outputs=StructuredOutputsParams(**form))
@@ -155,6 +155,9 @@ def test_jumps_change_no_token(checkpoint: Checkpoint, llm: LLM) -> None:
     with engine(checkpoint("llama"), **flags) as small:
         squeezed = small.generate(work, params, use_tqdm=False)
     for one, other, third in zip(expected, got, squeezed, strict=True):
+        for same in (other, third):
+            assert (one.prompt_logprobs is None) == (same.prompt_logprobs is None)
+            assert len(one.prompt_logprobs or ()) == len(same.prompt_logprobs or ())
         for a, b, c in zip(one.outputs, other.outputs, third.outputs, strict=True):
             assert (a.token_ids, a.text, a.finish_reason, a.stop_reason) == (
                 b.token_ids, b.text, b.finish_reason, b.stop_reason,

@@ -50,6 +50,14 @@ def check_sampling(out: str) -> None:
     assert len(re.findall(r"^token \d+: .+ -?\d+\.\d\d, not .+ -\d+\.\d\d$", out, flags=re.MULTILINE)) == 5
 
 
+def check_structured_output(out: str) -> None:
+    person, choice, pattern, tag = out.splitlines()
+    assert person == "person: ['age', 'first_name', 'languages'] int"
+    assert choice in ("choice: large", "choice: small")
+    assert re.fullmatch(r"regex: 20\d\d-\d\d-\d\d", pattern)
+    assert re.fullmatch(r'tag: <call>"(up|down)"</call>', tag)
+
+
 def check_prefix_caching(out: str) -> None:
     (num_first, cached_first), *others = [tuple(map(int, line.split()[:2])) for line in out.splitlines()[1:]]
     assert num_first > 100
@@ -84,6 +92,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "generate": check_generate,
     "chat": check_chat,
     "sampling": check_sampling,
+    "structured_output": check_structured_output,
     "prefix_caching": check_prefix_caching,
     "new_weights": check_new_weights,
     "streams": check_streams,

@@ -6,9 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from quire.config.engine import EngineConfig
 from quire.errors import ModelLoadError
+from quire.testing.fake_device import InFlight
 from quire.testing.fake_executor import FakeExecutor
+from quire.wire.execution import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput, SchedulerOutput
 
 
 class Quick(FakeExecutor):
@@ -80,3 +84,20 @@ class Leisurely(Quick):
     """Steps of 20 ms: a stream that lasts."""
 
     step_time_s = 0.02
+
+
+class Pools(Steady):
+    """Pools: the digest of a prompt, as one number."""
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("embed",)
+
+    def _execute(self, step: SchedulerOutput) -> InFlight:
+        super()._execute(step)
+        if self._unsampled is None:
+            return self._start(EMPTY_MODEL_RUNNER_OUTPUT)
+        (_, digests), self._unsampled = self._unsampled, None
+        pooled = {req_id: np.array([digest % 65536], dtype=np.float32) for req_id, digest in digests.items()}
+        req_ids = list(step.num_scheduled_tokens)
+        output = ModelRunnerOutput(req_ids, [[] for _ in req_ids], pooler_output=pooled)
+        return self._start(output, step.total_num_scheduled_tokens)

@@ -1,4 +1,5 @@
-"""An engine with its core in a process, many readers, and somebody who kills the core."""
+"""An engine with its core in a process, many readers, and somebody who kills the core. Every 50 ms its metrics are
+checked against the conservation laws (promise P12)."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.async_mp import AsyncMPClient
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.testing.history import History, StreamKey
+from quire.testing.metrics_audit import audited
 
 FAKE_MODEL_LEN = 1024
 DEADLINE_S = 120.0
@@ -72,7 +74,10 @@ async def running(args: EngineArgs, **client_fields: Any) -> AsyncIterator[Engin
     directory, pids = client.mp.resources.directory, set()
     async with asyncio.timeout(DEADLINE_S), AsyncLLM(config, client=client) as llm:
         engine = Engine(llm, client)
-        yield engine
+        metrics = llm.pipeline.stats.metrics
+        assert metrics is not None
+        async with audited(metrics):
+            yield engine
         pids.add(engine.core_pid)
     assert directory is not None
     assert not directory.path.exists()

@@ -17,6 +17,7 @@ import pytest
 
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import FakeModel, expected_output
+from quire.testing.metrics_audit import MetricsAudit, read_exposition
 
 from .serving import ServerProcess, serving
 
@@ -124,6 +125,7 @@ def test_a_crowd_some_of_whom_leave_while_the_core_dies(server: ServerProcess) -
     """Everyone who stays gets the answer to their own prompt; nothing is left of anyone."""
     seeds, num_readers = random.Random(5), 60
     headers = {"authorization": "Bearer secret"}
+    audit = MetricsAudit()
 
     async def ask(client: httpx2.AsyncClient, number: int) -> None:
         body = {"prompt": [40 + number, 50], "max_tokens": 10 + number % 30, "ignore_eos": True}
@@ -149,6 +151,9 @@ def test_a_crowd_some_of_whom_leave_while_the_core_dies(server: ServerProcess) -
             readers = [asyncio.create_task(ask(client, number)) for number in range(num_readers)]
             await readers[0]
             os.kill(server.core_pid(), signal.SIGKILL)
+            while not all(reader.done() for reader in readers):
+                audit.check(read_exposition((await client.get("/metrics")).text))
+                await asyncio.sleep(0.05)
             await asyncio.gather(*readers)
             while (await client.get("/load")).json() != {"server_load": 0}:
                 pass
@@ -158,6 +163,7 @@ def test_a_crowd_some_of_whom_leave_while_the_core_dies(server: ServerProcess) -
 
 def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:
     """One request ends within --shutdown-timeout; a new one is refused; the exit code is 0 and no core is left."""
+    audit = MetricsAudit()
     with serving("--shutdown-timeout", "30", executor="Leisurely") as server:
         core = server.core_pid()
         with httpx2.Client(base_url=server.url, timeout=TIME_LIMIT_S) as client:
@@ -166,10 +172,10 @@ def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:
                 lines = response.iter_lines()
                 next(lines)
                 server.process.send_signal(signal.SIGTERM)
-                while client.get("/health/ready").status_code == 200:
-                    pass
+                while (ready := client.get("/health/ready")).status_code == 200:
+                    audit.check(read_exposition(client.get("/metrics").text))
                 refused = client.post("/v1/completions", json={"prompt": "x"})
-                assert refused.status_code == 503
+                assert refused.status_code == 503, (ready.text, refused.text)
                 *_, end = (line for line in lines if line)
                 assert end == "data: [DONE]"
         assert server.process.wait(TIME_LIMIT_S) == 0

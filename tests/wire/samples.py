@@ -107,6 +107,7 @@ POOLING = PoolingParams(
     skip_reading_prefix_cache=True,
     extra_kwargs={"a": 1},
     output_kind=RequestOutputKind.CUMULATIVE,
+    segment_start=7,
 )
 SMALL_ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 """Travels inside the msgpack."""

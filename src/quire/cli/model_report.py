@@ -36,7 +36,8 @@ def make_report(config: EngineConfig) -> Facts:
             "name": model.name,
             "directory": str(model.model_dir),
             "architecture": model.hf_config.architecture or None,
-            "supported": model.hf_config.architecture in MODELS,
+            "does": ", ".join(model.pooling.tasks) if model.pooling is not None else "generate",
+            "supported": model.hf_config.family in MODELS,
         }
     }
     for name, section in (
@@ -57,6 +58,8 @@ def make_report(config: EngineConfig) -> Facts:
 
 def kv_cache_specs(hf: HFConfig, block_size: int, dtype: str) -> dict[str, AnyKVCacheSpec]:
     """What each layer keeps per token, as the worker will report it."""
+    if hf.is_encoder:
+        return {}
     heads, size = hf.num_key_value_heads, hf.head_dim
     return {
         f"layer {i}": FullAttentionSpec(block_size, heads, size, dtype)
@@ -69,7 +72,7 @@ def kv_cache_specs(hf: HFConfig, block_size: int, dtype: str) -> dict[str, AnyKV
 def _unsupported(model: ModelConfig) -> list[str]:
     hf = model.hf_config
     problems = []
-    if hf.architecture not in MODELS:
+    if hf.family not in MODELS:
         problems.append(f"architecture {hf.architecture!r} is not implemented; known are {', '.join(sorted(MODELS))}")
     try:
         stored = hf.get("quantization_config")
@@ -138,6 +141,13 @@ def _capacity(config: EngineConfig, report: Facts) -> Facts:
     if config.device_config.device == "cuda" or "weights" not in report:
         return {}
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    if model.hf_config.is_encoder:  # computes texts whole, and keeps nothing of them
+        return {
+            "free_memory_bytes": available_cpu_memory(),
+            "max_model_len": model.model_len,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        }
     specs = kv_cache_specs(model.hf_config, cache.block_size, _cache_dtype(config))
     free = available_cpu_memory()
     kv_bytes = cache.kv_cache_memory_bytes

@@ -25,7 +25,6 @@ class BlocksView(msgspec.Struct):
 
     total: int
     free: int
-    cached: int
     touched: int
     stride: int
     runs: list[tuple[int, int, int]]

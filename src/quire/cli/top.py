@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import shutil
+import signal
 import sys
 import termios
 import time
@@ -108,6 +109,7 @@ def _quits_within(seconds: float) -> bool:
 def _terminal() -> Iterator[None]:
     """A page of its own, keys without Enter; afterwards everything is as it was."""
     before = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the terminal must be given back
     try:
         if before is not None:
             tty.setcbreak(sys.stdin)

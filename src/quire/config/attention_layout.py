@@ -42,6 +42,10 @@ def _all_but_each_last(hf: HFConfig, layer: int) -> bool:
     return (layer + 1) % hf.size("sliding_window_pattern") != 0
 
 
+def _near_by(hf: HFConfig, layer: int) -> bool:
+    return layer % hf.size("global_attn_every_n_layers") != 0
+
+
 def _without_rotation(hf: HFConfig, layer: int) -> bool:
     return not rotates(hf, layer)
 
@@ -54,6 +58,7 @@ UNIFORM: frozenset[str] = frozenset(
 MIXED: Mapping[str, IsSliding] = {
     "Gemma2ForCausalLM": _every_second,
     "Gemma3ForCausalLM": _all_but_each_last,
+    "ModernBertModel": _near_by,
     "Qwen2ForCausalLM": _after_the_first,
     "Qwen3ForCausalLM": _after_the_first,
     "SmolLM3ForCausalLM": _without_rotation,
@@ -68,9 +73,9 @@ def layer_kinds(hf: HFConfig) -> list[str]:
     for a kind that is not attention, ModelLoadError for a list of the wrong length.
     """
     count = hf.num_hidden_layers
-    if hf.architecture in UNIFORM:
+    if hf.family in UNIFORM:
         return [SLIDING_ATTENTION] * count
-    is_sliding = MIXED.get(hf.architecture)
+    is_sliding = MIXED.get(hf.family)
     if is_sliding is None:
         return [FULL_ATTENTION] * count
     types = hf.get("layer_types")

@@ -12,6 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
+from quire.config.pooling import resolve_pooling
 from quire.config.repository import read_object
 from quire.config.scheduler import SchedulerConfig
 from quire.config.source import resolve_model_dir
@@ -73,6 +74,12 @@ class EngineArgs:
         """
         sections = {name: owner(**self.section(owner)) for name, owner in _SECTIONS.items()}
         model = self._resolve_model(sections["model_config"])
+        if model.hf_config.is_encoder:  # its tokens see one another: a text is computed whole, and nothing of it kept
+            for name, off in (
+                ("scheduler_config", "enable_chunked_prefill"),
+                ("cache_config", "enable_prefix_caching"),
+            ):
+                sections[name] = dataclasses.replace(sections[name], **{off: False})
         scheduler = _fill_budgets(sections["scheduler_config"], model.model_len, usage)
         config = EngineConfig(**{**sections, "model_config": model, "scheduler_config": scheduler})
         _check_combination(config)
@@ -87,13 +94,17 @@ class EngineArgs:
             tokenizer_dir = resolve_model_dir(
                 model.tokenizer, model.tokenizer_revision, download_dir, token=token, tokenizer_only=True
             )
+        hf = HFConfig.from_dir(model_dir, model.hf_overrides)
         return dataclasses.replace(
             model,
             hf_token=None,  # used up: no other process gets it
             model_dir=model_dir,
             tokenizer_dir=tokenizer_dir,
-            hf_config=HFConfig.from_dir(model_dir, model.hf_overrides),
+            hf_config=hf,
             generation_defaults=_generation_defaults(model, model_dir),
+            pooling=resolve_pooling(
+                hf, model_dir, runner=model.runner, convert=model.convert, pooler_config=model.pooler_config
+            ),
         )
 
 
@@ -144,8 +155,15 @@ def _check_combination(config: EngineConfig) -> None:
             f"--max-num-batched-tokens {budget} is below --max-num-seqs {seqs}: every running request needs one token"
         )
     if not scheduler.enable_chunked_prefill and budget < model.model_len:
+        why, remedy = "chunked prefill is off", " or drop --no-enable-chunked-prefill"
+        if model.hf_config.is_encoder:
+            why, remedy = "an encoder computes texts whole", ""
         raise ConfigError(
-            f"--max-num-batched-tokens {budget} is below the context length {model.model_len} and chunked prefill is "
-            "off: a long prompt could never run; raise the budget, lower --max-model-len or drop "
-            "--no-enable-chunked-prefill"
+            f"--max-num-batched-tokens {budget} is below the context length {model.model_len} and {why}: a long prompt "
+            f"could never run; raise the budget, lower --max-model-len{remedy}"
+        )
+    positions = model.hf_config.num_positions
+    if positions is not None and model.model_len > positions:
+        raise ConfigError(
+            f"--max-model-len {model.model_len}: the model has learned {positions} positions and none beyond; lower it"
         )

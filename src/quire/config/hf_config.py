@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,15 @@ from quire.errors import ModelLoadError
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
+ENCODER_STEMS = frozenset({"Bert", "ModernBert", "Roberta", "XLMRoberta"})
+"""Architectures, without the name of their head, whose tokens see one another in both directions."""
+_ROBERTA_STEMS = frozenset({"Roberta", "XLMRoberta"})
+_ARCHITECTURE = re.compile(
+    r"(?P<stem>\w+?)(?P<head>ForCausalLM|ForMaskedLM|ForSequenceClassification|ForTokenClassification|Model)"
+)
+
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "bert": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "type_vocab_size": 2},
     "gemma2": {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
@@ -50,6 +59,12 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
     },
+    "modernbert": {
+        "classifier_pooling": "cls",
+        "global_attn_every_n_layers": 3,
+        "local_attention": 128,
+        "max_position_embeddings": 8192,
+    },
     "olmo2": {"rms_norm_eps": 1e-5},
     "opt": {"activation_function": "relu", "do_layer_norm_before": True, "tie_word_embeddings": True},
     "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
@@ -75,6 +90,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 4096,
         "use_sliding_window": False,
     },
+    "roberta": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "pad_token_id": 1, "type_vocab_size": 2},
     "smollm3": {
         "max_position_embeddings": 32768,
         "no_rope_layer_interval": 4,
@@ -82,6 +98,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
         "use_sliding_window": False,
     },
+    "xlm-roberta": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "pad_token_id": 1, "type_vocab_size": 2},
 }
 """What a key means when the file leaves it out, by `model_type`: transformers writes only what differs from its own
 class defaults, so absence has a meaning per family (values of transformers 5.19). An explicit null is not absence."""
@@ -91,6 +108,12 @@ MAX_SIZE = 1 << 27
 MAX_COUNTS = {"num_hidden_layers": 4096, "num_experts": 4096, "num_local_experts": 4096, "num_attention_heads": 1 << 16}
 """Of what is made one by one."""
 _SCALED_FROM_ORIGINAL = ("llama3", "longrope", "yarn")
+
+
+def split_architecture(name: str) -> tuple[str, str]:
+    """("Qwen3", "ForCausalLM") of "Qwen3ForCausalLM"; ("", name) if it has none of the known heads."""
+    found = _ARCHITECTURE.fullmatch(name)
+    return (found["stem"], found["head"]) if found is not None else ("", name)
 
 
 @dataclass(frozen=True)
@@ -155,6 +178,24 @@ class HFConfig:
         return str(names[0]) if names else ""
 
     @property
+    def stem(self) -> str:
+        """Its architecture without the name of the head; empty if that is none of the known ones."""
+        return split_architecture(self.architecture)[0]
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether its tokens see one another in both directions."""
+        return self.stem in ENCODER_STEMS
+
+    @property
+    def family(self) -> str:
+        """What tables of families call the architecture, whichever head the checkpoint has: a decoder by its logits
+        head, an encoder by having none."""
+        if self.is_encoder:
+            return f"{self.stem}Model"
+        return f"{self.stem}ForCausalLM" if self.stem else self.architecture
+
+    @property
     def model_type(self) -> str:
         """transformers' short name of the family."""
         return str(self.raw.get("model_type") or "")
@@ -191,6 +232,17 @@ class HFConfig:
         return self.size("max_position_embeddings", 2048)
 
     @property
+    def position_offset(self) -> int:
+        """Rows at the head of the position table that stand for no position: RoBERTa counts from behind its padding."""
+        return int(self.get("pad_token_id", 1)) + 1 if self.stem in _ROBERTA_STEMS else 0
+
+    @property
+    def num_positions(self) -> int | None:
+        """Positions there are vectors for, and so the longest text whatever a flag says; None where they are angles."""
+        is_learned = (self.is_encoder and self.stem != "ModernBert") or self.stem == "OPT"
+        return self.max_position_embeddings - self.position_offset if is_learned else None
+
+    @property
     def context_len(self) -> int:
         """The longest sequence: what the engine asked for, or the model's own limit.
 
@@ -199,7 +251,7 @@ class HFConfig:
         """
         if self.max_model_len:
             return self.max_model_len
-        limit = self.max_position_embeddings
+        limit = self.max_position_embeddings - self.position_offset
         rope = self.rope()
         factor = float(rope.params.get("factor") or 1.0)
         if rope.rope_type == "linear" and self.model_type != "gemma3_text":

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.config.flags import flag, parse_human_int, parse_json_object
 from quire.config.hf_config import HFConfig
+from quire.config.pooling import PoolingConfig
 from quire.config.quantization import METHODS
 
 DEMO_MODEL = "demo"
@@ -28,7 +29,7 @@ ASSETS_DIR = Path(__file__).resolve().parent.parent / "assets"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model. The fields after `runner` are filled in by `EngineArgs.create_engine_config`, not by the user."""
+    """The model. `EngineArgs.create_engine_config` fills in the fields after `pooler_config`, not the user."""
 
     model: str = flag(DEMO_MODEL, "A local checkpoint directory, a hub id, or demo: the model inside the package.")
     tokenizer: str | None = flag(None, "Directory or hub id of the tokenizer; default is the model's.")
@@ -75,6 +76,17 @@ class ModelConfig:
         choices=METHODS,
     )
     runner: str = flag("auto", "What the model is for.", choices=("auto", "generate", "pooling"))
+    convert: str = flag(
+        "auto",
+        "Make a pooling model of one that generates; auto makes one for embeddings with --runner pooling.",
+        choices=("auto", "none", "embed", "classify"),
+    )
+    pooler_config: dict[str, Any] | None = flag(
+        None,
+        "JSON object of how to pool: pooling_type (CLS, LAST, MEAN), use_activation, dimensions.",
+        parse=parse_json_object,
+        metavar="JSON",
+    )
 
     model_dir: Path = Path()
     """The directory `model` was resolved to."""
@@ -82,12 +94,15 @@ class ModelConfig:
     hf_config: HFConfig = field(default_factory=lambda: HFConfig({}, Path()))
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     """generation_config.json after `generation_config` and `override_generation_config`."""
+    pooling: PoolingConfig | None = None
+    """How the model pools; None for one that generates."""
 
     @property
     def model_len(self) -> int:
         """The context length asked for, or the model's own where none (or auto) is. The engine may fit it smaller."""
         if self.max_model_len is None or self.max_model_len == -1:
-            return self.hf_config.context_len
+            limit = self.pooling.max_len if self.pooling is not None else None
+            return self.hf_config.context_len if limit is None else min(limit, self.hf_config.context_len)
         return self.max_model_len
 
     @property

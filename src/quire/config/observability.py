@@ -77,6 +77,16 @@ class ObservabilityConfig:
         metavar="FILE",
     )
     record_prompts: bool = flag(False, "With --record: write the token ids of prompts, too.")
+    otlp_traces_endpoint: str | None = flag(
+        None,
+        "Send a span per request to this OpenTelemetry collector, e.g. http://localhost:4318/v1/traces (extra otel).",
+        metavar="URL",
+    )
+    collect_detailed_traces: str | None = flag(
+        None,
+        "With --otlp-traces-endpoint: spans of a request's queue, prefill and decoding, too: all (or model, worker).",
+        metavar="MODULES",
+    )
     trace_file: str | None = flag(
         None,
         "Write a trace of every step and request to this new file, for Perfetto (ui.perfetto.dev).",
@@ -98,6 +108,13 @@ class ObservabilityConfig:
 
     def __post_init__(self) -> None:
         ProfilerConfig.from_json(self.profiler_config or {})
+        modules = (self.collect_detailed_traces or "all").split(",")
+        if not set(modules) <= {"all", "model", "worker"}:
+            raise ConfigError(
+                f"--collect-detailed-traces {self.collect_detailed_traces!r} is none of all, model, worker"
+            )
+        if self.collect_detailed_traces is not None and self.otlp_traces_endpoint is None:
+            raise ConfigError("--collect-detailed-traces needs --otlp-traces-endpoint: where the traces go")
         version = self.show_hidden_metrics_for_version
         if version is not None and not _VERSION.fullmatch(version):
             raise ConfigError(f"--show-hidden-metrics-for-version {version!r} is no version such as 0.7")

@@ -23,17 +23,17 @@ class KVCacheSizes:
     config: KVCacheConfig
     max_model_len: int
     max_concurrency: float
-    """Requests of max_model_len tokens that fit at once."""
+    """Requests of max_model_len tokens that fit at once; 0 without a KV cache, which limits nobody."""
 
     @property
     def block_size(self) -> int:
-        """Tokens per block, the smallest over the groups: the granularity of prefix caching."""
-        return min(self.config.block_sizes)
+        """Tokens per block, the smallest over the groups: the granularity of prefix caching. 1 without a KV cache."""
+        return min(self.config.block_sizes, default=1)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the cache holds in requests as long as the context allows."""
-        return int(self.max_concurrency * self.max_model_len)
+        """Tokens the cache holds in requests as long as the context allows; 0 where there is none."""
+        return int(self.max_concurrency * self.max_model_len) if self.config.kv_cache_groups else 0
 
 
 def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSizes:
@@ -58,6 +58,9 @@ def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSiz
         executor.collective_rpc("update_max_model_len", args=(max_model_len,))
     executor.initialize_from_config(kv_cache_configs)
     chosen = kv_cache_configs[0]
+    if not chosen.kv_cache_groups:
+        logger.info("no KV cache: texts are computed whole; weights loaded in %.2f s", time.perf_counter() - start)
+        return KVCacheSizes(chosen, max_model_len, 0.0)
     sizes = KVCacheSizes(chosen, max_model_len, max_concurrency(chosen, max_model_len, step_tokens))
     logger.info(
         "KV cache: %.2f GiB, %d blocks of %d tokens, %d tokens, %.2fx concurrency at %d tokens per request; "

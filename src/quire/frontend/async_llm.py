@@ -95,6 +95,7 @@ class AsyncLLM:
     ) -> None:
         self._end_requests()
         await asyncio.to_thread(self.engine_core.shutdown)
+        await asyncio.to_thread(self.pipeline.close)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -441,6 +442,7 @@ class AsyncLLM:
         elif not loop.is_closed():
             loop.call_soon_threadsafe(self._end_requests)
         self.engine_core.shutdown()
+        self.pipeline.close()
 
     def _end_requests(self) -> None:
         """Every reader gets its last output, with finish reason "abort"; no request is taken from now on."""

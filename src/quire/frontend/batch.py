@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+import msgspec
 from tqdm import tqdm
 
 from quire.errors import ClientError, EngineDeadError, GenerationError, ValidationError, make_error
@@ -20,7 +21,8 @@ from quire.frontend.prompts import PromptType, as_prompt_list
 from quire.interrupts import InterruptShield
 from quire.logger import init_logger
 from quire.lora_request import LoRARequest
-from quire.outputs import RequestOutput
+from quire.outputs import PoolingRequestOutput, RequestOutput
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
 
@@ -30,6 +32,7 @@ T = TypeVar("T")
 UseTqdm = bool | Callable[..., Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 LoRAs = LoRARequest | Sequence[LoRARequest | None] | None
+Output = RequestOutput | PoolingRequestOutput
 PreparedRequest = tuple[EngineCoreRequest, str | None]
 """A validated request and the text of its prompt, if it was text."""
 
@@ -45,7 +48,7 @@ class BatchRunner:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._request_counter = itertools.count()
-        self._outputs: dict[str, RequestOutput | None] = {}
+        self._outputs: dict[str, Output | None] = {}
         """Of every request that was added and not yet given back; None until it is finished."""
 
     def prepare(
@@ -61,10 +64,41 @@ class BatchRunner:
         """Every prompt as a validated request, none of them added yet."""
         if "generate" not in self._engine.get_supported_tasks():
             raise ValidationError("this model does not generate text; it was started for pooling", param="runner")
-        prompt_list = as_prompt_list(prompts)
         if sampling_params is None:
             sampling_params = self._engine.input_processor.get_default_sampling_params()
-        params = _one_per_prompt("sampling_params", sampling_params, prompt_list)
+        params = _one_per_prompt("sampling_params", sampling_params, prompt_list := as_prompt_list(prompts))
+        return self._prepare(prompt_list, params, lora_request, priority, tokenization_kwargs, use_tqdm)
+
+    def prepare_pooling(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams],
+        task: str | None,
+        lora_request: LoRAs = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        *,
+        use_tqdm: UseTqdm = False,
+    ) -> list[PreparedRequest]:
+        """The same of requests to pool for `task`; None: as the parameters say, or what the model does."""
+        params = _one_per_prompt("pooling_params", pooling_params, prompt_list := as_prompt_list(prompts))
+        for given in params:
+            if task is not None and given.task not in (None, task):
+                raise ValidationError(
+                    f"pooling_params ask for the task {given.task!r}, and {task!r} was called for", param="task"
+                )
+        if task is not None:
+            params = [msgspec.structs.replace(given, task=task) for given in params]
+        return self._prepare(prompt_list, params, lora_request, None, tokenization_kwargs, use_tqdm)
+
+    def _prepare(
+        self,
+        prompt_list: Sequence[PromptType],
+        params: Sequence[SamplingParams | PoolingParams],
+        lora_request: LoRAs,
+        priority: int | Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        use_tqdm: UseTqdm,
+    ) -> list[PreparedRequest]:
         loras = _one_per_prompt("lora_request", lora_request, prompt_list)
         priorities = _one_per_prompt("priority", 0 if priority is None else priority, prompt_list)
         rows: Any = enumerate(zip(prompt_list, params, loras, priorities, strict=True))
@@ -96,8 +130,7 @@ class BatchRunner:
         ids = [request.request_id for request, _ in requests]
         with self._all_or_none(ids):
             for request, text in requests:
-                assert request.sampling_params is not None
-                request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
+                request.params.output_kind = RequestOutputKind.FINAL_ONLY
                 self._outputs[request.request_id] = None
                 self._engine.add_request(request.request_id, request, prompt_text=text)
         return ids
@@ -105,7 +138,19 @@ class BatchRunner:
     def add_and_run(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
         """Queue prepared requests and step until they are finished; their outputs in the same order."""
         with self._all_or_none([request.request_id for request, _ in requests]):
-            return self._run(self.add(requests), use_tqdm)
+            outputs = cast("list[RequestOutput]", self._run(self.add(requests), use_tqdm))
+        self._check_failures(outputs)
+        return outputs
+
+    def pool(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm = False) -> list[PoolingRequestOutput]:
+        """The same of requests to pool. One that fails fails them all: nothing can stand in an embedding's place."""
+        with self._all_or_none([request.request_id for request, _ in requests]):
+            outputs = cast("list[PoolingRequestOutput]", self._run(self.add(requests), use_tqdm))
+        for output in outputs:
+            if output.outputs.data is None:
+                message = f"request {output.request_id}: {output.error_message or 'it was ended without a result'}"
+                raise self._error(output.error_type, message)
+        return outputs
 
     def run_added(self, use_tqdm: UseTqdm = False) -> list[RequestOutput]:
         """Step until everything that was added is finished; the outputs in the order of adding.
@@ -116,7 +161,9 @@ class BatchRunner:
             raise ClientError("the engine is paused and its requests are frozen; call wake_up() first")
         ids = list(self._outputs)
         with self._all_or_none(ids):
-            return self._run(ids, use_tqdm)
+            outputs = cast("list[RequestOutput]", self._run(ids, use_tqdm))
+        self._check_failures(outputs)
+        return outputs
 
     @contextmanager
     def _all_or_none(self, ids: Sequence[str]) -> Iterator[None]:
@@ -130,12 +177,12 @@ class BatchRunner:
                     self._outputs.pop(request_id, None)
             raise
 
-    def _run(self, ids: Sequence[str], use_tqdm: UseTqdm) -> list[RequestOutput]:
+    def _run(self, ids: Sequence[str], use_tqdm: UseTqdm) -> list[Output]:
         pending = {request_id for request_id in ids if self._outputs[request_id] is None}
         with GenerationProgress(len(ids), use_tqdm) as progress:
             while pending and self._engine.has_unfinished_requests():
                 for output in self._engine.step():
-                    if output.finished and isinstance(output, RequestOutput) and output.request_id in self._outputs:
+                    if output.finished and output.request_id in self._outputs:
                         self._outputs[output.request_id] = output
                         if output.request_id in pending:
                             pending.remove(output.request_id)
@@ -143,7 +190,6 @@ class BatchRunner:
         outputs = [done for request_id in ids if (done := self._outputs.pop(request_id)) is not None]
         if len(outputs) < len(ids):
             raise GenerationError(f"the engine has lost {len(ids) - len(outputs)} requests; this is a bug")
-        self._check_failures(outputs)
         return outputs
 
     def _check_failures(self, outputs: Sequence[RequestOutput]) -> None:
@@ -157,10 +203,12 @@ class BatchRunner:
         for request_id, message in failures.items():
             logger.error("request %s failed: %s", request_id, message)
         if failures and len(failures) == len(outputs):
-            is_dead = self._engine.engine_core.engine_dead
             first = next(c for c in outputs[0].outputs if c.finish_reason == "error")
-            message = failures[outputs[0].request_id]
-            raise EngineDeadError(message) if is_dead else make_error(first.error_type, message, GenerationError)
+            raise self._error(first.error_type, failures[outputs[0].request_id])
+
+    def _error(self, error_type: str, message: str) -> Exception:
+        is_dead = self._engine.engine_core.engine_dead
+        return EngineDeadError(message) if is_dead else make_error(error_type, message, GenerationError)
 
 
 def _one_per_prompt(name: str, value: T | Sequence[T], prompts: Sequence[Any]) -> Sequence[T]:

@@ -1,4 +1,4 @@
-"""From a prompt and its parameters to an `EngineCoreRequest`: the one validation door of generation.
+"""From a prompt and its parameters to an `EngineCoreRequest`: the one validation door of generation and pooling.
 
 Everything a request may hold is checked here, before the engine core hears of it. Nothing is sent.
 """
@@ -14,6 +14,7 @@ from typing import Any, cast
 from quire import envs
 from quire.config.hf_config import token_ids
 from quire.config.model import ModelConfig
+from quire.config.pooling import PoolingConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
 from quire.frontend.prompts import ParsedPrompt, PromptType, TokensPrompt, parse_prompt
@@ -53,6 +54,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self._supported_tasks = tuple(supported_tasks)
+        self._pooling = model_config.pooling
         self._vocab_size = model_config.hf_config.vocab_size
         self._max_logprobs = model_config.max_logprobs
         self._sampling_defaults = model_config.sampling_defaults
@@ -86,7 +88,7 @@ class InputProcessor:
             )
         parsed = parse_prompt(prompt)
         token_ids = self._token_ids(parsed, tokenization_kwargs or {})
-        self._validate_prompt(token_ids)
+        self._validate_prompt(token_ids, pools=isinstance(params, PoolingParams))
         sampling_params, pooling_params = self._params(params, len(token_ids))
         if arrival_time is None:
             arrival_time = time.time() if parsed.arrival_time is None else parsed.arrival_time
@@ -138,13 +140,48 @@ class InputProcessor:
         ids = prompt.token_ids
         if ids is None:
             assert prompt.text is not None
+            if self._pooling is not None:
+                return self._text_ids(self._pooling, prompt.text, None, kwargs)[0]
             self._validate_text_len(prompt.text, kwargs)
             ids = self._require_tokenizer("a text prompt").encode(prompt.text, kwargs.get("add_special_tokens", True))
         keep = kwargs.get("truncate_prompt_tokens")
         if keep is None:
             return ids
-        keep = self.max_model_len - 1 if keep == -1 else keep
-        return ids[:keep] if kwargs.get("truncation_side", "left") == "right" else ids[-keep:]
+        pools = self._pooling is not None
+        keep = self.max_model_len - (not pools) if keep == -1 else keep
+        return ids[:keep] if kwargs.get("truncation_side", "right" if pools else "left") == "right" else ids[-keep:]
+
+    def _text_ids(
+        self, pooling: PoolingConfig, text: str, second: str | None, kwargs: Mapping[str, Any]
+    ) -> tuple[list[int], int | None]:
+        """(ids of a text, or of a pair, to be pooled; where the second text begins, if that is to be told).
+
+        One that is cut keeps its special tokens.
+        """
+        texts = [text] if second is None else [text, second]
+        for part in texts:
+            self._validate_text_len(part, kwargs)
+        if pooling.lowers_case:
+            texts = [part.lower() for part in texts]
+        keep = kwargs.get("truncate_prompt_tokens")
+        return self._require_tokenizer("a text prompt").encode_texts(
+            *texts,
+            add_special_tokens=kwargs.get("add_special_tokens", True),
+            max_len=self.max_model_len if keep == -1 else keep,
+            side=kwargs.get("truncation_side", "right"),
+        )
+
+    def tokenize_pair(
+        self, text: str, second: str, params: PoolingParams, tokenization_kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[TokensPrompt, PoolingParams]:
+        """(two texts as one prompt, `params` for it), as a model that compares two reads them. Raises as `tokenize`."""
+        kwargs = tokenization_kwargs or {}
+        _validate_tokenization_kwargs(kwargs)
+        assert self._pooling is not None
+        ids, start = self._text_ids(self._pooling, text, second, kwargs)
+        params = params.clone()
+        params.segment_start = start if self._pooling.has_segments else None
+        return {"prompt_token_ids": ids}, params
 
     def _validate_text_len(self, text: str, kwargs: Mapping[str, Any]) -> None:
         """A text that cannot fit is refused unread: tokenizing it could take minutes. One to be cut may be longer."""
@@ -167,7 +204,7 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def _validate_prompt(self, ids: list[int]) -> None:
+    def _validate_prompt(self, ids: list[int], *, pools: bool) -> None:
         if not ids:
             raise ValidationError("the prompt is empty: it has no tokens", param="prompt")
         # min and max are one pass each at C speed; a loop over a 100k-token prompt would show.
@@ -178,7 +215,14 @@ class InputProcessor:
                 param="prompt",
                 value=bad,
             )
-        if len(ids) >= self.max_model_len:
+        if pools and len(ids) > self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens and the model takes {self.max_model_len} (max_model_len); shorten "
+                "it, or have it cut: truncate_prompt_tokens=-1",
+                param="prompt",
+                value=len(ids),
+            )
+        if not pools and len(ids) >= self.max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens and the context {self.max_model_len} (max_model_len): there is no "
                 "room for a single output token; shorten the prompt or raise --max-model-len",
@@ -195,11 +239,24 @@ class InputProcessor:
             self._require_task("generate", "SamplingParams")
             return self._sampling_params(params, prompt_len), None
         if isinstance(params, PoolingParams):
-            self._require_task(params.task or "embed", "PoolingParams")
-            return None, params.clone()
+            return None, self._pooling_params(params)
         raise ValidationError(
             f"params must be SamplingParams or PoolingParams, got {type(params).__name__}", param="sampling_params"
         )
+
+    def _pooling_params(self, params: PoolingParams) -> PoolingParams:
+        """A copy of `params` with everything the model decides filled in."""
+        params = params.clone()
+        params.validate_fields()
+        usual = "embed" if "generate" in self._supported_tasks else self._supported_tasks[0]
+        task = params.task = params.task or usual
+        self._require_task(task, "PoolingParams")
+        pooling = self._pooling
+        if params.dimensions is not None:
+            _validate_dimensions(params.dimensions, pooling)
+        if pooling is not None and pooling.needs_all_tokens(task):
+            params.skip_reading_prefix_cache = True
+        return params
 
     def _require_task(self, task: str, what: str) -> None:
         if task not in self._supported_tasks:
@@ -277,6 +334,19 @@ def _eos_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[in
         primary = candidates[0] if candidates else None
     more = [i for i in listed if i != primary and i < vocab_size]
     return primary if primary is not None and primary < vocab_size else None, more
+
+
+def _validate_dimensions(dimensions: int, pooling: PoolingConfig | None) -> None:
+    if pooling is None or pooling.head != "embed" or pooling.matryoshka_dims is None:
+        raise ValidationError(
+            "dimensions: this model's embeddings are not made to be cut (config.json says nothing of it); leave it out",
+            param="dimensions",
+            value=dimensions,
+        )
+    allowed = pooling.matryoshka_dims
+    if dimensions > pooling.embedding_dim or (allowed and dimensions not in allowed):
+        known = f"one of {', '.join(map(str, allowed))}" if allowed else f"at most {pooling.embedding_dim}"
+        raise ValidationError(f"dimensions must be {known}, got {dimensions}", param="dimensions", value=dimensions)
 
 
 def _validate_tokenization_kwargs(kwargs: Mapping[str, Any]) -> None:

@@ -26,10 +26,20 @@ from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.llm_keywords import check_keywords
 from quire.frontend.metrics.reader import Metric
 from quire.frontend.prompts import PromptType
+from quire.frontend.scoring import PairScorer, Texts, pair_texts
 from quire.frontend.tokenizer import Tokenizer
 from quire.logger import init_logger
 from quire.lora_request import LoRARequest
-from quire.outputs import BeamSearchOutput, Logprob, RequestOutput
+from quire.outputs import (
+    BeamSearchOutput,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.wire.engine_core import PauseMode
 
@@ -50,6 +60,7 @@ class LLM:
         model: str | None = None,
         *,
         runner: str = "auto",
+        convert: str = "auto",
         tokenizer: str | None = None,
         tokenizer_mode: str = "auto",
         skip_tokenizer_init: bool = False,
@@ -67,6 +78,7 @@ class LLM:
     ) -> None:
         keywords = {
             "runner": runner,
+            "convert": convert,
             "tokenizer": tokenizer,
             "tokenizer_mode": tokenizer_mode,
             "skip_tokenizer_init": skip_tokenizer_init,
@@ -227,7 +239,86 @@ class LLM:
                     sequence.text = tokenizer.decode(sequence.tokens[len(ids) :], skip_special_tokens=True)
         return [BeamSearchOutput(sequences) for sequences in results]
 
+    # -- pooling ------------------------------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRAs = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """What a pooling model makes of each prompt, as float32 arrays, in the order of the prompts.
+
+        `pooling_task` is one of those the model does: "embed", "token_embed" (an embedding per token), "classify",
+        "token_classify", "score"; None is the first of them. A request that fails raises GenerationError.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        requests = self._batch.prepare_pooling(
+            prompts, params, pooling_task, lora_request, tokenization_kwargs, use_tqdm=use_tqdm
+        )
+        return self._batch.pool(requests, use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRAs = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding per prompt. Raises ValidationError where the model makes none."""
+        options: dict[str, Any] = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
+        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed", **options)
+        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRAs = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probability of each class, per prompt. Raises ValidationError where the model knows no classes."""
+        options: dict[str, Any] = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
+        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="classify", **options)
+        return [ClassificationRequestOutput.from_base(output) for output in outputs]
+
+    def score(
+        self,
+        data_1: Texts,
+        data_2: Texts,
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each pair of texts goes together: one of `data_1` with each of `data_2`, or each with its own.
+
+        A classifier with one class reads both texts at once; `chat_template` makes a prompt of the roles query and
+        document. Of an embedding model it is the cosine. Raises ValidationError of any other.
+        """
+        scorer = PairScorer(self.llm_engine.input_processor, self.llm_engine.tokenizer, self.get_supported_tasks())
+        job = scorer.plan(pair_texts(data_1, data_2), pooling_params, tokenization_kwargs, chat_template)
+        requests = self._batch.prepare_pooling(
+            job.prompts, job.params, job.task, lora_request, tokenization_kwargs, use_tqdm=use_tqdm
+        )
+        return job.results(self._batch.pool(requests, use_tqdm))
+
     # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model is for: ("generate",), or tasks of pooling."""
+        return self.llm_engine.get_supported_tasks()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""

@@ -346,3 +346,4 @@ class LLMEngine:
         """Abort what is live and release the core. Idempotent."""
         self.abort_request(list(self.output_processor.request_states), internal=True)
         self.engine_core.shutdown()
+        self.pipeline.close()

@@ -12,7 +12,6 @@ from quire.config.engine_args import FLAGS
 from quire.errors import ConfigError
 
 UNSUPPORTED_DEFAULTS: dict[str, Any] = {
-    "convert": "auto",
     "allowed_local_media_path": "",
     "allowed_media_domains": None,
     "tensor_parallel_size": 1,
@@ -28,7 +27,6 @@ UNSUPPORTED_DEFAULTS: dict[str, Any] = {
     "return_sampling_mask": False,
     "disable_custom_all_reduce": False,
     "mm_processor_kwargs": None,
-    "pooler_config": None,
     "structured_outputs_config": None,
     "speculative_config": None,
     "attention_config": None,

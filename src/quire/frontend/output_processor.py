@@ -16,6 +16,7 @@ from quire.frontend.metrics.ledger import RequestLedger
 from quire.frontend.metrics.stats import IterationStats, RequestOwner
 from quire.frontend.parallel_sampling import ParentRequest
 from quire.frontend.request_state import OutputQueue, QueuePlace, RequestState
+from quire.frontend.request_tracing import RequestTracer
 from quire.frontend.session import SessionState
 from quire.frontend.tokenizer import Tokenizer
 from quire.logger import init_logger
@@ -45,8 +46,10 @@ class OutputProcessor:
         log_stats: bool,
         stream_interval: int = 1,
         ledger: RequestLedger | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._tracer = tracer
         self._ledger = RequestLedger() if ledger is None else ledger
         self._log_stats = log_stats
         self._stream_interval = stream_interval
@@ -139,7 +142,7 @@ class OutputProcessor:
         aborted = []
         for state in self._states(request_ids, internal):
             aborted.append(state.request_id)
-            output = state.make_request_output(FinishReason.ABORT)
+            output = state.make_early_end(FinishReason.ABORT)
             if state.queue is not None and output is not None:
                 state.queue.put(output)
             self._finish_request(state, FinishReason.ABORT, iteration_stats)
@@ -161,7 +164,7 @@ class OutputProcessor:
             if state.queue is not None:
                 state.queue.put(error)
             else:
-                output = state.make_request_output(FinishReason.ERROR, None, str(error))
+                output = state.make_early_end(FinishReason.ERROR, str(error))
                 if output is not None:
                     result.request_outputs.append(output)
             self._finish_request(state, reason, iteration_stats, error)
@@ -254,10 +257,12 @@ class OutputProcessor:
 
     def _take_text(self, state: RequestState, output: EngineCoreOutput, stop_terminated: bool) -> str | None:
         """Detokenize; the stop string that was found. Every token is delivered or discarded, whatever happens."""
-        token_ids = state.detokenizer.token_ids
-        num_before = len(token_ids)
+        token_ids: list[int] = []
+        num_before = 0
         stop_string = None
         try:
+            token_ids = state.detokenizer.token_ids
+            num_before = len(token_ids)
             stop_string = state.update_text(output, stop_terminated)
         finally:
             num_taken = len(token_ids) - num_before
@@ -317,6 +322,8 @@ class OutputProcessor:
                 self.parent_requests.pop(parent.request_id, None)
         if iteration_stats is not None and state.stats is not None:
             _record_finished(state, state.stats, finish_reason, iteration_stats)
+        if self._tracer is not None:
+            self._tracer.note_finished(state, finish_reason, None if error is None else type(error).__name__)
 
     def _end_segment(
         self, state: RequestState, finish_reason: FinishReason | None, iteration_stats: IterationStats | None

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quire.outputs import RequestOutput
+from quire.outputs import PoolingRequestOutput, RequestOutput
 
 
 class GenerationProgress:
@@ -29,10 +29,11 @@ class GenerationProgress:
                 total=total, desc="Processed prompts", dynamic_ncols=True, postfix=self._speed(), unit="prompt"
             )
 
-    def update(self, output: RequestOutput) -> None:
+    def update(self, output: RequestOutput | PoolingRequestOutput) -> None:
         """A prompt is finished."""
         self._num_prompt_tokens += len(output.prompt_token_ids or ())
-        self._num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        if isinstance(output, RequestOutput):
+            self._num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         if self._bar is not None:
             self._bar.set_postfix_str(self._speed(), refresh=False)
             self._bar.update(1)

@@ -20,6 +20,7 @@ from quire.frontend.metrics.manager import StatLogger
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
 from quire.frontend.prompts import PromptType, parse_prompt
 from quire.frontend.request_state import RequestState
+from quire.frontend.request_tracing import RequestTracer, make_span_sender
 from quire.frontend.session import make_input
 from quire.frontend.startup_report import StartupReport
 from quire.frontend.tokenizer import Tokenizer
@@ -52,11 +53,15 @@ class RequestPipeline:
             config.model_config, tokenizer, ready.max_model_len, ready.supported_tasks
         )
         self.ledger = RequestLedger()
+        self._span_sender = make_span_sender(config.observability_config)
         self.output_processor = OutputProcessor(
             tokenizer,
             log_stats=log_stats,
             stream_interval=config.scheduler_config.stream_interval,
             ledger=self.ledger,
+            tracer=(
+                None if self._span_sender is None else RequestTracer(config.model_config.name, self._span_sender.send)
+            ),
         )
         self._model_name = config.model_config.name
         self._batch_times: deque[BatchTimes] | None = (
@@ -202,6 +207,11 @@ class RequestPipeline:
         batches = [times for times in self._batch_times or () if times[2] >= window.start]
         facts = {"model": self._model_name, "quire": __version__, "seconds": round(window.end - window.start, 3)}
         return encode_window(window, batches, **facts, kv_cache_blocks=window.num_blocks)
+
+    def close(self) -> None:
+        """No request will finish any more: what was to be sent of finished ones is sent. Bounded in time."""
+        if self._span_sender is not None:
+            self._span_sender.close()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.logprobs import LogprobsProcessor
@@ -206,8 +206,18 @@ class RequestState:
             completion.error_message, completion.error_type = error_message, error_type
         return self._show(completion)
 
-    def make_error_output(self, message: str) -> RequestOutput | None:
+    def make_early_end(
+        self, finish_reason: FinishReason, error_message: str | None = None
+    ) -> RequestOutput | PoolingRequestOutput | None:
+        """The end of a request that is aborted or failed here, with the tokens it has."""
+        if self.request.pooling_params is not None:
+            return self._show_pooled(None, finish_reason, error_message)
+        return self.make_request_output(finish_reason, None, error_message)
+
+    def make_error_output(self, message: str) -> RequestOutput | PoolingRequestOutput | None:
         """The end of a request whose text cannot be made: no text, no tokens, `message`."""
+        if self.request.pooling_params is not None:
+            return self._show_pooled(None, FinishReason.ERROR, message)
         return self._show(CompletionOutput(self.index, "", [], None, None, "error", error_message=message))
 
     def _show(self, completion: CompletionOutput) -> RequestOutput | None:
@@ -239,11 +249,19 @@ class RequestState:
         return logprobs.take_prompt_logprobs() if self.output_kind is _DELTA else logprobs.prompt_logprobs
 
     def make_pooling_output(self, output: EngineCoreOutput) -> PoolingRequestOutput:
-        """The result of a pooling request."""
+        """The result of a pooling request, or its end without one."""
+        return self._show_pooled(output.pooling_output, output.finish_reason, output.error_message, output.error_type)
+
+    def _show_pooled(
+        self, data: Any, finish_reason: FinishReason | None, error_message: str | None = None, error_type: str = ""
+    ) -> PoolingRequestOutput:
         return PoolingRequestOutput(
             request_id=self.external_req_id,
-            outputs=PoolingOutput(output.pooling_output),
+            outputs=PoolingOutput(data),
             prompt_token_ids=list(self.request.prompt_token_ids or ()),
-            finished=output.finished,
+            finished=finish_reason is not None,
             num_cached_tokens=self.num_cached_tokens or 0,
+            finish_reason=None if finish_reason is None else FINISH_REASON_STRINGS[finish_reason],
+            error_message=error_message,
+            error_type=error_type,
         )

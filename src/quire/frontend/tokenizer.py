@@ -79,6 +79,35 @@ class Tokenizer:
         except TypeError:  # what the Rust side says of a str that has no UTF-8 form
             raise ValidationError("the prompt is not valid text: it holds a lone surrogate", param="prompt") from None
 
+    def encode_texts(
+        self,
+        text: str,
+        second: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_len: int | None = None,
+        side: str = "right",
+    ) -> tuple[list[int], int | None]:
+        """(the ids of a text or a pair of texts, where the second begins if the tokenizer tells the two apart).
+
+        What is longer than `max_len` is cut at `side`, the longer text first, and keeps its special tokens.
+        """
+        texts = [text] if second is None else [text, second]
+        try:
+            encodings = self.backend.encode_batch(texts, add_special_tokens=False)
+        except TypeError:
+            raise ValidationError("the prompt is not valid text: it holds a lone surrogate", param="prompt") from None
+        if max_len is not None:
+            num_special = self.backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+            room = _share_room([len(e.ids) for e in encodings], max(0, max_len - num_special))
+            for encoding, num_tokens in zip(encodings, room, strict=True):
+                encoding.truncate(num_tokens, direction=side)
+        whole = self.backend.post_process(
+            encodings[0], encodings[1] if second is not None else None, add_special_tokens
+        )
+        types = whole.type_ids
+        return list(whole.ids), types.index(1) if 1 in types else None
+
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; ids outside the vocabulary have none."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
@@ -220,3 +249,16 @@ class Tokenizer:
             variables={**self.special_tokens_map, **variables},
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def _share_room(lens: list[int], room: int) -> list[int]:
+    """How many tokens of each of one or two texts are kept: the longer is cut first, then both alike."""
+    if sum(lens) <= room:
+        return lens
+    if len(lens) == 1:
+        return [room]
+    shorter = min(lens)
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return [shorter, longer] if lens[0] <= lens[1] else [longer, shorter]

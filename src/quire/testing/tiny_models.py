@@ -93,25 +93,70 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 FAMILIES: tuple[str, ...] = tuple(_FAMILY_CONFIGS)
 """Names for `make_tiny_checkpoint`: transformers' `model_type`."""
 
+_ENCODER_BASE: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 320,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
+_ENCODER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "bert": {"type_vocab_size": 2},
+    "roberta": {"type_vocab_size": 1},
+    "xlm-roberta": {"type_vocab_size": 1, "hidden_act": "gelu_new"},
+    "modernbert": {
+        "hidden_size": 64,
+        "num_hidden_layers": 5,
+        "local_attention": 24,
+        "global_attn_every_n_layers": 3,
+        "classifier_pooling": "mean",
+        "cls_token_id": BOS,
+        "sep_token_id": EOS,
+    },
+}
+ENCODERS: tuple[str, ...] = tuple(_ENCODER_CONFIGS)
+"""The same for models that only pool; `head` says for what."""
+_HEADS: Mapping[str, str] = {
+    "generate": "AutoModelForCausalLM",
+    "embed": "AutoModel",
+    "classify": "AutoModelForSequenceClassification",
+    "token_classify": "AutoModelForTokenClassification",
+}
+
 
 def make_tiny_checkpoint(
-    path: Path, family: str, *, seed: int = 0, dtype: str = "float32", **config_overrides: Any
+    path: Path,
+    family: str,
+    *,
+    head: str | None = None,
+    seed: int = 0,
+    dtype: str = "float32",
+    **config_overrides: Any,
 ) -> Path:
     """Write a random checkpoint of `family` to the directory `path` and return it. Same arguments, same bytes.
 
+    `head` is generate (of a decoder, unless said), embed (of an encoder), classify or token_classify.
     `config_overrides` are laid over the family's tiny config (transformers' keyword names).
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    config = AutoConfig.for_model(family, **{**_BASE, **_FAMILY_CONFIGS[family], **config_overrides})
+    is_encoder = family in _ENCODER_CONFIGS
+    head = head or ("embed" if is_encoder else "generate")
+    tiny = {**_ENCODER_BASE, **_ENCODER_CONFIGS[family]} if is_encoder else {**_BASE, **_FAMILY_CONFIGS[family]}
+    config = transformers.AutoConfig.for_model(family, **{**tiny, **config_overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model = getattr(transformers, _HEADS[head]).from_config(config, dtype=torch.float32)
         _randomize(model)
-    model.generation_config.update(do_sample=False, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    if head == "generate":
+        model.generation_config.update(do_sample=False, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     model.to(getattr(torch, dtype)).save_pretrained(path)
-    _write_tokenizer(path)
+    _write_tokenizer(path, marks_texts=is_encoder)
     return path
 
 
@@ -120,16 +165,17 @@ def _randomize(model: Any) -> None:
 
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            is_one_based = "norm" in name and name.endswith("weight") and "gemma" not in model.config.model_type
+            is_one_based = "norm" in name.lower() and name.endswith("weight") and "gemma" not in model.config.model_type
             parameter.data.uniform_(-0.2, 0.2).add_(1.0 if is_one_based else 0.0)
         else:
             is_tied_head = model.config.tie_word_embeddings and "embed_tokens" in name
             parameter.data.normal_(std=(0.4 if is_tied_head else 1.5) * parameter.shape[-1] ** -0.5)
 
 
-def _write_tokenizer(path: Path) -> None:
-    """A byte-level BPE tokenizer of VOCAB_SIZE tokens, trained on a few sentences."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def _write_tokenizer(path: Path, *, marks_texts: bool = False) -> None:
+    """A byte-level BPE tokenizer of VOCAB_SIZE tokens, trained on a few sentences. With `marks_texts` it puts a special
+    token before a text and after it, and tells the second of a pair from the first, as encoders' do."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -141,6 +187,13 @@ def _write_tokenizer(path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator([_TEXT], trainer)
+    if marks_texts:
+        begin, end = SPECIAL_TOKENS[BOS], SPECIAL_TOKENS[EOS]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A {end}",
+            pair=f"{begin} $A {end} $B:1 {end}:1",
+            special_tokens=[(begin, BOS), (end, EOS)],
+        )
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(
         json.dumps(

@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from quire.worker.attention.backend import AttentionBackend, KVCache
 
 
@@ -23,6 +25,8 @@ class ForwardContext:
     metadata: Sequence[Any]
     layer_groups: Mapping[str, int]
     kv_caches: Mapping[str, KVCache]
+    segments: Tensor | None = None
+    """[num_tokens] int64, 1 for tokens of the second text of a pair; None if there is no such pair."""
 
 
 _current: ContextVar[ForwardContext] = ContextVar("forward_context")

@@ -43,7 +43,6 @@ class InputBatch:
         row = len(self.req_ids)
         assert row < self.max_num_reqs, f"more than max_num_seqs={self.max_num_reqs} requests run at once"
         assert request.req_id not in self.rows, f"request {request.req_id} is already known"
-        assert request.sampling_params is not None, "only generation is supported"
         tokens = request.prompt_token_ids + request.output_token_ids
         self.req_ids.append(request.req_id)
         self.rows[request.req_id] = row
@@ -53,9 +52,10 @@ class InputBatch:
         self.num_computed_tokens[row] = request.num_computed_tokens
         for table, block_ids in zip(self.block_tables, request.block_ids, strict=True):
             table.set_row(row, block_ids)
-        self.sampling.set_row(
-            row, request.req_id, request.sampling_params, request.prompt_token_ids, request.output_token_ids
-        )
+        if request.sampling_params is not None:
+            self.sampling.set_row(
+                row, request.req_id, request.sampling_params, request.prompt_token_ids, request.output_token_ids
+            )
         self.version += 1
 
     def remove_request(self, req_id: str) -> None:

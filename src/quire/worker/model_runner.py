@@ -1,4 +1,4 @@
-"""Runs the model, one step at a time: batch in, tokens out."""
+"""Runs the model, one step at a time: batch in, tokens out, or what is pooled."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from quire import envs
+from quire.config.pooling import PoolingConfig
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -21,21 +23,23 @@ from quire.wire.execution import (
 )
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.worker.attention.backend import AttentionBackend, AttentionBatch
-from quire.worker.attention.layer import Attention
+from quire.worker.attention.layer import Attention, EncoderAttention
 from quire.worker.forward_context import ForwardContext, set_forward_context
 from quire.worker.input_batch import InputBatch
+from quire.worker.kernels.base import Kernels
 from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache, make_null_config
+from quire.worker.pooler import Pooler
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.sample.edits import apply_grammar_bitmask
-from quire.worker.sample.kernel import SamplingKernel
 from quire.worker.sample.metadata import Rows, SamplingMetadata, SamplingTable
 from quire.worker.sample.sampler import sample
 from quire.worker.step_inputs import StepInputs, make_step_inputs
 from quire.worker.step_planner import plan_steps
+from quire.worker.transient_kv import TransientKVCache
 
 
 class Model(Protocol):
-    """What a model class of `worker/models` offers (an nn.Module)."""
+    """What a model class of `worker/models` offers (an nn.Module). One that pools has no logits."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """[num_tokens] each; returns hidden states [num_tokens, hidden_size]."""
@@ -60,7 +64,8 @@ class PendingStep:
 class ModelRunner:
     """Owns the batch, the KV cache memory and the step in flight; knows nothing of scheduling.
 
-    A step is `execute_model` (bring the batch up to date, forward pass) and `sample_tokens` (sample, append).
+    A step is `execute_model` (bring the batch up to date, forward pass) and `sample_tokens` (sample, append). With a
+    `pooling` it is `execute_model` alone.
     """
 
     def __init__(
@@ -72,17 +77,27 @@ class ModelRunner:
         vocab_size: int,
         max_num_reqs: int,
         max_num_tokens: int,
-        sampling: SamplingKernel,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        pooling: PoolingConfig | None = None,
     ) -> None:
         self.model = cast(Model, model)
-        self._run_model = plan_steps(self.model, backend)
         self.backend = backend
         self.device = device
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
-        self.attention_layers = {m.layer_name: m for m in model.modules() if isinstance(m, Attention)}
-        self.sampling = sampling
-        self.prompt_logprobs = PromptLogprobs(vocab_size, sampling)
+        layers = [m for m in model.modules() if isinstance(m, Attention)]
+        self.attention_layers = {layer.layer_name: layer for layer in layers if layer.is_cached}
+        """Those whose keys and values are kept."""
+        encoders = [layer for layer in layers if isinstance(layer, EncoderAttention)]
+        self._transient = None
+        if encoders:
+            sizes = {"max_num_tokens": max_num_tokens, "max_num_reqs": max_num_reqs}
+            self._transient = TransientKVCache(encoders, backend, device, dtype, **sizes)
+        self._run_model = self.model if encoders else plan_steps(self.model, backend)
+        self.pooler = None if pooling is None else Pooler(pooling, model, kernels, dtype, device)
+        self.sampling = kernels.sampling()
+        self.prompt_logprobs = PromptLogprobs(vocab_size, self.sampling)
         self.counts_nans = envs.COMPUTE_NANS_IN_LOGITS.flag()
         self._is_in_step = False
         self._pending: PendingStep | None = None
@@ -111,21 +126,30 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """The forward pass. None: call `sample_tokens`. An output: there was nothing to compute.
+        """The forward pass. None: call `sample_tokens`. An output: it is all there is to say about the step.
 
         If the step before was broken off (by an error or Ctrl-C), nothing of it is trusted: all requests are forgotten,
         as the engine has given them up, too, and sends those that still live as new ones.
         """
         if self._is_in_step:
             self.batch.clear()
+            if self.pooler is not None:
+                self.pooler.clear()
         self._is_in_step = True
         self._update_batch(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             self._is_in_step = False
             return EMPTY_MODEL_RUNNER_OUTPUT
         inputs = make_step_inputs(self.batch, scheduler_output.num_scheduled_tokens, self.device)
-        hidden = self._forward(inputs.input_ids, inputs.positions, inputs.attention, self.kv_cache)
         req_ids = [self.batch.req_ids[row] for row in inputs.rows.tolist()]
+        segments = None if self.pooler is None else self.pooler.segments(req_ids, inputs)
+        hidden = self._forward(
+            inputs.input_ids, inputs.positions, inputs.query_lens, inputs.attention, self.kv_cache, segments
+        )
+        if self.pooler is not None:
+            output = self.pooler.pool(req_ids, inputs, hidden)
+            self._is_in_step = False
+            return output
         self._pending = PendingStep(
             inputs,
             req_ids,
@@ -164,15 +188,21 @@ class ModelRunner:
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
         """Apply the diff: who left, who is new, who got blocks."""
-        batch = self.batch
+        batch, pooler = self.batch, self.pooler
         for req_id in scheduler_output.finished_req_ids:
             batch.remove_request(req_id)
             self.prompt_logprobs.remove_request(req_id)
         for req_id in scheduler_output.preempted_req_ids:
             batch.remove_request(req_id)
+        if pooler is not None:
+            for req_id in scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids:
+                pooler.remove_request(req_id)
         for request in scheduler_output.scheduled_new_reqs:
             batch.add_request(request)
-            self.prompt_logprobs.add_request(request)
+            if pooler is not None:
+                pooler.add_request(request)
+            else:
+                self.prompt_logprobs.add_request(request)
         cached = scheduler_output.scheduled_cached_reqs
         rows = [batch.rows[req_id] for req_id in cached.req_ids]
         if rows:
@@ -184,12 +214,22 @@ class ModelRunner:
             batch.extend_tokens(batch.rows[req_id], token_ids)
 
     def _forward(
-        self, input_ids: Tensor, positions: Tensor, attention: Sequence[AttentionBatch], kv_cache: KVCacheMemory
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        query_lens: npt.NDArray[np.int64],
+        attention: Sequence[AttentionBatch],
+        kv_cache: KVCacheMemory,
+        segments: Tensor | None = None,
     ) -> Tensor:
+        if self._transient is not None:
+            attention, kv_cache = [self._transient.place(query_lens)], self._transient.memory
         metadata = [
             self.backend.make_metadata(batch, spec) for batch, spec in zip(attention, kv_cache.specs, strict=True)
         ]
-        with set_forward_context(ForwardContext(self.backend, metadata, kv_cache.layer_groups, kv_cache.caches)):
+        with set_forward_context(
+            ForwardContext(self.backend, metadata, kv_cache.layer_groups, kv_cache.caches, segments)
+        ):
             return self._run_model(input_ids, positions)
 
     def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:
@@ -256,7 +296,10 @@ class ModelRunner:
             for size in kv_cache.block_sizes
         ]
         input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        hidden = self._forward(input_ids, torch.from_numpy(positions).to(self.device), attention, kv_cache)
+        on_device = torch.from_numpy(positions).to(self.device)
+        hidden = self._forward(input_ids, on_device, query_lens, attention, kv_cache)
+        if self.pooler is not None:
+            return
         logits = self.model.compute_logits(hidden[:num_reqs])
         table = SamplingTable(num_reqs)
         for row in range(num_reqs):

@@ -78,7 +78,9 @@ class Worker:
             vocab_size=model.hf_config.vocab_size,
             max_num_reqs=scheduler.max_num_seqs,
             max_num_tokens=scheduler.max_num_batched_tokens,
-            sampling=self.kernels.sampling(),
+            kernels=self.kernels,
+            dtype=self.dtype,
+            pooling=model.pooling,
         )
         stamp("weights")
 
@@ -185,7 +187,8 @@ class Worker:
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """What the loaded model can be asked for."""
-        return ("generate",)
+        pooling = self.config.model_config.pooling
+        return ("generate",) if pooling is None else pooling.tasks
 
     def check_health(self) -> None:
         """Raises if the worker cannot work. A worker in this process is as healthy as the process."""

@@ -215,7 +215,7 @@ def test_layers_keep_what_the_model_says(architecture: str, variant: dict[str, A
     (tmp_path / "config.json").write_text(json.dumps(raw))
     hf = HFConfig.from_dir(tmp_path)
     with torch.device("meta"):
-        model = get_model_class(architecture)(hf)
+        model = get_model_class(hf)(hf)
     real: list[AnyKVCacheSpec] = [
         layer.kv_cache_spec(16, torch.float16) for layer in model.modules() if isinstance(layer, Attention)
     ]

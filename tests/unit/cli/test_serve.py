@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import main
-from quire.cli.serve import command_line, server_config
+from quire.cli.serve import command_line, describe_pages, server_config
 from quire.config.engine_args import FLAGS
 from quire.config.flags import flags_of
 from quire.config.server import ServerConfig, read_api_keys
@@ -95,3 +95,15 @@ def test_listeners(tmp_path: Path) -> None:
     both = Listeners.bind(ServerConfig(host="::1", port=0))
     assert both.url.startswith("http://[::1]:")
     both.close()
+
+
+def test_where_the_pages_are() -> None:
+    """An address that can be opened, also where the server listens on every one."""
+    everywhere = describe_pages("http://0.0.0.0:8000", None)
+    assert "http://localhost:8000/ui " in everywhere
+    assert "abort" not in everywhere
+    assert "https://localhost:1/ui/dashboard" in describe_pages("https://[::]:1", None)
+    assert "http://[::1]:1/ui " in describe_pages("http://[::1]:1", None)
+    assert "http://10.0.0.0:8000/ui " in describe_pages("http://10.0.0.0:8000", None)
+    assert "http://127.0.0.1:8001/ui/dashboard can abort" in describe_pages("http://a:1", "http://127.0.0.1:8001")
+    assert "/ui" in describe_pages("unix:/run/quire", None)

@@ -175,8 +175,8 @@ def terminal(server: Canned) -> Iterator[Terminal]:
     terminal.close()
 
 
-@pytest.mark.parametrize("leave", ["q", "Ctrl-C"])
-def test_in_a_terminal(server: Canned, terminal: Terminal, leave: str) -> None:
+@pytest.mark.parametrize("leave", ["q", signal.SIGINT, signal.SIGTERM])
+def test_in_a_terminal(server: Canned, terminal: Terminal, leave: str | signal.Signals) -> None:
     terminal.read_until(b"in a browser: /ui/dashboard")
     assert terminal.seen.startswith(b"\x1b[?1049h")
     assert EVIL.encode() not in terminal.seen  # nobody's request steers a terminal
@@ -184,9 +184,9 @@ def test_in_a_terminal(server: Canned, terminal: Terminal, leave: str) -> None:
     assert b"88 blocks were never used" in terminal.seen
     server.statuses = [503] * 2
     terminal.read_until(b"answered 503")  # a server that is gone for a while may come back
-    if leave == "q":
-        os.write(terminal.master, b"q")
+    if isinstance(leave, signal.Signals):
+        terminal.process.send_signal(leave)
     else:
-        terminal.process.send_signal(signal.SIGINT)
+        os.write(terminal.master, leave.encode())
     terminal.read_until(b"\x1b[?1049l")
     assert terminal.process.wait() == 0

@@ -10,9 +10,11 @@ from typing import Any
 from quire.config.engine_args import EngineArgs
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.metrics.manager import StatLogger
+from quire.frontend.metrics.snapshot import MetricsSnapshot
 from quire.frontend.metrics.stats import IterationStats
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.testing.metrics_audit import MetricsAudit
 from quire.wire.engine_core import FinishReason
 from quire.wire.stats import SchedulerStats
 
@@ -44,7 +46,9 @@ class Setting:
         self.client = AsyncFakeClient()
         self.recorder = Recorder()
         config = EngineArgs(str(model_dir), **flags).create_engine_config("serving")
-        self.llm = AsyncLLM(config, client=self.client, stat_loggers=[self.recorder])
+        self.llm = AsyncLLM(config, client=self.client)
+        self.llm.pipeline.stat_loggers.add(self.recorder)
+        self.audit = MetricsAudit(one_clock=False)
         self.read: dict[str, list[RequestOutput]] = {}
 
     def reader(
@@ -70,7 +74,17 @@ class Setting:
     def aborted(self) -> list[str]:
         return [request_id for call, ids in self.client.calls if call == "abort" for request_id in ids]
 
+    def check_metrics(self) -> MetricsSnapshot:
+        """The conservation laws hold now."""
+        metrics = self.llm.pipeline.stats.metrics
+        assert metrics is not None
+        snapshot = metrics.snapshot()
+        self.audit.check(snapshot)
+        return snapshot
+
     def assert_nothing_left(self) -> None:
+        snapshot = self.check_metrics()
+        assert snapshot.value("quire_requests_live") == snapshot.value("quire_requests_in_admission") == 0
         processor, admission = self.llm.pipeline.output_processor, self.llm.admission
         assert not processor.request_states
         assert not processor.parent_requests

@@ -13,6 +13,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.base import make_async_client
 from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_model import FakeModel
+from quire.testing.metrics_audit import audited
 
 from .crowd import run_crowd
 
@@ -39,7 +40,11 @@ def test_a_crowd_with_one_id(seed: int, size: int, max_num_seqs: int) -> None:
     async def run() -> Counter[str]:
         config = flags.create_engine_config("serving")
         async with AsyncLLM(config, client=make_async_client(config, log_stats=True, multiprocess=False)) as llm:
-            outcomes = await run_crowd(llm, seed, size, model=FakeModel(), max_model_len=MAX_MODEL_LEN)
+            metrics = llm.pipeline.stats.metrics
+            assert metrics is not None
+            async with audited(metrics, 0.01) as audit:
+                outcomes = await run_crowd(llm, seed, size, model=FakeModel(), max_model_len=MAX_MODEL_LEN)
+            assert audit.num_checks > 1
             assert await llm.collective_rpc(_num_live_requests) == [0]
         return outcomes
 

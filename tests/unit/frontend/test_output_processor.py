@@ -247,16 +247,30 @@ def test_pooling_output() -> None:
     assert (shown.request_id, shown.outputs.data, shown.prompt_token_ids) == ("e", [0.5], [1, 2])
     assert (shown.finished, shown.num_cached_tokens) == (True, 1)
     assert iteration.finished_requests[0].max_tokens_param is None
+    assert iteration.num_prompt_tokens == 2
 
 
-def test_an_aborted_pooling_request_ends_without_text() -> None:
+def test_an_aborted_pooling_request_ends_without_a_result() -> None:
     p, queue = processor(), Queue()
     request = EngineCoreRequest("e-1", [1, 2], None, PoolingParams(task="embed"), 0.0, external_req_id="e")
     p.add_request(request, None, queue=queue)
     assert p.abort_requests(["e"]) == ["e-1"]
     (last,) = queue.outputs
-    assert isinstance(last, RequestOutput)
-    assert (last.finished, last.outputs[0].finish_reason, last.prompt_logprobs) == (True, "abort", None)
+    assert isinstance(last, PoolingRequestOutput)
+    assert (last.finished, last.finish_reason, last.outputs.data) == (True, "abort", None)
+
+
+def test_a_failed_pooling_request_says_why() -> None:
+    """Failed by the core, by us, or by an output that makes no sense: whoever steps gets an output without a result."""
+    p = processor()
+    for i in range(3):
+        request = EngineCoreRequest(f"e-{i}", [1, 2], None, PoolingParams(task="embed"), 0.0, external_req_id="e")
+        p.add_request(request, None)
+    failed = make_output("e-0", [], finish_reason=FinishReason.ERROR, error_message="no room")
+    shown = p.process_outputs([failed]).request_outputs + p.fail_requests(["e-1"], ValueError("late")).request_outputs
+    assert [o.finish_reason for o in shown] == ["error", "error"]
+    assert [o.error_message for o in shown if isinstance(o, PoolingRequestOutput)] == ["no room", "late"]
+    assert list(p.request_states) == ["e-2"]
 
 
 # -- queues -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.inproc import InprocClient
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_executor import FakeExecutor
+from quire.testing.metrics_audit import audited
 
 from .async_fake_client import AsyncFakeClient
 from .virtual_loop import run_virtually
@@ -84,11 +85,14 @@ def run(test: Callable[[AsyncLLM, FakeExecutor], Awaitable[Any]], **flags: Any) 
 
     async def main() -> Any:
         config = args.create_engine_config("serving")
-        client = SteppingClient(InprocClient(config, log_stats=False))
-        llm = AsyncLLM(config, client=client, log_stats=False)
+        client = SteppingClient(InprocClient(config, log_stats=True))
+        llm = AsyncLLM(config, client=client)
+        metrics = llm.pipeline.stats.metrics
+        assert metrics is not None
         core = asyncio.create_task(client.run())
         try:
-            return await test(llm, client.inproc.engine_core.executor)
+            async with audited(metrics, 5 * STEP_S):
+                return await test(llm, client.inproc.engine_core.executor)
         finally:
             core.cancel()
             llm.shutdown()

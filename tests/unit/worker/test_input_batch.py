@@ -163,6 +163,18 @@ def test_the_version_changes_when_a_row_gets_another_request() -> None:
     assert batch.version == seen[-1]
 
 
+def test_tokens_that_were_not_sampled_here() -> None:
+    batch = InputBatch(2, 16, [4])
+    batch.add_request(NewRequestData("a", [1], ([1],), 0, SamplingParams()))
+    batch.add_request(NewRequestData("b", [7, 7], ([2],), 0, SamplingParams(presence_penalty=1.0)))
+    for row, start in ((0, 1), (1, 2)):
+        batch.extend_tokens(row, [8, 9])
+        assert batch.token_ids[row, start : start + 2].tolist() == [8, 9]
+    assert batch.num_tokens.tolist() == [3, 4]
+    assert batch.output_lens(np.array([0, 1])).tolist() == [2, 2]
+    assert batch.sampling.histories[1].output_token_ids == [8, 9]
+
+
 def test_more_requests_than_rows_are_a_bug_of_the_scheduler() -> None:
     batch = InputBatch(1, 16, [4])
     batch.add_request(NewRequestData("a", [1], ([1],), 0, SamplingParams()))

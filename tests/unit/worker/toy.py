@@ -14,8 +14,8 @@ from quire.wire.execution import CachedRequestData, ModelRunnerOutput, NewReques
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from quire.worker.attention.layer import Attention
 from quire.worker.attention.torch_backend import TorchAttentionBackend
+from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.model_runner import ModelRunner
-from quire.worker.sample.torch_kernel import TorchSampling
 
 VOCAB, HEADS, KV_HEADS, HEAD_SIZE, WINDOW, BLOCK_SIZE = 29, 4, 2, 8, 6, 4
 HIDDEN = HEADS * HEAD_SIZE
@@ -72,7 +72,8 @@ def make_runner(num_blocks: int = 200, max_num_reqs: int = 8, max_model_len: int
         vocab_size=VOCAB,
         max_num_reqs=max_num_reqs,
         max_num_tokens=256,
-        sampling=TorchSampling(),
+        kernels=TORCH_KERNELS,
+        dtype=torch.float32,
     )
     specs = runner.get_kv_cache_specs(BLOCK_SIZE, torch.float32)
     groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]

@@ -3,7 +3,7 @@
 import { colour, el, onTheme, prepare, setText, swatch } from "./dom.js";
 
 export const SPAN_S = 120;
-const LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 20;
+const GAP_S = 15, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 20;
 
 /** Round numbers from 0 up to at least `max`: [step, top]. */
 function scale(max) {
@@ -117,9 +117,11 @@ export class LineChart {
     c.lineJoin = "round";
     c.setLineDash(line.dashed ? [6, 4] : []);
     c.beginPath();
-    let isDown = false;
+    let isDown = false, before = 0;
     for (const point of this.points) {
       const value = point[column];
+      if (point[0] - before > GAP_S) isDown = false; // nobody looked meanwhile
+      before = point[0];
       if (!Number.isFinite(value)) isDown = false;
       else {
         if (isDown) c.lineTo(x(point[0]), y(value));

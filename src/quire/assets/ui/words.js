@@ -12,7 +12,8 @@ function activity(state, now) {
   if (!state.running && !state.waiting) return "The engine is idle: nobody asks it anything.";
   const speed = now.written > 0.5 ? `, and writes ${rate(now.written)} tokens per second in all` : "";
   if (!state.running) return "Nothing is running yet.";
-  return `The engine answers ${plural(state.running, "request")} at the same time${speed}.`;
+  if (state.running === 1) return `The engine answers one request${speed.replace(" in all", "")}.`;
+  return `The engine answers ${count(state.running)} requests at the same time${speed}.`;
 }
 
 function queueing(state, now) {

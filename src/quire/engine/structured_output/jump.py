@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from quire.engine.request import Request
 
-MAX_JUMP = 256
+MAX_JUMP = 64
 """Tokens appended in one go: what comes after them comes with the next step."""
 
 

@@ -16,16 +16,22 @@ from quire.engine.structured_output.vocabulary import ENDS_WELL, GrammarVocabula
 from quire.errors import ClientError, ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 
+MAX_FORCED = 64
+"""Of a longer text that a grammar forces only the last tokens are said to be forced: to look costs as much as the text
+is long."""
+
 
 class LLGuidanceGrammar(Grammar):
-    """One matcher."""
+    """One matcher. `num_unlooked`: so many tokens are to be accepted before `forced_token` looks again."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: GrammarVocabulary) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: GrammarVocabulary, num_unlooked: int = 0) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._num_unlooked = num_unlooked
 
     def accept(self, token_id: int) -> ClientError | None:
         matcher = self._matcher
+        self._num_unlooked = max(0, self._num_unlooked - 1)
         is_known = token_id < self._vocabulary.tokenizer.vocab_size
         if is_known and matcher.consume_token(token_id) and (not matcher.is_stopped() or self.is_complete()):
             return None
@@ -44,8 +50,11 @@ class LLGuidanceGrammar(Grammar):
         row[:] = -1 if self._matcher.is_error() else mask[: len(row)]
 
     def forced_token(self) -> int | None:
+        if self._num_unlooked:
+            return None
         forced = self._matcher.compute_ff_tokens()
-        if not forced:
+        self._num_unlooked = max(0, len(forced) - MAX_FORCED)
+        if not forced or self._num_unlooked:
             return None
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)  # cheap: the text is known
         (words,) = np.nonzero(mask)
@@ -56,7 +65,7 @@ class LLGuidanceGrammar(Grammar):
         return int(self._matcher.validate_tokens(list(token_ids)))
 
     def copy_with(self, token_ids: Sequence[int]) -> LLGuidanceGrammar:
-        copy = LLGuidanceGrammar(self._matcher.deep_copy(), self._vocabulary)
+        copy = LLGuidanceGrammar(self._matcher.deep_copy(), self._vocabulary, self._num_unlooked)
         for token_id in token_ids:
             error = copy.accept(token_id)
             if error is not None:

@@ -39,6 +39,7 @@ class Exposition:
     """Writes snapshots of one process. Remembers the constant parts of every line it has written."""
 
     def __init__(self) -> None:
+        self._heads: dict[tuple[str, bool], str] = {}
         self._prefixes: dict[tuple[str, tuple[str, ...]], list[str]] = {}
 
     def write(self, snapshot: MetricsSnapshot, format: Format = "text") -> str:
@@ -46,11 +47,10 @@ class Exposition:
         lines: list[str] = []
         is_openmetrics = format == "openmetrics"
         for family in snapshot.families:
-            name = family.name
-            if family.kind == "counter" and not is_openmetrics:
-                name += "_total"
-            lines.append(f"# HELP {name} {family.help.translate(_ESCAPES if is_openmetrics else _HELP_ESCAPES)}\n")
-            lines.append(f"# TYPE {name} {family.kind}\n")
+            head = self._heads.get((family.name, is_openmetrics))
+            if head is None:
+                head = self._heads[family.name, is_openmetrics] = make_head(family, is_openmetrics)
+            lines.append(head)
             for series in family.series:
                 prefixes = self._get_prefixes(family, series)
                 if family.kind in ("histogram", "summary"):
@@ -67,6 +67,13 @@ class Exposition:
             if len(self._prefixes) < 100_000:
                 self._prefixes[key] = prefixes
         return prefixes
+
+
+def make_head(family: Family, is_openmetrics: bool) -> str:
+    """The two lines before a family's series."""
+    name = family.name + ("_total" if family.kind == "counter" and not is_openmetrics else "")
+    text = family.help.translate(_ESCAPES if is_openmetrics else _HELP_ESCAPES)
+    return f"# HELP {name} {text}\n# TYPE {name} {family.kind}\n"
 
 
 def make_prefixes(family: Family, labels: tuple[str, ...]) -> list[str]:

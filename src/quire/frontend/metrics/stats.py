@@ -124,6 +124,9 @@ class IterationStats:
         if output.num_nans_in_logits and not stats.is_corrupted:
             stats.is_corrupted = True
             self.num_corrupted_reqs += 1
+        if output.pooling_output is not None:  # its text is computed, and there is no token to wait for
+            self._add_prompt_tokens(output.prefill_stats, num_context_tokens)
+            stats.first_token_ts = stats.last_token_ts = engine_timestamp
         if not output.new_token_ids:
             return
         self.num_generation_tokens += len(output.new_token_ids)

@@ -27,6 +27,7 @@ from quire.frontend.openai.routes import (
     completions,
     debug,
     documents,
+    embeddings,
     health,
     invocations,
     messages,
@@ -35,6 +36,7 @@ from quire.frontend.openai.routes import (
     pages,
     render,
     responses,
+    scores,
     tokens,
 )
 from quire.frontend.openai.state import ServerState
@@ -51,6 +53,8 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     batch.ENDPOINTS,
     responses.ENDPOINTS,
     messages.ENDPOINTS,
+    embeddings.ENDPOINTS,
+    scores.ENDPOINTS,
     render.ENDPOINTS,
     invocations.ENDPOINTS,
     documents.ENDPOINTS,

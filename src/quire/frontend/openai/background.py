@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import msgspec
@@ -44,8 +45,9 @@ class BackgroundRun:
         self._lifecycle.begin_request()
         try:
             try:
-                async for events in self._writer.events(self._submission):
-                    self._keep(events)
+                async with contextlib.aclosing(self._writer.events(self._submission)) as chunks:
+                    async for events in chunks:
+                        self._keep(events)
             except asyncio.CancelledError:
                 self._writer.cancel()
                 self._append(self._writer.last_event())
@@ -59,7 +61,9 @@ class BackgroundRun:
 
     def _keep(self, events: bytes) -> None:
         self._append(events)
-        if self._stored.events is not None and not self._store.grow(self._stored, len(events)):
+        if self._stored.events is None or self._writer.status != "in_progress":
+            return  # nothing is kept, or nothing follows
+        if not self._store.grow(self._stored, len(events)):
             raise OverloadedError(
                 "the events of this response are more than can be kept now (--max-stored-response-bytes); ask without "
                 "stream, or without background"

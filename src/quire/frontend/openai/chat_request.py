@@ -49,14 +49,16 @@ async def prepare_chats(context: RequestContext, bodies: Sequence[ChatBody], *, 
     for conversation in bodies:
         if prompts:
             await asyncio.sleep(0)  # others may go on between two prompts
-        prompt = await render_prompt(context, conversation, plan)
+        prompt = await render_prompt(context, conversation, plan, params.max_tokens)
         state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
         prompts.append(prompt)
     return PreparedChat(prompts, params, plan)
 
 
-async def render_prompt(context: RequestContext, body: ChatBody, plan: ChatPlan) -> TokensPrompt:
-    """The prompt of a conversation, through the model's chat template."""
+async def render_prompt(
+    context: RequestContext, body: ChatBody, plan: ChatPlan, max_tokens: int | None = None
+) -> TokensPrompt:
+    """The prompt of a conversation, through the model's chat template. `max_tokens` are to follow."""
     renderer = context.state.renderer
     text = await renderer.render_chat(
         body.messages,
@@ -67,7 +69,7 @@ async def render_prompt(context: RequestContext, body: ChatBody, plan: ChatPlan)
         continue_final_message=body.continue_final_message,
         variables=body.template_variables(),
     )
-    options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body)
+    options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body, max_tokens)
     return await renderer.tokenize(text, options, cache_salt=context.cache_salt(body.cache_salt))
 
 

@@ -205,8 +205,8 @@ class Endpoint:
     methods: tuple[str, ...] = ("POST",)
     body: BodyReader[Any] | None = None
     """What it reads, for the documents."""
-    task: str | None = None
-    """What the model must be for: "generate", "embed", ...; of another model the route does not exist."""
+    task: str | tuple[str, ...] | None = None
+    """What the model must be for, or one of several: "generate", "embed", ...; of another the route does not exist."""
     is_work: bool = False
     """Counted as load, and refused while the server shuts down."""
     shape_error: ErrorShape = error_body
@@ -217,6 +217,11 @@ class Endpoint:
     """Served by the admin listener, too: the dashboard there reads it. Admin and open routes always are."""
     is_polled: bool = False
     """Asked so often that the log has no line for an answer that is good."""
+
+    def is_for(self, supported_tasks: Sequence[str]) -> bool:
+        """Whether the route exists of a model that does these tasks."""
+        wanted = (self.task,) if isinstance(self.task, str) else self.task
+        return wanted is None or not set(wanted).isdisjoint(supported_tasks)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
@@ -240,7 +245,7 @@ class Endpoint:
         state = context.state
         try:
             state.gatekeeper.check(self.access, context.request)
-            if self.task is not None and self.task not in state.supported_tasks:
+            if not self.is_for(state.supported_tasks):
                 raise NotFoundError(
                     f"{self.path} is not for this model, which supports {', '.join(state.supported_tasks)}"
                 )

@@ -38,10 +38,15 @@ def make_openapi(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
     by_kind = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
+    names: set[str] = set()
     for endpoint in endpoints:
         path = re.sub(r":\w+}", "}", endpoint.path)
         for method in endpoint.methods:
-            paths.setdefault(path, {})[method.lower()] = _operation(endpoint, path, method, by_kind)
+            operation = _operation(endpoint, path, method, by_kind)
+            if operation["operationId"] in names:  # one handler under several paths
+                operation["operationId"] = re.sub(r"\W+", "_", f"{path}_{method.lower()}").strip("_")
+            names.add(operation["operationId"])
+            paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__},

@@ -52,12 +52,13 @@ class PromptRenderer:
 
         return await self._run(_size(prompts), lambda: [tokenize_one(prompt) for prompt in prompts])
 
-    @staticmethod
-    def truncation(body: GenerationBody) -> dict[str, Any]:
-        """The `tokenization_kwargs` by which a request has its prompt cut."""
+    def truncation(self, body: GenerationBody, max_tokens: int | None) -> dict[str, Any]:
+        """The `tokenization_kwargs` by which a request has its prompt cut. What "fits" leaves room for `max_tokens`."""
         options: dict[str, Any] = {}
-        if body.truncate_prompt_tokens is not None:
-            options["truncate_prompt_tokens"] = body.truncate_prompt_tokens
+        keep = body.truncate_prompt_tokens
+        if keep is not None:
+            room = self._processor.max_model_len - (max_tokens or 1)
+            options["truncate_prompt_tokens"] = max(1, room) if keep == -1 else keep
         if body.truncation_side is not None:
             options["truncation_side"] = body.truncation_side
         return options
@@ -112,6 +113,10 @@ class PromptRenderer:
     async def run_aside(self, work: Callable[[], Result]) -> Result:
         """The result of something that may take long, on the thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def run_sized(self, value: Any, work: Callable[[], Result]) -> Result:
+        """The result of work on `value`: at once, or on the thread if there is much text in it."""
+        return await self._run(_size(value), work)
 
     async def _run(self, num_chars: int, work: Callable[[], Result]) -> Result:
         return work() if num_chars <= LONG_TEXT_CHARS else await self.run_aside(work)

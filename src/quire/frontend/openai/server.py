@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from quire import envs
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
 from quire.frontend.openai.app import build_app
@@ -153,12 +154,19 @@ async def serve(
         await asyncio.wait({starting, *running}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             on_ready()
-            await _first_of(stop.asked.wait(), *running)
+            await _first_of(stop.asked.wait(), _log_stats(state), *running)
         starting.cancel()
         await drain(state, stop, shutdown_timeout_s)
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*running)
+
+
+async def _log_stats(state: ServerState) -> None:
+    """Have the statistics written regularly, also while there is no step that would."""
+    while True:
+        await asyncio.sleep(max(envs.LOG_STATS_INTERVAL.number(), 1.0))
+        await state.engine.do_log_stats()
 
 
 async def drain(state: ServerState, stop: StopRequests, shutdown_timeout_s: float) -> None:

@@ -16,10 +16,11 @@ from quire.frontend.openai.errors import ErrorShape, UnavailableError, error_bod
 from quire.frontend.openai.state import Lifecycle
 from quire.frontend.openai.streaming import EventStream, error_event
 from quire.frontend.openai.tenants import TenantPlace
-from quire.frontend.output_collector import RequestOutputCollector
+from quire.frontend.output_collector import Output, RequestOutputCollector
 from quire.frontend.prompts import TokensPrompt
 from quire.logger import init_logger
-from quire.outputs import RequestOutput
+from quire.outputs import PoolingRequestOutput, RequestOutput
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
 logger = init_logger(__name__)
@@ -46,14 +47,19 @@ class Submission:
         cls,
         context: RequestContext,
         prompts: Sequence[TokensPrompt],
-        params: SamplingParams,
+        params: SamplingParams | Sequence[PoolingParams],
         request_id: str,
         *,
         priority: int = 0,
     ) -> Submission:
-        """Hand in all prompts, or none: what fails on one aborts the others. Raises as `AsyncLLM.add_request`."""
+        """Hand in all prompts, or none: what fails on one aborts the others. Raises as `AsyncLLM.add_request`.
+
+        Prompts to be pooled have parameters of their own.
+        """
         engine = context.state.engine
-        params.skip_clone = len(prompts) == 1  # made for this request, and used once
+        if isinstance(params, SamplingParams):
+            params.skip_clone = len(prompts) == 1  # made for this request, and used once
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         submission = cls(engine, context.state.lifecycle, collectors := [], context.take_share())
         try:
             for index, prompt in enumerate(prompts):
@@ -61,14 +67,14 @@ class Submission:
                     await engine.add_request(
                         request_id,
                         prompt,
-                        params,
+                        each[index],
                         trace_headers=context.trace_headers,
                         priority=priority,
                         reservation=context.take_place(),
                     )
                 )
                 if context.state.config.enable_log_requests:
-                    logger.info("%s", _described(collectors[-1].request_id, prompt, params))
+                    logger.info("%s", _described(collectors[-1].request_id, prompt, each[index]))
                 if index:
                     await asyncio.sleep(0)  # others may go on between two prompts
         except BaseException:
@@ -94,7 +100,7 @@ class Submission:
             while (output := collector.get_nowait()) is None:
                 await collector.wait()
             is_finished = output.finished
-            yield self._checked(cast("RequestOutput", output))
+            yield self._checked(output)
 
     async def _read_all(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Of several, whichever has something, in turn."""
@@ -119,10 +125,11 @@ class Submission:
                 num_left -= 1
             else:
                 ready.append(index)
-            yield index, self._checked(cast("RequestOutput", output))
+            yield index, self._checked(output)
 
-    def _checked(self, output: RequestOutput) -> RequestOutput:
-        for completion in output.outputs:
+    def _checked(self, output: Output) -> RequestOutput:
+        """A request to pool has one output, which `pooled_outputs` takes for what it is."""
+        for completion in (output,) if isinstance(output, PoolingRequestOutput) else output.outputs:
             if completion.finish_reason == "error":
                 raise make_error(
                     completion.error_type,
@@ -131,12 +138,19 @@ class Submission:
                 )
             if completion.finish_reason == "abort" and self._lifecycle.is_stopping:
                 raise UnavailableError("the server shut down before the answer was complete; ask another one")
-        return output
+        return cast("RequestOutput", output)
 
     async def final_outputs(self) -> list[RequestOutput]:
         """The last output of every prompt, in order."""
         last = {index: output async for index, output in self.outputs()}
         return [last[index] for index in range(len(self._collectors))]
+
+    async def pooled_outputs(self) -> list[PoolingRequestOutput]:
+        """The result of every prompt that was to be pooled, in order."""
+        outputs = cast("list[PoolingRequestOutput]", await self.final_outputs())
+        if any(output.outputs.data is None for output in outputs):
+            raise GenerationError("the request was ended before there was a result; it may be sent again")
+        return outputs
 
     async def close(self) -> None:
         """Abort what still runs. Idempotent."""
@@ -147,8 +161,10 @@ class Submission:
             self._share.release()
 
 
-def _described(request_id: str, prompt: TokensPrompt, params: SamplingParams) -> str:
+def _described(request_id: str, prompt: TokensPrompt, params: SamplingParams | PoolingParams) -> str:
     """A request in one line, without any text of its own."""
+    if isinstance(params, PoolingParams):
+        return f"request {request_id}: {len(prompt['prompt_token_ids'])} prompt tokens, task={params.task}"
     form = "" if params.structured_outputs is None else f", {params.structured_outputs.source.kind}"
     return (
         f"request {request_id}: {len(prompt['prompt_token_ids'])} prompt tokens, max_tokens={params.max_tokens}, "

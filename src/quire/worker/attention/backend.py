@@ -30,9 +30,11 @@ class AttentionSpec:
     scale: float
     """Factor of the query-key products."""
     sliding_window: int | None = None
-    """Keys a query sees, its own included; None for all before it."""
+    """Keys a query sees up to its own, which is included; None for all before it."""
     logits_soft_cap: float | None = None
     """c: scores become c * tanh(scores / c) before the mask (Gemma 2)."""
+    ahead: int | None = 0
+    """Keys after its own that a query sees, too; None for all. Not 0: the step holds whole sequences."""
 
     @property
     def group_size(self) -> int:
@@ -99,7 +101,7 @@ class AttentionBackend(ABC, Generic[Metadata]):
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store `key` and `value` in the cache, then attend. Causal; exact up to float rounding.
+        """Store `key` and `value` in the cache, then attend. Exact up to float rounding.
 
         query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size];
         sinks: [num_heads] scores of a key that every query sees and whose value is zero.

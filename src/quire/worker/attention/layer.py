@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
@@ -53,9 +55,40 @@ class Attention(nn.Module):
         )
         return output.reshape(num_tokens, spec.num_heads * spec.head_size)
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether later steps need its keys and values."""
+        return True
+
     def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> AnyKVCacheSpec:
         """What this layer keeps per token, with blocks of `block_size` tokens and elements of `dtype`."""
         spec, name = self.spec, str(dtype).removeprefix("torch.")
         if spec.sliding_window is None:
             return FullAttentionSpec(block_size, spec.num_kv_heads, spec.head_size, name)
         return SlidingWindowSpec(block_size, spec.num_kv_heads, spec.head_size, name, spec.sliding_window)
+
+
+class EncoderAttention(Attention):
+    """Attention in both directions, among the tokens of a text that is computed whole: nothing of it is kept.
+
+    A query sees `reach` tokens on either side, or all.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        *,
+        layer_name: str,
+        reach: int | None = None,
+    ) -> None:
+        window = None if reach is None else reach + 1
+        super().__init__(num_heads, head_size, scale, num_kv_heads, layer_name=layer_name, sliding_window=window)
+        self.spec = dataclasses.replace(self.spec, ahead=reach)
+
+    @property
+    def is_cached(self) -> bool:
+        """See Attention."""
+        return False

@@ -86,7 +86,8 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
         args = metadata.args
         args.dtype = DTYPES[query.dtype]
         args.num_heads, args.num_kv_heads, args.head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
-        args.window, args.scale = spec.sliding_window or 0, spec.scale
+        args.window, args.ahead = spec.sliding_window or 0, -1 if spec.ahead is None else spec.ahead
+        args.scale = spec.scale
         args.soft_cap, args.sinks = spec.logits_soft_cap or 0.0, None if sinks is None else sinks.data_ptr()
         args.query, args.query_stride = query.data_ptr(), query.stride(0)
         args.key, args.key_stride = key.data_ptr(), key.stride(0)

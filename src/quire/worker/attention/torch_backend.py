@@ -223,7 +223,7 @@ def _attend_chunk(
     head_sinks = None if sinks is None else sinks.view(spec.num_kv_heads, spec.group_size).T[:, :, None, None]
     for rows, visible in _tiles(chunk, spec):
         q = query[rows].view(-1, spec.num_kv_heads, spec.group_size, spec.head_size).permute(2, 1, 0, 3)
-        mask = _causal_mask(chunk, rows, visible, spec.sliding_window, query.device)
+        mask = _mask(chunk, rows, visible, spec, query.device)
         tile = _attend(q, k[:, :, visible], v[:, :, visible], mask, spec, head_sinks)
         out[rows] = tile.permute(2, 1, 0, 3).reshape(-1, spec.num_heads, spec.head_size)
 
@@ -235,15 +235,22 @@ def _tiles(chunk: PrefillChunk, spec: AttentionSpec) -> Iterator[tuple[slice, sl
         end = min(start + step, chunk.end)
         first, last = (chunk.first_position + row - chunk.start for row in (start, end - 1))
         first_key = chunk.first_key if spec.sliding_window is None else max(0, first - spec.sliding_window + 1)
-        yield slice(start, end), slice(first_key - chunk.first_key, last + 1 - chunk.first_key)
+        num_keys = chunk.slots.shape[0]
+        end_key = num_keys if spec.ahead is None else min(last + 1 + spec.ahead - chunk.first_key, num_keys)
+        yield slice(start, end), slice(first_key - chunk.first_key, end_key)
 
 
-def _causal_mask(chunk: PrefillChunk, rows: slice, keys: slice, window: int | None, device: torch.device) -> Tensor:
-    """[num_rows, num_keys], True where a query sees a key."""
+def _mask(chunk: PrefillChunk, rows: slice, keys: slice, spec: AttentionSpec, device: torch.device) -> Tensor | None:
+    """[num_rows, num_keys], True where a query sees a key; None where each sees all."""
+    window, ahead = spec.sliding_window, spec.ahead
+    if window is None and ahead is None:
+        return None
     first_query = chunk.first_position - chunk.start
     queries = torch.arange(rows.start + first_query, rows.stop + first_query, device=device)[:, None]
     key_positions = torch.arange(keys.start + chunk.first_key, keys.stop + chunk.first_key, device=device)
-    mask = key_positions <= queries
+    if ahead is None:
+        return key_positions > queries - (window or 0)
+    mask = key_positions <= queries + ahead
     return mask if window is None else mask & (key_positions > queries - window)
 
 

@@ -39,6 +39,8 @@ class LinearSpec:
 
 PLAIN = LinearSpec()
 LOGITS = LinearSpec(float32_output=True)
+TANH = LinearSpec(soft_cap=1.0)
+"""tanh of the sums."""
 
 
 @dataclass(frozen=True, kw_only=True)

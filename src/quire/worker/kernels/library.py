@@ -18,7 +18,7 @@ from quire.worker.kernels.packs import FRESH_PACKS, Packs
 
 logger = init_logger(__name__)
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY = Path(__file__).with_name("libquire_kernels.so")
 
 
@@ -133,7 +133,7 @@ class AttentionArgs(Structure):
     _fields_ = (
         ("num_tokens", c_int64), ("num_reqs", c_int64), ("dtype", c_int32),
         ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_size", c_int32), ("block_size", c_int32),
-        ("window", c_int32), ("scale", c_float), ("soft_cap", c_float), ("sinks", c_void_p),
+        ("window", c_int32), ("ahead", c_int32), ("scale", c_float), ("soft_cap", c_float), ("sinks", c_void_p),
         ("query_lens", c_void_p), ("seq_lens", c_void_p),
         ("block_table", c_void_p), ("block_table_stride", c_int64), ("slots", c_void_p),
         ("query", c_void_p), ("query_stride", c_int64), ("key", c_void_p), ("key_stride", c_int64),

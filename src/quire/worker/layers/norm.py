@@ -38,14 +38,14 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps) * w + b (Ba et al. 2016)."""
+    """(x - mean) / sqrt(var + eps) * w + b (Ba et al. 2016); `affine` says whether there is a w, `bias` whether a b."""
 
-    def __init__(self, dim: int, eps: float = 1e-5, *, affine: bool = True) -> None:
+    def __init__(self, dim: int, eps: float = 1e-5, *, affine: bool = True, bias: bool = True) -> None:
         super().__init__()
         self.dim = dim
         self.eps = eps
         self.weight = weight(dim) if affine else None
-        self.bias = weight(dim) if affine else None
+        self.bias = weight(dim) if affine and bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., dim], normalised over the last dimension."""

@@ -25,6 +25,14 @@ class PackedWeights(Protocol):
 
 
 @runtime_checkable
+class NamedWeights(Protocol):
+    """A model whose tensors checkpoints call by several names, or keep beside some that it has no use for."""
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """What the model calls a checkpoint's tensor; None for one of no use."""
+
+
+@runtime_checkable
 class Prepared(Protocol):
     """A module that computes by kernels made of its weights, or of its children's."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +20,8 @@ class Noise:
     """
 
     def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._noise = torch.empty(_NOISE_LEN).normal_(std=_SCALE, generator=generator).repeat(2)
+        noise = np.random.Generator(np.random.Philox(seed)).standard_normal(_NOISE_LEN, dtype=np.float32)
+        self._noise = torch.from_numpy(noise * np.float32(_SCALE)).repeat(2)
         self._start = 0
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from quire.config.checkpoint import CheckpointIndex, TensorInfo
 from quire.config.hf_config import HFConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.pooling import PoolingConfig
 from quire.config.quantization import WEIGHT_BITS, quantization_method, scheme_of
 from quire.config.stored_quantization import read_stored_scheme
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
@@ -35,6 +36,7 @@ from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.layers.weights import (
+    NamedWeights,
     Prepared,
     allocate,
     checkpoint_tensors,
@@ -44,6 +46,7 @@ from quire.worker.layers.weights import (
 )
 from quire.worker.loader.dummy import Noise
 from quire.worker.loader.packed import MismatchError, WeightCache
+from quire.worker.models.pooled_decoder import PooledDecoder
 from quire.worker.models.registry import get_model_class
 from quire.worker.platform import release_free_memory
 from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat, make_format
@@ -77,7 +80,7 @@ def load_model(
     """
     start = time.monotonic()
     hf = dataclasses.replace(model_config.hf_config, max_model_len=model_config.model_len)
-    model = _build(hf)
+    model = _build(hf, model_config.pooling)
     method = quantization_method(model_config.quantization, hf.get("quantization_config"), hf.path)
     if method is not None and method in WEIGHT_BITS:
         plan_quantization(model, scheme_of(method))
@@ -98,15 +101,24 @@ def load_model(
 
 
 def match_tensors(
-    wanted: Mapping[str, Tensor], index: CheckpointIndex, *, tied_head: bool, format: StoredFormat | None = None
+    wanted: Mapping[str, Tensor],
+    index: CheckpointIndex,
+    *,
+    tied_head: bool,
+    format: StoredFormat | None = None,
+    rename: Callable[[str], str | None] = str,
 ) -> dict[str, Stored]:
     """The stored tensor of each wanted one, with its name in the file as `TensorInfo.name`.
 
     Every wanted tensor must be stored with its shape, and nothing else may be stored that could matter. Raises
     ModelLoadError naming file and tensor. Exports of a bare decoder leave out the leading "model.". `format` says how
-    the quantized ones are stored.
+    the quantized ones are stored, `rename` what the model calls one: None if it has no use for it.
     """
-    stored: dict[str, Stored] = {n: tensor for n, tensor in index.tensors.items() if not HARMLESS.search(n)}
+    stored: dict[str, Stored] = {
+        name: tensor
+        for stored_name, tensor in index.tensors.items()
+        if not HARMLESS.search(stored_name) and (name := rename(stored_name)) is not None
+    }
     if format is not None:
         stored = gather_matrices({n: tensor for n, tensor in stored.items() if isinstance(tensor, TensorInfo)}, format)
     if tied_head:
@@ -139,14 +151,16 @@ def _check_tensor(name: str, wanted: Tensor, stored: Stored) -> None:
         )
 
 
-def _build(hf: HFConfig) -> nn.Module:
+def _build(hf: HFConfig, pooling: PoolingConfig | None) -> nn.Module:
     """The model on the meta device: shapes only."""
     if not hf.architecture:
         raise ModelLoadError(f"{hf.path} does not name an architecture in 'architectures'")
-    model_class = get_model_class(hf.architecture)
+    model_class = get_model_class(hf)
     try:
         with torch.device("meta"):
-            model: nn.Module = model_class(hf)
+            model: nn.Module = model_class(hf, pooling) if hf.is_encoder else model_class(hf)
+            if pooling is not None and not hf.is_encoder:
+                model = PooledDecoder(model, hf, pooling)
     except QuireError:
         raise
     except Exception as e:  # whatever else a config.json may hold: a word for a number, a list too short
@@ -162,7 +176,9 @@ def find_tensors(model: nn.Module, hf: HFConfig, directory: Path) -> dict[str, S
     """
     index, quantization = CheckpointIndex.from_dir(directory), hf.get("quantization_config")
     format = make_format(read_stored_scheme(quantization, hf.path)) if quantization else None
-    return match_tensors(checkpoint_tensors(model), index, tied_head=hf.tie_word_embeddings, format=format)
+    rename = model.checkpoint_name if isinstance(model, NamedWeights) else str
+    wanted = checkpoint_tensors(model)
+    return match_tensors(wanted, index, tied_head=hf.tie_word_embeddings, format=format, rename=rename)
 
 
 def fill_weights(

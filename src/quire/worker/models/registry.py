@@ -5,31 +5,40 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from quire.config.hf_config import HFConfig
 from quire.errors import UnsupportedModelError
 from quire.resolve import resolve
 
 MODELS: dict[str, str] = {
+    "BertModel": "quire.worker.models.bert:BertModel",
     "Gemma2ForCausalLM": "quire.worker.models.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "quire.worker.models.gemma:Gemma3ForCausalLM",
     "GraniteForCausalLM": "quire.worker.models.granite:GraniteForCausalLM",
     "LlamaForCausalLM": "quire.worker.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "quire.worker.models.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "quire.worker.models.mistral:MixtralForCausalLM",
+    "ModernBertModel": "quire.worker.models.modernbert:ModernBertModel",
     "OPTForCausalLM": "quire.worker.models.opt:OPTForCausalLM",
     "Olmo2ForCausalLM": "quire.worker.models.olmo2:Olmo2ForCausalLM",
     "Phi3ForCausalLM": "quire.worker.models.phi3:Phi3ForCausalLM",
     "Qwen2ForCausalLM": "quire.worker.models.qwen:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "quire.worker.models.qwen:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "quire.worker.models.qwen:Qwen3MoeForCausalLM",
+    "RobertaModel": "quire.worker.models.bert:RobertaModel",
     "SmolLM3ForCausalLM": "quire.worker.models.smollm3:SmolLM3ForCausalLM",
+    "XLMRobertaModel": "quire.worker.models.bert:RobertaModel",
 }
-"""Imported on demand. To add a row: docs/recipes/add_a_model.md."""
+"""By `HFConfig.family`: heads for pooling have no rows of their own. Imported on demand.
+
+To add a row: docs/recipes/add_a_model.md."""
 
 
-def get_model_class(architecture: str) -> Any:
-    """The class of `architecture`: `cls(hf_config)` is an nn.Module. Raises UnsupportedModelError naming near ones."""
-    if architecture in MODELS:
-        return resolve(MODELS[architecture])
+def get_model_class(hf: HFConfig) -> Any:
+    """The class of a model's family: `cls(hf)`, of an encoder `cls(hf, pooling)`, is an nn.Module. Raises
+    UnsupportedModelError naming near ones."""
+    if hf.family in MODELS:
+        return resolve(MODELS[hf.family])
+    architecture = hf.architecture
     near = difflib.get_close_matches(architecture, MODELS, n=3)
     hint = f"similar ones are {', '.join(near)}" if near else f"known are {', '.join(sorted(MODELS))}"
     raise UnsupportedModelError(

@@ -40,6 +40,41 @@ def takes(grammar: Grammar, text: str, tokenizer: tokenizers.Tokenizer) -> bool:
     return grammar.is_complete() or EOS in allowed(grammar)
 
 
+def forced_text(grammar: Grammar, tokenizer: tokenizers.Tokenizer) -> str:
+    """What the grammar says must come, which is also all that its masks allow."""
+    token_ids = []
+    while (token_id := grammar.forced_token()) is not None:
+        assert allowed(grammar) == [token_id]
+        assert grammar.accept(token_id) is None
+        token_ids.append(token_id)
+    return str(tokenizer.decode(token_ids))
+
+
+def test_forced_tokens(backend: LLGuidanceBackend, tokenizer: tokenizers.Tokenizer) -> None:
+    grammar = backend.compile(StructuredOutputsParams(choice=["left of the house", "right of the house"]))
+    assert grammar.forced_token() is None
+    (left,) = tokenizer.encode("l", add_special_tokens=False).ids
+    assert grammar.accept(left) is None
+    assert forced_text(grammar.copy_with([]), tokenizer) == "eft of the house"
+    assert forced_text(grammar, tokenizer) == "eft of the house"
+    assert grammar.is_complete()
+    assert grammar.forced_token() is None
+
+
+def test_a_long_forced_text_is_not_looked_at_for_every_token(
+    backend: LLGuidanceBackend, tokenizer: tokenizers.Tokenizer
+) -> None:
+    text = " ".join(["word"] * 500)
+    grammar = backend.compile(StructuredOutputsParams(choice=[text]))
+    token_ids = []
+    while grammar.forced_token() is None:
+        (token_id,) = allowed(grammar)
+        assert grammar.accept(token_id) is None
+        token_ids.append(token_id)
+    assert str(tokenizer.decode(token_ids)) + forced_text(grammar.copy_with([]), tokenizer) == text
+    assert 300 < len(token_ids) < 500
+
+
 @pytest.mark.parametrize(
     ("fields", "good", "bad"),
     [

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from quire.engine.structured_output.grammar_text import make_grammar_text
 from quire.engine.structured_output.llguidance_backend import LLGuidanceBackend
+from quire.engine.structured_output.vocabulary import compile_matcher, load_vocabulary
 from quire.errors import ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 
+from .conftest import EOS, TOKENIZER_FILE, VOCAB_SIZE
 from .test_llguidance_backend import takes
+
+VOCABULARY = load_vocabulary(TOKENIZER_FILE, VOCAB_SIZE, [EOS])
 
 TEXT = {"type": "any_text"}
 DIGITS = {"type": "regex", "pattern": "[0-9]+"}
@@ -124,3 +132,49 @@ def test_what_is_no_format_is_the_clients_error(form: Any, message: str, backend
         backend.compile(params)
     assert message in str(caught.value)
     assert caught.value.param == "structured_outputs.structural_tag"
+
+
+TEXTS = st.text('ab<>/\n"\\{', max_size=4)
+LEAVES = st.one_of(
+    st.fixed_dictionaries({"type": st.just("const_string"), "value": TEXTS}),
+    st.fixed_dictionaries({"type": st.just("any_text")}, optional={"excludes": st.lists(TEXTS, max_size=2)}),
+    st.sampled_from([DIGITS, JSON, {"type": "regex", "pattern": "a|b/"}, {"type": "magic"}, None, 3, {}]),
+    st.fixed_dictionaries({"type": st.just("grammar"), "grammar": st.sampled_from(['root ::= "a" | "b"', "x"])}),
+)
+
+
+def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    tags = st.fixed_dictionaries(
+        {"type": st.just("tag"), "begin": TEXTS, "content": inner, "end": st.one_of(TEXTS, st.lists(TEXTS, max_size=2))}
+    )
+    flags = {"at_least_one": st.booleans(), "stop_after_first": st.booleans()}
+    return st.one_of(
+        tags,
+        st.fixed_dictionaries(
+            {"type": st.sampled_from(["sequence", "or"]), "elements": st.lists(inner | tags, max_size=3)}
+        ),
+        st.fixed_dictionaries(
+            {
+                "type": st.just("triggered_tags"),
+                "triggers": st.lists(TEXTS),
+                "tags": st.lists(tags, max_size=2),
+                **flags,
+            }
+        ),
+        st.fixed_dictionaries(
+            {"type": st.just("tags_with_separator"), "tags": st.lists(tags, max_size=2), "separator": TEXTS, **flags}
+        ),
+        st.fixed_dictionaries({"type": st.sampled_from(["optional", "star", "plus"]), "content": inner}),
+        st.fixed_dictionaries(
+            {"type": st.just("repeat"), "content": inner, "min": st.integers(-1, 2), "max": st.integers(-1, 3)}
+        ),
+    )
+
+
+@given(st.recursive(LEAVES, branches, max_leaves=5))
+@settings(max_examples=300, deadline=None)
+def test_any_tree_is_a_grammar_or_the_clients_error(form: Any) -> None:
+    params = StructuredOutputsParams(structural_tag=json.dumps({"format": form}))
+    with contextlib.suppress(ValidationError):
+        matcher = compile_matcher(VOCABULARY, make_grammar_text(params), params)
+        assert any(matcher.compute_bitmask()) or matcher.is_stopped()

@@ -55,24 +55,14 @@ def test_what_a_batch_cannot_have_is_refused_by_name() -> None:
     check(test, max_prompts_per_request=4)
 
 
-def test_who_leaves_aborts_the_whole_batch() -> None:
-    async def test(server: Server) -> None:
-        call = Call(server.app, PATH, {"messages": CONVERSATIONS, "max_tokens": 400, "ignore_eos": True})
-        while server.engine.get_num_unfinished_requests() < 3:
-            await asyncio.sleep(0)
-        call.leave()
-        await call.task
-        await until_gone(server)
-
-    check(test, executor="Leisurely")
-
-
-def test_a_batch_takes_its_room_before_any_work() -> None:
+def test_a_batch_takes_its_room_at_once_and_who_leaves_aborts_it_whole() -> None:
     async def test(server: Server) -> None:
         call = Call(server.app, PATH, {"messages": CONVERSATIONS, "max_tokens": 400, "ignore_eos": True})
         while not server.engine.admission.num_reqs:
             await asyncio.sleep(0)
         assert server.engine.admission.num_reqs == 3
+        while server.engine.get_num_unfinished_requests() < 3:
+            await asyncio.sleep(0)
         call.leave()
         await call.task
         await until_gone(server)

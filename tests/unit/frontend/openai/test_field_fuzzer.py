@@ -154,7 +154,8 @@ def _resident_kib(pid: int | str) -> int:
 async def bombard(server: Server, num_cases: int) -> None:
     """Many at a time; the canary among them always sings the same."""
     rng = random.Random(23)
-    endpoints = [endpoint for endpoint in server.app.state.endpoints if endpoint.access is Access.KEY]
+    tasks = server.state.supported_tasks
+    endpoints = [e for e in server.app.state.endpoints if e.access is Access.KEY and e.is_for(tasks)]
     fuzzer = FieldFuzzer(endpoints, max_text=1 << 16)
     client: Any = server.engine.engine_core
     pid = client.core_pid

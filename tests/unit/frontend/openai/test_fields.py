@@ -25,7 +25,7 @@ READERS: list[BodyReader[Any]] = list(dict.fromkeys(e.body for e in ENDPOINTS if
 
 REQUIRED: dict[str, Any] = {
     "prompt": "x", "messages": [], "tokens": [], "request_ids": [], "path": "", "method": "", "model": "m",
-    "max_tokens": 1, "input": "x",
+    "max_tokens": 1, "input": "x", "query": "x", "documents": [],
 }  # fmt: skip
 """Every field that some body cannot do without."""
 

@@ -19,7 +19,9 @@ from quire.frontend.openai.protocol.messages import MessagesBody
 from quire.frontend.openai.routes.messages import MessageWriter
 from quire.outputs import CompletionOutput, RequestOutput
 
+from .asgi import Call
 from .serving import Server, check
+from .test_streaming import until_gone
 
 PATH = "/v1/messages"
 BODY: dict[str, Any] = {
@@ -184,54 +186,56 @@ def test_a_schema_is_kept_to() -> None:
     check(test, executor=None)
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "kind", "word"),
-    [
-        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
-        ({"model": "x"}, 404, "not_found_error", "'x'"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_request_error", "role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, 400, "invalid_request_error", "tool_use"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-            400,
-            "invalid_request_error",
-            "tool_use_id",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "document"}]}]}]},
-            400,
-            "invalid_request_error",
-            "messages[0].content[0].content[0] is a block of type 'document'",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 3}]}]},
-            400,
-            "invalid_request_error",
-            "input must be an object",
-        ),
-        ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "input_schema"),
-        (
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            400,
-            "invalid_request_error",
-            "'web_search_20250305'",
-        ),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "name"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, 400, "invalid_request_error", "'g'"),
-        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "needs tools"),
-        ({"system": [{"type": "image"}]}, 400, "invalid_request_error", "system[0]"),
-        ({"chat_template_kwargs": {"tools": []}}, 400, "invalid_request_error", "chat_template_kwargs"),
-    ],
-)
-def test_errors_have_anthropics_shape(change: dict[str, Any], status: int, kind: str, word: str) -> None:
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_aborts_its_message(streams: bool) -> None:
     async def test(server: Server) -> None:
+        call = Call(server.app, PATH, {**BODY, "max_tokens": 400, "stream": streams})
+        while not server.engine.get_num_unfinished_requests():
+            await asyncio.sleep(0)
+        if streams:
+            await call.wait_for(b"content_block_delta")
+        call.leave()
+        await call.task
+        await until_gone(server)
+
+    check(test, executor="Leisurely")
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(blocks)}]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"messages": []}, "messages is empty"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+    (user({"type": "image"}), "messages[0].content[0] is a block of type 'image'"),
+    (user({"type": "tool_use"}), "'tool_use'"),
+    (user({"type": "tool_result"}), "tool_use_id"),
+    (user({"type": "tool_result", "content": [{"type": "document"}]}), "content[0].content[0] is a block of type"),
+    (user({"type": ["text"]}), "a list"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 3}]}]}, "input must be an object"),
+    ({"system": [{"type": "image"}]}, "system[0]"),
+    ({"tools": [{"name": "f"}]}, "input_schema"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "name"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, "'g'"),
+    ({"tool_choice": {"type": "any"}}, "needs tools"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+]
+
+
+def test_errors_have_anthropics_shape() -> None:
+    async def refused(server: Server, change: dict[str, Any], word: str, status: int, kind: str) -> None:
         response = await server.post(PATH, {**BODY, **change})
-        assert response.status_code == status
         body = response.json()
-        assert body["type"] == "error"
-        assert body["error"]["type"] == kind
-        assert word in body["error"]["message"]
+        assert (response.status_code, body["type"], body["error"]["type"]) == (status, "error", kind), change
+        assert word in body["error"]["message"], body
+
+    async def test(server: Server) -> None:
+        for change, word in REFUSED:
+            await refused(server, change, word, 400, "invalid_request_error")
+        await refused(server, {"model": "x"}, "'x'", 404, "not_found_error")
 
     check(test)
 

@@ -403,7 +403,11 @@ def test_openais_client_reads_what_it_gets() -> None:
 
 def test_a_conversation_that_is_too_long_is_cut_only_when_asked() -> None:
     async def test(server: Server) -> None:
-        answer = await server.answer(PATH, input="word " * 600, truncation="auto", max_output_tokens=1)
-        assert answer["usage"]["input_tokens"] == 511
+        long: dict[str, Any] = {"input": "word " * 600, "max_output_tokens": 7}
+        assert (await server.refusal(PATH, **long))["param"] == "input"
+        answer = await server.answer(PATH, **long, truncation="auto")
+        assert answer["usage"]["input_tokens"] == 512 - 7
+        chat = {"messages": [{"role": "user", "content": "word " * 600}], "truncate_prompt_tokens": -1}
+        assert (await server.answer("/v1/chat/completions", **chat, max_tokens=9))["usage"]["total_tokens"] == 512
 
     check(test)

@@ -166,7 +166,7 @@ def test_quantized_checkpoint(llama: Path, monkeypatch: pytest.MonkeyPatch) -> N
             ["LlamaForCausalLm"],
             "'LlamaForCausalLm' of config.json is not implemented; similar ones are LlamaForCausalLM",
         ),
-        (["Zzz"], "known are Gemma2ForCausalLM, Gemma3ForCausalLM"),
+        (["Zzz"], "known are BertModel, Gemma2ForCausalLM, Gemma3ForCausalLM"),
         ([], "does not name an architecture"),
     ],
 )

@@ -51,7 +51,7 @@ async def prepare_completion(
     state.check_num_outputs(len(texts) * params.n)
     if reserves:
         check_admission(context, texts, params.n, params.max_tokens)
-    options = {"add_special_tokens": body.add_special_tokens} | state.renderer.truncation(body)
+    options = {"add_special_tokens": body.add_special_tokens} | state.renderer.truncation(body, params.max_tokens)
     prompts = await state.renderer.tokenize_all(texts, options, cache_salt=context.cache_salt(body.cache_salt))
     for prompt in prompts:
         state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)

@@ -36,7 +36,7 @@ def _meant(context: RequestContext, fields: Iterable[str]) -> Endpoint:
     served = {
         endpoint.path: endpoint
         for endpoint in context.request.app.state.endpoints
-        if endpoint.task is None or endpoint.task in context.state.supported_tasks
+        if endpoint.is_for(context.state.supported_tasks)
     }
     for field, path in ROUTES:
         if field in fields and path in served:

@@ -1,0 +1,134 @@
+"""What metrics cost: `python -m benchmarks.metrics_cost`, with src on the path.
+
+Two numbers. How long a scrape takes, 20 times a second, beside 256 running requests whose outputs are processed all the
+while (goal: p99 within 10 ms). And how much longer the frontend works on the outputs of a step with statistics than
+without, as a share of what a step takes (goal: 1 %).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+
+from quire.config.engine_args import EngineArgs
+from quire.frontend.metrics.process import ProcessMetrics
+from quire.frontend.request_pipeline import RequestPipeline
+from quire.sampling_params import SamplingParams
+from quire.wire.engine_core import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+)
+from quire.wire.stats import PrefillStats, SchedulerStats
+
+READY = EngineCoreReadyResponse(4096, 2000, 16, 31984, 7.8, ("generate",))
+PROMPT = list(range(64))
+
+
+class Frontend:
+    """A request pipeline without a core: `step` is one that gives each request a token."""
+
+    def __init__(self, num_requests: int, *, log_stats: bool) -> None:
+        config = EngineArgs("demo", skip_tokenizer_init=True, max_model_len=4096).create_engine_config("serving")
+        self.pipeline = RequestPipeline(config, None, READY, log_stats=log_stats)
+        self.ids = [f"request-{number}" for number in range(num_requests)]
+        self.num_steps = 0
+        for request_id in self.ids:
+            params = SamplingParams(max_tokens=4000, ignore_eos=True)
+            request = EngineCoreRequest(request_id, PROMPT, params, None, time.time(), external_req_id=request_id)
+            receipt = self.pipeline.ledger.receive()
+            self.pipeline.output_processor.add_request(request, None)
+            receipt.accept_one()
+
+    def make_outputs(self) -> EngineCoreOutputs:
+        """What the core would send after its next step."""
+        self.num_steps += 1
+        is_first = self.num_steps == 1
+        events = [EngineCoreEvent(kind, 1.0) for kind in (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)]
+        outputs = [
+            EngineCoreOutput(
+                request_id,
+                [self.num_steps % 250],
+                events=events if is_first else None,
+                prefill_stats=PrefillStats(64, 64) if is_first else None,
+            )
+            for request_id in self.ids
+        ]
+        stats = SchedulerStats(num_running_reqs=len(self.ids), kv_cache_usage=0.5, num_scheduled_tokens=len(self.ids))
+        return EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, timestamp=1.0 + 0.02 * self.num_steps)
+
+    def step(self, outputs: EngineCoreOutputs) -> None:
+        """As `LLMEngine.step` does it."""
+        books = self.pipeline.open_step(outputs)
+        stats = books.open_batch()
+        self.pipeline.output_processor.process_outputs(outputs.outputs, outputs.timestamp, stats)
+        books.close_batch(stats)
+
+
+def measure_steps(num_requests: int, num_steps: int) -> tuple[float, float]:
+    """Microseconds of the frontend per step, with statistics and without: the fastest quarter of alternating ones."""
+    frontends = {True: Frontend(num_requests, log_stats=True), False: Frontend(num_requests, log_stats=False)}
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(num_steps):
+        for log_stats, frontend in frontends.items():
+            outputs = frontend.make_outputs()
+            start = time.thread_time()
+            frontend.step(outputs)
+            times[log_stats].append(time.thread_time() - start)
+    fastest = {key: statistics.mean(sorted(values)[: num_steps // 4]) for key, values in times.items()}
+    return 1e6 * fastest[True], 1e6 * fastest[False]
+
+
+def measure_scrapes(num_requests: int, num_scrapes: int) -> dict[str, float]:
+    """Milliseconds of a scrape, by the clock and of CPU time, which is what counts on a busy machine.
+
+    The outputs of `num_requests` requests are processed in between.
+    """
+    frontend, process, rng = Frontend(num_requests, log_stats=True), ProcessMetrics(), random.Random(0)
+    metrics = frontend.pipeline.stats.metrics
+    assert metrics is not None
+    times, cpu_times, num_bytes = [], [], 0
+    for _ in range(num_scrapes):
+        for _ in range(rng.randint(1, 3)):
+            frontend.step(frontend.make_outputs())
+        start, cpu_start = time.perf_counter(), time.thread_time()
+        num_bytes = len(metrics.exposition() + process.exposition())
+        cpu_times.append(1e3 * (time.thread_time() - cpu_start))
+        times.append(1e3 * (time.perf_counter() - start))
+    times.sort()
+    cpu_times.sort()
+    return {
+        "median_ms": times[len(times) // 2],
+        "p99_ms": times[int(0.99 * len(times))],
+        "cpu_p99_ms": cpu_times[int(0.99 * len(times))],
+        "cpu_share_at_20_hz": 20 * statistics.mean(cpu_times) / 1e3,
+        "bytes": num_bytes,
+    }
+
+
+def main() -> None:
+    """Measure and print, as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=256, help="running requests")
+    parser.add_argument("--scrapes", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--step-ms", type=float, default=20.0, help="what a step of so many requests takes the core")
+    args = parser.parse_args()
+    with_stats_us, without_us = measure_steps(args.requests, args.steps)
+    cost = {
+        "requests": args.requests,
+        "frontend_us_per_step": {"with_statistics": with_stats_us, "without": without_us},
+        "share_of_a_step": (with_stats_us - without_us) / (1e3 * args.step_ms),
+        "scrape": measure_scrapes(args.requests, args.scrapes),
+    }
+    print(json.dumps(cost, indent=2))
+
+
+if __name__ == "__main__":
+    main()

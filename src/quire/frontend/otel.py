@@ -1,0 +1,166 @@
+"""Spans of requests through OpenTelemetry (the extra `otel`), and nothing else imports it.
+
+A span is made when its request has finished, from stamps taken before, and handed to the SDK's batch processor: a
+thread of that exports. A collector that is slow, wrong or gone costs spans, and no request.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from urllib.parse import urlsplit, urlunsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation import set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from quire.errors import ConfigError
+from quire.frontend.request_tracing import RequestRecord
+from quire.version import __version__
+
+Attribute = str | int | float | bool | tuple[str, ...]
+
+SEMCONV_SWITCH = "OTEL_SEMCONV_STABILITY_OPT_IN"
+LATEST = "gen_ai_latest_experimental"
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_CHAT_IDS = ("chatcmpl-", "resp_", "msg_")
+"""What the server's ids of conversations begin with."""
+
+
+class SpanSender:
+    """Turns records into spans and sends these to `endpoint`."""
+
+    def __init__(self, endpoint: str, *, is_detailed: bool = False, processor: SpanProcessor | None = None) -> None:
+        """With `is_detailed` a span has children: queue, prefill, decode. Raises ConfigError for an endpoint that is
+        none, or a protocol other than OTLP over HTTP."""
+        if processor is None:
+            processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=traces_url(endpoint)))
+        names = {"service.name": "quire", "service.version": __version__}
+        given = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        if os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in given:
+            del names["service.name"]  # the operator's wins
+        self._provider = TracerProvider(resource=Resource.create(names))
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("quire", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._is_detailed = is_detailed
+        self._is_latest = LATEST in [word.strip() for word in os.environ.get(SEMCONV_SWITCH, "").split(",")]
+
+    def send(self, record: RequestRecord) -> None:
+        """Make the spans of a request; whether they are sampled is for the SDK and the request's parent to say."""
+        headers = {name.lower(): value for name, value in record.trace_headers.items()}
+        operation = operation_of(record)
+        span = self._tracer.start_span(
+            f"{operation} {record.model}" if self._is_latest else "llm_request",
+            context=self._propagator.extract(headers),
+            kind=SpanKind.SERVER,
+            attributes=_known(latest_attributes(record, operation) if self._is_latest else vllm_attributes(record)),
+            start_time=_nanoseconds(record.arrival_time),
+        )
+        if record.error is not None:
+            span.set_status(Status(StatusCode.ERROR))
+        if self._is_detailed and span.is_recording():
+            self._send_stages(span, record)
+        span.end(_nanoseconds(max(record.end_time, record.arrival_time)))
+
+    def _send_stages(self, span: Span, record: RequestRecord) -> None:
+        context = set_span_in_context(span)
+        for name, times in (("queue", record.queue), ("prefill", record.prefill), ("decode", record.decode)):
+            if times is not None:
+                stage = self._tracer.start_span(f"llm_request.{name}", context, start_time=_nanoseconds(times[0]))
+                stage.end(_nanoseconds(times[1]))
+
+    def close(self) -> None:
+        """Send what is left, and end the thread."""
+        self._provider.shutdown()
+
+
+def traces_url(endpoint: str) -> str:
+    """Where the traces of `endpoint` go: OTLP over HTTP has a path of its own. Raises ConfigError."""
+    protocol = next((os.environ[name] for name in PROTOCOLS if os.environ.get(name)), "http/protobuf")
+    if protocol != "http/protobuf":
+        raise ConfigError(f"OTLP protocol {protocol!r} is not supported; traces go out as http/protobuf")
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ConfigError(
+            f"--otlp-traces-endpoint {endpoint!r} is no HTTP URL; give the collector's OTLP/HTTP port, for example "
+            "http://localhost:4318/v1/traces"
+        )
+    return urlunsplit(url._replace(path="/v1/traces")) if url.path in ("", "/") else endpoint
+
+
+def operation_of(record: RequestRecord) -> str:
+    """The gen_ai.operation.name: what the request's id and parameters tell."""
+    if record.params is None:
+        return "embeddings"
+    return "chat" if record.request_id.startswith(_CHAT_IDS) else "text_completion"
+
+
+def vllm_attributes(record: RequestRecord) -> dict[str, Attribute | None]:
+    """vLLM's names."""
+    params = record.params
+    return {
+        "gen_ai.response.model": record.model,
+        "gen_ai.request.id": record.request_id,
+        "gen_ai.request.n": record.n,
+        "gen_ai.request.max_tokens": None if params is None else params.max_tokens,
+        "gen_ai.request.temperature": None if params is None else params.temperature,
+        "gen_ai.request.top_p": None if params is None else params.top_p,
+        "gen_ai.usage.num_sequences": record.n,
+        "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.completion_tokens": record.num_output_tokens,
+        "gen_ai.latency.time_in_queue": _length(record.queue),
+        "gen_ai.latency.time_to_first_token": record.time_to_first_token,
+        "gen_ai.latency.time_in_model_prefill": _length(record.prefill),
+        "gen_ai.latency.time_in_model_decode": _length(record.decode),
+        "gen_ai.latency.time_in_model_inference": (
+            None if record.prefill is None or record.decode is None else record.decode[1] - record.prefill[0]
+        ),
+        "gen_ai.latency.e2e": max(0.0, record.end_time - record.arrival_time),
+        "error.type": record.error,
+    }
+
+
+def latest_attributes(record: RequestRecord, operation: str) -> dict[str, Attribute | None]:
+    """The GenAI convention's, without those that hold text (stop sequences, messages)."""
+    params = record.params
+    attributes: dict[str, Attribute | None] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "quire",
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.stream": record.is_stream,
+        "gen_ai.response.id": record.request_id,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.finish_reasons": tuple(record.finish_reasons),
+        "gen_ai.response.time_to_first_chunk": record.time_to_first_token,
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": record.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
+        "error.type": record.error,
+    }
+    if params is not None:
+        attributes |= {
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
+            "gen_ai.request.seed": params.seed,
+            "gen_ai.request.choice.count": record.n if record.n != 1 else None,
+        }
+    return attributes
+
+
+def _known(attributes: Mapping[str, Attribute | None]) -> dict[str, Attribute]:
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _length(times: tuple[float, float] | None) -> float | None:
+    return None if times is None else times[1] - times[0]
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,153 @@
+"""What is told of a finished request to whoever collects spans. Knows neither OpenTelemetry nor any exporter.
+
+One record per user's request: the n outputs of a prompt are added up. Stamps of the core and of this process are put
+on the wall clock with one look at both clocks, which are those of one machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.config.observability import ObservabilityConfig
+from quire.errors import ConfigError
+from quire.frontend.request_state import RequestState
+from quire.logger import init_logger
+from quire.outputs import RequestStateStats
+from quire.resolve import resolve
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.wire.engine_core import FinishReason
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """A finished request. Times are seconds; None where it never came so far, or statistics are off."""
+
+    request_id: str
+    """The user's."""
+    model: str
+    arrival_time: float
+    end_time: float
+    """Both by the wall clock."""
+    params: SamplingParams | None
+    """None for a pooling request."""
+    n: int
+    is_stream: bool
+    trace_headers: Mapping[str, str]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    error: str | None = None
+    to_wall: float = field(default_factory=lambda: time.time() - time.monotonic())
+    """What makes a monotonic stamp one of the wall clock."""
+    time_to_first_token: float | None = None
+    queue: tuple[float, float] | None = None
+    """When it waited, prefilled, generated: start and end by the wall clock."""
+    prefill: tuple[float, float] | None = None
+    decode: tuple[float, float] | None = None
+
+
+class SpanSender(Protocol):
+    """Where records go."""
+
+    def send(self, record: RequestRecord) -> None:
+        """Take a record in, without waiting for anybody."""
+
+    def close(self) -> None:
+        """Send what is left, in bounded time."""
+
+
+def make_span_sender(config: ObservabilityConfig) -> SpanSender | None:
+    """As --otlp-traces-endpoint says. Raises ConfigError without the extra `otel`, or for an endpoint that is none."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        sender_class = resolve("quire.frontend.otel:SpanSender")
+    except ImportError as e:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs OpenTelemetry, which is not installed ({e}); pip install 'quire[otel]'"
+        ) from None
+    sender: SpanSender = sender_class(
+        config.otlp_traces_endpoint, is_detailed=config.collect_detailed_traces is not None
+    )
+    return sender
+
+
+class RequestTracer:
+    """Makes records of requests as they finish. Whatever `send` raises is logged once, and costs no request a thing."""
+
+    def __init__(self, model: str, send: Callable[[RequestRecord], None]) -> None:
+        self._model = model
+        self._send = send
+        self._parts: dict[str, RequestRecord] = {}
+        """Of requests some of whose outputs are finished, by internal id."""
+        self._has_failed = False
+
+    def note_finished(self, state: RequestState, reason: FinishReason, error: str | None = None) -> None:
+        """A request, or one output of one, has come to its end."""
+        try:
+            self._note(state, reason, error)
+        except Exception:
+            if not self._has_failed:
+                logger.exception("the trace of a request was lost; further losses are not logged")
+            self._has_failed = True
+
+    def _note(self, state: RequestState, reason: FinishReason, error: str | None) -> None:
+        parent = state.parent
+        if parent is None:
+            self._send(self._add(self._make(state, 1), state, reason, error))
+            return
+        record = self._parts.get(parent.request_id) or self._make(state, parent.n)
+        self._parts[parent.request_id] = self._add(record, state, reason, error)
+        if not parent.child_requests:
+            self._send(self._parts.pop(parent.request_id))
+
+    def _make(self, state: RequestState, n: int) -> RequestRecord:
+        request = state.request
+        return RequestRecord(
+            request_id=state.external_req_id,
+            model=self._model,
+            arrival_time=request.arrival_time,
+            end_time=0.0,
+            params=request.sampling_params,
+            n=n,
+            is_stream=state.output_kind is RequestOutputKind.DELTA,
+            trace_headers=request.trace_headers or {},
+            num_prompt_tokens=state.num_prompt_tokens,
+            num_cached_tokens=state.num_cached_tokens or 0,
+        )
+
+    def _add(
+        self, record: RequestRecord, state: RequestState, reason: FinishReason, error: str | None
+    ) -> RequestRecord:
+        record.end_time = time.time()
+        record.finish_reasons.append(str(reason))
+        if reason is FinishReason.ERROR:
+            record.error = error or record.error or "GenerationError"
+        if state.stats is not None:
+            record.num_output_tokens += state.stats.num_generation_tokens
+            _add_times(record, state.stats)
+        return record
+
+
+def _add_times(record: RequestRecord, stats: RequestStateStats) -> None:
+    to_wall = record.to_wall
+    if stats.first_token_ts:
+        latency = stats.first_token_latency
+        record.time_to_first_token = min(latency, record.time_to_first_token or latency)
+    record.queue = _span(record.queue, to_wall, stats.queued_ts, stats.scheduled_ts)
+    record.prefill = _span(record.prefill, to_wall, stats.scheduled_ts, stats.first_token_ts)
+    record.decode = _span(record.decode, to_wall, stats.first_token_ts, stats.last_token_ts)
+
+
+def _span(before: tuple[float, float] | None, to_wall: float, start: float, end: float) -> tuple[float, float] | None:
+    """From the earliest start to the latest end, over the outputs of a request."""
+    if not start or not end:
+        return before
+    start, end = start + to_wall, max(start, end) + to_wall
+    return (start, end) if before is None else (min(before[0], start), max(before[1], end))

@@ -1,0 +1,43 @@
+"""A decoder that pools: its logits head is left out, and a classifier's put in its place where it has one."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from quire.config.hf_config import HFConfig
+from quire.config.pooling import PoolingConfig
+from quire.worker.kernels.base import LOGITS
+from quire.worker.layers.embedding import Embedding
+from quire.worker.layers.linear import Linear
+
+
+class PooledDecoder(nn.Module):
+    """The `model` of a decoder that was built to generate, and `score`, a classifier of its hidden states."""
+
+    def __init__(self, decoder: nn.Module, hf: HFConfig, pooling: PoolingConfig) -> None:
+        super().__init__()
+        for module in decoder.modules():
+            if isinstance(module, Embedding):
+                module.head = None
+        self.model = decoder.model
+        self._hidden_states = decoder.forward
+        has_bias = pooling.head == "token_classify" and bool(hf.get("token_classification_bias", True))
+        has_classifier = pooling.head != "embed"
+        size = len(pooling.labels)
+        self.score = Linear(hf.hidden_size, size, has_bias, LOGITS) if has_classifier else None
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """See NamedWeights."""
+        is_other = name.startswith("lm_head.") or (self.score is None and name.startswith("score."))
+        return None if is_other else name
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
+        hidden: Tensor = self._hidden_states(input_ids, positions)
+        return hidden
+
+    def classify(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, hidden]; returns float32 [n, num_labels]."""
+        assert self.score is not None
+        scores: Tensor = self.score(hidden)
+        return scores

@@ -1,0 +1,168 @@
+"""From hidden states to what a pooling request asks for: an embedding, scores of classes, or either of every token.
+
+A request that needs more than its last token's hidden state keeps those of earlier chunks until its text is computed.
+All else happens in its last step, and nothing is done again: a row's numbers do not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from quire.config.checkpoint import CheckpointIndex
+from quire.config.pooling import Activation, DenseConfig, PoolingConfig
+from quire.errors import ModelLoadError
+from quire.pooling_params import PoolingParams
+from quire.wire.execution import ModelRunnerOutput, NewRequestData
+from quire.worker.kernels.base import Kernels, LinearKernel, LinearSpec
+from quire.worker.step_inputs import StepInputs
+
+SMALLEST_NORM = 1e-12
+_DENSE_SPECS = {
+    None: LinearSpec(float32_output=True),
+    "tanh": LinearSpec(float32_output=True, soft_cap=1.0),
+    "gelu": LinearSpec(float32_output=True, activation="gelu"),
+    "relu": LinearSpec(float32_output=True, activation="relu"),
+}
+
+
+class Classifier(Protocol):
+    """What a model with a classifying head offers."""
+
+    def classify(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] to float32 [n, num_labels]."""
+        ...
+
+
+class Pooler:
+    """Knows the pooling requests of the batch, and what of their hidden states is still needed."""
+
+    def __init__(
+        self, config: PoolingConfig, model: object, kernels: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config = config
+        self._model = cast(Classifier, model)
+        self._dtype = dtype
+        self._device = device
+        self._dense = [_load_dense(dense, kernels, dtype, device) for dense in config.dense]
+        self._params: dict[str, PoolingParams] = {}
+        self._earlier: dict[str, list[Tensor]] = {}
+        """Hidden states of the chunks a request has had, if it needs all of them."""
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: NewRequestData) -> None:
+        """A request that begins, or begins again."""
+        assert request.pooling_params is not None, "this model pools: it was sent a request to generate"
+        self._params[request.req_id] = request.pooling_params
+        self._earlier.pop(request.req_id, None)
+
+    def remove_request(self, req_id: str) -> None:
+        """It has ended, or will begin again."""
+        self._params.pop(req_id, None)
+        self._earlier.pop(req_id, None)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._params.clear()
+        self._earlier.clear()
+
+    def segments(self, req_ids: Sequence[str], inputs: StepInputs) -> Tensor | None:
+        """[num_tokens] which of a pair of texts each token of the step belongs to; None if there are no pairs."""
+        firsts = [self._params[req_id].segment_start for req_id in req_ids]
+        if all(first is None for first in firsts):
+            return None
+        beyond = np.iinfo(np.int64).max
+        starts = np.array([beyond if first is None else first for first in firsts], dtype=np.int64)
+        per_token = torch.from_numpy(np.repeat(starts, inputs.query_lens)).to(self._device)
+        return (inputs.positions >= per_token).to(torch.int64)
+
+    # -- pooling ------------------------------------------------------------------------------------------------------
+
+    def pool(self, req_ids: Sequence[str], inputs: StepInputs, hidden: Tensor) -> ModelRunnerOutput:
+        """The results of the requests whose texts the step completes. hidden: [num_tokens, hidden_size]."""
+        complete = set(inputs.sampling.tolist())
+        output = ModelRunnerOutput(list(req_ids), [[] for _ in req_ids])
+        pooled: dict[str, Tensor] = {}
+        for i, req_id in enumerate(req_ids):
+            task = self._params[req_id].task or ""
+            start = int(inputs.starts[i])
+            rows = hidden[start : start + int(inputs.query_lens[i])]
+            if self._config.needs_all_tokens(task):
+                rows = self._collect(req_id, rows, is_last=i in complete)
+            if i not in complete:
+                continue
+            if task.startswith("token_"):
+                output.pooler_output[req_id] = self._finish(self._params[req_id], rows)
+            else:
+                pooled[req_id] = _select(self._config.pooling_type, rows)
+        if pooled:
+            self._finish_pooled(pooled, output)
+        return output
+
+    def _collect(self, req_id: str, rows: Tensor, *, is_last: bool) -> Tensor:
+        """All rows so far; they are remembered unless these are the last."""
+        earlier = self._earlier.pop(req_id, [])
+        if is_last:
+            return torch.cat([*earlier, rows]) if earlier else rows
+        self._earlier[req_id] = [*earlier, rows.clone()]
+        return rows
+
+    def _finish_pooled(self, pooled: dict[str, Tensor], output: ModelRunnerOutput) -> None:
+        """One row per request: what the head does is done for all of them at once."""
+        x = torch.stack(list(pooled.values()))  # [num_reqs, hidden_size] float32
+        if self._config.head == "classify":
+            x = self._model.classify(x.to(self._dtype))
+        for dense in self._dense:
+            x = dense(x.to(self._dtype))
+        for req_id, row in zip(pooled, x, strict=True):
+            output.pooler_output[req_id] = self._activate(self._params[req_id], row)
+
+    def _finish(self, params: PoolingParams, rows: Tensor) -> npt.NDArray[Any]:
+        """Of every token of one request."""
+        return self._activate(params, rows.float() if self._config.head == "embed" else self._model.classify(rows))
+
+    def _activate(self, params: PoolingParams, x: Tensor) -> npt.NDArray[Any]:
+        """x: [dim] or [num_tokens, dim] float32."""
+        activates = self._config.activates if params.use_activation is None else params.use_activation
+        if self._config.head == "embed":
+            dim = params.dimensions or self._config.default_dim
+            x = x[..., :dim]
+            if activates:
+                x = x / x.norm(dim=-1, keepdim=True).clamp_min(SMALLEST_NORM)
+        elif activates:
+            x = _probabilities(self._config.activation, x)
+        return np.array(x.cpu().numpy(), dtype=np.float32)
+
+
+def _select(pooling_type: str, rows: Tensor) -> Tensor:
+    """[hidden_size] float32 of the rows of one text."""
+    if pooling_type == "mean":
+        return rows.float().mean(dim=0)
+    return rows[0 if pooling_type == "cls" else -1].float()
+
+
+def _probabilities(activation: Activation, scores: Tensor) -> Tensor:
+    if activation == "softmax":
+        return scores.softmax(dim=-1)
+    return scores.sigmoid() if activation == "sigmoid" else scores
+
+
+def _load_dense(config: DenseConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> LinearKernel:
+    """Raises ModelLoadError."""
+    index = CheckpointIndex.from_dir(config.directory)
+    wanted = {"linear.weight": (config.out_features, config.in_features)}
+    if config.bias:
+        wanted["linear.bias"] = (config.out_features,)  # type: ignore[assignment]
+    for name, shape in wanted.items():
+        if name not in index.tensors or index.tensors[name].shape != shape:
+            raise ModelLoadError(f"{index.source} has no tensor {name} of shape {list(shape)}")
+    with safe_open(index.source, framework="pt", device="cpu") as file:
+        tensors = {name: file.get_tensor(name).to(device, dtype) for name in wanted}
+    return kernels.linear(tensors["linear.weight"], tensors.get("linear.bias"), _DENSE_SPECS[config.activation])

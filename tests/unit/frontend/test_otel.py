@@ -1,0 +1,235 @@
+"""Spans of requests, as a collector on loopback receives them."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+
+from quire.config.observability import ObservabilityConfig
+from quire.errors import ConfigError, GenerationError
+from quire.frontend.llm_engine import LLMEngine
+from quire.frontend.otel import SpanSender, operation_of, traces_url
+from quire.frontend.request_tracing import RequestRecord, RequestTracer, make_span_sender
+from quire.sampling_params import SamplingParams
+
+from .fake_client import FakeClient
+from .otlp_sink import Sink, values
+from .test_llm_engine import make_engine as make_whole_engine
+
+TRACE_ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED = {"Traceparent": f"00-{TRACE_ID}-{PARENT}-01", "tracestate": "a=b"}
+SERVER = 2
+"""SpanKind of OTLP."""
+
+
+def make_engine(model_dir: Path, **flags: Any) -> LLMEngine:
+    return make_whole_engine(model_dir, FakeClient(), **flags)[0]
+
+
+def traced(model_dir: Path, sink: Sink, **flags: Any) -> LLMEngine:
+    return make_engine(model_dir, otlp_traces_endpoint=sink.url, **flags)
+
+
+def run(engine: LLMEngine, request_id: str = "a", **fields: Any) -> None:
+    params = SamplingParams(**{"max_tokens": 3, **fields.pop("params", {})})
+    engine.add_request(request_id, {"prompt_token_ids": [5, 6, 7]}, params, **fields)
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_a_span_with_vllms_names(model_dir: Path) -> None:
+    with Sink() as sink:
+        engine = traced(model_dir, sink)
+        run(engine, trace_headers=SAMPLED)
+        engine.shutdown()
+    (span,) = sink.spans
+    assert sink.paths == ["/v1/traces"]
+    assert sink.resources[0]["service.name"] == "quire"
+    assert (span.name, span.kind) == ("llm_request", SERVER)
+    assert (span.trace_id.hex(), span.parent_span_id.hex(), span.trace_state) == (TRACE_ID, PARENT, "a=b")
+    assert 0 < span.start_time_unix_nano <= span.end_time_unix_nano
+    found = values(span.attributes)
+    assert found["gen_ai.request.id"] == "a"
+    assert found["gen_ai.usage.prompt_tokens"] == 3
+    assert found["gen_ai.usage.completion_tokens"] == 3
+    assert (found["gen_ai.request.n"], found["gen_ai.request.max_tokens"]) == (1, 3)
+    latencies = {name.removeprefix("gen_ai.latency.") for name in found if name.startswith("gen_ai.latency.")}
+    assert latencies == {
+        *("time_in_queue", "time_to_first_token", "time_in_model_prefill", "time_in_model_decode"),
+        *("time_in_model_inference", "e2e"),
+    }
+    assert found["gen_ai.latency.time_in_model_decode"] == pytest.approx(2.0)  # the core's clock: a second a step
+    assert "error.type" not in found
+    assert not any("seed" in name or "stop" in name for name in found)
+
+
+def test_the_latest_convention(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SEMCONV_STABILITY_OPT_IN", "http,gen_ai_latest_experimental")
+    with Sink() as sink:
+        engine = traced(model_dir, sink)
+        run(engine, "chatcmpl-1", params={"seed": 4, "top_p": 0.5})
+        engine.shutdown()
+    (span,) = sink.spans
+    found = values(span.attributes)
+    assert span.name == f"chat {engine.model_config.name}"
+    assert found["gen_ai.operation.name"] == "chat"
+    assert found["gen_ai.provider.name"] == "quire"
+    assert found["gen_ai.usage.input_tokens"] == found["gen_ai.usage.output_tokens"] == 3
+    assert found["gen_ai.response.finish_reasons"] == ["length"]
+    assert found["gen_ai.response.id"] == "chatcmpl-1"
+    assert (found["gen_ai.request.seed"], found["gen_ai.request.top_p"]) == (4, 0.5)
+    assert "gen_ai.request.id" not in found
+
+
+def test_the_outputs_of_a_prompt_are_one_span_with_stages(model_dir: Path) -> None:
+    with Sink() as sink:
+        engine = traced(model_dir, sink, collect_detailed_traces="all")
+        run(engine, params={"n": 3})
+        engine.shutdown()
+    spans = {span.name: span for span in sink.spans}
+    assert len(sink.spans) == len(spans) == 4
+    whole = spans["llm_request"]
+    found = values(whole.attributes)
+    assert (found["gen_ai.request.n"], found["gen_ai.usage.num_sequences"]) == (3, 3)
+    assert (found["gen_ai.usage.prompt_tokens"], found["gen_ai.usage.completion_tokens"]) == (3, 9)
+    for name in ("queue", "prefill", "decode"):
+        stage = spans[f"llm_request.{name}"]
+        assert (stage.parent_span_id, stage.trace_id) == (whole.span_id, whole.trace_id)
+        assert stage.start_time_unix_nano <= stage.end_time_unix_nano
+    assert spans["llm_request.queue"].end_time_unix_nano == spans["llm_request.prefill"].start_time_unix_nano
+
+
+def test_who_is_not_sampled_is_not_sent(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sink() as sink:
+        engine = traced(model_dir, sink)
+        run(engine, trace_headers={"traceparent": f"00-{TRACE_ID}-{PARENT}-00"})
+        for broken in ({"traceparent": "nonsense"}, {"traceparent": ""}, {}):
+            run(engine, trace_headers=broken)
+        engine.shutdown()
+        assert len(sink.spans) == 3
+        assert all(not span.parent_span_id for span in sink.spans)
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+        engine = traced(model_dir, sink)
+        run(engine)
+        engine.shutdown()
+    assert len(sink.spans) == 3
+
+
+def test_aborts_and_failures_are_spans_too(model_dir: Path) -> None:
+    with Sink() as sink:
+        engine = traced(model_dir, sink)
+        engine.add_request("a", {"prompt_token_ids": [5]}, SamplingParams(max_tokens=30))
+        engine.step()
+        engine.abort_request(["a"])
+        engine.add_request("b", {"prompt_token_ids": [5]}, SamplingParams(max_tokens=30))
+        engine.pipeline.fail(list(engine.output_processor.request_states), GenerationError("secret text"))
+        engine.shutdown()
+    aborted, failed = sink.spans
+    assert values(aborted.attributes)["gen_ai.usage.completion_tokens"] == 1
+    assert values(failed.attributes)["error.type"] == "GenerationError"
+    assert failed.status.code == 2
+    assert b"secret" not in failed.SerializeToString()
+
+
+@pytest.mark.parametrize("status", [500, 400])
+def test_a_broken_collector_costs_no_request(model_dir: Path, status: int) -> None:
+    with Sink(status) as sink:
+        engine = traced(model_dir, sink)
+        for _ in range(3):
+            run(engine)
+        assert not engine.has_unfinished_requests()
+        engine.shutdown()
+
+
+def test_an_exporter_that_raises_costs_no_request_and_is_told_once(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def send(record: RequestRecord) -> None:
+        raise RuntimeError("the exporter is broken")
+
+    engine = make_engine(model_dir)
+    engine.output_processor._tracer = RequestTracer("m", send)
+    run(engine)
+    run(engine)
+    assert caplog.text.count("the trace of a request was lost") == 1
+
+
+class Kept(SpanExporter):
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.spans += spans
+        return SpanExportResult.SUCCESS
+
+
+def test_without_statistics_what_is_known_is_sent(model_dir: Path) -> None:
+    kept = Kept()
+    sender = SpanSender("", processor=SimpleSpanProcessor(kept), is_detailed=True)
+    engine = make_engine(model_dir, disable_log_stats=True)
+    engine.output_processor._tracer = RequestTracer("m", sender.send)
+    run(engine)
+    (span,) = kept.spans
+    assert span.attributes is not None
+    assert span.attributes["gen_ai.usage.prompt_tokens"] == 3
+    assert "gen_ai.latency.time_in_queue" not in span.attributes
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url"),
+    [
+        ("http://h:4318", "http://h:4318/v1/traces"),
+        ("https://h/", "https://h/v1/traces"),
+        ("http://h:4318/v1/traces", "http://h:4318/v1/traces"),
+        ("http://h/mine", "http://h/mine"),
+    ],
+)
+def test_endpoints(endpoint: str, url: str) -> None:
+    assert traces_url(endpoint) == url
+
+
+@pytest.mark.parametrize("endpoint", ["grpc://localhost:4317", "localhost:4317", "http://", ""])
+def test_what_is_no_endpoint(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="no HTTP URL"):
+        traces_url(endpoint)
+
+
+def test_other_protocols_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    with pytest.raises(ConfigError, match="http/protobuf"):
+        traces_url("http://h")
+
+
+def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_span_sender(ObservabilityConfig()) is None
+    with pytest.raises(ConfigError, match="none of all, model, worker"):
+        ObservabilityConfig(otlp_traces_endpoint="http://h", collect_detailed_traces="some")
+    with pytest.raises(ConfigError, match="needs --otlp-traces-endpoint"):
+        ObservabilityConfig(collect_detailed_traces="all")
+    real_import = builtins.__import__
+
+    def without(name: str, *args: Any) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name="opentelemetry")
+        return real_import(name, *args)
+
+    monkeypatch.delitem(sys.modules, "quire.frontend.otel")
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=r"pip install 'quire\[otel\]'"):
+        make_span_sender(ObservabilityConfig(otlp_traces_endpoint="http://h"))
+
+
+def test_operations() -> None:
+    def record(request_id: str, params: SamplingParams | None) -> RequestRecord:
+        return RequestRecord(request_id, "m", 0.0, 1.0, params, 1, False, {}, 1, 0)
+
+    names = [operation_of(record(i, SamplingParams())) for i in ("cmpl-1", "chatcmpl-1", "msg_1", "resp_1", "7")]
+    assert names == ["text_completion", "chat", "chat", "chat", "text_completion"]
+    assert operation_of(record("x", None)) == "embeddings"
