@@ -1,7 +1,7 @@
 """An `EngineSnapshot` of a scheduler and its blocks, in one pass and at a bounded cost.
 
 Everything that grows with the cache or with the number of requests has a limit here, so that looking at an engine never
-holds up a step: 0.6 ms at 10,000 blocks in use, 1.5 ms at 100,000, and no more above (`benchmarks/snapshot_cost.py`).
+holds up a step: 0.6 to 0.8 ms at 10,000 blocks in use, 1.5 to 3 at 100,000 (`benchmarks/snapshot_cost.py`, busy cores).
 The loops run inside `map`: per block they cost what an attribute costs.
 """
 

@@ -49,6 +49,8 @@ PROBES = frozenset(
 )
 """Not counted as HTTP requests: their callers come every few seconds."""
 _MAX_LENGTH_DIGITS = 16
+OBJECT_VALUES = 4
+"""An object takes the time of so many values more."""
 GONE = 499
 """Logged where the client left before the answer; nobody receives it."""
 
@@ -134,7 +136,7 @@ class RequestContext:
         """The checked body. Raises HttpError or ValidationError."""
         content = await self.read_bytes()
         limit = max(MIN_VALUES, VALUES_PER_CONTEXT_TOKEN * self.state.max_model_len)
-        if len(content) > limit and content.count(b",") > limit:
+        if len(content) > limit and content.count(b",") + OBJECT_VALUES * content.count(b"{") > limit:
             raise HttpError(413, f"the body holds more than {limit} values (or commas); send less at once")
         return reader.read(content)
 
