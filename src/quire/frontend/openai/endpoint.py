@@ -312,15 +312,14 @@ class _Exchange:
         if only_failures and self._status < 400:
             return
         if state.logs_path(request.scope["path"]):
-            elapsed_ms = 1000 * (time.perf_counter() - self._start)
-            logger.info(
-                "%s %s %d %.1f ms %s",
-                request.method,
-                request.scope["path"][:200],
-                self._status,
-                elapsed_ms,
-                self._context.request_id,
-            )
+            facts = {
+                "method": request.method,
+                "path": request.scope["path"][:200],
+                "status": self._status,
+                "duration_ms": round(1000 * (time.perf_counter() - self._start), 1),
+                "request_id": self._context.request_id,
+            }
+            logger.info("%s %s %d %.1f ms %s", *facts.values(), extra=facts)
 
 
 def json_response(value: Any, status_code: int = 200) -> Response:
