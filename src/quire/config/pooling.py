@@ -235,7 +235,7 @@ def _from_tokens(pooling: PoolingConfig, hf: HFConfig, model_dir: Path) -> Pooli
     second of two is than the first (`is_original_qwen3_reranker`)."""
     tokens = [str(token) for token in hf.require("classifier_from_token")]
     vocabulary = ((read_object(model_dir, "tokenizer.json") or {}).get("model") or {}).get("vocab") or {}
-    unknown = [token for token in tokens if not isinstance(vocabulary.get(token), int)]
+    unknown = [token for token in tokens if not 0 <= vocabulary.get(token, -1) < hf.vocab_size]
     if unknown:
         raise ModelLoadError(f"classifier_from_token: {model_dir / 'tokenizer.json'} has no token {unknown[0]!r}")
     if bool(hf.get("is_original_qwen3_reranker", False)):

@@ -16,7 +16,7 @@ from quire.worker.layers.linear import Linear
 
 
 class PooledDecoder(nn.Module):
-    """The `model` of a decoder (an nn.Module) that was built to generate, and `score`, a classifier of its hidden states."""
+    """The `model` of a decoder (an nn.Module) built to generate, and `score`, a classifier of its hidden states."""
 
     def __init__(self, decoder: Any, hf: HFConfig, pooling: PoolingConfig) -> None:
         super().__init__()
