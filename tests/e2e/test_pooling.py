@@ -168,6 +168,31 @@ def test_a_text_is_as_long_as_the_model_has_positions(make: Make) -> None:
             LLM(str(path), **flags)
 
 
+def test_sleep_and_other_weights(make: Make, tmp_path: Path) -> None:
+    path, prompts = make("bert"), prompts_of((5, 40))
+    other = make_tiny_checkpoint(tmp_path / "other", "bert", seed=1)
+    with engine(path) as llm:
+        before = pooled(llm, prompts, "embed", segment_start=2)  # of no meaning here, and no harm
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert all(np.array_equal(a, b) for a, b in zip(pooled(llm, prompts, "embed"), before, strict=True))
+        llm.update_weights(other)
+        assert_close(pooled(llm, prompts, "embed"), [normalize(h[0]) for h in hidden_states(other, prompts)])
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_weights_in_eight_bits(family: str, make: Make) -> None:
+    """Close, and not the same: the layers of encoders are quantized, too."""
+    path, prompts = make(family), prompts_of((5, 40))
+    with engine(path) as llm:
+        whole = pooled(llm, prompts, "embed")
+    with engine(path, quantization="int8") as llm:
+        rounded = pooled(llm, prompts, "embed")
+    for a, b in zip(whole, rounded, strict=True):
+        assert 0.98 < float(a @ b) < 0.99999
+
+
 # -- decoders ---------------------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,8 @@ page: what there is, it looks up in the code; a test compares the two.
 
 So that `vllm serve` becomes `quire serve` by changing the program's name, every flag is known. At vLLM's default each
 is taken without a word. One that only tunes what Quire does not have is taken with a warning ("no effect"); one that
-would make another server of it is refused. The same holds for fields: the log tells of the first use of one without
-effect."""
+would make another server of it is refused. The same holds for keyword arguments of `LLM`, and for fields: the log tells
+of the first use of one without effect."""
 
 
 def make_page() -> str:

@@ -84,7 +84,7 @@ def vllm_flags() -> dict[str, VllmFlag]:
     }
 
 
-def settle_vllm_flags(given: Mapping[str, Any]) -> dict[str, Any]:
+def settle_vllm_flags(given: Mapping[str, Any], *, as_keywords: bool = False) -> dict[str, Any]:
     """What the flags of ours get from those of vLLM's that were given. Warns of what has no effect.
 
     Raises ConfigError for a wish that cannot be met.
@@ -97,10 +97,11 @@ def settle_vllm_flags(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in _READERS:
             ours.update(_READERS[name](value))
         elif flag.refused:
-            shown = "" if flag.is_switch else f" {value if isinstance(value, str) else json.dumps(value)}"
-            raise ConfigError(f"{flag.option}{shown[:80]} is not supported: {flag.refused}")
+            shown = "" if flag.is_switch else f" {value}"
+            wish = f"{name}={value!r}"[:80] if as_keywords else f"{flag.option}{shown[:80]}"
+            raise ConfigError(f"{wish} is not supported: {flag.refused}")
         else:
-            logger.warning("%s has no effect: %s", flag.option, flag.ignored)
+            logger.warning("%s has no effect: %s", name if as_keywords else flag.option, flag.ignored)
     return ours
 
 

@@ -54,7 +54,8 @@ def test_a_load_of_completions(server: FakeServer, capsys: Capture) -> None:
     assert len({tuple(body["prompt"][:3]) for body in bodies}) == 1
     for body in bodies:
         assert 8 <= len(body["prompt"]) <= 12
-        assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("m", 4, True, True)
+        assert (body["model"], body["max_tokens"], body["min_tokens"], body["stream"]) == ("m", 4, 4, True)
+        assert (body["ignore_eos"], body["skip_special_tokens"]) == (True, False)
 
 
 def test_a_load_of_conversations_with_fields_of_ones_own(server: FakeServer, capsys: Capture) -> None:
@@ -175,6 +176,26 @@ def test_a_trace_keeps_its_times(server: FakeServer, capsys: Capture, tmp_path: 
     assert bench(server, *flags, "--save-result", str(result)) == 0
     sent = sorted(row["intended_s"] for row in json.loads(result.read_text())["loads"][0]["requests"])
     assert sent == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.04])
+
+
+def test_files_are_asked_in_order_and_again_from_the_beginning(
+    server: FakeServer, capsys: Capture, tmp_path: Path
+) -> None:
+    custom, share = tmp_path / "custom.jsonl", tmp_path / "share.json"
+    custom.write_text('{"prompt": "a", "output_len": 2}\n{"prompt": [5, 6], "output_len": 3}\n')
+    flags = ["--dataset-name", "custom", "--dataset-path", str(custom), "--max-concurrency", "1"]
+    figures(server, capsys, *flags, "--num-prompts", "3")
+    assert [(b["prompt"], b["max_tokens"]) for b in server.bodies(COMPLETIONS)] == [("a", 2), ([5, 6], 3), ("a", 2)]
+    assert bench(server, *flags, "--endpoint", "chat") == 2
+    assert "holds token ids, which --endpoint chat does not take" in capsys.readouterr().err
+
+    talk = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Ann, of course."}]
+    share.write_text(json.dumps([{"conversations": talk}]))
+    flags = ["--dataset-name", "sharegpt", "--dataset-path", str(share), "--endpoint", "chat"]
+    content = figures(server, capsys, *flags)
+    assert content["loads"][0]["num_requests"] == 1  # all that the file has
+    (body,) = server.bodies(CHAT)
+    assert (body["messages"], body["max_tokens"]) == ([{"role": "user", "content": "Who?"}], 3)
 
 
 def test_ctrl_c_reports_what_there_is(capsys: Capture) -> None:

@@ -19,6 +19,7 @@ from quire.errors import (
     ValidationError,
 )
 from quire.frontend.llm import LLM
+from quire.frontend.llm_keywords import check_keywords
 from quire.outputs import RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -364,8 +365,9 @@ def test_arguments_become_flags(model_dir: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"trust_remote_code": True}, "never runs code that comes with a model"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported.*leave it at 1"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported: one process"),
+        ({"enable_lora": True}, "enable_lora=True is not supported"),
+        ({"port": 8000}, "unknown argument 'port'"),
         ({"quantization": "int3"}, "--quantization 'int3' is not one of int8, int4, compressed-tensors, gptq, awq"),
         ({"max_num_seq": 2}, "unknown argument 'max_num_seq'; did you mean 'max_num_seqs'"),
         ({"dtype": "int3"}, "--dtype 'int3' is not one of"),
@@ -374,6 +376,23 @@ def test_arguments_become_flags(model_dir: Path, monkeypatch: pytest.MonkeyPatch
 def test_keywords_are_never_ignored(model_dir: Path, client: FakeClient, keywords: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(str(model_dir), **keywords)
+
+
+def test_keywords_without_effect_are_warned_of(
+    model_dir: Path, client: FakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    LLM(
+        str(model_dir),
+        trust_remote_code=True,
+        swap_space=4,
+        tensor_parallel_size=1,
+        enforce_eager=True,
+        enable_lora=False,
+        speculative_config=None,
+    )
+    warned = {record.getMessage().partition(" ")[0] for record in caplog.records if record.levelname == "WARNING"}
+    assert warned == {"trust_remote_code", "swap_space"}
+    assert check_keywords({"structured_outputs_config": {"backend": "guidance"}}) == {"grammar_backend": "guidance"}
 
 
 def test_context_manager_and_repr(llm: LLM, client: FakeClient, model_dir: Path) -> None:

@@ -172,7 +172,7 @@ def run(args: Arguments) -> int:
 
 def load_plan(args: Arguments) -> LoadPlan:
     """What the flags say of when. Raises ConfigError where they contradict one another."""
-    level = ServiceLevel.parse(args["goodput"] or ())
+    slo = ServiceLevel.parse(args["goodput"] or ())
     sweeps = [name for name in ("sweep_concurrency", "sweep_rate", "find_saturation") if args[name]]
     if len(sweeps) > 1:
         flags = " and ".join("--" + name.replace("_", "-") for name in sweeps)
@@ -206,7 +206,7 @@ def load_plan(args: Arguments) -> LoadPlan:
         saturation_tolerance=args["saturation_tolerance"],
         num_warmups=args["num_warmups"],
         seed=args["seed"],
-        level=level,
+        slo=slo,
         request_limit_s=args["client_timeout_s"],
     )
 
@@ -313,7 +313,7 @@ def _report(args: Arguments, address: ServerAddress, card: ModelCard, plan: Load
     if args["save_result"] is not None:
         _write(Path(args["save_result"]), json.dumps(content, indent=2) + "\n", "--save-result")
     is_sweep = len(done.levels) > 1
-    charts = sweep_charts(done.levels, plan.level) if is_sweep else run_charts(done.levels[0], plan.level)
+    charts = sweep_charts(done.levels, plan.slo) if is_sweep else run_charts(done.levels[0])
     for path in args["plot"] or ():
         write_plot(Path(path), f"quire bench serve: {card.id}", text, charts)
     if done.was_interrupted:

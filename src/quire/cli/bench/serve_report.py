@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from quire.cli.bench.outcomes import client_warning
-from quire.cli.bench.serve_charts import Level
+from quire.cli.bench.outcomes import Level, client_warning
 from quire.cli.bench.serve_run import ServeRun
 
 _ROWS = (
