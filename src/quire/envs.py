@@ -39,6 +39,7 @@ class EnvVar:
 
 
 LOGGING_LEVEL = EnvVar("QUIRE_LOGGING_LEVEL", "INFO", "Log level: DEBUG, INFO, WARNING or ERROR.")
+LOG_FORMAT = EnvVar("QUIRE_LOG_FORMAT", "text", "Form of the log: text, or json (one object a line).")
 CPU_KVCACHE_SPACE = EnvVar(
     "QUIRE_CPU_KVCACHE_SPACE",
     "0",

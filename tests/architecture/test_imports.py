@@ -14,6 +14,7 @@ VOCABULARY = {
     "quire.failpoints",
     "quire.field_bounds",
     "quire.interrupts",
+    "quire.log_format",
     "quire.logger",
     "quire.resolve",
     "quire.sampling_params",

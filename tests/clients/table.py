@@ -30,6 +30,7 @@ class Client:
 CLIENTS = (
     Client(name="openai", tier=1, requirements=("openai>=2",)),
     Client(name="anthropic", tier=1, requirements=("anthropic>=1",)),
+    Client(name="openai_embeddings", tier=1, requirements=("openai>=2",), server_flags=("--runner", "pooling")),
     Client(name="schemathesis", tier=1, requirements=("schemathesis>=4",)),
     Client(name="litellm", tier=2, requirements=("litellm>=1.80",)),
     Client(name="langchain", tier=2, requirements=("langchain-openai>=1",)),

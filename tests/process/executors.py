@@ -12,7 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.errors import ModelLoadError
 from quire.testing.fake_device import InFlight
 from quire.testing.fake_executor import FakeExecutor
-from quire.wire.execution import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput, SchedulerOutput
+from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 
 
 class Quick(FakeExecutor):
@@ -93,9 +93,9 @@ class Pools(Steady):
         return ("embed",)
 
     def _execute(self, step: SchedulerOutput) -> InFlight:
-        super()._execute(step)
+        under_way = super()._execute(step)
         if self._unsampled is None:
-            return self._start(EMPTY_MODEL_RUNNER_OUTPUT)
+            return under_way
         (_, digests), self._unsampled = self._unsampled, None
         pooled = {req_id: np.array([digest % 65536], dtype=np.float32) for req_id, digest in digests.items()}
         req_ids = list(step.num_scheduled_tokens)

@@ -55,9 +55,18 @@ def everything() -> ServerConfig:
     return dataclasses.replace(ServerConfig(port=8000, admin_port=8000), **dict.fromkeys(_SWITCHES, True))
 
 
+def all_endpoints() -> list[Endpoint]:
+    """Every endpoint; a path may have several, each for methods of its own."""
+    return endpoints_of(everything(), is_admin=False)
+
+
 def endpoints() -> dict[str, Endpoint]:
-    """Every endpoint, by its path as OpenAPI writes it."""
-    return {e.path.replace(":path", ""): e for e in endpoints_of(everything(), is_admin=False)}
+    """The first endpoint of every path, as OpenAPI writes it."""
+    return {_path(endpoint): endpoint for endpoint in reversed(all_endpoints())}
+
+
+def _path(endpoint: Endpoint) -> str:
+    return endpoint.path.replace(":path", "")
 
 
 def route_verdict(row: Mapping[str, Any]) -> Verdict:
@@ -66,7 +75,8 @@ def route_verdict(row: Mapping[str, Any]) -> Verdict:
     endpoint = endpoints().get(row["path"])
     if endpoint is None:
         return Verdict(name, "not", row.get("why", "not there yet"))
-    missing = [method for method in row["methods"] if method not in endpoint.methods]
+    served = {method for other in all_endpoints() if _path(other) == row["path"] for method in other.methods}
+    missing = [method for method in row["methods"] if method not in served]
     needs = _needs(endpoint)
     return _verdict(
         name,

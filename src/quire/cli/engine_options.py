@@ -34,4 +34,5 @@ def flag_option(spec: FlagSpec) -> Option:
         is_repeatable=spec.is_list,
         takes_many=spec.takes_many,
         validate=spec.validate,
+        alias=spec.alias,
     )

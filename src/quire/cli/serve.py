@@ -20,7 +20,7 @@ from quire.cli.vllm_options import vllm_options
 from quire.config.flags import flags_of
 from quire.config.server import ServerConfig, read_api_keys
 from quire.config.vllm_flags import settle_vllm_flags
-from quire.logger import init_logger
+from quire.logger import init_logger, use_format
 from quire.resolve import resolve
 
 logger = init_logger(__name__)
@@ -64,6 +64,8 @@ def run(args: Arguments) -> int:
     config = server_config(args)
     if config.log_level is not None:
         logging.getLogger("quire").setLevel(config.log_level)
+    if config.log_format is not None:
+        use_format(config.log_format)
     keys = read_api_keys(config)
     config = dataclasses.replace(config, api_key=())  # from here on only their digests are kept
     defaults: dict[str, Any] = dict(QUEUE_LIMITS)

@@ -29,12 +29,14 @@ def flag(
     minimum: float | None = None,
     maximum: float | None = None,
     takes_many: bool = False,
+    alias: str | None = None,
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
     `parse` turns the command line's text into the value (bool defaults make a --x/--no-x switch instead). `name` is
     the keyword and flag name where it differs from the field's. `minimum`/`maximum` are inclusive and checked by
     `validate_flags`; a field holding None is not checked. `takes_many` allows several values after one use of the flag.
+    `alias` is a second name on the command line.
     """
     spec = {
         "help": help,
@@ -45,6 +47,7 @@ def flag(
         "minimum": minimum,
         "maximum": maximum,
         "takes_many": takes_many,
+        "alias": alias,
     }
     return dataclasses.field(default=default, metadata={_METADATA_KEY: spec})
 
@@ -64,6 +67,7 @@ class FlagSpec:
     minimum: float | None
     maximum: float | None
     takes_many: bool
+    alias: str | None
 
     @property
     def is_switch(self) -> bool:

@@ -158,8 +158,23 @@ class ServerConfig:
         "Log level; QUIRE_LOGGING_LEVEL does the same. Default: INFO.",
         choices=("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET"),
     )
+    log_format: str | None = flag(
+        None, "Form of the log; QUIRE_LOG_FORMAT does the same. Default: text.", choices=("text", "json")
+    )
     enable_log_requests: bool = flag(
-        False, "Log each generating request as it is handed in: its id, lengths and sampling; never its text."
+        False,
+        "Log each request as it is handed in: its id, lengths and sampling; its text only with --max-log-len.",
+        alias="log_requests",
+    )
+    enable_log_outputs: bool = flag(
+        False, "Log how each output of a request ended: its length and reason; its text only with --max-log-len."
+    )
+    max_log_len: int = flag(
+        0,
+        "Characters of a prompt, and of an output, to show in the log where requests are logged; 0 shows none.",
+        parse=parse_human_int,
+        minimum=0,
+        maximum=1 << 20,
     )
     fingerprint_mode: str = flag(
         "full",

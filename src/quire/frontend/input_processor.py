@@ -254,6 +254,8 @@ class InputProcessor:
         pooling = self._pooling
         if params.dimensions is not None:
             _validate_dimensions(params.dimensions, pooling)
+        if pooling is None or not pooling.has_segments:
+            params.segment_start = None
         if pooling is not None and pooling.needs_all_tokens(task):
             params.skip_reading_prefix_cache = True
         return params

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from quire.cli.bench.serve import command_line, load_plan
+from quire.cli.bench.serve import command_line
+from quire.cli.bench.serve_options import load_plan
 from quire.cli.main import main
 from quire.errors import ConfigError
 
@@ -54,7 +55,8 @@ def test_a_load_of_completions(server: FakeServer, capsys: Capture) -> None:
     assert len({tuple(body["prompt"][:3]) for body in bodies}) == 1
     for body in bodies:
         assert 8 <= len(body["prompt"]) <= 12
-        assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("m", 4, True, True)
+        assert (body["model"], body["max_tokens"], body["min_tokens"], body["stream"]) == ("m", 4, 4, True)
+        assert (body["ignore_eos"], body["skip_special_tokens"]) == (True, False)
 
 
 def test_a_load_of_conversations_with_fields_of_ones_own(server: FakeServer, capsys: Capture) -> None:
@@ -66,6 +68,18 @@ def test_a_load_of_conversations_with_fields_of_ones_own(server: FakeServer, cap
         assert isinstance(body["messages"][0]["content"], str)
         assert (body["top_k"], body["temperature"], body["max_tokens"]) == (3, 0.7, 128)
         assert "ignore_eos" not in body
+
+
+def test_a_command_line_of_vllm(server: FakeServer, capsys: Capture) -> None:
+    port = server.url.rpartition(":")[2]
+    lengths = ["--random-input-len", "5", "--random-output-len", "3", "--num-prompts", "2", "--request-rate", "inf"]
+    argv = ["--backend", "openai-chat", "--endpoint", CHAT, "--dataset-name", "random", *lengths, "--ignore-eos"]
+    for place in (["--host", "127.0.0.1", "--port", port], ["--port", port], ["--base-url", server.url]):
+        assert main(["bench", "serve", *place, *argv, "--model", "m", "--seed", "1", "--max-concurrency", "2"]) == 0
+    assert len(server.bodies(CHAT)) == 3 * (2 + 4)
+    for wrong in (["--url", "http://x", "--port", port], ["--port", port, "--backend", "vllm", "--endpoint", "chat"]):
+        assert main(["bench", "serve", *wrong]) == 2
+    assert "contradict one another" in capsys.readouterr().err
 
 
 def test_the_table(server: FakeServer, capsys: Capture) -> None:
@@ -175,6 +189,26 @@ def test_a_trace_keeps_its_times(server: FakeServer, capsys: Capture, tmp_path: 
     assert bench(server, *flags, "--save-result", str(result)) == 0
     sent = sorted(row["intended_s"] for row in json.loads(result.read_text())["loads"][0]["requests"])
     assert sent == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.04])
+
+
+def test_files_are_asked_in_order_and_again_from_the_beginning(
+    server: FakeServer, capsys: Capture, tmp_path: Path
+) -> None:
+    custom, share = tmp_path / "custom.jsonl", tmp_path / "share.json"
+    custom.write_text('{"prompt": "a", "output_len": 2}\n{"prompt": [5, 6], "output_len": 3}\n')
+    flags = ["--dataset-name", "custom", "--dataset-path", str(custom), "--max-concurrency", "1"]
+    figures(server, capsys, *flags, "--num-prompts", "3")
+    assert [(b["prompt"], b["max_tokens"]) for b in server.bodies(COMPLETIONS)] == [("a", 2), ([5, 6], 3), ("a", 2)]
+    assert bench(server, *flags, "--endpoint", "chat") == 2
+    assert "holds token ids, which --endpoint chat does not take" in capsys.readouterr().err
+
+    talk = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Ann, of course."}]
+    share.write_text(json.dumps([{"conversations": talk}]))
+    flags = ["--dataset-name", "sharegpt", "--dataset-path", str(share), "--endpoint", "chat"]
+    content = figures(server, capsys, *flags)
+    assert content["loads"][0]["num_requests"] == 1  # all that the file has
+    (body,) = server.bodies(CHAT)
+    assert (body["messages"], body["max_tokens"]) == ([{"role": "user", "content": "Who?"}], 3)
 
 
 def test_ctrl_c_reports_what_there_is(capsys: Capture) -> None:

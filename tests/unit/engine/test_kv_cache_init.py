@@ -43,3 +43,16 @@ def test_a_context_that_does_not_fit_is_an_error_before_anything_is_allocated() 
     with pytest.raises(ConfigError, match="longest that fits is 120 tokens"):
         initialize_kv_caches(config, executor)
     assert "initialize_from_config" not in executor.calls
+
+
+def test_a_model_without_a_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """An encoder: nothing limits how many texts there are, and no number is made up."""
+    config = make_config(num_blocks=None)
+    executor = ScriptedExecutor(config)
+    executor.get_kv_cache_specs = lambda: [{}]  # type: ignore[method-assign]
+    with caplog.at_level(logging.INFO, logger="quire"):
+        sizes = initialize_kv_caches(config, executor)
+    assert (sizes.config.num_blocks, sizes.config.kv_cache_groups, sizes.block_size) == (1, [], 1)
+    assert (sizes.num_tokens, sizes.max_concurrency, sizes.max_model_len) == (0, 0.0, 200)
+    assert executor.calls[-1] == "initialize_from_config"
+    assert "no KV cache" in caplog.records[-1].message

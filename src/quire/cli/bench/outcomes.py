@@ -88,6 +88,23 @@ class LoadResult:
         return [o for o in self.outcomes if o.failure is not None]
 
 
+@dataclass(frozen=True)
+class Level:
+    """One load of a run: what was offered, what came of it. `rate` or `concurrency` is None where it has no bound."""
+
+    rate: float | None
+    concurrency: int | None
+    result: LoadResult
+    figures: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """As people say it."""
+        parts = [f"{self.rate:g} requests/s"] if self.rate is not None else []
+        parts += [f"concurrency {self.concurrency}"] if self.concurrency is not None else []
+        return ", ".join(parts) or "all at once"
+
+
 class ServiceLevel:
     """What a user is promised: an upper bound in milliseconds per metric. Empty: nothing."""
 

@@ -76,12 +76,13 @@ class Sender:
             what: dict[str, Any] = {"messages": prompt if is_conversation else [{"role": "user", "content": prompt}]}
         else:
             what = {"prompt": prompt}
-        length = {"min_tokens": request.output_len, "ignore_eos": True} if self._ignore_eos else {}
+        # A server says nothing of a token without text: what comes after the end of a text must show.
+        full_length = {"min_tokens": request.output_len, "ignore_eos": True, "skip_special_tokens": False}
         return {
             "model": self._model,
             **what,
             "max_tokens": request.output_len,
-            **length,
+            **(full_length if self._ignore_eos else {}),
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from quire.cli.bench.charts import Chart, Series
-from quire.cli.bench.outcomes import LoadResult, ServiceLevel, in_flight
+from quire.cli.bench.outcomes import Level, LoadResult, ServiceLevel, in_flight
 
 MAX_POINTS = 400
 """Of a line; of more, every so-manieth is drawn."""
 
 
-@dataclass(frozen=True)
-class Level:
-    """One load of a run: what was offered, what came of it. `rate` or `concurrency` is None where it has no bound."""
-
-    rate: float | None
-    concurrency: int | None
-    result: LoadResult
-    figures: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """As people say it."""
-        parts = [f"{self.rate:g} requests/s"] if self.rate is not None else []
-        parts += [f"concurrency {self.concurrency}"] if self.concurrency is not None else []
-        return ", ".join(parts) or "all at once"
-
-
-def run_charts(level: Level, slo: ServiceLevel) -> list[Chart]:
+def run_charts(level: Level) -> list[Chart]:
     """Of one load: latency distributions, requests in flight and tokens per second over its time."""
     result, start = level.result, level.result.start_s
     answered = result.answered

@@ -13,9 +13,8 @@ from tqdm import tqdm
 from quire.cli.bench.arrivals import ALL_AT_ONCE, arrival_times
 from quire.cli.bench.datasets import Dataset
 from quire.cli.bench.load import LoadRequest, LoadRun, Send
-from quire.cli.bench.outcomes import LoadResult, Outcome, ServiceLevel, figures, keeps_up
+from quire.cli.bench.outcomes import Level, LoadResult, Outcome, ServiceLevel, figures, keeps_up
 from quire.cli.bench.saturation import RateSearch
-from quire.cli.bench.serve_charts import Level
 
 DEFAULT_PROMPTS = 100
 FEWEST_PROBES = 32
@@ -39,7 +38,7 @@ class LoadPlan:
     saturation_tolerance: float = 0.1
     num_warmups: int = 0
     seed: int = 0
-    level: ServiceLevel = field(default_factory=lambda: ServiceLevel({}))
+    slo: ServiceLevel = field(default_factory=lambda: ServiceLevel({}))
     request_limit_s: float = 600.0
 
     def count(self, rate: float, size: int | None) -> int:
@@ -131,14 +130,14 @@ class LoadRunner:
         self._done.saturation = search.sustained, search.failed
 
     def _is_sustained(self, result: LoadResult) -> bool:
-        if self._plan.level:
-            return self._plan.level.share(result) >= self._plan.saturation_share
+        if self._plan.slo:
+            return self._plan.slo.share(result) >= self._plan.saturation_share
         return keeps_up(result)
 
     def _verdict(self, level: Level, is_sustained: bool) -> str:
         what = "keeps up" if is_sustained else "falls behind"
-        if self._plan.level:
-            what = f"{self._plan.level.share(level.result):.1%} within {self._plan.level}"
+        if self._plan.slo:
+            what = f"{self._plan.slo.share(level.result):.1%} within {self._plan.slo}"
         return f"{what}: {'sustained' if is_sustained else 'too much'}"
 
     async def _offer(self, rate: float, concurrency: int | None) -> Level:
@@ -158,7 +157,7 @@ class LoadRunner:
         return self._add(None if rate == ALL_AT_ONCE else rate, concurrency, result)
 
     def _add(self, rate: float | None, concurrency: int | None, result: LoadResult) -> Level:
-        level = Level(rate, concurrency, result, figures(result, self._plan.level))
+        level = Level(rate, concurrency, result, figures(result, self._plan.slo))
         self._done.levels.append(level)
         return level
 

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.errors import ClientError
 from quire.frontend.openai.endpoint import RequestContext
 from quire.frontend.openai.protocol.pooling import PoolingBody
 from quire.frontend.openai.submission import Submission, check_admission
 from quire.frontend.prompts import TokensPrompt
 from quire.outputs import PoolingRequestOutput
 from quire.pooling_params import PoolingParams
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """What is wrong with a prompt is wrong with `field` of the body."""
+    try:
+        yield
+    except ClientError as e:
+        if e.param == "prompt":
+            e.param = field
+        raise
 
 
 async def pool_texts(

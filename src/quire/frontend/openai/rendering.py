@@ -41,14 +41,25 @@ class PromptRenderer:
         return tokens
 
     async def tokenize_all(
-        self, prompts: Sequence[str | Sequence[int]], options: Mapping[str, Any], *, cache_salt: str | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        options: Mapping[str, Any],
+        *,
+        cache_salt: str | None = None,
+        max_tokens: int | None = 0,
     ) -> list[TokensPrompt]:
-        """The same of several. The first that is refused refuses them all."""
+        """The same of several, each of which must leave room for `max_tokens`, where that is not 0.
+
+        The first that is refused refuses them all.
+        """
         salt = {} if cache_salt is None else {"cache_salt": cache_salt}
 
         def tokenize_one(prompt: str | Sequence[int]) -> TokensPrompt:
             key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-            return self._processor.tokenize(cast("PromptType", {key: prompt, **salt}), options)
+            tokens = self._processor.tokenize(cast("PromptType", {key: prompt, **salt}), options)
+            if max_tokens != 0:
+                self.check_room(len(tokens["prompt_token_ids"]), max_tokens)
+            return tokens
 
         return await self._run(_size(prompts), lambda: [tokenize_one(prompt) for prompt in prompts])
 
@@ -89,7 +100,7 @@ class PromptRenderer:
                 param="chat_template",
             )
         text = await self._run(
-            _size(messages),
+            _size([messages, tools or (), documents or (), variables or ()]),
             lambda: tokenizer.apply_chat_template(
                 messages,
                 tools=tools,

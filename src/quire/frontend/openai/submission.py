@@ -13,17 +13,15 @@ from quire.frontend.admission import estimate_num_tokens
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.openai.endpoint import RequestContext
 from quire.frontend.openai.errors import ErrorShape, UnavailableError, error_body
+from quire.frontend.openai.request_log import RequestLog
 from quire.frontend.openai.state import Lifecycle
 from quire.frontend.openai.streaming import EventStream, error_event
 from quire.frontend.openai.tenants import TenantPlace
 from quire.frontend.output_collector import Output, RequestOutputCollector
 from quire.frontend.prompts import TokensPrompt
-from quire.logger import init_logger
 from quire.outputs import PoolingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
-
-logger = init_logger(__name__)
 
 
 class Submission:
@@ -35,10 +33,12 @@ class Submission:
         lifecycle: Lifecycle,
         collectors: Sequence[RequestOutputCollector],
         share: TenantPlace | None = None,
+        log: RequestLog | None = None,
     ) -> None:
         """`share` is what the requests take of their key's limits; it is given back in the end."""
         self._engine = engine
         self._share = share
+        self._log = log
         self._lifecycle = lifecycle
         self._collectors = collectors
 
@@ -60,7 +60,8 @@ class Submission:
         if isinstance(params, SamplingParams):
             params.skip_clone = len(prompts) == 1  # made for this request, and used once
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        submission = cls(engine, context.state.lifecycle, collectors := [], context.take_share())
+        log = RequestLog.from_config(context.state.config, context.request_id, engine)
+        submission = cls(engine, context.state.lifecycle, collectors := [], context.take_share(), log)
         try:
             for index, prompt in enumerate(prompts):
                 collectors.append(
@@ -73,8 +74,8 @@ class Submission:
                         reservation=context.take_place(),
                     )
                 )
-                if context.state.config.enable_log_requests:
-                    logger.info("%s", _described(collectors[-1].request_id, prompt, each[index]))
+                if log is not None:
+                    log.note_request(collectors[-1].request_id, prompt, each[index])
                 if index:
                     await asyncio.sleep(0)  # others may go on between two prompts
         except BaseException:
@@ -129,6 +130,8 @@ class Submission:
 
     def _checked(self, output: Output) -> RequestOutput:
         """A request to pool has one output, which `pooled_outputs` takes for what it is."""
+        if self._log is not None:
+            self._log.note_output(output)
         for completion in (output,) if isinstance(output, PoolingRequestOutput) else output.outputs:
             if completion.finish_reason == "error":
                 raise make_error(
@@ -159,18 +162,6 @@ class Submission:
             await self._engine.abort(running, internal=True)
         if self._share is not None:
             self._share.release()
-
-
-def _described(request_id: str, prompt: TokensPrompt, params: SamplingParams | PoolingParams) -> str:
-    """A request in one line, without any text of its own."""
-    if isinstance(params, PoolingParams):
-        return f"request {request_id}: {len(prompt['prompt_token_ids'])} prompt tokens, task={params.task}"
-    form = "" if params.structured_outputs is None else f", {params.structured_outputs.source.kind}"
-    return (
-        f"request {request_id}: {len(prompt['prompt_token_ids'])} prompt tokens, max_tokens={params.max_tokens}, "
-        f"n={params.n}, temperature={params.temperature:g}, top_p={params.top_p:g}, top_k={params.top_k}, "
-        f"seed={params.seed}{form}"
-    )
 
 
 def check_admission(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 from quire.config.quantization import MAX_INT8_INPUTS, QuantizationScheme
@@ -9,6 +11,9 @@ from quire.worker.layers.linear import Linear
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of matrices that choose experts: small, and a wrong choice costs more than a rounded weight."""
+
+
+_IN_A_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
 
 
 def plan_quantization(model: nn.Module, scheme: QuantizationScheme) -> list[str]:
@@ -23,6 +28,6 @@ def plan_quantization(model: nn.Module, scheme: QuantizationScheme) -> list[str]
 
 def is_quantizable(path: str, module: nn.Module, scheme: QuantizationScheme) -> bool:
     """Whether the module at `path` is one of them."""
-    if not isinstance(module, Linear) or ".layers." not in path or path.rpartition(".")[2] in ROUTERS:
+    if not isinstance(module, Linear) or not _IN_A_LAYER.search(path) or path.rpartition(".")[2] in ROUTERS:
         return False
     return not scheme.quantizes_inputs or module.weight.shape[1] <= MAX_INT8_INPUTS

@@ -107,8 +107,8 @@ def test_refusals_name_the_field(serve: Serve) -> None:
             ({"input": []}, "input", "is missing or empty"),
             ({"input": ""}, None, None),
             ({"input": ["a", [1]]}, "input", "mixes"),
-            ({"input": [999]}, "prompt", "outside the vocabulary"),
-            ({"input": long}, "prompt", "takes 320"),
+            ({"input": [999]}, "input", "outside the vocabulary"),
+            ({"input": long}, "input", "takes 320"),
             ({"input": "a", "dimensions": 49}, "dimensions", "at most 48"),
             ({"input": "a", "dimensions": 0}, "dimensions", "0"),
             ({"input": "a", "encoding_format": "hex"}, "encoding_format", "hex"),
@@ -193,7 +193,7 @@ def test_scores_and_the_order_of_documents(serve: Serve, model: str) -> None:
             assert (await server.refusal("/score", **body))["param"] == param
         assert (await server.refusal("/rerank", query="a", documents=[]))["param"] == "documents"
         too_long = "word " * 400
-        assert (await server.refusal("/score", text_1="a", text_2=too_long))["param"] == "prompt"
+        assert (await server.refusal("/score", text_1="a", text_2=too_long))["param"] == "text_2"
         await server.answer("/score", text_1="a", text_2=too_long, truncate_prompt_tokens=-1)
 
     serve(model, test)

@@ -11,7 +11,7 @@ from quire.frontend.openai.protocol.fields import Object, PositiveCount, Text
 from quire.frontend.openai.protocol.sampling import GenerationBody, bound_of
 from quire.frontend.openai.protocol.tools import ToolChoice, Tools
 
-MAX_MESSAGES = 1 << 16
+MAX_MESSAGES = 1 << 15
 Messages = Annotated[list[Object], Meta(max_length=MAX_MESSAGES)]
 RESERVED_VARIABLES = frozenset(
     {

@@ -157,6 +157,8 @@ class MessagesBody(ConversationBody, kw_only=True):
     metadata: Object | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     vllm_xargs: Object | None = None
+    mm_payload: Literal["tensors", "none"] | None = None
+    return_mm_kwargs: bool | None = None
 
     watermarking: bool | None = None
     kv_transfer_params: Object | None = None
@@ -166,6 +168,11 @@ class MessagesBody(ConversationBody, kw_only=True):
         "watermarking": (False,),
         "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
+    }
+    WITHOUT_EFFECT = {  # noqa: RUF012
+        "vllm_xargs": "it is for extensions, and there are none",
+        "mm_payload": "no answer has processed media",
+        "return_mm_kwargs": "no answer has processed media",
     }
 
     def as_chat(self) -> ChatBody:

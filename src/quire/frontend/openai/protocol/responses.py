@@ -121,7 +121,6 @@ class ResponsesBody(RequestBody, kw_only=True):
     """So many most likely tokens per position, where log-probabilities are included."""
     max_output_tokens: PositiveCount | None = None
     max_tool_calls: PositiveCount | None = None
-    """Of tools that run on the server; there are none."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include_reasoning: bool = True
@@ -134,7 +133,6 @@ class ResponsesBody(RequestBody, kw_only=True):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = "auto"
     user: Name | None = None
     prompt_cache_key: Name | None = None
-    """Taken, and without effect: equal beginnings share the cache whatever it says."""
 
     temperature: Annotated[float, bound_of("temperature")] | None = None
     top_p: Annotated[float, bound_of("top_p")] | None = None
@@ -157,7 +155,9 @@ class ResponsesBody(RequestBody, kw_only=True):
     priority: Int64 = 0
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     vllm_xargs: Object | None = None
-    """Taken, and read by nobody yet."""
+    session_id: Name | None = None
+    mm_payload: Literal["tensors", "none"] | None = None
+    return_mm_kwargs: bool | None = None
 
     prompt: Object | None = None
     conversation: Name | Object | None = None
@@ -179,6 +179,14 @@ class ResponsesBody(RequestBody, kw_only=True):
         "watermarking": (False,),
         "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
+    }
+    WITHOUT_EFFECT = {  # noqa: RUF012
+        "max_tool_calls": "it counts tools that run on the server, and there are none",
+        "prompt_cache_key": "equal beginnings share the cache whatever it says",
+        "vllm_xargs": "it is for extensions, and there are none",
+        "session_id": "requests of a session are served like others; equal prefixes are found by their content",
+        "mm_payload": "no answer has processed media",
+        "return_mm_kwargs": "no answer has processed media",
     }
 
     @property

@@ -52,9 +52,9 @@ async def prepare_completion(
     if reserves:
         check_admission(context, texts, params.n, params.max_tokens)
     options = {"add_special_tokens": body.add_special_tokens} | state.renderer.truncation(body, params.max_tokens)
-    prompts = await state.renderer.tokenize_all(texts, options, cache_salt=context.cache_salt(body.cache_salt))
+    salt = context.cache_salt(body.cache_salt)
+    prompts = await state.renderer.tokenize_all(texts, options, cache_salt=salt, max_tokens=params.max_tokens)
     for prompt in prompts:
-        state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
         if body.echo and prompt.get("prompt") is None and state.engine.tokenizer is not None:
             prompt["prompt"] = state.engine.tokenizer.decode(prompt["prompt_token_ids"])
     return prompts, params

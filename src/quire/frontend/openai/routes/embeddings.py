@@ -9,7 +9,7 @@ from starlette.responses import Response
 from quire.errors import NotFoundError
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.openai.pooling_work import answer_head, count_tokens, encode_array, pool_texts
+from quire.frontend.openai.pooling_work import answer_head, count_tokens, encode_array, naming, pool_texts
 from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.pooling import ClassifyBody, EmbeddingBody, PoolBody
 from quire.frontend.openai.protocol.prompts import as_prompts
@@ -43,7 +43,8 @@ async def _answer(
     state = context.state
     model = state.check_model(body.model)
     texts = as_prompts(body.input, "input", state.config.max_prompts_per_request)
-    outputs = await pool_texts(context, body, texts, body.params(task))
+    with naming("input"):
+        outputs = await pool_texts(context, body, texts, body.params(task))
     data = [
         {"index": index, "object": kind, key: encode_array(output.outputs.data, body.encoding_format)}
         for index, output in enumerate(outputs)
@@ -58,7 +59,8 @@ async def classify(context: RequestContext) -> Response:
     state = context.state
     model = state.check_model(body.model)
     texts = as_prompts(body.input, "input", state.config.max_prompts_per_request)
-    outputs = await pool_texts(context, body, texts, body.params("classify"))
+    with naming("input"):
+        outputs = await pool_texts(context, body, texts, body.params("classify"))
     pooling = state.engine.model_config.pooling
     labels = pooling.labels if pooling is not None else ()
     data: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.openai.pooling_work import answer_head, count_tokens, pool_prompts, pool_texts
+from quire.frontend.openai.pooling_work import answer_head, count_tokens, naming, pool_prompts, pool_texts
 from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.pooling import PoolingBody, RerankBody, ScoreBody
 from quire.frontend.openai.submission import check_admission
@@ -28,7 +28,8 @@ async def score(context: RequestContext) -> Response:
     """Say how well pairs of texts go together."""
     body = await context.read(SCORE)
     model = context.state.check_model(body.model)
-    outputs = await _score(context, body, pair_texts(*body.texts(), names=("text_1", "text_2")))
+    with naming("text_2"):
+        outputs = await _score(context, body, pair_texts(*body.texts(), names=("text_1", "text_2")))
     data = [{"index": index, "object": "score", "score": output.outputs.score} for index, output in enumerate(outputs)]
     usage = count_tokens([output.prompt_token_ids for output in outputs])
     return json_response({**answer_head(context, body, "score", model), "data": data, "usage": usage})
@@ -39,7 +40,8 @@ async def rerank(context: RequestContext) -> Response:
     body = await context.read(RERANK)
     model = context.state.check_model(body.model)
     texts = body.texts()
-    outputs = await _score(context, body, pair_texts(body.query, texts, names=("query", "documents")))
+    with naming("documents"):
+        outputs = await _score(context, body, pair_texts(body.query, texts, names=("query", "documents")))
     order = sorted(range(len(texts)), key=lambda index: -outputs[index].outputs.score)
     results = [
         {

@@ -53,8 +53,8 @@ async def detokenize(context: RequestContext) -> Response:
     state = context.state
     state.check_model(body.model)
     tokenizer = await state.engine.get_tokenizer()
-    unknown = next((i for i in body.tokens if i >= len(tokenizer)), None)
-    if unknown is not None:
+    unknown = max(body.tokens, default=0)
+    if unknown >= len(tokenizer):
         raise ValidationError(
             f"tokens holds id {unknown}, outside the vocabulary [0, {len(tokenizer)})", param="tokens", value=unknown
         )

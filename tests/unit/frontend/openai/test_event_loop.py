@@ -1,0 +1,119 @@
+"""Promise P15: whatever a body holds, nothing runs on the event loop for more than 50 ms at a stretch.
+
+Measured is what each callback takes of the loop thread's own processor time, so that other programs on the machine do
+not count; the best of a few tries, so that a cold cache does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .serving import Server, check
+from .test_field_fuzzer import post
+
+LIMIT_S = 0.05
+NUM_TRIES = 4
+SIZE = 27_000_000
+TEXT = "The quick brown fox jumps over the lazy dog. " * (SIZE // 45)
+
+
+def chat(**fields: Any) -> tuple[str, Any]:
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
+
+
+def tool(number: int) -> dict[str, Any]:
+    properties = {f"p{j}": {"type": "string", "description": "what it is"} for j in range(20)}
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": {"properties": properties}}}
+
+
+def schema(num_properties: int) -> dict[str, Any]:
+    properties = {f"p{i}": {"type": "string"} for i in range(num_properties)}
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "properties": properties}}}
+
+
+BODIES: dict[str, Callable[[], tuple[str, Any]]] = {
+    "text": lambda: ("/v1/completions", {"prompt": TEXT}),
+    "one word": lambda: ("/v1/completions", {"prompt": "x" * SIZE}),
+    "text that is cut": lambda: ("/v1/completions", {"prompt": TEXT, "truncate_prompt_tokens": 10}),
+    "escapes": lambda: ("/v1/completions", {"prompt": "Ж" * (SIZE // 6)}),
+    "many texts": lambda: ("/v1/completions", {"prompt": ["x" * 13_000] * 2_000}),
+    "ids": lambda: ("/v1/completions", {"prompt": [1] * 250_000}),
+    "a conversation": lambda: chat(messages=[{"role": "user", "content": TEXT}]),
+    "many messages": lambda: chat(messages=[{"role": "user", "content": "x" * 80}] * 32_768),
+    "parts": lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * 99}] * 40_000}]),
+    "tools": lambda: chat(tools=[tool(i) for i in range(800)]),
+    "arguments": lambda: chat(
+        messages=[
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": str(list(range(200_000)))}}]},
+        ]
+    ),
+    "a schema": lambda: chat(response_format=schema(500)),
+    "too large a schema": lambda: chat(response_format=schema(80_000)),
+    "biases": lambda: ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(65_000)}}),
+    "a wrong field": lambda: ("/v1/completions", {"prompt": "x", "temperature": TEXT}),
+    "tokens to count": lambda: ("/tokenize", {"prompt": TEXT}),
+    "tokens to read": lambda: ("/detokenize", {"tokens": [50] * 250_000}),
+    "a response": lambda: ("/v1/responses", {"input": TEXT}),
+    "a message": lambda: (
+        "/v1/messages",
+        {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": TEXT}]},
+    ),
+}
+
+
+class LoopMonitor:
+    """The longest stretch that a callback of this thread's loop has taken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.worst_s = 0.0
+        run_callback = asyncio.events.Handle._run
+
+        def run(handle: asyncio.Handle) -> None:
+            start = time.thread_time()
+            run_callback(handle)
+            self.worst_s = max(self.worst_s, time.thread_time() - start)
+
+        monkeypatch.setattr(asyncio.events.Handle, "_run", run)
+
+    async def watch(self, work: Callable[[], Any]) -> float:
+        """The longest one of what is done meanwhile."""
+        await asyncio.sleep(0)
+        self.worst_s = 0.0
+        await asyncio.create_task(work())
+        await asyncio.sleep(0)
+        return self.worst_s
+
+
+def test_no_body_holds_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(server: Server) -> None:
+        monitor, blocked = LoopMonitor(monkeypatch), {}
+        for name, make in BODIES.items():
+            path, value = make()
+            body = json.dumps(value).encode()
+            tries = []
+            while (not tries or min(tries) > LIMIT_S) and len(tries) < NUM_TRIES:
+                tries.append(await monitor.watch(lambda path=path, body=body: post(server.app, path, body)))  # type: ignore[misc]
+            if min(tries) > LIMIT_S:
+                blocked[name] = tries
+        assert not blocked
+
+    check(test, timeout_s=300)
+
+
+def test_the_monitor_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hold_up() -> None:
+        until = time.thread_time() + 2 * LIMIT_S
+        while time.thread_time() < until:
+            pass
+
+    async def run() -> float:
+        return await LoopMonitor(monkeypatch).watch(hold_up)
+
+    assert asyncio.run(run()) > LIMIT_S
