@@ -71,6 +71,19 @@ def unbounded_reads(source: str) -> list[str]:
     return found
 
 
+def file_reads(source: str) -> list[str]:
+    """Where a source text opens a file by its path."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            is_method = isinstance(node.func, ast.Attribute) and node.func.attr in ("read_text", "read_bytes", "open")
+            called = ast.unparse(node.func)
+            is_awaited_body = called in ("self.read_bytes", "context.read_bytes")
+            if (is_method or called == "open") and not is_awaited_body and not called.startswith(("os.", "self.")):
+                found.append(f"line {node.lineno}: {called}()")
+    return found
+
+
 def _has_size(call: ast.Call) -> bool:
     if not call.args:
         return bool(call.keywords)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from .imports import PACKAGE, module_name, source_files
-from .safety import FORBIDDEN_MODULES, dangers, unbounded_reads
+from .safety import FORBIDDEN_MODULES, dangers, file_reads, unbounded_reads
 
 ROOT = PACKAGE.parents[1]
 FILES = source_files()
@@ -49,6 +49,30 @@ def test_nothing_is_read_without_a_bound(path: Path) -> None:
             read for read in found if not read.endswith("context.socket()") and not read.endswith("own_view.socket()")
         ]
     assert not found
+
+
+READS_FILES = {
+    "quire.config.repository",  # the door to what a model repository holds
+    "quire.config.checkpoint",  # headers and the index, of files that have come through it
+    "quire.config.server",  # --api-key-file
+    "quire.config.vllm_flags",  # a table of the package
+    "quire.frontend.tokenizer",  # --chat-template
+    "quire.frontend.openai.routes.pages",  # pages of the package
+}
+"""Modules of `config` and `frontend` that open files; a new one asks itself whose they are."""
+
+
+@pytest.mark.parametrize(
+    "path", [f for f in FILES if f.relative_to(PACKAGE).parts[0] in ("config", "frontend")], ids=module_name
+)
+def test_files_of_repositories_come_through_one_door(path: Path) -> None:
+    found = file_reads(path.read_text(encoding="utf-8"))
+    assert not found or module_name(path) in READS_FILES
+
+
+@pytest.mark.parametrize("source", ["path.read_text()", "(a / b).read_bytes()", "open(path)", "path.open('rb')"])
+def test_planted_file_reads_are_found(source: str) -> None:
+    assert file_reads(source)
 
 
 PLANTED = [

@@ -271,6 +271,10 @@ class Invariants:
             assert stats.num_skipped_waiting_reqs == len(waiting.blocked) + num_resting
             num_used = self.num_blocks - self.pool.get_num_free_blocks()
             assert abs(stats.kv_cache_usage - num_used / self.num_blocks) < 1e-9
+            assert stats.num_used_blocks == num_used
+        num_blocks = stats.num_used_blocks + stats.num_cached_blocks + stats.num_free_blocks
+        assert num_blocks == self.num_blocks, f"{num_blocks} blocks are used, cached or free, of {self.num_blocks}"
+        assert min(stats.num_cached_blocks, stats.num_free_blocks, stats.num_recomputed_tokens) >= 0
         prefix = stats.prefix_cache_stats
         assert prefix.hits <= prefix.queries
         self._num_queries += prefix.requests

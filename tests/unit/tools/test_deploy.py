@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,12 @@ def test_histograms_are_shown_by_their_buckets() -> None:
         spec for spec in METRICS if spec.kind == "histogram" and spec.prefix == "vllm:" and "latency" in spec.name
     ]
     assert {spec.full_name + "_bucket" for spec in wanted} <= shown
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_takes_the_rules() -> None:
+    rules_file = DEPLOY / "prometheus" / "rules.yml"
+    subprocess.run(["promtool", "check", "rules", str(rules_file)], check=True, capture_output=True, timeout=60)
 
 
 def test_alerts_say_what_is_wrong() -> None:

@@ -26,7 +26,7 @@ from .serving import Server, check
 from .test_fields import ENDPOINTS
 
 NUM_CASES = 100_000
-NUM_SERVED = 3_000
+NUM_SERVED = 2_000
 CANARY = {"prompt": [40, 41, 42], "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
 LEAKS = re.compile(r"Traceback|0x[0-9a-f]{6,}|/(?:home|root|usr|work|tmp)/|\.py\b")
 FUZZER = FieldFuzzer(ENDPOINTS)
@@ -173,7 +173,7 @@ async def bombard(server: Server, num_cases: int) -> None:
         assert not LEAKS.search(answer.decode()), (case.body[:500], answer[:500])
         if "code" in error:
             assert error["code"] == status
-            assert error["param"] is not None or status in (404, 413), (case.body[:500], answer[:500])
+            assert error["param"] is not None or status != 400, (case.body[:500], answer[:500])
 
     async def some(num: int) -> None:
         for _ in range(0, num, 50):
