@@ -33,8 +33,8 @@ async def create_response(context: RequestContext) -> Response:
     with in_own_words():
         messages = _conversation(context, body)
         chat = await prepare_chats(context, [body.as_chat(with_instructions(body.instructions, messages))])
+        writer = ResponseWriter(context.state, body, model, response_id, chat)
         submission = await Submission.submit(context, chat.prompts, chat.params, response_id, priority=body.priority)
-    writer = ResponseWriter(context.state, body, model, response_id, chat)
     if body.background:
         return await _answer_later(context, body, writer, submission, messages)
 
