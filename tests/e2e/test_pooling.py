@@ -170,7 +170,7 @@ def test_a_text_is_as_long_as_the_model_has_positions(make: Make) -> None:
 
 @pytest.mark.parametrize("family", ENCODERS)
 def test_checkpoints_with_a_head_for_masked_words(family: str, make: Make, tmp_path: Path) -> None:
-    """The encoder is under a name of its own, and the head of no use. ModernBERT's config in its older spelling, too."""
+    """The encoder is under a name of its own, and the head of no use; ModernBERT's config in its older spelling."""
     model = transformers.AutoModelForMaskedLM.from_pretrained(make(family))
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
