@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 
 from quire import LLM, PoolingParams
-from quire.errors import ConfigError, PromptTooLongError, ValidationError
+from quire.errors import ConfigError, ModelLoadError, PromptTooLongError, ValidationError
 from quire.testing.tiny_models import ENCODERS, VOCAB_SIZE, make_tiny_checkpoint
 from quire.worker.kernels.library import native_library
 
@@ -168,6 +168,23 @@ def test_a_text_is_as_long_as_the_model_has_positions(make: Make) -> None:
             LLM(str(path), **flags)
 
 
+@pytest.mark.parametrize("family", ENCODERS)
+def test_checkpoints_with_a_head_for_masked_words(family: str, make: Make, tmp_path: Path) -> None:
+    """The encoder is under a name of its own, and the head of no use; ModernBERT's config in its older spelling."""
+    model = transformers.AutoModelForMaskedLM.from_pretrained(make(family))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"][0].endswith("ForMaskedLM")
+    if family == "modernbert":
+        for key in ("rope_parameters", "layer_types"):
+            del config[key]
+        config |= {"global_rope_theta": 5000.0, "local_rope_theta": 300.0, "global_attn_every_n_layers": 2}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = prompts_of((5, 40, 130))
+    with engine(tmp_path, skip_tokenizer_init=True) as llm:
+        assert_close(pooled(llm, prompts, "embed"), [normalize(h[0]) for h in hidden_states(tmp_path, prompts)])
+
+
 def test_sleep_and_other_weights(make: Make, tmp_path: Path) -> None:
     path, prompts = make("bert"), prompts_of((5, 40))
     other = make_tiny_checkpoint(tmp_path / "other", "bert", seed=1)
@@ -227,6 +244,29 @@ def test_classes_of_decoders(family: str, make: Make) -> None:
     with engine(path, max_num_batched_tokens=64, max_num_seqs=8) as llm:
         for _ in range(2):
             assert_close(pooled(llm, prompts, "classify", use_activation=False), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_reranker_that_says_yes_or_no(family: str, make: Make) -> None:
+    """Its score is how probable "yes" is, of the two; the logits head may be tied or not."""
+    path = make(family, tie_word_embeddings=family == "qwen3")
+    overrides = {"architectures": [f"{family.capitalize()}ForSequenceClassification"],
+                 "classifier_from_token": ["n", "y"], "is_original_qwen3_reranker": True}  # fmt: skip
+    with engine(path, hf_overrides=overrides) as llm:
+        assert llm.get_supported_tasks() == ("classify", "score")
+        no, yes = llm.get_tokenizer().encode("n")[0], llm.get_tokenizer().encode("y")[0]
+        outputs = llm.score("a query", ["one document", "another"], use_tqdm=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    for output in outputs:
+        with torch.inference_mode():
+            last = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        assert abs(output.outputs.score - (last[yes] - last[no]).sigmoid().item()) < TOLERANCE
+    with engine(path, hf_overrides={**overrides, "is_original_qwen3_reranker": False}) as llm:
+        (found,) = llm.classify({"prompt_token_ids": outputs[1].prompt_token_ids}, use_tqdm=False)
+    expected = last[[no, yes]].softmax(-1)
+    torch.testing.assert_close(torch.tensor(found.outputs.probs), expected, rtol=0, atol=TOLERANCE)
+    with pytest.raises(ModelLoadError, match="has no token 'perhaps'"):
+        LLM(str(path), hf_overrides={**overrides, "classifier_from_token": ["n", "perhaps"]})
 
 
 def test_preempted_requests_begin_again(make: Make) -> None:

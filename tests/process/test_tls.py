@@ -72,7 +72,18 @@ def test_clients_may_have_to_show_a_certificate(directory: Path) -> None:
                 assert not is_let_in
 
 
-def test_tls_files_that_cannot_be_used_are_told_of(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["--ssl-certfile", str(directory / "server.pem"), "--ssl-keyfile", str(directory / "client.key")]
-    assert main(["serve", "--host", "127.0.0.1", "--port", "0", *wrong]) == 2
-    assert "TLS" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--ssl-certfile", "server.pem", "--ssl-keyfile", "client.key"],
+        ["--ssl-certfile", "none.pem", "--ssl-keyfile", "server.key"],
+        ["--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key", "--ssl-ca-certs", "server.key"],
+        ["--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key", "--ssl-ciphers", "none"],
+    ],
+)
+def test_tls_files_that_cannot_be_used_are_told_of_at_once(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.chdir(directory)
+    assert main(["serve", "--host", "127.0.0.1", "--port", "0", *flags]) == 2
+    assert "TLS cannot be had" in capsys.readouterr().err

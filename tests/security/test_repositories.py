@@ -28,25 +28,37 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run_loader(root: Path, *flags: str, optimized: bool = False) -> list[dict[str, Any]]:
-    """What the loader says of each repository. It may not take more memory than a machine has to spare."""
-    interpreter = [sys.executable, *(["-O"] if optimized else [])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*interpreter, "-m", "tests.security.loader", str(root), *flags],
-        env={**environment, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd="/",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+class Loader:
+    """A loader under way. It may not take more memory than a machine has to spare."""
+
+    def __init__(self, root: Path, *flags: str, optimized: bool = False) -> None:
+        interpreter = [sys.executable, *(["-O"] if optimized else [])]
+        python_path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        self._process = subprocess.Popen(
+            [*interpreter, "-m", "tests.security.loader", str(root), *flags],
+            env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it says of each repository."""
+        output, errors = self._process.communicate(timeout=400)
+        assert self._process.returncode == 0, errors[-3000:]
+        return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def loaders(corpus: Path) -> dict[bool, Loader]:
+    """Without and with -O, side by side."""
+    return {optimized: Loader(corpus, optimized=optimized) for optimized in (False, True)}
 
 
 @pytest.mark.parametrize("optimized", [False, True], ids=["", "-O"])
-def test_repositories_that_mean_ill(corpus: Path, optimized: bool) -> None:
-    lines = run_loader(corpus, optimized=optimized)
+def test_repositories_that_mean_ill(loaders: dict[bool, Loader], optimized: bool) -> None:
+    lines = loaders[optimized].lines()
     assert {line["name"] for line in lines} == {repository.name for repository in REPOSITORIES}
     expected = {repository.name: repository.outcome for repository in REPOSITORIES}
     problems = [problem for line in lines for problem in problems_of(line, expected[line["name"]])]
@@ -74,6 +86,6 @@ def test_the_auditor_notices_everything_it_is_there_for(tmp_path: Path) -> None:
     (tmp_path / "repositories").mkdir()
     (tmp_path / "outside" / "secret.json").write_text("{}")
     (tmp_path / "repositories" / "link.json").symlink_to("../outside/secret.json")
-    lines = run_loader(tmp_path, "--self-check")
+    lines = Loader(tmp_path, "--self-check").lines()
     assert [line["name"] for line in lines] == list(misdeeds(tmp_path))
     assert [line["name"] for line in lines if not line["seen"]] == []

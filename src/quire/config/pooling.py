@@ -59,6 +59,9 @@ class PoolingConfig:
     """How a classifier's scores become probabilities."""
     labels: tuple[str, ...] = ()
     """Names of the classes."""
+    label_token_ids: tuple[int, ...] = ()
+    """Tokens whose logits are the scores, of a decoder that was trained to say them. With one label it is by how much
+    the second is ahead of the first."""
     dense: tuple[DenseConfig, ...] = ()
     embedding_dim: int = 0
     matryoshka_dims: tuple[int, ...] | None = None
@@ -119,6 +122,8 @@ def resolve_pooling(
             pooling = _embedding(hf, model_dir, modules or [], is_encoder)
         else:
             pooling = _classification(hf, head, is_encoder)
+            if hf.get("classifier_from_token") and not is_encoder:
+                pooling = _from_tokens(pooling, hf, model_dir)
     except QuireError:
         raise
     except (TypeError, ValueError, OverflowError, AttributeError) as e:  # whatever else the files may hold
@@ -223,6 +228,23 @@ def _classification(hf: HFConfig, head: Head, is_encoder: bool) -> PoolingConfig
         labels=labels,
         has_segments=is_encoder and int(hf.get("type_vocab_size", 1)) > 1,
     )
+
+
+def _from_tokens(pooling: PoolingConfig, hf: HFConfig, model_dir: Path) -> PoolingConfig:
+    """A classifier made of the logits head (`classifier_from_token`): one score per token, or how much more likely the
+    second of two is than the first (`is_original_qwen3_reranker`)."""
+    tokens = [str(token) for token in hf.require("classifier_from_token")]
+    vocabulary = ((read_object(model_dir, "tokenizer.json") or {}).get("model") or {}).get("vocab") or {}
+    unknown = [token for token in tokens if not 0 <= vocabulary.get(token, -1) < hf.vocab_size]
+    if unknown:
+        raise ModelLoadError(f"classifier_from_token: {model_dir / 'tokenizer.json'} has no token {unknown[0]!r}")
+    if bool(hf.get("is_original_qwen3_reranker", False)):
+        if len(tokens) != 2:
+            raise ModelLoadError(f"classifier_from_token has {len(tokens)} tokens; is_original_qwen3_reranker needs 2")
+        pooling = dataclasses.replace(pooling, labels=(tokens[1],), activation="sigmoid")
+    else:
+        pooling = dataclasses.replace(pooling, labels=tuple(tokens), activation="softmax")
+    return dataclasses.replace(pooling, label_token_ids=tuple(int(vocabulary[token]) for token in tokens))
 
 
 def _labels(hf: HFConfig) -> tuple[str, ...]:

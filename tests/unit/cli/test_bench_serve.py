@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from quire.cli.bench.serve import command_line, load_plan
+from quire.cli.bench.serve import command_line
+from quire.cli.bench.serve_options import load_plan
 from quire.cli.main import main
 from quire.errors import ConfigError
 
@@ -67,6 +68,18 @@ def test_a_load_of_conversations_with_fields_of_ones_own(server: FakeServer, cap
         assert isinstance(body["messages"][0]["content"], str)
         assert (body["top_k"], body["temperature"], body["max_tokens"]) == (3, 0.7, 128)
         assert "ignore_eos" not in body
+
+
+def test_a_command_line_of_vllm(server: FakeServer, capsys: Capture) -> None:
+    port = server.url.rpartition(":")[2]
+    lengths = ["--random-input-len", "5", "--random-output-len", "3", "--num-prompts", "2", "--request-rate", "inf"]
+    argv = ["--backend", "openai-chat", "--endpoint", CHAT, "--dataset-name", "random", *lengths, "--ignore-eos"]
+    for place in (["--host", "127.0.0.1", "--port", port], ["--port", port], ["--base-url", server.url]):
+        assert main(["bench", "serve", *place, *argv, "--model", "m", "--seed", "1", "--max-concurrency", "2"]) == 0
+    assert len(server.bodies(CHAT)) == 3 * (2 + 4)
+    for wrong in (["--url", "http://x", "--port", port], ["--port", port, "--backend", "vllm", "--endpoint", "chat"]):
+        assert main(["bench", "serve", *wrong]) == 2
+    assert "contradict one another" in capsys.readouterr().err
 
 
 def test_the_table(server: FakeServer, capsys: Capture) -> None:

@@ -1,4 +1,4 @@
-"""What `quire bench serve` prints: one load in full, several as the rows of a table."""
+"""What `quire bench serve` says: one load in full, several as the rows of a table, and everything as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from quire.cli.bench.outcomes import Level, client_warning
+from quire.cli.bench.outcomes import Level, Outcome, client_warning
 from quire.cli.bench.serve_run import ServeRun
 
 _ROWS = (
@@ -101,3 +101,36 @@ def _saturation(run: ServeRun) -> list[str]:
         return ["", f"  no rate was sustained: {failed:g} requests/s was still too much" if failed else ""]
     above = f"; {failed:g} was too much" if failed is not None else ", the highest that was tried"
     return ["", f"  saturation: {sustained:g} requests/s was sustained{above}"]
+
+
+def to_json(facts: dict[str, Any], done: ServeRun, *, is_detailed: bool) -> dict[str, Any]:
+    """What --save-result and --json have."""
+    loads = []
+    for level in done.levels:
+        load: dict[str, Any] = {"request_rate": level.rate, "max_concurrency": level.concurrency, **level.figures}
+        if is_detailed:
+            load["requests"] = [_request_row(o, level.result.start_s) for o in level.result.outcomes]
+        loads.append(load)
+    content = {**facts, "was_interrupted": done.was_interrupted, "loads": loads}
+    if done.saturation is not None:
+        sustained, failed = done.saturation
+        content["saturation"] = {"sustained_requests_per_s": sustained, "too_much_requests_per_s": failed}
+    return content
+
+
+def _request_row(outcome: Outcome, start_s: float) -> dict[str, Any]:
+    timing = outcome.timing
+
+    def since_start(stamp: float | None) -> float | None:
+        return None if stamp is None else round(stamp - start_s, 6)
+
+    return {
+        "intended_s": since_start(outcome.intended_s),
+        "sent_s": since_start(timing.added_s),
+        "first_token_s": since_start(timing.first_token_s),
+        "end_s": since_start(outcome.end_s),
+        "prompt_tokens": timing.num_prompt_tokens,
+        "output_tokens": timing.num_output_tokens,
+        "gaps_s": [round(gap, 6) for gap in timing.gaps_s],
+        "failure": None if outcome.failure is None else outcome.failure.kind,
+    }

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ class Listeners:
 
     @staticmethod
     def bind(config: ServerConfig) -> Listeners:
-        """Raises ConfigError where the system refuses."""
+        """Raises ConfigError where the system refuses, and for TLS files that cannot be used."""
+        _check_tls_files(config)
         scheme = "http" if config.ssl_certfile is None else "https"
         if config.uds is not None:
             main, url = _bind_unix(config.uds), f"unix:{config.uds}"
@@ -66,6 +68,23 @@ class Listeners:
         for listener in (self.main, self.admin):
             if listener is not None:
                 listener.close()
+
+
+def _check_tls_files(config: ServerConfig) -> None:
+    if config.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+        if config.ssl_ciphers is not None:
+            context.set_ciphers(config.ssl_ciphers)
+    except (OSError, ValueError) as e:  # an SSLError is an OSError
+        raise ConfigError(
+            f"TLS cannot be had with --ssl-certfile {config.ssl_certfile}, --ssl-keyfile {config.ssl_keyfile} and what "
+            f"goes with them: {e}"
+        ) from None
 
 
 def _bind_port(host: str | None, port: int, flag: str) -> socket.socket:
@@ -136,7 +155,7 @@ async def serve(
 ) -> None:
     """Answer requests until SIGTERM or SIGINT, drain, and return. A second signal ends what still runs at once.
 
-    Raises ConfigError for TLS files or a middleware that cannot be used. The engine is the caller's to shut down.
+    Raises ConfigError for a middleware that cannot be used. The engine is the caller's to shut down.
     """
     _route_log(state.config)
     servers = [_make_server(state, listeners.url, is_admin=False)]
@@ -207,25 +226,22 @@ class _Server(uvicorn.Server):
 
 def _make_server(state: ServerState, url: str, *, is_admin: bool) -> _Server:
     config = state.config
-    try:
-        settings = uvicorn.Config(
-            build_app(state, is_admin=is_admin),
-            http=make_connection_class(config.header_timeout_s, config.h11_max_incomplete_event_size),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_graceful_shutdown=int(END_GRACE_S),
-            ssl_keyfile=config.ssl_keyfile,
-            ssl_certfile=config.ssl_certfile,
-            ssl_ca_certs=config.ssl_ca_certs,
-            ssl_cert_reqs=config.ssl_cert_reqs,
-            ssl_ciphers=config.ssl_ciphers or "TLSv1",
-        )
-        settings.load()
-    except OSError as e:
-        raise ConfigError(f"the TLS files cannot be used: {e}") from None
+    settings = uvicorn.Config(
+        build_app(state, is_admin=is_admin),
+        http=make_connection_class(config.header_timeout_s, config.h11_max_incomplete_event_size),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=int(END_GRACE_S),
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
+        ssl_ciphers=config.ssl_ciphers or "TLSv1",
+    )
+    settings.load()
     return _Server(settings)
 
 

@@ -1,6 +1,10 @@
-"""A decoder that pools: its logits head is left out, and a classifier's put in its place where it has one."""
+"""A decoder that pools: its logits head is left out, and a classifier's put in its place where it has one.
+
+Rerankers that were trained to say "yes" or "no" keep the logits head: their classifier is a few of its rows."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,23 +16,29 @@ from quire.worker.layers.linear import Linear
 
 
 class PooledDecoder(nn.Module):
-    """The `model` of a decoder that was built to generate, and `score`, a classifier of its hidden states."""
+    """The `model` of a decoder (an nn.Module) built to generate, and `score`, a classifier of its hidden states."""
 
-    def __init__(self, decoder: nn.Module, hf: HFConfig, pooling: PoolingConfig) -> None:
+    def __init__(self, decoder: Any, hf: HFConfig, pooling: PoolingConfig) -> None:
         super().__init__()
-        for module in decoder.modules():
-            if isinstance(module, Embedding):
-                module.head = None
+        self.label_token_ids = list(pooling.label_token_ids)
+        self.is_difference = bool(self.label_token_ids) and len(pooling.labels) == 1
         self.model = decoder.model
-        self._hidden_states = decoder.forward
+        self._hidden_states, self._logits = decoder.forward, decoder.compute_logits
+        if self.label_token_ids:
+            self.lm_head = decoder.lm_head
+        for module in decoder.modules():
+            if isinstance(module, Embedding) and not self.label_token_ids:
+                module.head = None
         has_bias = pooling.head == "token_classify" and bool(hf.get("token_classification_bias", True))
-        has_classifier = pooling.head != "embed"
+        has_classifier = pooling.head != "embed" and not self.label_token_ids
         size = len(pooling.labels)
         self.score = Linear(hf.hidden_size, size, has_bias, LOGITS) if has_classifier else None
 
     def checkpoint_name(self, name: str) -> str | None:
         """See NamedWeights."""
-        is_other = name.startswith("lm_head.") or (self.score is None and name.startswith("score."))
+        is_other = (name.startswith("lm_head.") and not self.label_token_ids) or (
+            self.score is None and name.startswith("score.")
+        )
         return None if is_other else name
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -38,6 +48,9 @@ class PooledDecoder(nn.Module):
 
     def classify(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden]; returns float32 [n, num_labels]."""
+        if self.label_token_ids:
+            logits: Tensor = self._logits(hidden)[:, self.label_token_ids]  # [n, len(label_token_ids)]
+            return logits[:, 1:] - logits[:, :1] if self.is_difference else logits
         assert self.score is not None
         scores: Tensor = self.score(hidden)
         return scores

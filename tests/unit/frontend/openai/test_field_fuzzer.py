@@ -26,7 +26,7 @@ from .serving import Server, check
 from .test_fields import ENDPOINTS
 
 NUM_CASES = 100_000
-NUM_SERVED = 3_000
+NUM_SERVED = 2_000
 CANARY = {"prompt": [40, 41, 42], "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
 LEAKS = re.compile(r"Traceback|0x[0-9a-f]{6,}|/(?:home|root|usr|work|tmp)/|\.py\b")
 FUZZER = FieldFuzzer(ENDPOINTS)
