@@ -40,8 +40,10 @@ def serve_command(*flags: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
+    """Without the variables of the tests, which a server would not start with: it knows all that begin with QUIRE_."""
     path = os.pathsep.join([str(SRC), str(SRC.parent)])
-    return {**os.environ, "PYTHONPATH": path, "QUIRE_LOGGING_LEVEL": "INFO"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_TEST_")}
+    return {**inherited, "PYTHONPATH": path, "QUIRE_LOGGING_LEVEL": "INFO"}
 
 
 @contextmanager
@@ -53,8 +55,9 @@ def serving(*flags: str, executor: str | None = None) -> Iterator[ServerProcess]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, cwd=SRC.parent)
     killer = threading.Timer(START_TIMEOUT_S, process.kill)
     killer.start()
+    assert process.stderr is not None
+    drain = threading.Thread(target=process.stderr.read, daemon=True)
     try:
-        assert process.stderr is not None
         log: list[str] = []
         for line in process.stderr:
             log.append(line)
@@ -64,7 +67,6 @@ def serving(*flags: str, executor: str | None = None) -> Iterator[ServerProcess]
         else:
             raise AssertionError("the server did not start:\n" + "".join(log))
         killer.cancel()
-        drain = threading.Thread(target=process.stderr.read, daemon=True)
         drain.start()
         yield ServerProcess(process, found[1], found[2])
     finally:
@@ -72,5 +74,6 @@ def serving(*flags: str, executor: str | None = None) -> Iterator[ServerProcess]
         if process.poll() is None:
             process.kill()
         process.wait()
-        drain.join()
+        if drain.is_alive():
+            drain.join()
         process.stderr.close()

@@ -136,6 +136,20 @@ def test_manifests_can_be_read(path: Path) -> None:
         assert isinstance(document, dict)
 
 
+def test_the_pod_monitor_gives_the_labels_that_queries_ask_for() -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "server.yaml").read_text()))
+    (pods,) = (document for document in documents if document["kind"] == "Deployment")
+    (monitor,) = (document["spec"] for document in documents if document["kind"] == "PodMonitor")
+    (job,) = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    labels = pods["spec"]["template"]["metadata"]["labels"]
+    assert labels[monitor["jobLabel"]] == job["job_name"]
+    (down,) = (rule for rule in rules() if rule.get("alert") == "QuireDown")
+    assert f'job="{job["job_name"]}"' in down["expr"]
+    assert monitor["podTargetLabels"] == ["app"]
+    for trigger in yaml.safe_load((DEPLOY / "kubernetes" / "keda.yaml").read_text())["spec"]["triggers"]:
+        assert f'{{app="{labels["app"]}"}}' in trigger["metadata"]["query"]
+
+
 def test_the_autoscalers_look_at_the_saturation() -> None:
     hpa = yaml.safe_load((DEPLOY / "kubernetes" / "hpa.yaml").read_text())
     adapter = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter.yaml").read_text())

@@ -19,8 +19,6 @@ BACKENDS: Mapping[str, str] = {
     "xgrammar": "quire.engine.structured_output.xgrammar_backend:XGrammarBackend",
 }
 """By --grammar-backend; auto is the first."""
-
-
 PRELOAD_VOCAB_SIZE = 50_000
 """From here on reading a vocabulary holds the interpreter's lock for so long (0.3 s and more) that it is read while the
 weights are. So it is where the library has to be loaded, too."""
@@ -32,12 +30,13 @@ def make_structured_output_manager(config: EngineConfig) -> StructuredOutputMana
     return StructuredOutputManager(
         partial(_make_backend, config),
         jumps=config.structured_outputs_config.grammar_jump_forward,
-        preloads=_tokenizer_file(model).is_file()
-        and (
-            (model.hf_config.get("vocab_size") or 0) >= PRELOAD_VOCAB_SIZE
-            or config.structured_outputs_config.grammar_backend == "xgrammar"
-        ),
+        preloads=_is_slow_to_load(config) and model.pooling is None and _tokenizer_file(model).is_file(),
     )
+
+
+def _is_slow_to_load(config: EngineConfig) -> bool:
+    vocab_size = config.model_config.hf_config.get("vocab_size") or 0
+    return vocab_size >= PRELOAD_VOCAB_SIZE or config.structured_outputs_config.grammar_backend == "xgrammar"
 
 
 def _tokenizer_file(model: ModelConfig) -> Path:

@@ -106,10 +106,6 @@ class TextLogprobs:
         """Those of the latest token."""
         self._held += entries
 
-    def drop(self) -> None:
-        """What came of them is no text."""
-        self._held.clear()
-
     def take_rest(self) -> list[Entry]:
         """What is left at the end of an answer that is all text: tokens that add nothing to it."""
         if not self._is_plain:

@@ -186,8 +186,6 @@ class ResponseWriter:
             if event.block.kind == "text":
                 fields["logprobs"] = entries = self._logprobs.take(event.text)
                 item.logprobs += entries
-            else:
-                self._logprobs.drop()
             yield self._event(f"response.{item.grown_kind}.delta", fields)
             return
         item.status = "incomplete" if is_cut else "completed"

@@ -7,7 +7,7 @@ from typing import Any
 
 from .asgi import Call
 from .serving import Server, check
-from .test_streaming import until_gone
+from .test_streaming import until_gone, watch_aborts
 
 PATH = "/v1/chat/completions/batch"
 CONVERSATIONS: list[list[dict[str, Any]]] = [
@@ -57,6 +57,7 @@ def test_what_a_batch_cannot_have_is_refused_by_name() -> None:
 
 def test_a_batch_takes_its_room_at_once_and_who_leaves_aborts_it_whole() -> None:
     async def test(server: Server) -> None:
+        aborted = watch_aborts(server)
         call = Call(server.app, PATH, {"messages": CONVERSATIONS, "max_tokens": 400, "ignore_eos": True})
         while not server.engine.admission.num_reqs:
             await asyncio.sleep(0)
@@ -66,5 +67,6 @@ def test_a_batch_takes_its_room_at_once_and_who_leaves_aborts_it_whole() -> None
         call.leave()
         await call.task
         await until_gone(server)
+        assert len(aborted) == 3
 
     check(test, executor="Leisurely")

@@ -21,7 +21,7 @@ from quire.outputs import CompletionOutput, RequestOutput
 
 from .asgi import Call
 from .serving import Server, check
-from .test_streaming import until_gone
+from .test_streaming import until_gone, watch_aborts
 
 PATH = "/v1/messages"
 BODY: dict[str, Any] = {
@@ -189,6 +189,7 @@ def test_a_schema_is_kept_to() -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_leaves_aborts_its_message(streams: bool) -> None:
     async def test(server: Server) -> None:
+        aborted = watch_aborts(server)
         call = Call(server.app, PATH, {**BODY, "max_tokens": 400, "stream": streams})
         while not server.engine.get_num_unfinished_requests():
             await asyncio.sleep(0)
@@ -197,6 +198,7 @@ def test_a_client_that_leaves_aborts_its_message(streams: bool) -> None:
         call.leave()
         await call.task
         await until_gone(server)
+        assert aborted
 
     check(test, executor="Leisurely")
 

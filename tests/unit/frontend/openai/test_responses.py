@@ -12,7 +12,7 @@ import pytest
 
 from .asgi import Call
 from .serving import Server, check, client_of
-from .test_streaming import until_gone
+from .test_streaming import until_gone, watch_aborts
 from .test_tool_calling import QUESTION, WEATHER
 
 PATH = "/v1/responses"
@@ -250,6 +250,7 @@ def test_a_background_stream_can_be_left_and_taken_up_again() -> None:
 @pytest.mark.parametrize("verb", ["cancel", "delete"])
 def test_a_response_in_the_background_can_be_ended(verb: str, streams: bool) -> None:
     async def test(server: Server) -> None:
+        aborted = watch_aborts(server)
         call = Call(server.app, PATH, {**LONG, "background": True, "stream": streams})
         await call.wait_for(b"resp_")
         (response_id,) = {key for _, key in server.state.responses._running}
@@ -270,6 +271,7 @@ def test_a_response_in_the_background_can_be_ended(verb: str, streams: bool) -> 
             assert server.state.responses.num_bytes == 0
         await call.task
         await until_gone(server)
+        assert aborted
         if streams:
             assert events_in(call.text.decode())[-1]["response"]["status"] == "cancelled"
 
@@ -310,6 +312,7 @@ def test_the_background_is_bounded() -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_leaves_aborts_its_response(streams: bool) -> None:
     async def test(server: Server) -> None:
+        aborted = watch_aborts(server)
         call = Call(server.app, PATH, {**LONG, "stream": streams})
         while not server.engine.get_num_unfinished_requests():
             await asyncio.sleep(0)
@@ -318,6 +321,7 @@ def test_a_client_that_leaves_aborts_its_response(streams: bool) -> None:
         call.leave()
         await call.task
         await until_gone(server)
+        assert aborted
         assert server.state.responses.num_responses == 0
 
     check(test, executor="Leisurely")

@@ -25,10 +25,24 @@ async def until_gone(server: Server) -> None:
         await asyncio.sleep(0)
 
 
+def watch_aborts(server: Server) -> list[Any]:
+    """The requests that are aborted from here on; a request may also be gone because it has ended."""
+    aborted: list[Any] = []
+    abort = server.engine.abort
+
+    async def note(request_ids: Any, **options: Any) -> None:
+        aborted.extend(request_ids)
+        await abort(request_ids, **options)
+
+    server.engine.abort = note  # type: ignore[method-assign]
+    return aborted
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_client_that_leaves_aborts_its_request(stream: bool, n: int) -> None:
     async def test(server: Server) -> None:
+        aborted = watch_aborts(server)
         body = {**LONG, "stream": stream, "n": n, "temperature": 1}
         call = Call(server.app, "/v1/completions", body)
         while server.engine.get_num_unfinished_requests() < n:
@@ -38,6 +52,7 @@ def test_a_client_that_leaves_aborts_its_request(stream: bool, n: int) -> None:
         call.leave()
         await call.task
         await until_gone(server)
+        assert aborted
         assert not call.is_complete or not stream
 
     check(test, executor="Leisurely")
