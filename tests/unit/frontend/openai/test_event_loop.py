@@ -18,7 +18,7 @@ from .serving import Server, check
 from .test_field_fuzzer import post
 
 LIMIT_S = 0.05
-NUM_TRIES = 4
+NUM_TRIES = 12
 SIZE = 27_000_000
 TEXT = "The quick brown fox jumps over the lazy dog. " * (SIZE // 45)
 
