@@ -2,17 +2,25 @@
 
 Two numbers. How long a scrape takes, 20 times a second, beside 256 running requests whose outputs are processed all the
 while (goal: p99 within 10 ms). And how much longer the frontend works on the outputs of a step with statistics than
-without, as a share of what a step takes (goal: 1 %).
+without, as a share of what a step takes (goal: 1 %). With --model also what statistics cost many short requests
+(W4), core and frontend on one thread: its CPU time, runs with and without in turn (goal: 1 %).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import time
+from pathlib import Path
 
+os.environ["QUIRE_ENABLE_MULTIPROCESSING"] = "0"  # before the engine is imported
+
+from benchmarks.models import SHAPES, make_checkpoint
+from quire import LLM
+from quire.cli.bench.workloads import WORKLOADS, IdRange
 from quire.config.engine_args import EngineArgs
 from quire.frontend.metrics.process import ProcessMetrics
 from quire.frontend.request_pipeline import RequestPipeline
@@ -112,6 +120,38 @@ def measure_scrapes(num_requests: int, num_scrapes: int) -> dict[str, float]:
     }
 
 
+def measure_throughput(model: str, num_requests: int, num_runs: int) -> dict[str, float]:
+    """CPU microseconds per token with statistics and without, and what the difference is: medians of runs in turn."""
+    path = make_checkpoint(model, Path.home() / ".cache" / "quire-benchmarks") if model in SHAPES else Path(model)
+    engines = {
+        log_stats: LLM(
+            str(path),
+            dtype="bfloat16",
+            max_num_seqs=256,
+            kv_cache_memory_bytes=1 << 29,
+            disable_log_stats=not log_stats,
+        )
+        for log_stats in (False, True)
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for run in range(-1, num_runs):
+        requests = WORKLOADS["W4"].make(run + 1, IdRange(300, 8100), num_requests)
+        for log_stats in (False, True) if run % 2 else (True, False):
+            start = time.thread_time()
+            prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+            engines[log_stats].generate(prompts, params, use_tqdm=False)
+            if run >= 0:
+                times[log_stats].append((time.thread_time() - start) / (64 * num_requests) * 1e6)
+    differences = [1 - without / stats for stats, without in zip(times[True], times[False], strict=True)]
+    return {
+        "with_statistics_us": statistics.median(times[True]),
+        "without_us": statistics.median(times[False]),
+        "cost": statistics.median(differences),
+        "half_range": (max(differences) - min(differences)) / 2,
+    }
+
+
 def main() -> None:
     """Measure and print, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -119,14 +159,19 @@ def main() -> None:
     parser.add_argument("--scrapes", type=int, default=400)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--step-ms", type=float, default=20.0, help="what a step of so many requests takes the core")
+    parser.add_argument("--model", default=None, help=f"{', '.join(SHAPES)}, or a checkpoint directory")
+    parser.add_argument("--throughput-requests", type=int, default=512)
+    parser.add_argument("--runs", type=int, default=7)
     args = parser.parse_args()
     with_stats_us, without_us = measure_steps(args.requests, args.steps)
-    cost = {
+    cost: dict[str, object] = {
         "requests": args.requests,
         "frontend_us_per_step": {"with_statistics": with_stats_us, "without": without_us},
         "share_of_a_step": (with_stats_us - without_us) / (1e3 * args.step_ms),
         "scrape": measure_scrapes(args.requests, args.scrapes),
     }
+    if args.model:
+        cost["throughput"] = measure_throughput(args.model, args.throughput_requests, args.runs)
     print(json.dumps(cost, indent=2))
 
 

@@ -168,6 +168,23 @@ def test_a_text_is_as_long_as_the_model_has_positions(make: Make) -> None:
             LLM(str(path), **flags)
 
 
+@pytest.mark.parametrize("family", ENCODERS)
+def test_checkpoints_with_a_head_for_masked_words(family: str, make: Make, tmp_path: Path) -> None:
+    """The encoder is under a name of its own, and the head of no use; ModernBERT's config in its older spelling."""
+    model = transformers.AutoModelForMaskedLM.from_pretrained(make(family))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"][0].endswith("ForMaskedLM")
+    if family == "modernbert":
+        for key in ("rope_parameters", "layer_types"):
+            del config[key]
+        config |= {"global_rope_theta": 5000.0, "local_rope_theta": 300.0, "global_attn_every_n_layers": 2}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = prompts_of((5, 40, 130))
+    with engine(tmp_path, skip_tokenizer_init=True) as llm:
+        assert_close(pooled(llm, prompts, "embed"), [normalize(h[0]) for h in hidden_states(tmp_path, prompts)])
+
+
 def test_sleep_and_other_weights(make: Make, tmp_path: Path) -> None:
     path, prompts = make("bert"), prompts_of((5, 40))
     other = make_tiny_checkpoint(tmp_path / "other", "bert", seed=1)

@@ -6,7 +6,10 @@ thread of that exports. A collector that is slow, wrong or gone costs spans, and
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit, urlunsplit
 
@@ -24,6 +27,8 @@ from quire.version import __version__
 
 Attribute = str | int | float | bool | tuple[str, ...]
 
+END_S = 2.0
+"""How long the end may wait for a collector."""
 SEMCONV_SWITCH = "OTEL_SEMCONV_STABILITY_OPT_IN"
 LATEST = "gen_ai_latest_experimental"
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -43,11 +48,13 @@ class SpanSender:
         given = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         if os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in given:
             del names["service.name"]  # the operator's wins
-        self._provider = TracerProvider(resource=Resource.create(names))
+        self._provider = TracerProvider(resource=Resource.create(names), shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("quire", __version__)
         self._propagator = TraceContextTextMapPropagator()
         self._is_detailed = is_detailed
+        _route_log()
+        atexit.register(self.close)
         self._is_latest = LATEST in [word.strip() for word in os.environ.get(SEMCONV_SWITCH, "").split(",")]
 
     def send(self, record: RequestRecord) -> None:
@@ -75,8 +82,19 @@ class SpanSender:
                 stage.end(_nanoseconds(times[1]))
 
     def close(self) -> None:
-        """Send what is left, and end the thread."""
-        self._provider.shutdown()
+        """Send what is left, if the collector takes it within END_S. Idempotent."""
+        atexit.unregister(self.close)
+        end = threading.Thread(target=self._provider.shutdown, name="SpanSenderEnd", daemon=True)
+        end.start()
+        end.join(END_S)
+
+
+def _route_log() -> None:
+    """What the SDK has to say of the collector goes where our messages go, unless the application sees to it."""
+    log = logging.getLogger("opentelemetry")
+    if not log.handlers and not logging.getLogger().handlers:
+        log.handlers = list(logging.getLogger("quire").handlers)
+        log.propagate = False
 
 
 def traces_url(endpoint: str) -> str:

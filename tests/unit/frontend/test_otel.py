@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 
 from quire.config.observability import ObservabilityConfig
 from quire.errors import ConfigError, GenerationError
+from quire.frontend import otel
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.otel import SpanSender, operation_of, traces_url
 from quire.frontend.request_tracing import RequestRecord, RequestTracer, make_span_sender
@@ -136,6 +138,18 @@ def test_aborts_and_failures_are_spans_too(model_dir: Path) -> None:
     assert values(failed.attributes)["error.type"] == "GenerationError"
     assert failed.status.code == 2
     assert b"secret" not in failed.SerializeToString()
+
+
+def test_a_collector_that_is_gone_does_not_hold_the_end_up(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "END_S", 0.05)
+    with Sink() as sink:
+        url = sink.url
+    engine = make_engine(model_dir, otlp_traces_endpoint=url)
+    run(engine)
+    started = time.monotonic()
+    engine.shutdown()
+    engine.shutdown()
+    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("status", [500, 400])

@@ -80,7 +80,7 @@ class Changes:
         return self != Changes()
 
 
-class Figures(msgspec.Struct, omit_defaults=False):
+class Figures(msgspec.Struct):
     """How a load was served. Times to a first token are from a request's arrival; per output token, after the first."""
 
     num_requests: int

@@ -61,6 +61,11 @@ BODIES: dict[str, Callable[[], tuple[str, Any]]] = {
     "tokens to count": lambda: ("/tokenize", {"prompt": TEXT}),
     "tokens to read": lambda: ("/detokenize", {"tokens": [50] * 250_000}),
     "a response": lambda: ("/v1/responses", {"input": TEXT}),
+    "many items": lambda: ("/v1/responses", {"input": [{"role": "user", "content": "x" * 80}] * 65_000}),
+    "many turns": lambda: (
+        "/v1/messages",
+        {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "x" * 80}] * 32_768},
+    ),
     "a message": lambda: (
         "/v1/messages",
         {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": TEXT}]},

@@ -22,7 +22,9 @@ def conversation_of(system: Content | None, turns: Sequence[tuple[str, Content]]
     for index, (role, content) in enumerate(turns):
         for message in _READERS[role](f"messages[{index}].content", content):
             if messages and _are_one(messages[-1], message):
-                messages[-1] |= {**message, "content": [*_parts(messages[-1]), *_parts(message)]}
+                parts = _parts(messages[-1])
+                parts.extend(_parts(message))
+                messages[-1] |= {**message, "content": parts}
             else:
                 messages.append(message)
     return messages

@@ -64,7 +64,8 @@ async def render_response(context: RequestContext) -> dict[str, Any]:
             "rendering knows no stored responses; send the whole conversation as input", param="previous_response_id"
         )
     with in_own_words():
-        chat = body.as_chat(with_instructions(body.instructions, messages_of(body.input)))
+        messages = await context.state.renderer.run_sized(body.input, lambda: messages_of(body.input))
+        chat = body.as_chat(with_instructions(body.instructions, messages))
         return await _render_chat(context, chat, f"resp_{context.request_id}")
 
 

@@ -31,7 +31,7 @@ async def create_response(context: RequestContext) -> Response:
     _check_background(context, body)
     response_id = make_response_id()
     with in_own_words():
-        messages = _conversation(context, body)
+        messages = await _conversation(context, body)
         chat = await prepare_chats(context, [body.as_chat(with_instructions(body.instructions, messages))])
         writer = ResponseWriter(context.state, body, model, response_id, chat)
         submission = await Submission.submit(context, chat.prompts, chat.params, response_id, priority=body.priority)
@@ -111,14 +111,15 @@ def _stored(context: RequestContext) -> StoredResponse:
     return context.state.responses.get(_owner(context), response_id, param="response_id")
 
 
-def _conversation(context: RequestContext, body: ResponsesBody) -> list[Message]:
+async def _conversation(context: RequestContext, body: ResponsesBody) -> list[Message]:
     """All that was said, without the instructions."""
-    messages = messages_of(body.input)
-    if body.previous_response_id is None:
-        return messages
-    store = context.state.responses
-    previous = store.get(_owner(context), body.previous_response_id, param="previous_response_id")
-    return [*previous.messages(), *messages]
+    state, previous = context.state, None
+    if body.previous_response_id is not None:
+        previous = state.responses.get(_owner(context), body.previous_response_id, param="previous_response_id")
+    before = () if previous is None else previous.conversation
+    return await state.renderer.run_sized(
+        [body.input, before], lambda: [*(() if previous is None else previous.messages()), *messages_of(body.input)]
+    )
 
 
 def _check_background(context: RequestContext, body: ResponsesBody) -> None:
