@@ -206,4 +206,4 @@ def test_a_few_thousand_through_the_server_and_its_model() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_own_process")
 def test_a_hundred_thousand_through_the_server() -> None:
-    check(lambda server: bombard(server, NUM_CASES), executor=None, timeout_s=3600)
+    check(lambda server: bombard(server, NUM_CASES), executor=None, timeout_s=3600, disable_uvicorn_access_log=True)

@@ -47,6 +47,7 @@ async def server_info(context: RequestContext) -> Response:
             "supported_tasks": list(state.supported_tasks),
             "max_num_queued_reqs": limits.max_num_reqs,
             "max_num_queued_tokens": limits.max_num_tokens,
+            "max_num_reserved_tokens": limits.max_num_reserved_tokens,
             "max_request_bytes": state.config.max_request_bytes,
         }
     )
