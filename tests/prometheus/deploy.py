@@ -15,8 +15,8 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 SCRAPE_INTERVAL_S = 1
 VARIABLES = {
     "$__rate_interval": f"{4 * SCRAPE_INTERVAL_S}s",  # the shortest that Grafana takes
-    "$model": ".*",
-    "$instance": ".*",
+    "$model": ".+",  # anything, but there must be such a label
+    "$instance": ".+",
 }
 _LEGEND_LABEL = re.compile(r"{{\s*(\w+)\s*}}")
 _LIMIT = re.compile(r"\s*(?:[<>]=?|[!=]=)\s*[\d.]+$")

@@ -9,7 +9,7 @@ import quire
 from quire.failpoints import FAILPOINTS
 
 PACKAGE = Path(quire.__file__).parent
-WHERE = {"core": "engine", "client": "frontend", "kernels": "worker"}
+WHERE = {"frontend": "frontend", "core": "engine", "client": "frontend", "kernels": "worker"}
 """First word of a failpoint -> folder."""
 PLACES = {
     "core.start": ("proc.py", "run_engine_core"),
@@ -27,6 +27,7 @@ PLACES = {
     "client.add.journaled": ("link_thread.py", "_send_messages"),
     "client.output.received": ("link_thread.py", "_receive_outputs"),
     "client.resume": ("link_thread.py", "_receive_ready"),
+    "frontend.stats.record": ("manager.py", "_each"),
 }
 
 

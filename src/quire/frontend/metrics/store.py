@@ -13,7 +13,7 @@ from quire.frontend.metrics.snapshot import Exemplar, Family, MetricsSnapshot, S
 from quire.frontend.metrics.spec import Condition, InfoSpec, MetricSpec, Sample
 
 MAX_SERIES = 1000
-"""Per metric. Labels come from tables, so this is never reached; should it be, what is new is not counted."""
+"""Per metric. Labels come from tables, so this is never reached; should it be, what is new is left out."""
 
 
 class MetricsStore:
@@ -43,12 +43,12 @@ class MetricsStore:
         self._by_source: dict[type, list[_Row]] = {}
         for row in self._rows:
             self._by_source.setdefault(row.spec.source, []).append(row)
-        self._infos: list[Family] = []
+        self._infos: dict[str, Family] = {}
 
     def add_info(self, spec: InfoSpec, labels: Mapping[str, str]) -> None:
-        """Say something that will not change."""
-        series = [Series(tuple(labels.values()), 1.0)]
-        self._infos.append(Family(spec.full_name, "gauge", spec.help, tuple(labels), merge="latest", series=series))
+        """Say something that will not change; of several engines, once for each."""
+        new = Family(spec.full_name, "gauge", spec.help, tuple(labels), merge="latest", series=[])
+        self._infos.setdefault(spec.full_name, new).series.append(Series(tuple(labels.values()), 1.0))
 
     def record(self, event: object, engine_index: int = 0) -> None:
         """Count one event."""
@@ -60,7 +60,7 @@ class MetricsStore:
         if facts is not None:
             self.record(facts)
         families = [family for row in self._rows if (family := row.family()) is not None]
-        return MetricsSnapshot(families + self._infos)
+        return MetricsSnapshot([*families, *self._infos.values()])
 
 
 class _Row(ABC):
