@@ -193,7 +193,8 @@ async def drain(state: ServerState, stop: StopRequests, shutdown_timeout_s: floa
     lifecycle = state.lifecycle
     lifecycle.is_draining = True
     logger.info("shutting down; %d requests are under way", lifecycle.num_in_flight)
-    await _first_of(asyncio.sleep(state.config.drain_accept_s), stop.hurried.wait())
+    if state.config.drain_accept_s:  # else nothing may come between the two
+        await _first_of(asyncio.sleep(state.config.drain_accept_s), stop.hurried.wait())
     lifecycle.refuses_requests = True
     await _first_of(asyncio.sleep(shutdown_timeout_s), lifecycle.wait_idle(), stop.hurried.wait())
     lifecycle.is_stopping = True
