@@ -49,6 +49,7 @@ def test_one_child_for_many_grammars_until_it_is_killed(process: CompilerProcess
 def test_a_child_that_is_stopped_is_given_up_in_time(process: CompilerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     process.check(EASY)
     os.kill(pid_of(process), signal.SIGSTOP)
+    os.waitid(os.P_PID, pid_of(process), os.WSTOPPED | os.WNOWAIT)
     monkeypatch.setattr(sandbox, "WALL_PER_CPU", 0.05)
     with pytest.raises(ValidationError, match="takes more than 3 s of CPU time or 512 MiB"):
         process.check(EASY)
