@@ -22,6 +22,7 @@ from quire.frontend.openai.submission import Submission, stream_response
 
 RESPONSES = BodyReader(ResponsesBody)
 PATH = "/v1/responses"
+ONE_PATH = f"{PATH}/{{response_id}}"
 
 
 async def create_response(context: RequestContext) -> Response:
@@ -153,19 +154,7 @@ async def _answer_later(
 
 ENDPOINTS = (
     Endpoint(path=PATH, handler=create_response, access=Access.KEY, body=RESPONSES, task="generate", is_work=True),
-    Endpoint(
-        path=f"{PATH}/{{response_id}}",
-        handler=show_response,
-        access=Access.KEY,
-        methods=("GET",),
-        task="generate",
-    ),
-    Endpoint(
-        path=f"{PATH}/{{response_id}}",
-        handler=delete_response,
-        access=Access.KEY,
-        methods=("DELETE",),
-        task="generate",
-    ),
-    Endpoint(path=f"{PATH}/{{response_id}}/cancel", handler=cancel_response, access=Access.KEY, task="generate"),
+    Endpoint(path=ONE_PATH, handler=show_response, access=Access.KEY, methods=("GET",), task="generate"),
+    Endpoint(path=ONE_PATH, handler=delete_response, access=Access.KEY, methods=("DELETE",), task="generate"),
+    Endpoint(path=f"{ONE_PATH}/cancel", handler=cancel_response, access=Access.KEY, task="generate"),
 )
