@@ -111,7 +111,7 @@ def test_keys_and_texts_are_told_to_nobody(caplog: pytest.LogCaptureFixture) -> 
     secret = "words-of-a-prompt"
 
     async def test(server: Server) -> None:
-        caplog.set_level(logging.DEBUG)
+        caplog.set_level(logging.DEBUG, "quire")
         for headers in ({"authorization": f"Bearer {KEY}"}, {"authorization": f"Basic {KEY}"}, {"x-api-key": KEY}, {}):
             for path, body in (
                 ("/v1/completions", {"prompt": secret, "max_tokens": 1}),

@@ -19,7 +19,7 @@ def lines_of(caplog: Log, name: str) -> list[logging.LogRecord]:
 
 def serve(caplog: Log, *, stream: bool = False, **flags: Any) -> list[logging.LogRecord]:
     """Two requests, and what quire.requests logged of them."""
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "quire")  # a command in an earlier test may have made it less talkative
 
     async def test(server: Server) -> None:
         for prompt in (CANARY, [5, 6, 7]):
