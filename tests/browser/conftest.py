@@ -63,6 +63,13 @@ def server(browser: Any) -> Iterator[ServerProcess]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def slow_server(browser: Any) -> Iterator[ServerProcess]:
+    """One whose steps take 20 ms: what is to be stopped has not ended by itself."""
+    with serving(*FLAGS, executor="Leisurely") as running:
+        yield running
+
+
 class Window:
     """A page of a browser that forgets everything, and what it complained of or asked from elsewhere."""
 

@@ -106,19 +106,19 @@ def test_a_newcomer_sees_what_the_engine_does(browser: Any, server: ServerProces
     window.context.close()
 
 
-def test_abort(browser: Any, server: ServerProcess) -> None:
+def test_abort(browser: Any, slow_server: ServerProcess) -> None:
     """On the admin listener the button ends the request; on the other one there is none."""
-    assert server.admin_url is not None
+    assert slow_server.admin_url is not None
     ends: list[str] = []
 
     def ask() -> None:
         body = {"prompt": [50, 51], "max_tokens": 2000, "ignore_eos": True}
         headers = {**HEADERS, "x-request-id": "endless"}
-        answer = httpx2.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+        answer = httpx2.post(f"{slow_server.url}/v1/completions", json=body, headers=headers, timeout=120)
         ends.append(answer.json()["choices"][0]["finish_reason"])
 
-    plain = Window(browser, server.url)
-    window = Window(browser, server.admin_url)
+    plain = Window(browser, slow_server.url)
+    window = Window(browser, slow_server.admin_url)
     shown, page = plain.open("/ui/dashboard"), window.open("/ui/dashboard")
     thread = threading.Thread(target=ask)
     thread.start()

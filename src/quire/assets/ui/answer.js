@@ -110,7 +110,7 @@ export class Answer {
     if (this.firstAt !== null) {
       parts.push(`TTFT ${duration((this.firstAt - this.start) / 1000)}`);
       const writing = (this.lastAt - this.firstAt) / 1000;
-      if (tokens > 1 && writing > 0) parts.push(`${rate((tokens - 1) / writing)} tokens/s`);
+      if (tokens > 1) parts.push(writing > 0 ? `${rate((tokens - 1) / writing)} tokens/s` : "came all at once");
     }
     if (this.usage) {
       const cached = this.usage.prompt_tokens_details?.cached_tokens;
