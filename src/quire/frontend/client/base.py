@@ -28,7 +28,21 @@ CLIENTS: dict[tuple[bool, bool], str] = {
 """(for asyncio, core in a process of its own) to the client (checklist S2-CL-006)."""
 
 
-class EngineCoreClient(ABC):
+class _CoreHistory:
+    """What clients of both kinds tell of the core's past."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What has happened so far, as `EngineLink.counts` has it; empty for a core in this process."""
+        return {}
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Restarts of the core by cause of the death before; empty where another process looks after it."""
+        return {}
+
+
+class EngineCoreClient(_CoreHistory, ABC):
     """One engine core. Only `EngineCoreRequest`s, ids and control calls go down; only outputs come up (S2-CL-026).
 
     A transport implements the five abstract methods. The control verbs below them are one `call_utility` each; what
@@ -47,16 +61,6 @@ class EngineCoreClient(ABC):
     def is_ready(self) -> bool:
         """Whether a request handed over now would be worked on now: False while a core is being started again."""
         return not self.engine_dead
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """What has happened so far, as `EngineLink.counts` has it; empty for a core in this process."""
-        return {}
-
-    @property
-    def restarts(self) -> Mapping[str, int]:
-        """Restarts of the core by cause of the death before; empty where another process looks after it."""
-        return {}
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -192,7 +196,7 @@ class EngineCoreClient(ABC):
         return msgspec.convert(self.call_utility("get_snapshot"), EngineSnapshot)
 
 
-class AsyncEngineCoreClient(ABC):
+class AsyncEngineCoreClient(_CoreHistory, ABC):
     """The same engine core for a caller on an asyncio event loop. All coroutines belong to that one loop.
 
     A core that dies is started again behind this interface: whoever awaits outputs waits a little longer, and nothing
@@ -213,16 +217,6 @@ class AsyncEngineCoreClient(ABC):
     @abstractmethod
     def engine_dead(self) -> bool:
         """Whether the core is gone for good: every call from now on raises EngineDeadError."""
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """What has happened so far, as `EngineLink.counts` has it; empty for a core in this process."""
-        return {}
-
-    @property
-    def restarts(self) -> Mapping[str, int]:
-        """Restarts of the core by cause of the death before; empty where another process looks after it."""
-        return {}
 
     @abstractmethod
     async def add_request_async(self, request: EngineCoreRequest) -> None:
