@@ -111,5 +111,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose kernels.py transformers would take for a package that it can use
     sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
 """Where the knee is, and where `quire_saturation` says it is: `python -m benchmarks.saturation`, with src on the path.
 
-For each shape of requests: first as many at once as the engine takes, which gives the most it can serve; then Poisson
-arrivals at shares of that. At each share the gauge should show the share, and the rate divided by the gauge the most it
-can serve: within 10 % is the goal. Nothing else may run on the machine meanwhile.
+For each shape of requests: first as many at once as the engine takes, which gives the most it can serve, the knee; then
+Poisson arrivals at shares of that. The gauge should show the share, and so cross 0.9 within 10 % of the knee; the rate
+divided by the gauge's share for compute predicts the knee. Nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 
 @dataclass(frozen=True)
 class Shape:
-    """Requests of one kind."""
+    """Requests of one kind; lengths vary by a half either way. Were they all the same, those that come together would
+    end together, and the engine would serve prompts in batches that no other traffic has."""
 
     name: str
     prompt_len: int
@@ -47,6 +48,21 @@ class Point:
     error: float
 
 
+CROSSING = 0.9
+"""What the gauge shows when it is time for one more engine."""
+
+
+def find_crossing(points: list[Point]) -> float | None:
+    """The offered rate at which the gauge crosses CROSSING, between two points on a line; None if it never does."""
+    before = Point(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    for point in sorted(points, key=lambda point: point.offered_rate):
+        if point.saturation >= CROSSING:
+            part = (CROSSING - before.saturation) / (point.saturation - before.saturation)
+            return before.offered_rate + part * (point.offered_rate - before.offered_rate)
+        before = point
+    return None
+
+
 class Sweep:
     """One engine under load of one shape after the other."""
 
@@ -55,12 +71,16 @@ class Sweep:
         self._rng = random.Random(seed)
         self._num_sent = 0
 
+    def _vary(self, length: int) -> int:
+        return self._rng.randint(length // 2, length + (length + 1) // 2)
+
     async def request(self, shape: Shape) -> None:
         """One request, whose prompt nobody has seen before."""
         self._num_sent += 1
-        prompt = [self._rng.randrange(100, 900) for _ in range(shape.prompt_len)]
+        prompt_len, output_len = map(self._vary, (shape.prompt_len, shape.output_len))
+        prompt = [self._rng.randrange(100, 900) for _ in range(prompt_len)]
         params = SamplingParams(
-            max_tokens=shape.output_len, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
+            max_tokens=output_len, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
         )
         async for _ in self._llm.generate({"prompt_token_ids": prompt}, params, f"r{self._num_sent}"):
             pass
@@ -108,10 +128,10 @@ class Sweep:
 async def run(args: argparse.Namespace) -> list[dict[str, object]]:
     """All shapes."""
     report = []
-    engine_args = EngineArgs(args.model, max_model_len=1024, max_num_seqs=args.max_num_seqs)
+    engine_args = EngineArgs(args.model, max_model_len=2048, max_num_seqs=args.max_num_seqs)
     async with AsyncLLM.from_engine_args(engine_args) as llm:
         sweep = Sweep(llm, args.seed)
-        for shape in SHAPES:
+        for shape in (shape for shape in SHAPES if args.shape in shape.name):
             await asyncio.gather(*(sweep.request(shape) for _ in range(args.max_num_seqs)))
             most = await sweep.capacity(shape, 2 * args.max_num_seqs, args.duration_s)
             points = []
@@ -119,8 +139,24 @@ async def run(args: argparse.Namespace) -> list[dict[str, object]]:
                 served, saturation, compute = await sweep.load(shape, share * most, args.duration_s)
                 predicted = served / compute if compute else 0.0
                 points.append(Point(share * most, served, saturation, compute, predicted, predicted / most - 1))
-                print(f"{shape.name}: {share:.0%} of {most:.1f}/s: gauge {saturation:.2f}, knee at {predicted:.1f}/s")
-            report.append({"shape": asdict(shape), "most_per_s": most, "points": [asdict(point) for point in points]})
+                print(
+                    f"{shape.name}: {share:.0%} of {most:.1f}/s: served {served:.1f}/s, gauge {saturation:.2f}, "
+                    f"compute {compute:.2f}, knee at {predicted:.1f}/s",
+                    flush=True,
+                )
+            crossing = find_crossing(points)
+            if crossing is not None:
+                print(
+                    f"{shape.name}: the gauge crosses {CROSSING} at {crossing:.1f}/s, {crossing / most:.0%} of the knee"
+                )
+            report.append(
+                {
+                    "shape": asdict(shape),
+                    "most_per_s": most,
+                    "crossing_per_s": crossing,
+                    "points": [asdict(point) for point in points],
+                }
+            )
     return report
 
 
@@ -130,7 +166,8 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="a checkpoint; default is the demo model")
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--duration-s", type=float, default=30.0, help="of each point; the gauge averages over 15 s")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.5, 0.7, 0.9, 1.2])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.7, 0.85, 0.95, 1.1])
+    parser.add_argument("--shape", default="", help="only shapes whose name holds this, to measure in pieces")
     parser.add_argument("--seed", type=int, default=0)
     print(json.dumps(asyncio.run(run(parser.parse_args())), indent=2))
 

@@ -32,6 +32,7 @@ qk_context::qk_context(int num_threads, const qk::KernelTable& kernel_table)
     : pool(num_threads), kernels(kernel_table), of_thread_(size_t(num_threads)) {}
 
 void* qk_context::shared_scratch(size_t bytes) { return shared_.get(bytes); }
+void* qk_context::inner_scratch(size_t bytes) { return inner_.get(bytes); }
 void* qk_context::thread_scratch(int thread, size_t bytes) { return of_thread_[size_t(thread)].get(bytes); }
 
 int32_t qk_abi_version(void) { return QK_ABI_VERSION; }
@@ -59,6 +60,12 @@ qk_context* qk_create(int32_t num_threads, const char* instruction_set) {
 
 void qk_destroy(qk_context* context) { delete context; }
 
+// A quantized linear layer is one group of them.
+static void quantized_linear(qk_context& context, const qk_quantized_linear_args& args) {
+    const int64_t starts[] = {0, args.linear.m};
+    context.kernels.grouped_quantized_linear(context, {args.linear, &args.quantization, 1, starts});
+}
+
 // Runs a kernel, or records the call.
 template <class Args>
 static void call(qk_context* context, void (*kernel)(qk_context&, const Args&), const Args* args) {
@@ -67,7 +74,7 @@ static void call(qk_context* context, void (*kernel)(qk_context&, const Args&), 
 
 void qk_linear(qk_context* context, const qk_linear_args* args) { call(context, context->kernels.linear, args); }
 void qk_quantized_linear(qk_context* context, const qk_quantized_linear_args* args) {
-    call(context, context->kernels.quantized_linear, args);
+    call(context, quantized_linear, args);
 }
 void qk_rms_norm(qk_context* context, const qk_rms_norm_args* args) { call(context, context->kernels.rms_norm, args); }
 void qk_rotate(qk_context* context, const qk_rotate_args* args) { call(context, context->kernels.rotate, args); }

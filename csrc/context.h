@@ -9,9 +9,10 @@
 
 namespace qk {
 
-// A linear layer of each group on its own rows. Rows stand group by group, zero-padded to whole tiles (layout.h).
+// A linear layer of each group on its own rows. Rows stand group by group; with plain weights, zero-padded to whole tiles (layout.h).
 struct GroupedLinearArgs {
     qk_linear_args linear;  // of all rows; `packed` holds the weights of one group after another
+    const qk_quantization* quantization;  // of all groups; not read with plain weights
     int64_t groups;
     const int64_t* starts;  // [groups + 1] where each group's rows start
 };
@@ -31,7 +32,7 @@ struct KernelTable {
     void (*logprobs)(qk_context&, const qk_logprobs_args&);
     void (*read_memory)(qk_context&, const void* memory, int64_t bytes);
     int64_t (*multiply_bf16)(qk_context&, int64_t rounds);
-    void (*quantized_linear)(qk_context&, const qk_quantized_linear_args&);
+    void (*grouped_quantized_linear)(qk_context&, const GroupedLinearArgs&);
 };
 
 // Memory that only grows, aligned to cache lines. Its content is lost with every `get`.
@@ -59,6 +60,7 @@ struct qk_context {
     // Nothing in this header may be compiled into a function of its own: kernels include it with the flags of their
     // instruction set, and the linker would keep any one of the copies for all.
     void* shared_scratch(size_t bytes);              // of the calling thread, across the parts of one kernel
+    void* inner_scratch(size_t bytes);               // the same for a kernel that may be a part of another
     void* thread_scratch(int thread, size_t bytes);  // of each thread, within one piece of work
 
     // Runs `work(begin, end, thread)` over [0, items); see Pool::run.
@@ -73,6 +75,6 @@ struct qk_context {
     }
 
   private:
-    qk::Scratch shared_;
+    qk::Scratch shared_, inner_;
     std::vector<qk::Scratch> of_thread_;
 };

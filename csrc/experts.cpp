@@ -68,8 +68,8 @@ class Experts {
         take_memory();
         sort_choices();
         gather_inputs();
-        multiply(a_.gate_up, a_.expert_size, a_.hidden, true, inputs_, hidden_, between_, inner_, a_.dtype);
-        multiply(a_.down, a_.hidden, a_.expert_size, false, between_, inner_, answers_, a_.hidden, QK_FLOAT32);
+        multiply(a_.gate_up, a_.gate_up_quantization, a_.expert_size, a_.hidden, true, inputs_, hidden_, between_, inner_, a_.dtype);
+        multiply(a_.down, a_.down_quantization, a_.hidden, a_.expert_size, false, between_, inner_, answers_, a_.hidden, QK_FLOAT32);
         combine();
     }
 
@@ -114,9 +114,10 @@ class Experts {
         context_.parallel(rows_, rows_per_piece(), work);
     }
 
-    void multiply(const void* packed, int64_t n, int64_t k, bool is_gated, const void* x, int64_t x_stride, void* y,
-                  int64_t y_stride, int32_t out_dtype) const {
+    void multiply(const void* packed, const qk_quantization* quantization, int64_t n, int64_t k, bool is_gated, const void* x,
+                  int64_t x_stride, void* y, int64_t y_stride, int32_t out_dtype) const {
         qk::GroupedLinearArgs grouped = {};
+        grouped.quantization = quantization;
         grouped.groups = a_.num_experts;
         grouped.starts = starts_;
         qk_linear_args& linear = grouped.linear;
@@ -133,7 +134,7 @@ class Experts {
         linear.x_stride = x_stride;
         linear.y = y;
         linear.y_stride = y_stride;
-        context_.kernels.grouped_linear(context_, grouped);
+        (quantization ? context_.kernels.grouped_quantized_linear : context_.kernels.grouped_linear)(context_, grouped);
     }
 
     void combine() const {

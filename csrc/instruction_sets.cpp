@@ -13,7 +13,7 @@
 #define QK_ALL_BUT_PRODUCTS(isa)                                                                              \
     isa::rms_norm, isa::rotate, isa::activation, isa::attention, isa::route, isa::experts, isa::sample, \
         isa::logprobs, isa::read_memory
-#define QK_ALL(isa) {#isa, isa::linear, isa::grouped_linear, QK_ALL_BUT_PRODUCTS(isa), isa::multiply_bf16, isa::quantized_linear}
+#define QK_ALL(isa) {#isa, isa::linear, isa::grouped_linear, QK_ALL_BUT_PRODUCTS(isa), isa::multiply_bf16, isa::grouped_quantized_linear}
 
 #ifdef QK_X86
 #define QK_DECLARE(isa)                                                     \
@@ -30,7 +30,7 @@
     void logprobs(qk_context& context, const qk_logprobs_args& args);       \
     void read_memory(qk_context& context, const void* memory, int64_t bytes); \
     int64_t multiply_bf16(qk_context& context, int64_t rounds);             \
-    void quantized_linear(qk_context& context, const qk_quantized_linear_args& args); \
+    void grouped_quantized_linear(qk_context& context, const qk::GroupedLinearArgs& args); \
     }
 QK_DECLARE(avx2)
 QK_DECLARE(avx512)
@@ -65,12 +65,14 @@ bool has_vnni() { return __builtin_cpu_supports("avx512vnni"); }
 bool has_avx512_bf16() { return has_avx512() && has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 
 // With AVX-512 only int8 products differ where there is VNNI, and only in time.
-void quantized_linear_on_avx512(qk_context& context, const qk_quantized_linear_args& args) {
-    has_vnni() ? avx512_vnni::quantized_linear(context, args) : avx512::quantized_linear(context, args);
+void quantized_linear_on_avx512(qk_context& context, const GroupedLinearArgs& args) {
+    has_vnni() ? avx512_vnni::grouped_quantized_linear(context, args) : avx512::grouped_quantized_linear(context, args);
 }
-void quantized_linear_on_amx(qk_context& context, const qk_quantized_linear_args& args) {
-    args.form == QK_W8A8 || args.linear.dtype == QK_BFLOAT16 ? amx::quantized_linear(context, args)
-                                                              : avx512_bf16::quantized_linear(context, args);
+bool has_tiles_for(const GroupedLinearArgs& args) {
+    return args.quantization->form == QK_W8A8 || args.linear.dtype == QK_BFLOAT16;
+}
+void quantized_linear_on_amx(qk_context& context, const GroupedLinearArgs& args) {
+    has_tiles_for(args) ? amx::grouped_quantized_linear(context, args) : avx512_bf16::grouped_quantized_linear(context, args);
 }
 
 // The CPU must have tiles, and Linux must be asked for the memory to save them in.
@@ -91,9 +93,8 @@ bool has_amx() {
 void linear_on_simulated_amx(qk_context& context, const qk_linear_args& args) {
     args.dtype == QK_BFLOAT16 ? amx_simulated::linear(context, args) : portable::linear(context, args);
 }
-void quantized_linear_on_simulated_amx(qk_context& context, const qk_quantized_linear_args& args) {
-    args.form == QK_W8A8 || args.linear.dtype == QK_BFLOAT16 ? amx_simulated::quantized_linear(context, args)
-                                                              : portable::quantized_linear(context, args);
+void quantized_linear_on_simulated_amx(qk_context& context, const GroupedLinearArgs& args) {
+    has_tiles_for(args) ? amx_simulated::grouped_quantized_linear(context, args) : portable::grouped_quantized_linear(context, args);
 }
 void grouped_linear_on_simulated_amx(qk_context& context, const GroupedLinearArgs& args) {
     args.linear.dtype == QK_BFLOAT16 ? amx_simulated::grouped_linear(context, args) : portable::grouped_linear(context, args);

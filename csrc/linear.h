@@ -71,6 +71,11 @@ const E* pad_inputs(qk_context& context, const qk_linear_args& a, const PackedSh
     return copy;
 }
 
+// A panel of one group's weights, and rows of that group.
+struct Piece {
+    int64_t group, panel, from, to;
+};
+
 // Where the pieces of a job over several groups of rows begin: a group has a piece for each panel and chunk of rows.
 struct GroupedPieces {
     const qk::GroupedLinearArgs& g;
@@ -84,9 +89,12 @@ struct GroupedPieces {
         for (int64_t i = 0; i < g.groups; ++i) pieces += panels * chunks(i);
         return pieces;
     }
-    // Moves on to the group of `piece`; pieces must come in ascending order.
-    void find(int64_t piece) {
+    // May be without rows. Pieces must come in ascending order.
+    Piece find(int64_t piece) {
         for (; piece - first >= panels * chunks(group); ++group) first += panels * chunks(group);
+        const int64_t chunk_rows = qk::ceil_div(rows(group), chunks(group)), end = g.starts[group + 1];
+        const int64_t from = g.starts[group] + (piece - first) % chunks(group) * chunk_rows;
+        return {group, (piece - first) / chunks(group), from, from + chunk_rows < end ? from + chunk_rows : end};
     }
 };
 
@@ -101,16 +109,12 @@ void grouped_linear_with(qk_context& context, const qk::GroupedLinearArgs& g) {
         GroupedPieces pieces{g, shape.panels()};
         Product product;
         for (int64_t piece = begin; piece < end; ++piece) {
-            pieces.find(piece);
-            const int64_t rows = pieces.rows(pieces.group), chunks = pieces.chunks(pieces.group);
-            const int64_t chunk_rows = qk::ceil_div(rows, chunks), panel = (piece - pieces.first) / chunks;
-            const int64_t start = g.starts[pieces.group], from = start + (piece - pieces.first) % chunks * chunk_rows;
-            const int64_t to = from + chunk_rows < start + rows ? from + chunk_rows : start + rows;
-            if (from >= to) continue;
-            float* sums = (float*)context.thread_scratch(thread, size_t(chunk_rows * PANEL) * sizeof(float));
-            const char* weights = (const char*)a.packed + (pieces.group * shape.panels() + panel) * panel_bytes;
-            product.multiply((const E*)a.x + from * a.x_stride, a.x_stride, to - from, weights, tiles, sums);
-            finish_rows(a, panel, from, to, sums);
+            const Piece p = pieces.find(piece);
+            if (p.from >= p.to) continue;
+            float* sums = (float*)context.thread_scratch(thread, size_t((p.to - p.from) * PANEL) * sizeof(float));
+            const char* weights = (const char*)a.packed + (p.group * shape.panels() + p.panel) * panel_bytes;
+            product.multiply((const E*)a.x + p.from * a.x_stride, a.x_stride, p.to - p.from, weights, tiles, sums);
+            finish_rows(a, p.panel, p.from, p.to, sums);
         }
     };
     context.parallel(GroupedPieces{g, shape.panels()}.count(), 1, work);
@@ -123,6 +127,7 @@ void linear_with(qk_context& context, const qk_linear_args& a) {
     const PackedShape shape{a.n, a.k, a.dtype, a.gated};
     int64_t stride;
     const E* x = pad_inputs<E>(context, a, shape, stride);
+    if (a.m == 0) return;
     const int64_t chunks = qk::ceil_div(a.m, MAX_CHUNK_ROWS), chunk_rows = qk::ceil_div(a.m, chunks);
     const int64_t tiles = shape.tiles(), panel_bytes = shape.panel_bytes();
     auto work = [&](int64_t begin, int64_t end, int thread) {

@@ -8,17 +8,12 @@ namespace {
 
 constexpr int64_t CHUNK_STEPS = 4;  // that all rows go through before the next; 16 KiB in either form
 
-// The function for a number of rows up to MAX.
-template <template <int> class Function, int MAX>
-auto for_rows(int64_t rows) -> decltype(&Function<1>::run) {
-    switch (rows) {
-        case 1: return &Function<1>::run;
-        case 2: return &Function<MAX < 2 ? 1 : 2>::run;
-        case 3: return &Function<MAX < 3 ? 1 : 3>::run;
-        case 4: return &Function<MAX < 4 ? 1 : 4>::run;
-        case 5: return &Function<MAX < 5 ? 1 : 5>::run;
-        default: return &Function<MAX < 6 ? 1 : 6>::run;
-    }
+// The function for a number of rows, from MIN to MAX.
+template <template <int> class Function, int MAX, int MIN = 1>
+auto for_rows(int64_t rows) -> decltype(&Function<MIN>::run) {
+    if constexpr (MIN < MAX)
+        if (rows > MIN) return for_rows<Function, MAX, MIN + 1>(rows);
+    return &Function<MIN>::run;
 }
 
 // -- int8 weights and inputs ---------------------------------------------------------------------------------------------
@@ -70,108 +65,179 @@ struct Int8VectorProduct {
 
 // -- weights only ----------------------------------------------------------------------------------------------------------
 
-// sums[ROWS][PANEL] (+)= x times expanded steps of D::tile_blocks neighbouring blocks.
-template <class D>
-struct Expanded {
-    static constexpr int ROWS_PER_STEP = int(STEP_INPUTS) / D::step, BLOCK_BYTES = ROWS_PER_STEP * int(qk::ROW_BYTES);
-    static constexpr int64_t STEP_BYTES = BLOCK_BYTES * qk::PANEL_BLOCKS;
+// Groups of inputs that all rows go through before the next: `groups` whole ones of `steps` steps each, or a part of one.
+struct Span {
+    int64_t groups, steps;
+    bool is_begun, is_whole;  // whether the first has sums from the span before; whether the last ends here
+};
 
+// Values are expanded once for all rows, a span at a time, and while the rows go through the span before it: units that multiply are
+// busy then, those that expand are not.
+template <class D, int BITS>
+struct Expanded {
+    using E = typename D::E;
+    static constexpr int ROWS_PER_STEP = int(STEP_INPUTS) / D::step, BLOCK_BYTES = ROWS_PER_STEP * int(qk::ROW_BYTES);
+    static constexpr int64_t STEP_BYTES = BLOCK_BYTES * qk::PANEL_BLOCKS, LINES_PER_STEP = qk::PANEL_BLOCKS * BITS;
+    static constexpr int64_t SPAN_BYTES = 32768, SPAN_STEPS = SPAN_BYTES / STEP_BYTES;
+    // Fewer groups of rows take half as much at a time: a span and the next stay in the first-level cache. More are better off with fewer calls.
+    static constexpr int64_t MANY_GROUPS = 5;
+
+    // totals[ROWS][PANEL] += x times a span of D::tile_blocks neighbouring blocks.
     template <int ROWS>
     struct Multiply {
-        static __attribute__((noinline)) void run(const typename D::E* x, int64_t stride, const char* w, int64_t steps, float* sums,
-                                                  bool add_to_sums) {
+        static __attribute__((noinline)) void run(const E* x, int64_t stride, const char* w, const Span& span, GroupScales scales,
+                                                  float* sums, float* totals, Expansion<BITS, E>& expansion, int64_t lines_per_step) {
             constexpr int BLOCKS = D::tile_blocks;
+            Expansion<BITS, E> next = expansion;
             F16 c[ROWS][BLOCKS];
-            each<ROWS>(QK_EACH_AS(r) {
-                each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = add_to_sums ? load_f32(sums + r * PANEL + b * 16) : zero(); });
-            });
-            for (int64_t t = 0; t < steps; ++t, w += STEP_BYTES)
-                for (int i = 0; i < ROWS_PER_STEP; ++i, x += D::step) {
-                    typename D::W weights[BLOCKS];
-                    each<BLOCKS>(QK_EACH_AS(b) { weights[b] = D::weights(w + b * BLOCK_BYTES + i * qk::ROW_BYTES); });
-                    each<ROWS>(QK_EACH_AS(r) {
-                        const typename D::A input = D::broadcast(x + r * stride);
-                        each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = D::dot(c[r][b], input, weights[b]); });
-                    });
+            for (int64_t g = 0; g < span.groups; ++g, scales = scales.after(1)) {
+                each<ROWS>(QK_EACH_AS(r) {
+                    each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = span.is_begun ? load_f32(sums + r * PANEL + b * 16) : zero(); });
+                });
+                for (int64_t t = 0; t < span.steps; ++t, w += STEP_BYTES) {
+                    int64_t lines = lines_per_step;
+                    for (int i = 0; i < ROWS_PER_STEP; ++i, x += D::step) {
+                        if (lines) next.expand(1), --lines;
+                        typename D::W weights[BLOCKS];
+                        each<BLOCKS>(QK_EACH_AS(b) { weights[b] = D::weights(w + b * BLOCK_BYTES + i * qk::ROW_BYTES); });
+                        each<ROWS>(QK_EACH_AS(r) {
+                            const typename D::A input = D::broadcast(x + r * stride);
+                            each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = D::dot(c[r][b], input, weights[b]); });
+                        });
+                    }
                 }
-            each<ROWS>(QK_EACH_AS(r) { each<BLOCKS>(QK_EACH_AS(b) { store_f32(sums + r * PANEL + b * 16, c[r][b]); }); });
+                each<ROWS>(QK_EACH_AS(r) {
+                    each<BLOCKS>(QK_EACH_AS(b) {
+                        if (span.is_whole)
+                            scales.add_to(totals + r * PANEL + b * 16, c[r][b], r, b * 16);
+                        else
+                            store_f32(sums + r * PANEL + b * 16, c[r][b]);
+                    });
+                });
+            }
+            expansion = next;
         }
     };
+
+    // The steps from `first` on that a span takes: whole groups, or what a span can hold of one.
+    static int64_t span_steps(int64_t first, int64_t steps, int64_t group_steps, int64_t max_steps) {
+        const int64_t begun = first % group_steps, left = steps - first;
+        if (begun || group_steps > max_steps) {
+            const int64_t of_group = group_steps - begun < left ? group_steps - begun : left;
+            return of_group < max_steps ? of_group : max_steps;
+        }
+        const int64_t whole = (max_steps < left ? max_steps : left) / group_steps;
+        return whole ? whole * group_steps : left;  // the last group may be short
+    }
+
+    static void multiply(const E* x, int64_t stride, int64_t rows, const char* panel, int64_t steps, int64_t group_steps,
+                         const GroupScales& scales, char* scratch, float* sums, float* totals) {
+        const int64_t row_groups = qk::ceil_div(rows, int64_t(D::tile_rows)), group_rows = qk::ceil_div(rows, row_groups);
+        const int64_t passes = row_groups * (qk::PANEL_BLOCKS / D::tile_blocks);
+        const int64_t max_steps = row_groups < MANY_GROUPS ? SPAN_STEPS / 2 : SPAN_STEPS;
+        int64_t count = span_steps(0, steps, group_steps, max_steps);
+        char *now = scratch, *other = scratch + SPAN_BYTES;
+        Expansion<BITS, E> next{(const uint16_t*)panel, (E*)now, count * LINES_PER_STEP};
+        next.expand(next.left);
+        for (int64_t t = 0; t < steps;) {
+            const int64_t end = t + count, next_count = end < steps ? span_steps(end, steps, group_steps, max_steps) : 0;
+            const int64_t groups = count > group_steps ? count / group_steps : 1;
+            const Span span{groups, count / groups, t % group_steps != 0, end % group_steps == 0 || end == steps};
+            next.to = (E*)other;
+            next.left = next_count * LINES_PER_STEP;
+            const int64_t lines = qk::ceil_div(next.left, passes * count);
+            for (int64_t row = 0; row < rows; row += group_rows) {
+                const int64_t some = row + group_rows < rows ? group_rows : rows - row;
+                for (int b = 0; b < qk::PANEL_BLOCKS; b += D::tile_blocks)
+                    for_rows<Multiply, D::tile_rows>(some)(x + row * stride + t * STEP_INPUTS, stride, now + b * BLOCK_BYTES, span,
+                                                           scales.after(t / group_steps).at(row, b * 16), sums + row * PANEL + b * 16,
+                                                           totals + row * PANEL + b * 16, next, lines);
+            }
+            next.expand(next.left);
+            std::swap(now, other);
+            t = end;
+            count = next_count;
+        }
+    }
 };
 
 #ifdef __AVX512BF16__
 
-// As Expanded<Bf16Dot>::Multiply on all four blocks, with 4-bit values expanded in registers: weights are read once.
-template <int ROWS>
+// As Expanded<Bf16Dot, 4>::Multiply, with values expanded in registers, all of a panel: few rows wait for memory, and have time for it.
+template <int ROWS, int BLOCKS>
 struct MultiplyNibbles {
-    static __attribute__((noinline)) void run(const bf16* x, int64_t stride, const char* w, int64_t steps, float* sums, bool is_first) {
-        constexpr int BLOCKS = int(qk::PANEL_BLOCKS), LINES = 4;
-        constexpr int64_t BLOCK_BYTES = LINES * qk::LINE_BYTES, STEP_BYTES = BLOCK_BYTES * BLOCKS;
+    static constexpr int64_t BLOCK_BYTES = 256;
+
+    static __attribute__((noinline)) void run(const bf16* x, int64_t stride, const char* w, int64_t steps, int64_t group_steps,
+                                              GroupScales scales, bool is_first, float* totals) {
+        constexpr int LINES = 4;
+        constexpr int64_t STEP_BYTES = BLOCK_BYTES * qk::PANEL_BLOCKS;
         alignas(64) bf16 values[qk::LANES];
         for (int i = 0; i < qk::LANES; ++i) values[i] = exact_bf16(i % 16 < 8 ? i % 16 : i % 16 - 16);
         const __m512i table = _mm512_load_si512(values);
         F16 c[ROWS][BLOCKS];
-        each<ROWS>(QK_EACH_AS(r) { each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = zero(); }); });
-        for (int64_t t = 0; t < steps; ++t, w += STEP_BYTES) {
-            for (int64_t line = 0; is_first && line < STEP_BYTES; line += 64) __builtin_prefetch(w + 8 * STEP_BYTES + line, 0, 2);
-            for (int j = 0; j < LINES; ++j) {
-                __m512i line[BLOCKS];
-                each<BLOCKS>(QK_EACH_AS(b) { line[b] = _mm512_loadu_si512(w + b * BLOCK_BYTES + j * qk::LINE_BYTES); });
-                for (int part = 0; part < 4; ++part, x += 2) {
-                    __m512bh weights[BLOCKS];
-                    each<BLOCKS>(QK_EACH_AS(b) {
-                        weights[b] = (__m512bh)_mm512_permutexvar_epi16(line[b], table);  // looks at the low bits only
-                        line[b] = _mm512_srli_epi16(line[b], 4);
-                    });
-                    each<ROWS>(QK_EACH_AS(r) {
-                        const __m512bh input = Bf16Dot::broadcast(x + r * stride);
-                        each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = Bf16Dot::dot(c[r][b], input, weights[b]); });
-                    });
+        for (int64_t first = 0; first < steps; first += group_steps, scales = scales.after(1)) {
+            const int64_t last = first + group_steps < steps ? first + group_steps : steps;
+            each<ROWS>(QK_EACH_AS(r) { each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = zero(); }); });
+            for (int64_t t = first; t < last; ++t, w += STEP_BYTES) {
+                for (int64_t line = 0; is_first && line < STEP_BYTES; line += 64) __builtin_prefetch(w + 8 * STEP_BYTES + line, 0, 2);
+                for (int j = 0; j < LINES; ++j) {
+                    __m512i line[BLOCKS];
+                    each<BLOCKS>(QK_EACH_AS(b) { line[b] = _mm512_loadu_si512(w + b * BLOCK_BYTES + j * qk::LINE_BYTES); });
+                    for (int part = 0; part < 4; ++part, x += 2) {
+                        __m512bh weights[BLOCKS];
+                        each<BLOCKS>(QK_EACH_AS(b) {
+                            weights[b] = (__m512bh)_mm512_permutexvar_epi16(line[b], table);  // looks at the low bits only
+                            line[b] = _mm512_srli_epi16(line[b], 4);
+                        });
+                        each<ROWS>(QK_EACH_AS(r) {
+                            const __m512bh input = Bf16Dot::broadcast(x + r * stride);
+                            each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = Bf16Dot::dot(c[r][b], input, weights[b]); });
+                        });
+                    }
                 }
             }
+            each<ROWS>(QK_EACH_AS(r) {
+                each<BLOCKS>(QK_EACH_AS(b) { scales.add_to(totals + r * PANEL + b * 16, c[r][b], r, b * 16); });
+            });
         }
-        each<ROWS>(QK_EACH_AS(r) { each<BLOCKS>(QK_EACH_AS(b) { store_f32(sums + r * PANEL + b * 16, c[r][b]); }); });
     }
 };
+
+// What fits into registers: the fewer blocks, the more rows, and the fewer times a value is expanded.
+template <int ROWS>
+using NibblesOfFour = MultiplyNibbles<ROWS, 4>;
+template <int ROWS>
+using NibblesOfTwo = MultiplyNibbles<ROWS, 2>;
 
 #endif
 
 template <class D>
-struct GroupVectorProduct {
+struct WeightsOnlyVectorProduct {
     using E = typename D::E;
-    static constexpr size_t SCRATCH_BYTES = size_t(CHUNK_STEPS * Expanded<D>::STEP_BYTES);
+    static constexpr size_t SCRATCH_BYTES = size_t(2 * Expanded<D, 4>::SPAN_BYTES);
+    static constexpr int FEW_ROWS = 12;
 
-    explicit GroupVectorProduct(int32_t form) : form_(form) {}
+    explicit WeightsOnlyVectorProduct(int32_t form) : form_(form) {}
 
-    void multiply(const E* x, int64_t stride, int64_t rows, const char* weights, int64_t steps, char* scratch, float* sums) const {
+    void multiply(const E* x, int64_t stride, int64_t rows, const char* panel, int64_t steps, int64_t group_steps,
+                  const GroupScales& scales, char* scratch, float* sums, float* totals) const {
 #ifdef __AVX512BF16__
         if constexpr (D::step == 2)
-            if (form_ == QK_W4) return multiply_nibbles(x, stride, rows, weights, steps, sums);
+            if (form_ == QK_W4 && rows <= FEW_ROWS) return multiply_nibbles(x, stride, rows, panel, steps, group_steps, scales, totals);
 #endif
-        const int64_t step_bytes = QuantizedShape{0, 0, form_, 0}.step_bytes();
-        const int64_t groups = qk::ceil_div(rows, int64_t(D::tile_rows)), group_rows = qk::ceil_div(rows, groups);
-        for (int64_t t = 0; t < steps; t += CHUNK_STEPS) {
-            const int64_t count = t + CHUNK_STEPS < steps ? CHUNK_STEPS : steps - t;
-            form_ == QK_W4 ? expand_steps<4>(weights + t * step_bytes, count, (E*)scratch)
-                           : expand_steps<8>(weights + t * step_bytes, count, (E*)scratch);
-            for (int64_t row = 0; row < rows; row += group_rows) {
-                const int64_t some = row + group_rows < rows ? group_rows : rows - row;
-                for (int b = 0; b < qk::PANEL_BLOCKS; b += D::tile_blocks)
-                    for_rows<Expanded<D>::template Multiply, D::tile_rows>(some)(x + row * stride + t * STEP_INPUTS, stride,
-                                                                                 scratch + b * Expanded<D>::BLOCK_BYTES, count,
-                                                                                 sums + row * PANEL + b * 16, t > 0);
-            }
-        }
+        form_ == QK_W4 ? Expanded<D, 4>::multiply(x, stride, rows, panel, steps, group_steps, scales, scratch, sums, totals)
+                       : Expanded<D, 8>::multiply(x, stride, rows, panel, steps, group_steps, scales, scratch, sums, totals);
     }
 
   private:
 #ifdef __AVX512BF16__
-    static void multiply_nibbles(const bf16* x, int64_t stride, int64_t rows, const char* weights, int64_t steps, float* sums) {
-        const int64_t groups = qk::ceil_div(rows, int64_t(D::tile_rows)), group_rows = qk::ceil_div(rows, groups);
-        for (int64_t row = 0; row < rows; row += group_rows) {
-            const int64_t some = row + group_rows < rows ? group_rows : rows - row;
-            for_rows<MultiplyNibbles, D::tile_rows>(some)(x + row * stride, stride, weights, steps, sums + row * PANEL, row == 0);
-        }
+    static void multiply_nibbles(const bf16* x, int64_t stride, int64_t rows, const char* panel, int64_t steps, int64_t group_steps,
+                                 const GroupScales& scales, float* totals) {
+        const int blocks = rows <= FEW_ROWS / 2 ? 4 : 2;
+        const auto run = blocks == 4 ? for_rows<NibblesOfFour, FEW_ROWS / 2>(rows) : for_rows<NibblesOfTwo, FEW_ROWS, FEW_ROWS / 2 + 1>(rows);
+        for (int b = 0; b < qk::PANEL_BLOCKS; b += blocks)
+            run(x, stride, panel + b * NibblesOfTwo<1>::BLOCK_BYTES, steps, group_steps, scales.at(0, b * 16), b == 0, totals + b * 16);
     }
 #endif
 
@@ -180,13 +246,13 @@ struct GroupVectorProduct {
 
 }  // namespace
 
-void quantized_linear(qk_context& context, const qk_quantized_linear_args& args) {
-    if (args.form == QK_W8A8)
+void grouped_quantized_linear(qk_context& context, const qk::GroupedLinearArgs& args) {
+    if (args.quantization->form == QK_W8A8)
         int8_linear_with<Int8VectorProduct>(context, args);
     else if (args.linear.dtype == QK_BFLOAT16)
-        grouped_linear_of<GroupVectorProduct<Bf16Dot>>(context, args);
+        weights_only_linear_with<WeightsOnlyVectorProduct<Bf16Dot>>(context, args);
     else
-        grouped_linear_of<GroupVectorProduct<FloatDot>>(context, args);
+        weights_only_linear_with<WeightsOnlyVectorProduct<FloatDot>>(context, args);
 }
 
 }  // namespace QK_ISA

@@ -1,4 +1,4 @@
-// Linear layers on quantized weights: how the work is cut. The products are in quantized.cpp (vectors) and quantized_amx.cpp (tiles).
+// Linear layers on quantized weights, one or a group of them (linear.h): how the work is cut. The products are in quantized.cpp (vectors) and quantized_amx.cpp (tiles).
 //
 // Row-invariance. Int8 weights and inputs (QK_W8A8): a row of inputs is quantized by its own maximum, and integer sums are exact. Weights
 // only (QK_W8, QK_W4): the integers themselves, exact in either float type, are multiplied with the inputs; a group of inputs is one sum that
@@ -30,18 +30,6 @@ QK_INLINE void each(const F& f) {
 constexpr int64_t STEP_INPUTS = 32;  // of weights alone
 constexpr float SMALLEST_MAXIMUM = 1e-30f;  // a row of nothing larger is a row of zeros
 
-struct RowChunks {
-    int64_t count, rows;  // MAX_CHUNK_ROWS at most
-    explicit RowChunks(int64_t m) : count(qk::ceil_div(m, MAX_CHUNK_ROWS)), rows(qk::ceil_div(m, count)) {}
-};
-
-QK_INLINE void finish_sums(const qk_linear_args& a, int64_t panel, int64_t from, int64_t to, const float* sums) {
-    if (a.out_dtype == QK_BFLOAT16)
-        finish_panel<bf16>(a, panel, from, to, sums);
-    else
-        finish_panel<float>(a, panel, from, to, sums);
-}
-
 // -- int8 weights and inputs ---------------------------------------------------------------------------------------------
 
 // One row of inputs as integers, padded with zeros; returns the scale. Not a number, if the row holds one, or an infinity.
@@ -72,7 +60,7 @@ struct Int8Inputs {
 template <class Dot>
 Int8Inputs<Dot> quantize_inputs(qk_context& context, const qk_linear_args& a, const QuantizedShape& shape) {
     const int64_t stride = shape.steps() * shape.step_inputs();
-    auto* values = (typename Dot::E*)context.shared_scratch(size_t(a.m * stride) + size_t(a.m) * sizeof(float));
+    auto* values = (typename Dot::E*)context.inner_scratch(size_t(a.m * stride) + size_t(a.m) * sizeof(float));
     float* scales = (float*)(values + a.m * stride);
     auto work = [&](int64_t begin, int64_t end, int) {
         for (int64_t row = begin; row < end; ++row) {
@@ -85,40 +73,40 @@ Int8Inputs<Dot> quantize_inputs(qk_context& context, const qk_linear_args& a, co
     return {values, scales, stride};
 }
 
-// Integer sums [rows, PANEL] to floats, in place.
+// Integer sums [rows, PANEL] to floats, in place. `at` is the panel's first output among all.
 template <class Dot>
-QK_INLINE void scale_sums(const qk_quantized_linear_args& q, int64_t panel, const float* row_scales, int64_t rows, int32_t* sums) {
+QK_INLINE void scale_sums(const qk_quantization& q, int64_t at, const float* row_scales, int64_t rows, int32_t* sums) {
     for (int64_t row = 0; row < rows; ++row, sums += PANEL)
         for (int64_t o = 0; o < PANEL; o += 16) {
             S16 sum = load_sums(sums + o);
-            if (Dot::has_offset) sum = subtract(sum, load_sums(q.corrections + panel * PANEL + o));
-            const F16 scaled = mul(to_floats(sum), load(q.scales + panel * PANEL + o));
+            if (Dot::has_offset) sum = subtract(sum, load_sums(q.corrections + at + o));
+            const F16 scaled = mul(to_floats(sum), load(q.scales + at + o));
             store_f32((float*)(sums + o), mul(scaled, set1(row_scales[row])));
         }
 }
 
 // `Product::multiply(x, stride, rows, panel, steps, sums)` fills int32 sums [rows, PANEL] with x times a panel of weights.
 template <class Product>
-void int8_linear_with(qk_context& context, const qk_quantized_linear_args& q) {
+void int8_linear_with(qk_context& context, const qk::GroupedLinearArgs& g) {
     using Dot = typename Product::Dot;
-    const qk_linear_args& a = q.linear;
-    const QuantizedShape shape{a.n, a.k, q.form, a.gated};
+    const qk_linear_args& a = g.linear;
+    const QuantizedShape shape{a.n, a.k, g.quantization->form, a.gated};
     const Int8Inputs<Dot> x = quantize_inputs<Dot>(context, a, shape);
-    const RowChunks chunks(a.m);
     auto work = [&](int64_t begin, int64_t end, int thread) {
-        int32_t* sums = (int32_t*)context.thread_scratch(thread, size_t(chunks.rows * PANEL) * sizeof(int32_t));
+        GroupedPieces pieces{g, shape.panels()};
         Product product;
-        for (int64_t item = begin; item < end; ++item) {
-            const int64_t panel = item / chunks.count, from = item % chunks.count * chunks.rows;
-            const int64_t to = from + chunks.rows < a.m ? from + chunks.rows : a.m;
-            if (from >= to) continue;
-            product.multiply(x.values + from * x.stride, x.stride, to - from, (const char*)a.packed + panel * shape.panel_bytes(),
+        for (int64_t piece = begin; piece < end; ++piece) {
+            const Piece p = pieces.find(piece);
+            if (p.from >= p.to) continue;
+            const int64_t rows = p.to - p.from, panel = p.group * shape.panels() + p.panel;
+            int32_t* sums = (int32_t*)context.thread_scratch(thread, size_t(rows * PANEL) * sizeof(int32_t));
+            product.multiply(x.values + p.from * x.stride, x.stride, rows, (const char*)a.packed + panel * shape.panel_bytes(),
                              shape.steps(), sums);
-            scale_sums<Dot>(q, panel, x.scales + from, to - from, sums);
-            finish_sums(a, panel, from, to, (const float*)sums);
+            scale_sums<Dot>(*g.quantization, panel * PANEL, x.scales + p.from, rows, sums);
+            finish_rows(a, p.panel, p.from, p.to, (const float*)sums);
         }
     };
-    context.parallel(shape.panels() * chunks.count, 1, work);
+    context.parallel(GroupedPieces{g, shape.panels()}.count(), 1, work);
 }
 
 // -- weights only ----------------------------------------------------------------------------------------------------------
@@ -132,14 +120,13 @@ struct GroupedInputs {
 };
 
 template <class E>
-GroupedInputs<E> group_inputs(qk_context& context, const qk_quantized_linear_args& q, int64_t steps, int64_t groups) {
-    const qk_linear_args& a = q.linear;
+GroupedInputs<E> group_inputs(qk_context& context, const qk_linear_args& a, const qk_quantization& q, int64_t steps, int64_t groups) {
     const int64_t padded = steps * STEP_INPUTS, copied = padded == a.k ? 0 : a.m * padded;
     const int64_t copied_bytes = qk::ceil_div(copied * int64_t(sizeof(E)), 64) * 64;
     const int64_t sum_count = q.zeros ? a.m * groups : 0;
     GroupedInputs<E> inputs{(const E*)a.x, a.x_stride, nullptr};
     if (!copied && !sum_count) return inputs;
-    char* memory = (char*)context.shared_scratch(size_t(copied_bytes + sum_count * int64_t(sizeof(float))));
+    char* memory = (char*)context.inner_scratch(size_t(copied_bytes + sum_count * int64_t(sizeof(float))));
     E* copy = (E*)memory;
     float* sums = (float*)(memory + copied_bytes);
     auto work = [&](int64_t begin, int64_t end, int) {
@@ -163,50 +150,55 @@ GroupedInputs<E> group_inputs(qk_context& context, const qk_quantized_linear_arg
     return inputs;
 }
 
-// totals += (sums of one group - zeros * the inputs' sum) * scales.
-QK_INLINE void add_group(const float* sums, const float* scales, const float* zeros, const float* input_sums, int64_t input_stride,
-                         int64_t rows, float* totals) {
-    for (int64_t row = 0; row < rows; ++row, sums += PANEL, totals += PANEL)
-        for (int64_t o = 0; o < PANEL; o += 16) {
-            F16 sum = load_f32(sums + o);
-            if (zeros) sum = sub(sum, mul(load_f32(zeros + o), set1(input_sums[row * input_stride])));
-            store_f32(totals + o, fma(sum, load_f32(scales + o), load_f32(totals + o)));
-        }
-}
+// What the sum of a group of inputs becomes: totals += (sum - zeros * the inputs' sum) * scales, group by group of a panel.
+struct GroupScales {
+    const float *scales, *zeros;  // [groups, PANEL]; zeros may be null
+    const float* input_sums;      // [rows, stride], those of one group; the next is one further
+    int64_t stride;
 
-// `Product::multiply(x, stride, rows, weights, steps, scratch, sums)` fills float sums [rows, PANEL] with x times some steps of a panel.
+    __attribute__((always_inline)) void add_to(float* total, F16 sum, int64_t row, int64_t output) const {
+        if (zeros) sum = sub(sum, mul(load_f32(zeros + output), set1(input_sums[row * stride])));
+        store_f32(total, fma(sum, load_f32(scales + output), load_f32(total)));
+    }
+    // Those of other rows and outputs, from these on.
+    __attribute__((always_inline)) GroupScales at(int64_t row, int64_t output) const {
+        return {scales + output, zeros ? zeros + output : nullptr, zeros ? input_sums + row * stride : nullptr, stride};
+    }
+    __attribute__((always_inline)) GroupScales after(int64_t groups) const {
+        return {scales + groups * PANEL, zeros ? zeros + groups * PANEL : nullptr, zeros ? input_sums + groups : nullptr, stride};
+    }
+};
+
+// `Product::multiply(x, stride, rows, panel, steps, group_steps, scales, scratch, sums, totals)` adds x times a panel of weights to float
+// totals [rows, PANEL]. `sums` are as many, for what it likes.
 template <class Product>
-void grouped_linear_of(qk_context& context, const qk_quantized_linear_args& q) {
+void weights_only_linear_with(qk_context& context, const qk::GroupedLinearArgs& g) {
     using E = typename Product::E;
-    const qk_linear_args& a = q.linear;
+    const qk_linear_args& a = g.linear;
+    const qk_quantization& q = *g.quantization;
     const QuantizedShape shape{a.n, a.k, q.form, a.gated};
     const int64_t steps = shape.steps(), groups = qk::ceil_div(a.k, q.group_size);
     const int64_t group_steps = groups == 1 ? steps : q.group_size / STEP_INPUTS;
-    const GroupedInputs<E> x = group_inputs<E>(context, q, steps, groups);
-    const RowChunks chunks(a.m);
+    const GroupedInputs<E> x = group_inputs<E>(context, a, q, steps, groups);
     auto work = [&](int64_t begin, int64_t end, int thread) {
-        const size_t sum_bytes = size_t(chunks.rows * PANEL) * sizeof(float);
-        char* scratch = (char*)context.thread_scratch(thread, 2 * sum_bytes + Product::SCRATCH_BYTES);
-        float *totals = (float*)scratch, *sums = (float*)(scratch + sum_bytes);
+        GroupedPieces pieces{g, shape.panels()};
         Product product(q.form);
-        for (int64_t item = begin; item < end; ++item) {
-            const int64_t panel = item / chunks.count, from = item % chunks.count * chunks.rows;
-            const int64_t to = from + chunks.rows < a.m ? from + chunks.rows : a.m;
-            if (from >= to) continue;
-            memset(totals, 0, size_t((to - from) * PANEL) * sizeof(float));
-            const char* weights = (const char*)a.packed + panel * shape.panel_bytes();
-            for (int64_t g = 0; g < groups; ++g) {
-                const int64_t first = g * group_steps, count = first + group_steps < steps ? group_steps : steps - first;
-                product.multiply(x.values + from * x.stride + first * STEP_INPUTS, x.stride, to - from,
-                                 weights + first * shape.step_bytes(), count, scratch + 2 * sum_bytes, sums);
-                const int64_t at = (panel * groups + g) * PANEL;
-                add_group(sums, q.scales + at, q.zeros ? q.zeros + at : nullptr,
-                          x.group_sums ? x.group_sums + from * groups + g : nullptr, groups, to - from, totals);
-            }
-            finish_sums(a, panel, from, to, totals);
+        for (int64_t piece = begin; piece < end; ++piece) {
+            const Piece p = pieces.find(piece);
+            if (p.from >= p.to) continue;
+            const int64_t rows = p.to - p.from, panel = p.group * shape.panels() + p.panel, at = panel * groups * PANEL;
+            const size_t sum_bytes = size_t(rows * PANEL) * sizeof(float);
+            char* scratch = (char*)context.thread_scratch(thread, Product::SCRATCH_BYTES + 2 * sum_bytes);
+            float *totals = (float*)(scratch + Product::SCRATCH_BYTES), *sums = (float*)(scratch + Product::SCRATCH_BYTES + sum_bytes);
+            memset(totals, 0, sum_bytes);
+            const GroupScales scales{q.scales + at, q.zeros ? q.zeros + at : nullptr,
+                                     q.zeros ? x.group_sums + p.from * groups : nullptr, groups};
+            product.multiply(x.values + p.from * x.stride, x.stride, rows, (const char*)a.packed + panel * shape.panel_bytes(), steps,
+                             group_steps, scales, scratch, sums, totals);
+            finish_rows(a, p.panel, p.from, p.to, totals);
         }
     };
-    context.parallel(shape.panels() * chunks.count, 1, work);
+    context.parallel(GroupedPieces{g, shape.panels()}.count(), 1, work);
 }
 
 // -- values to floats --------------------------------------------------------------------------------------------------------
@@ -242,17 +234,26 @@ QK_INLINE void expand_line(const uint16_t* line, int shift, float* to) {
         to[i % 2 * 16 + i / 2] = float(int16_t(line[i] << (16 - BITS - shift)) >> (16 - BITS));
 }
 
-// Some steps of a panel to weights of type E, in the order [step, block, row].
+// Expands packed lines to weights of type E, in the order [step, block, row], some at a time, and fetches those that follow.
 template <int BITS, class E>
-void expand_steps(const char* weights, int64_t steps, E* to) {
-    constexpr int PER_LANE = 16 / BITS;
-    constexpr int64_t LINES_PER_BLOCK = 16 / PER_LANE;
-    const uint16_t* line = (const uint16_t*)weights;
-    for (int64_t i = 0; i < steps * qk::PANEL_BLOCKS * LINES_PER_BLOCK; ++i, line += qk::LANES)
-        each<PER_LANE>(QK_EACH_AS(part) {
-            expand_line<BITS>(line, part * BITS, to);
-            to += qk::LANES;
-        });
-}
+struct Expansion {
+    static constexpr int64_t AHEAD_BYTES = 8192;
+
+    const uint16_t* line;
+    E* to;
+    int64_t left;  // lines
+
+    __attribute__((always_inline)) void expand(int64_t lines) {
+        if (lines > left) lines = left;
+        left -= lines;
+        for (; lines; --lines, line += qk::LANES) {
+            __builtin_prefetch((const char*)line + AHEAD_BYTES, 0, 2);
+            each<16 / BITS>(QK_EACH_AS(part) {
+                expand_line<BITS>(line, part * BITS, to);
+                to += qk::LANES;
+            });
+        }
+    }
+};
 
 }  // namespace QK_ISA

@@ -96,18 +96,32 @@ struct Int8TileProduct {
     Tiles tiles;
 };
 
-struct GroupTileProduct {
+struct WeightsOnlyTileProduct {
     using E = bf16;
     static constexpr size_t SCRATCH_BYTES = size_t(CHUNK_STEPS * qk::STEP_BYTES);
 
-    explicit GroupTileProduct(int32_t form) : form(form) {}
+    explicit WeightsOnlyTileProduct(int32_t form) : form(form) {}
 
-    void multiply(const E* x, int64_t stride, int64_t rows, const char* weights, int64_t steps, char* scratch, float* sums) {
-        const int64_t step_bytes = QuantizedShape{0, 0, form, 0}.step_bytes();
+    void multiply(const E* x, int64_t stride, int64_t rows, const char* panel, int64_t steps, int64_t group_steps, GroupScales scales,
+                  char* scratch, float* sums, float* totals) {
+        for (int64_t first = 0; first < steps; first += group_steps, scales = scales.after(1)) {
+            const int64_t count = first + group_steps < steps ? group_steps : steps - first;
+            form == QK_W4 ? multiply_group<4>(x + first * STEP_INPUTS, stride, rows, panel, count, scratch, sums)
+                          : multiply_group<8>(x + first * STEP_INPUTS, stride, rows, panel, count, scratch, sums);
+            panel += count * QuantizedShape{0, 0, form, 0}.step_bytes();
+            for (int64_t row = 0; row < rows; ++row)
+                for (int64_t o = 0; o < PANEL; o += 16) scales.add_to(totals + row * PANEL + o, load_f32(sums + row * PANEL + o), row, o);
+        }
+    }
+
+    template <int BITS>
+    void multiply_group(const E* x, int64_t stride, int64_t rows, const char* weights, int64_t steps, char* scratch, float* sums) {
+        constexpr int64_t LINES_PER_STEP = qk::PANEL_BLOCKS * BITS;
+        Expansion<BITS, E> expansion{(const uint16_t*)weights, nullptr, steps * LINES_PER_STEP};
         for (int64_t t = 0; t < steps; t += CHUNK_STEPS) {
             const int64_t count = t + CHUNK_STEPS < steps ? CHUNK_STEPS : steps - t;
-            form == QK_W4 ? expand_steps<4>(weights + t * step_bytes, count, (E*)scratch)
-                          : expand_steps<8>(weights + t * step_bytes, count, (E*)scratch);
+            expansion.to = (E*)scratch;
+            expansion.expand(count * LINES_PER_STEP);
             for (int64_t row = 0; row < rows; row += TILE_ROWS) {
                 tiles.configure(rows - row < TILE_ROWS ? rows - row : TILE_ROWS);
                 QK_TILE_BARRIER();  // the weights are in memory
@@ -124,11 +138,11 @@ struct GroupTileProduct {
 
 }  // namespace
 
-void quantized_linear(qk_context& context, const qk_quantized_linear_args& args) {
-    if (args.form == QK_W8A8)
+void grouped_quantized_linear(qk_context& context, const qk::GroupedLinearArgs& args) {
+    if (args.quantization->form == QK_W8A8)
         int8_linear_with<Int8TileProduct>(context, args);
     else
-        grouped_linear_of<GroupTileProduct>(context, args);
+        weights_only_linear_with<WeightsOnlyTileProduct>(context, args);
 }
 
 }  // namespace QK_ISA

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 5
+#define QK_ABI_VERSION 6
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -97,15 +97,19 @@ typedef struct {
 QK_EXPORT void qk_pack_quantized(qk_context* context, const qk_pack_quantized_args* args);
 
 typedef struct {
-    /* As qk_linear with weights (values - zeros) * scales. Outputs stand as in packed values: 64 to a panel, halves block by block in
-     * turn, 0 where there is none. */
-    qk_linear_args linear; /* `packed` holds values */
+    /* What packed values stand for: weights (values - zeros) * scales. Outputs stand as in packed values: 64 to a panel, halves block by
+     * block in turn, 0 where there is none. Of several matrices those of one follow those of another. */
     int32_t form;
     int32_t reserved;
     int64_t group_size; /* inputs that share a scale: a multiple of 32, or all */
     const float* scales; /* [panels, groups, 64] */
     const float* zeros;  /* [panels, groups, 64]; NULL for none; never with QK_W8A8 */
     const int32_t* corrections; /* QK_W8A8: [panels, 64], 128 times the sum of each output's values */
+} qk_quantization;
+
+typedef struct {
+    qk_linear_args linear; /* `packed` holds values */
+    qk_quantization quantization;
 } qk_quantized_linear_args;
 QK_EXPORT void qk_quantized_linear(qk_context* context, const qk_quantized_linear_args* args);
 
@@ -195,6 +199,8 @@ typedef struct {
     int32_t activation;
     const void* gate_up;  /* packed, gated, one expert after another */
     const void* down;     /* packed, one expert after another */
+    const qk_quantization* gate_up_quantization; /* of all experts: `gate_up` holds values; NULL: it holds weights */
+    const qk_quantization* down_quantization;
     const int64_t* ids;   /* [tokens, chosen], each below num_experts */
     const float* weights; /* [tokens, chosen] */
     const void* residual; /* [tokens, hidden]; NULL for none; may be y */

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,3 +21,16 @@ def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["QUIRE_CACHE_ROOT"]
     else:
         os.environ["QUIRE_CACHE_ROOT"] = before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _small_heap() -> Iterator[None]:
+    """An engine core walks the whole heap once, when it starts, and freezes it.
+
+    In a process of its own that is little; that of a test session is large, and hundreds of cores start in it: walking
+    it was most of what many tests did. Tests of the freezing put the real `gc` back.
+    """
+    heap = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.engine.core.gc", heap)
+        yield

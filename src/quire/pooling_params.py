@@ -15,6 +15,7 @@ POOLING_FIELDS = (
     FieldBound("use_activation", "bool", optional=True),
     FieldBound("dimensions", "int", 1, INT64_MAX, optional=True),
     FieldBound("segment_start", "int", 0, INT64_MAX, optional=True),
+    FieldBound("step_tag_id", "int", 0, 2**31 - 1, optional=True),
     FieldBound("skip_reading_prefix_cache", "bool", optional=True),
 )
 """The bounds of what is a number or a switch."""
@@ -28,6 +29,8 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     dimensions: int | None = None
     """Cut the embedding to its first so many numbers; only of a model that was trained for it."""
     step_tag_id: int | None = None
+    """Of a task per token: only the results of tokens with this id, those at the ends of an answer's steps. None: as
+    the server's --pooler-config or the model's files say."""
     returned_token_ids: list[int] | None = None
     task: str | None = None
     skip_reading_prefix_cache: bool | None = None
@@ -52,6 +55,15 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             raise ValidationError(
                 "output_kind of a pooling request is FINAL_ONLY: it has one output", param="output_kind"
             )
-        for name in ("step_tag_id", "returned_token_ids", "extra_kwargs"):
-            if getattr(self, name) is not None:
-                raise ValidationError(f"{name} is for reward models, which are not supported; leave it out", param=name)
+        if self.step_tag_id is not None and self.task and not self.task.startswith("token_"):
+            raise ValidationError(
+                f"step_tag_id is for tasks that have a result per token, and this one is {self.task!r}",
+                param="step_tag_id",
+            )
+        if self.returned_token_ids is not None:
+            raise ValidationError(
+                "returned_token_ids is chosen for all requests at the start: --pooler-config.returned_token_ids",
+                param="returned_token_ids",
+            )
+        if self.extra_kwargs is not None:
+            raise ValidationError("extra_kwargs is read by no model; leave it out", param="extra_kwargs")

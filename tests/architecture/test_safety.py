@@ -56,7 +56,7 @@ READS_FILES = {
     "quire.config.checkpoint",  # headers and the index, of files that have come through it
     "quire.config.server",  # --api-key-file
     "quire.config.vllm_flags",  # a table of the package
-    "quire.frontend.tokenizer",  # --chat-template
+    "quire.frontend.text.tokenizer",  # --chat-template
     "quire.frontend.openai.routes.pages",  # pages of the package
 }
 """Modules of `config` and `frontend` that open files; a new one asks itself whose they are."""

@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from quire.frontend.journal import JournalEntry
+from quire.frontend.supervision.journal import JournalEntry
 from quire.testing.history import History
 from quire.wire.engine_core import EngineCoreRequest
 

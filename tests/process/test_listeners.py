@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import stat
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx2
+import pytest
 
 from .serving import serving
 
 LISTENS = "0A"
+UVICORNS_DEFAULT_S = 5
 
 
 def listening_ports(*pids: int) -> set[int]:
@@ -31,6 +35,20 @@ def test_one_port_is_open_and_no_other() -> None:
     with serving(executor="Quick") as server:
         assert httpx2.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
         assert listening_ports(server.process.pid, server.core_pid()) == {int(server.url.rpartition(":")[2])}
+
+
+def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs() -> None:
+    """Else a request on its way meets a connection that the server has just closed."""
+    with serving(executor="Quick") as server:
+        url = urlsplit(server.url)
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=60)
+        connection.request("GET", "/version")
+        connection.getresponse().read()
+        assert connection.sock is not None
+        connection.sock.settimeout(UVICORNS_DEFAULT_S + 1)
+        with pytest.raises(TimeoutError):  # its end would be read at once
+            connection.sock.recv(1)
+        connection.close()
 
 
 def test_a_unix_socket_is_for_its_user(tmp_path: Path) -> None:

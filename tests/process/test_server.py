@@ -206,3 +206,45 @@ def test_a_second_signal_ends_streams_with_an_error() -> None:
         assert '"code":503' in error
         assert end == "data: [DONE]"
         assert server.process.wait(TIME_LIMIT_S) == 0
+
+
+@pytest.mark.parametrize("first", ["server", "core"])
+def test_sigterm_to_every_process_starts_no_other_core(first: str) -> None:
+    """As systemd and a container's stop send it. What is under way has its time all the same."""
+    with serving("--shutdown-timeout", "30", executor="Leisurely") as server:
+        pids = [server.process.pid, server.core_pid()]
+        body = {"prompt": [50], "max_tokens": 60, "ignore_eos": True, "stream": True}
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=TIME_LIMIT_S) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for pid in pids if first == "server" else reversed(pids):
+                os.kill(pid, signal.SIGTERM)
+            *_, last, end = (line for line in lines if line)
+        assert '"finish_reason":"length"' in last
+        assert end == "data: [DONE]"
+        assert server.process.wait(TIME_LIMIT_S) == 0
+        log = server.program.read_log()
+    assert "starting engine core" not in log, log
+    assert " ERROR " not in log, log
+
+
+def test_sigterm_to_every_process_of_an_idle_server() -> None:
+    with serving(executor="Quick") as server:
+        for pid in (server.core_pid(), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert server.process.wait(TIME_LIMIT_S) == 0
+        log = server.program.read_log()
+    assert "starting engine core" not in log, log
+
+
+def test_sigterm_to_the_core_alone_is_a_restart() -> None:
+    with serving(executor="Quick") as server:
+        core = server.core_pid()
+        os.kill(core, signal.SIGTERM)
+        while httpx2.get(f"{server.url}/health/ready").status_code == 200:
+            pass
+        answer = httpx2.post(
+            f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=TIME_LIMIT_S
+        )
+        assert answer.status_code == 200
+        assert server.core_pid() != core

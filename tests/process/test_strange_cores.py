@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from quire.errors import ConfigError, EngineDeadError
-from quire.frontend import launch
 from quire.frontend.client.mp import ClientAddresses
 from quire.frontend.client.sync_mp import SyncMPClient
+from quire.frontend.supervision import launch
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_engine import READY, FakeEngine
 from quire.wire.engine_core import (

@@ -35,10 +35,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_https(directory: Path) -> None:
+@pytest.mark.parametrize("num_processes", ["1", "2"])
+def test_https(directory: Path, num_processes: str) -> None:
     """Encrypted and authenticated; nothing but TLS 1.2 and later is spoken, and no plain HTTP."""
     files = ("--ssl-certfile", str(directory / "server.pem"), "--ssl-keyfile", str(directory / "server.key"))
-    with serving(*files, "--api-key", "secret", executor="Quick") as server:
+    flags = ("--api-key", "secret", "--api-server-count", num_processes)
+    with serving(*files, *flags, executor="Quick") as server:
         assert server.url.startswith("https://127.0.0.1:")
         trusting = ssl.create_default_context(cafile=str(directory / "server.pem"))
         with httpx2.Client(base_url=server.url, verify=trusting) as http:

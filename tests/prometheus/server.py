@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +11,8 @@ from typing import Any
 
 import httpx2
 import yaml
+
+from tests.process.background import running
 
 from .deploy import DEPLOY, SCRAPE_INTERVAL_S
 
@@ -90,27 +90,9 @@ def prometheus(
         "--web.listen-address=127.0.0.1:0",
         "--enable-feature=exemplar-storage",
     ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=directory)
-    killer = threading.Timer(START_TIMEOUT_S, process.kill)
-    killer.start()
-    assert process.stderr is not None
-    drain = threading.Thread(target=process.stderr.read, daemon=True)
-    try:
-        log: list[str] = []
-        for line in process.stderr:
-            log.append(line)
-            if _READY in line:
-                break
-        address = _ADDRESS.search("".join(log))
-        assert address is not None, "Prometheus did not start:\n" + "".join(log)
-        killer.cancel()
-        drain.start()
+    with running(command, cwd=directory) as program:
+        said = program.wait_for(lambda line: _READY in line, START_TIMEOUT_S)
+        address = _ADDRESS.search(said)
+        assert address is not None, said
         with httpx2.Client(base_url=f"http://{address[1]}/api/v1", timeout=30) as client:
             yield Prometheus(client)
-    finally:
-        killer.cancel()
-        process.kill()
-        process.wait()
-        if drain.is_alive():
-            drain.join()
-        process.stderr.close()

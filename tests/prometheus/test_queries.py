@@ -11,6 +11,7 @@ from . import deploy
 from .conftest import DEAD_TARGET
 from .deploy import Alert, Query
 from .server import Prometheus
+from .vllm_queries import queries as vllm_queries
 
 pytestmark = pytest.mark.prometheus
 
@@ -61,6 +62,11 @@ def test_a_dashboard_has_something_to_choose(scraped: Prometheus, dashboard: str
 @pytest.mark.parametrize("query", OTHERS, ids=ids(OTHERS))
 def test_a_recording_rule_or_an_autoscaler_finds_something(scraped: Prometheus, query: Query) -> None:
     assert scraped.ever(query.expr)
+
+
+@pytest.mark.parametrize("expr", [expr for _, expr in vllm_queries()], ids=[who for who, _ in vllm_queries()])
+def test_what_was_written_for_vllm_finds_something(scraped: Prometheus, expr: str) -> None:
+    assert scraped.ever(expr)
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=[alert.name for alert in ALERTS])

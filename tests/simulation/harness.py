@@ -25,7 +25,7 @@ from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import ExpectedOutput, expected_output
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
 from tests.simulation.invariants import Invariants
-from tests.simulation.world import SimulatedExecutor, WorkerFault, World, draw_input, draw_operations, draw_request
+from tests.simulation.world import SimulatedExecutor, WorkerFault, World, draw_input, draw_request
 
 MAX_LIVE_REQUESTS = 14
 Operation = tuple[str, int]
@@ -437,32 +437,3 @@ class Simulation:
             self.invariants.check()
         assert not self.live, f"after {limit} steps without new requests these are not finished: {list(self.live)}"
         self.invariants.check_idle()
-
-
-def run_episode(
-    seed: int,
-    num_operations: int,
-    *,
-    keep: Callable[[int], bool] | None = None,
-    log: Callable[[str], None] | None = None,
-) -> Counter[str]:
-    """Run the operations that follow from `seed`, then drain; `keep` picks a part of them by index.
-
-    Returns how often each situation was met, "operations" among them. Raises SimulationError.
-    """
-    rng = random.Random(seed)
-    world = World.draw(rng)
-    operations = draw_operations(rng, world, num_operations)
-    if log is not None:
-        log(str(world))
-    simulation = Simulation(world, log)
-    for index, operation in enumerate([*operations, ("drain", 0)]):
-        if keep is not None and index < num_operations and not keep(index):
-            continue
-        try:
-            simulation.apply(operation)
-        except Exception as e:
-            raise SimulationError(seed, index, e) from e
-        simulation.seen["operations"] += 1
-    simulation.close()
-    return simulation.seen

@@ -90,26 +90,27 @@ class Invariants:
         for request in running:
             assert request.status is RequestStatus.RUNNING, f"{request} is in the running list"
             assert request.num_computed_tokens > 0, f"{request}"
-            held.update(*self._check_blocks(request))
+            self._check_blocks(request, held)
         for request in waiting:
             self._check_waiting(request, live[request.request_id])
-            held.update(*self._check_blocks(request))
+            self._check_blocks(request, held)
         for request in resting:
             assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ, f"{request} is said to rest"
             assert live[request.request_id].rests, f"{request} has input, or is in the middle of an answer"
             assert request.num_computed_tokens in (0, request.num_tokens - 1), f"{request}"
-            held.update(*self._check_blocks(request))
+            self._check_blocks(request, held)
         num_free = self.pool.get_num_free_blocks()
         assert num_free == self.pool.num_gpu_blocks - len(held), (
             f"{num_free} of {self.num_blocks} blocks are free, requests hold {len(held) - 1}"
         )
 
-    def _check_blocks(self, request: Request) -> tuple[list[int], ...]:
-        assert request.num_computed_tokens <= request.num_tokens, f"{request}"
-        block_ids = self.manager.get_block_ids(request.request_id)
-        for ids in block_ids:
-            assert len(ids) == ceil(request.num_computed_tokens / self.manager.block_size), f"{request} holds {ids}"
-        return block_ids
+    def _check_blocks(self, request: Request, held: set[int]) -> None:
+        """It has the blocks its tokens need; they are added to `held`."""
+        num_computed = request.num_computed_tokens
+        assert num_computed <= request.num_tokens, f"{request}"
+        for table in self.manager.get_tables(request.request_id):
+            assert len(table) == ceil(num_computed / self.manager.block_size), f"{request} holds {table}"
+            held.update([block.block_id for block in table])
 
     def _check_waiting(self, request: Request, client: Client) -> None:
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request} is in a waiting queue"

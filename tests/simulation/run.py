@@ -11,28 +11,35 @@ import argparse
 import logging
 import multiprocessing
 import re
+import signal
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
-from tests.simulation.harness import SimulationError, run_episode
+from tests.simulation.episode import run_episode
+from tests.simulation.harness import SimulationError
 
 EPISODE_OPERATIONS = 500
 
 
-def run_seeds(seeds: Iterable[int]) -> Counter[str]:
+def run_seeds(seeds: Iterable[int], *, audited: bool | None = None) -> Counter[str]:
     """Run one episode per seed. What was seen in all of them."""
-    return sum((run_episode(seed, EPISODE_OPERATIONS) for seed in seeds), Counter())
+    return sum((run_episode(seed, EPISODE_OPERATIONS, audited=audited) for seed in seeds), Counter())
 
 
 def _be_quiet() -> None:
-    """Failing steps are part of the plan."""
+    """Failing steps are part of the plan, and Ctrl-C ends a process of simulations at once: no step is to be shielded
+    from it."""
     logging.disable(logging.ERROR)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run_parallel(num_operations: int, num_processes: int = 2, first_seed: int = 0) -> tuple[Counter[str], float]:
+def run_parallel(
+    num_operations: int, num_processes: int = 2, first_seed: int = 0, *, audited: bool | None = None
+) -> tuple[Counter[str], float]:
     """At least `num_operations` operations over spawned processes: (what was seen, seconds). Raises SimulationError."""
     num_episodes = -(-num_operations // EPISODE_OPERATIONS)
     chunk = 20
@@ -42,7 +49,7 @@ def run_parallel(num_operations: int, num_processes: int = 2, first_seed: int = 
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=spawn, initializer=_be_quiet) as pool:
         try:
-            seen = sum(pool.map(run_seeds, chunks), Counter())
+            seen = sum(pool.map(partial(run_seeds, audited=audited), chunks), Counter())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

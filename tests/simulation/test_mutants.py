@@ -8,20 +8,21 @@ from contextlib import nullcontext
 import pytest
 
 from quire.engine.kv_cache.manager import KVCacheManager
-from tests.simulation.harness import SimulationError, run_episode
+from tests.simulation.episode import run_episode
+from tests.simulation.harness import SimulationError
 from tests.simulation.invariants import Invariants
-from tests.simulation.mutants import CHANGE_NO_TOKEN, MUTANTS
+from tests.simulation.mutants import CHANGE_NO_TOKEN, FRONTEND_MUTANTS, MUTANTS
 from tests.simulation.run import EPISODE_OPERATIONS
 
 MAX_OPERATIONS = 100_000
 
 
-def operations_until_caught() -> tuple[int, SimulationError | None]:
-    """Run seeds 0, 1, 2, ... until something is noticed."""
+def operations_until_caught(*, audited: bool = False) -> tuple[int, SimulationError | None]:
+    """Run seeds 0, 1, 2, ... until something is noticed; with `audited` all of them have their metrics scraped."""
     done = 0
     for seed in range(MAX_OPERATIONS // EPISODE_OPERATIONS):
         try:
-            done += run_episode(seed, EPISODE_OPERATIONS)["operations"]
+            done += run_episode(seed, EPISODE_OPERATIONS, audited=audited)["operations"]
         except SimulationError as error:
             if isinstance(error.cause, AttributeError | NameError | TypeError):
                 raise  # a mutant that no longer fits the code it patches must not pass for one that was caught
@@ -53,3 +54,10 @@ def test_mutant_is_caught_by_its_answers_alone(name: str, monkeypatch: pytest.Mo
     MUTANTS[name](monkeypatch)
     done, error = operations_until_caught()
     assert error is not None, f"{name}: {done} operations gave only right answers"
+
+
+@pytest.mark.parametrize("name", FRONTEND_MUTANTS)
+def test_mutant_is_caught_by_the_metrics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FRONTEND_MUTANTS[name](monkeypatch)
+    done, error = operations_until_caught(audited=True)
+    assert error is not None, f"{name}: {done} operations, and every scrape added up"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.harness import SimulationError, run_episode
+from tests.simulation.episode import run_episode
+from tests.simulation.harness import SimulationError
 from tests.simulation.mutants import MUTANTS, weak_hashes
 from tests.simulation.run import EPISODE_OPERATIONS, replay, run_parallel, shrink
 
@@ -46,6 +47,16 @@ def test_many_more_operations() -> None:
     """QUIRE_SIMULATION_OPERATIONS of them, on seeds the default suite does not use."""
     seen, _ = run_parallel(NUM_SLOW_OPERATIONS, os.cpu_count() or 2, FIRST_SLOW_SEED)
     assert seen["operations"] >= NUM_SLOW_OPERATIONS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_a_hundred_thousand_scrapes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A frontend on every episode, its metrics held against the laws after each operation (promise P12)."""
+    seen, seconds = run_parallel(100_000, first_seed=2 * FIRST_SLOW_SEED, audited=True)
+    with capsys.disabled():
+        print(f"\n{seen['scrapes']} scrapes in {seconds:.0f} s, over {seen['crash']} deaths of the core")
+    assert seen["scrapes"] >= 100_000
 
 
 def test_colliding_hashes_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from quire.sampling_params import RequestOutputKind
         ({"segment_start": -1}, "segment_start"),
         ({"task": "dance"}, "task"),
         ({"output_kind": RequestOutputKind.DELTA}, "output_kind"),
-        ({"step_tag_id": 3}, "step_tag_id"),
+        ({"step_tag_id": -1}, "step_tag_id"),
+        ({"step_tag_id": 3, "task": "embed"}, "step_tag_id"),
         ({"returned_token_ids": [1]}, "returned_token_ids"),
         ({"extra_kwargs": {}}, "extra_kwargs"),
     ],
@@ -33,5 +34,6 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
 
 def test_what_is_taken() -> None:
     PoolingParams().validate_fields()
+    PoolingParams(task="token_classify", step_tag_id=3).validate_fields()
     for task in POOLING_TASKS:
         PoolingParams(task=task, dimensions=7, use_activation=False, skip_reading_prefix_cache=True).validate_fields()

@@ -12,6 +12,7 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 from quire.timeline import Stamp
+from quire.wire.api_process import ApiLaunch, PeerMessage
 from quire.wire.elastic import ReconfigureDistributedRequest, ReconfigureRankType
 from quire.wire.engine_core import (
     EngineCoreEvent,
@@ -125,7 +126,9 @@ SPEC_STATS = SpecDecodingStats(3, 2, 6, 4, [2, 1, 1])
 STEP_TRACE = StepTrace(1.5, 1.625, 2.5, 2.75, 3.0, 40, 3, 4, 5, 60)
 PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
 PREFILL_STATS = PrefillStats(10, 4, 5, 1)
-SCHEDULER_STATS = SchedulerStats(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29)
+SCHEDULER_STATS = SchedulerStats(
+    3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8
+)
 EVENT = EngineCoreEvent(EngineCoreEventType.PREEMPTED, 12.5)
 OUTPUT = EngineCoreOutput(
     "0_request",
@@ -204,6 +207,7 @@ FULL: dict[str, Any] = {
         incarnation=2,
         peak_memory_bytes=1 << 30,
         stamps=[Stamp("imports", 10.5, 0.25)],
+        next_sequence=58,
     ),
     "NewRequestData": NEW_REQUEST,
     "CachedRequestData": CACHED,
@@ -219,6 +223,24 @@ FULL: dict[str, Any] = {
     "DraftTokenIds": DraftTokenIds(["r"], [[1, 2]]),
     "EngineZmqAddresses": ADDRESSES,
     "ClientAddresses": ClientAddresses(1, "ipc:///a", "ipc:///b"),
+    "ApiLaunch": ApiLaunch(
+        2,
+        3,
+        4711,
+        b"\x81\xa1a\x01",
+        b"\x81\xa1b\x02",
+        (b"d" * 32,),
+        b"s" * 32,
+        1700000000,
+        ClientAddresses(2, "ipc:///a", "ipc:///b"),
+        7,
+        8,
+        ("http://0.0.0.0:8000", "http://127.0.0.1:8001"),
+        "/tmp/counts",
+        "/tmp/metrics",
+        9,
+    ),
+    "PeerMessage": PeerMessage(5, "abort", -1, (["a"], True), {"b": 1}, "NotFoundError", "there is none"),
     "EngineStatus": EngineStatus("FAILED", False, True, 9, 4711, "ModelLoadError", "no such file", "abc"),
     "EngineHandshakeMetadata": EngineHandshakeMetadata(
         ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}

@@ -35,4 +35,5 @@ def flag_option(spec: FlagSpec) -> Option:
         takes_many=spec.takes_many,
         validate=spec.validate,
         alias=spec.alias,
+        short=spec.short,
     )

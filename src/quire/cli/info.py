@@ -54,5 +54,5 @@ def _shown(name: str, value: Any) -> str:
     if name.endswith("bytes") or name == "bytes_per_token":
         return human_bytes(value)
     if isinstance(value, int) and not name.endswith("token"):
-        return human_count(value) if name == "parameters" else f"{value:,}"
+        return human_count(value) if name.endswith("parameters") else f"{value:,}"
     return str(value)

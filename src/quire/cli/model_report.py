@@ -6,7 +6,6 @@ The KV cache is sized by the functions the engine uses; the free memory it start
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.config.quantization import quantization_method
 from quire.config.stored_quantization import read_stored_scheme
+from quire.config.weight_memory import weight_memory
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
 from quire.errors import ConfigError
 from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
@@ -93,15 +93,25 @@ def _weights(config: EngineConfig, report: Facts) -> Facts:
     stored: dict[str, int] = {}
     for tensor in index.tensors.values():
         stored[tensor.dtype] = stored.get(tensor.dtype, 0) + tensor.nbytes
-    is_tied = model.hf_config.tie_word_embeddings
-    sizes = [math.prod(t.shape) for name, t in index.tensors.items() if not (is_tied and name == "lm_head.weight")]
+    hf = model.hf_config
+    config_of = hf.get("quantization_config")
+    method = quantization_method(model.quantization, config_of, hf.path)
+    memory = weight_memory(
+        index,
+        DTYPE_BYTES[dtype],
+        is_tied=hf.tie_word_embeddings,
+        method=method,
+        stored=read_stored_scheme(config_of, hf.path) if config_of else None,
+    )
     return {
         "files": len({t.file for t in index.tensors.values()}),
         "tensors": len(index.tensors),
-        "parameters": sum(sizes),
+        "parameters": memory.parameters,
         "stored_bytes": stored,
         "dtype": dtype,
-        "memory_bytes": sum(sizes) * DTYPE_BYTES[dtype],
+        "quantization": method,
+        "quantized_parameters": memory.quantized_parameters,
+        "memory_bytes": memory.num_bytes,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ from quire.cli.command_line import CommandLine, ForeignFlags
 from quire.cli.engine_options import engine_args, engine_options, flag_option
 from quire.cli.options import Arguments, Positional
 from quire.cli.vllm_options import vllm_options
+from quire.config.engine import EngineConfig
 from quire.config.flags import flags_of
 from quire.config.server import ServerConfig, read_api_keys
 from quire.config.vllm_flags import settle_vllm_flags
@@ -75,29 +77,57 @@ def run(args: Arguments) -> int:
         defaults["trace_events"] = TRACE_EVENTS
     engine_config = engine_args(args, **defaults).create_engine_config("serving")
     listeners = resolve("quire.frontend.openai.server:Listeners").bind(config)
+    tell = partial(_tell, config, engine_config.model_config.names[0], listeners, start)
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)
-        engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config)
-        recent = resolve("quire.frontend.metrics.recent:RecentRequests")()
-        engine.pipeline.stat_loggers.add(recent)
-        try:
-            make_state = partial(
-                resolve("quire.frontend.openai.state:ServerState"),
-                engine,
-                config,
-                key_digests=keys,
-                stall_s=engine_config.frontend_config.slow_client_timeout_s,
-                recent=recent,
-            )
-            main = _serve(make_state, listeners, engine_config.lifecycle_config.shutdown_timeout, start)
-            with asyncio.Runner(loop_factory=resolve("uvloop:new_event_loop")) as runner:
-                runner.run(main)
-        finally:
-            engine.shutdown()
+        if config.api_server_count > 1:
+            serve_with_processes = resolve("quire.frontend.openai.fleet.parent:serve_with_processes")
+            serve_with_processes(engine_config, config, keys, listeners, tell)
+        else:
+            _serve_alone(engine_config, config, keys, listeners, tell)
     finally:
         listeners.close()
     logger.info("quire: ended")
     return 0
+
+
+def _serve_alone(
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    keys: tuple[bytes, ...],
+    listeners: Any,
+    tell: Callable[[], None],
+) -> None:
+    """All of the frontend in this process."""
+    waiting_room = resolve("quire.frontend.openai.waiting_room:WaitingRoom")
+    with waiting_room(listeners.sockets, listeners.tls, config.root_path or ""):
+        engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config)
+    recent = resolve("quire.frontend.metrics.recent:RecentRequests")()
+    engine.pipeline.stat_loggers.add(recent)
+    try:
+        make_state = partial(
+            resolve("quire.frontend.openai.state:ServerState"),
+            engine,
+            config,
+            key_digests=keys,
+            stall_s=engine_config.frontend_config.slow_client_timeout_s,
+            recent=recent,
+        )
+        patience_s = engine_config.lifecycle_config.shutdown_timeout
+        main = serve_until_told_to_end(make_state, listeners, patience_s, tell)
+        with asyncio.Runner(loop_factory=resolve("uvloop:new_event_loop")) as runner:
+            runner.run(main)
+    finally:
+        engine.shutdown()
+
+
+def _tell(config: ServerConfig, model_name: str, listeners: Any, start: float) -> None:
+    """The server serves."""
+    admin = f"; admin routes on {listeners.admin_url}" if listeners.admin_url else ""
+    took_s = time.monotonic() - start
+    logger.info("quire %s: serving %s on %s%s (%.1f s)", __version__, model_name, listeners.url, admin, took_s)
+    if not config.disable_ui:
+        logger.info("%s", describe_pages(listeners.url, listeners.admin_url))
 
 
 def describe_pages(url: str, admin_url: str | None) -> str:
@@ -109,18 +139,19 @@ def describe_pages(url: str, admin_url: str | None) -> str:
     return f"{text}; {admin}/ui/dashboard can abort requests, too" if admin else text
 
 
-async def _serve(make_state: Callable[[], Any], listeners: Any, shutdown_timeout_s: float, start: float) -> None:
+async def serve_until_told_to_end(
+    make_state: Callable[[], Any], listeners: Any, shutdown_timeout_s: float, tell: Callable[[], None]
+) -> None:
+    """The server's life, for `run`. `tell` is called when it serves."""
     state = make_state()
 
-    def tell() -> None:
-        admin = f"; admin routes on {listeners.admin_url}" if listeners.admin_url else ""
-        took_s = time.monotonic() - start
-        logger.info(
-            "quire %s: serving %s on %s%s (%.1f s)", __version__, state.model_name, listeners.url, admin, took_s
-        )
-        if not state.config.disable_ui:
-            logger.info("%s", describe_pages(listeners.url, listeners.admin_url))
+    def note_ready() -> None:
+        gc.freeze()  # start-up's objects stay: walking them would stop the loop for 30 to 65 ms now and then
+        tell()
 
     run_server = resolve("quire.frontend.openai.server:serve")
-    await run_server(state, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=tell)
+    try:
+        await run_server(state, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=note_ready)
+    finally:
+        gc.unfreeze()
     state.renderer.close()

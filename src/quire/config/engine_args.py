@@ -12,7 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
-from quire.config.pooling import resolve_pooling
+from quire.config.pooling_files import resolve_pooling
 from quire.config.repository import read_object
 from quire.config.scheduler import SchedulerConfig
 from quire.config.source import resolve_model_dir

@@ -30,13 +30,14 @@ def flag(
     maximum: float | None = None,
     takes_many: bool = False,
     alias: str | None = None,
+    short: str | None = None,
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
     `parse` turns the command line's text into the value (bool defaults make a --x/--no-x switch instead). `name` is
     the keyword and flag name where it differs from the field's. `minimum`/`maximum` are inclusive and checked by
     `validate_flags`; a field holding None is not checked. `takes_many` allows several values after one use of the flag.
-    `alias` is a second name on the command line.
+    `alias` is a second name on the command line, `short` one with its dash.
     """
     spec = {
         "help": help,
@@ -48,6 +49,7 @@ def flag(
         "maximum": maximum,
         "takes_many": takes_many,
         "alias": alias,
+        "short": short,
     }
     return dataclasses.field(default=default, metadata={_METADATA_KEY: spec})
 
@@ -68,6 +70,7 @@ class FlagSpec:
     maximum: float | None
     takes_many: bool
     alias: str | None
+    short: str | None
 
     @property
     def is_switch(self) -> bool:

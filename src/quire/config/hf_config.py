@@ -22,7 +22,8 @@ ENCODER_STEMS = frozenset({"Bert", "ModernBert", "Roberta", "XLMRoberta"})
 """Architectures, without the name of their head, whose tokens see one another in both directions."""
 _ROBERTA_STEMS = frozenset({"Roberta", "XLMRoberta"})
 _ARCHITECTURE = re.compile(
-    r"(?P<stem>\w+?)(?P<head>ForCausalLM|ForMaskedLM|ForSequenceClassification|ForTokenClassification|Model)"
+    r"(?P<stem>\w+?)(?P<head>ForCausalLM|ForMaskedLM|ForSequenceClassification|ForTokenClassification"
+    r"|ForRewardModel|ForProcessRewardModel|Model)"
 )
 
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {

@@ -83,7 +83,8 @@ class ModelConfig:
     )
     pooler_config: dict[str, Any] | None = flag(
         None,
-        "JSON object of how to pool: pooling_type (CLS, LAST, MEAN), use_activation, dimensions.",
+        "JSON object of how to pool: pooling_type (CLS, LAST, MEAN; ALL, STEP), use_activation, dimensions, "
+        "step_tag_id, returned_token_ids.",
         parse=parse_json_object,
         metavar="JSON",
     )

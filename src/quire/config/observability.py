@@ -79,7 +79,8 @@ class ObservabilityConfig:
     record_prompts: bool = flag(False, "With --record: write the token ids of prompts, too.")
     otlp_traces_endpoint: str | None = flag(
         None,
-        "Send a span per request to this OpenTelemetry collector, e.g. http://localhost:4318/v1/traces (extra otel).",
+        "Send spans of requests and of the start to this OpenTelemetry collector, e.g. http://localhost:4318/v1/traces "
+        "or grpc://localhost:4317 (extra otel).",
         metavar="URL",
     )
     collect_detailed_traces: str | None = flag(

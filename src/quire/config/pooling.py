@@ -1,38 +1,14 @@
-"""What a pooling model does with the hidden states of a text, told from its files: config.json, and the modules.json of
-sentence-transformers beside it.
-
-A model generates or pools, never both. The architecture decides (encoders cannot generate), `--runner` and `--convert`
-may turn a decoder into a pooling model, and `--pooler-config` changes how it pools.
-"""
+"""What a pooling model does with the hidden states of a text. `pooling_files.py` tells it from a model's files."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from quire.config.hf_config import HFConfig, split_architecture
-from quire.config.repository import MAX_JSON_BYTES, read_object, read_text
-from quire.errors import ConfigError, ModelLoadError, QuireError, UnsupportedModelError
+from typing import Literal
 
 PoolingType = Literal["cls", "last", "mean"]
 Head = Literal["embed", "classify", "token_classify"]
 Activation = Literal["none", "sigmoid", "softmax"]
-
-_HEAD_OF_KIND: Mapping[str, Head] = {
-    "ForSequenceClassification": "classify",
-    "ForTokenClassification": "token_classify",
-}
-_POOLING_MODES: Mapping[str, PoolingType] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_mean_tokens": "mean",
-}
-_ST_ACTIVATIONS: Mapping[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
-_DENSE_ACTIVATIONS: Mapping[str, str | None] = {"Identity": None, "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +38,10 @@ class PoolingConfig:
     label_token_ids: tuple[int, ...] = ()
     """Tokens whose logits are the scores, of a decoder that was trained to say them. With one label it is by how much
     the second is ahead of the first."""
+    classifier_layers: int = 1
+    """2: the classifier has a hidden layer, as those of reward models."""
+    step_tag_id: int | None = None
+    """The token after each step of an answer: scores per token are those of such tokens only. None: of all."""
     dense: tuple[DenseConfig, ...] = ()
     embedding_dim: int = 0
     matryoshka_dims: tuple[int, ...] | None = None
@@ -72,6 +52,8 @@ class PoolingConfig:
     """The longest text in tokens, where that is less than the positions there are."""
     lowers_case: bool = False
     """Texts are written in small letters before they are tokenized."""
+    prompts: tuple[tuple[str, str], ...] = ()
+    """(name, what is written before a text of that kind), of an embedding model that was trained with such prefixes."""
     has_segments: bool = False
     """Whether the second text of a pair is marked as such."""
 
@@ -87,215 +69,3 @@ class PoolingConfig:
     def needs_all_tokens(self, task: str) -> bool:
         """Whether the last token's hidden state is not enough: then none may come from the prefix cache."""
         return self.pooling_type != "last" or task.startswith("token_")
-
-
-def resolve_pooling(
-    hf: HFConfig, model_dir: Path, *, runner: str, convert: str, pooler_config: Mapping[str, Any] | None
-) -> PoolingConfig | None:
-    """How the model pools, None if it generates. Raises ConfigError for flags that do not fit it, ModelLoadError and
-    UnsupportedModelError for files that cannot be followed."""
-    _, kind = split_architecture(hf.architecture)
-    is_encoder = hf.is_encoder
-    modules = _read_modules(model_dir)
-    can_generate = not is_encoder and kind not in ("Model", *_HEAD_OF_KIND)
-    if runner == "auto":
-        pools = not can_generate or modules is not None or convert in ("embed", "classify")
-        runner = "pooling" if pools else "generate"
-    if runner == "generate":
-        if not can_generate:
-            raise ConfigError(
-                f"--runner generate: {hf.architecture} has no head to generate with; use --runner pooling"
-            )
-        if pooler_config or convert in ("embed", "classify"):
-            flag = f"--convert {convert}" if convert in ("embed", "classify") else "--pooler-config"
-            raise ConfigError(f"{flag} is for a pooling model, and {hf.architecture} generates; use --runner pooling")
-        return None
-    if can_generate and convert == "none":
-        raise ConfigError(
-            f"--convert none: {hf.architecture} generates, and must be converted to pool; use --convert embed"
-        )
-    head = _HEAD_OF_KIND.get(kind, "embed")
-    if convert in ("embed", "classify"):
-        head = "embed" if convert == "embed" else "classify" if head == "embed" else head
-    try:
-        if head == "embed":
-            pooling = _embedding(hf, model_dir, modules or [], is_encoder)
-        else:
-            pooling = _classification(hf, head, is_encoder)
-            if hf.get("classifier_from_token") and not is_encoder:
-                pooling = _from_tokens(pooling, hf, model_dir)
-    except QuireError:
-        raise
-    except (TypeError, ValueError, OverflowError, AttributeError) as e:  # whatever else the files may hold
-        raise ModelLoadError(f"{model_dir} does not say how it pools: {type(e).__name__}: {e}") from e
-    return _with_overrides(pooling, pooler_config or {})
-
-
-# -- embeddings -------------------------------------------------------------------------------------------------------
-
-
-def _embedding(hf: HFConfig, model_dir: Path, modules: list[tuple[str, str]], is_encoder: bool) -> PoolingConfig:
-    pooling_type: PoolingType = "cls" if is_encoder else "last"
-    dense: list[DenseConfig] = []
-    for module, path in modules:
-        if module == "Pooling":
-            pooling_type = _pooling_type(model_dir, path)
-        elif module == "Dense":
-            dense.append(_dense(model_dir, path))
-        elif module not in ("Transformer", "Normalize"):
-            raise UnsupportedModelError(
-                f"{model_dir / 'modules.json'} has a module of type {module!r}, which is not implemented"
-            )
-    transformer = read_object(model_dir, "sentence_bert_config.json") or {}
-    max_len = transformer.get("max_seq_length")
-    dims = hf.get("matryoshka_dimensions")
-    is_matryoshka = dims is not None or bool(hf.get("is_matryoshka", False))
-    return PoolingConfig(
-        head="embed",
-        is_encoder=is_encoder,
-        pooling_type=pooling_type,
-        activates=not modules or any(module == "Normalize" for module, _ in modules),
-        dense=tuple(dense),
-        embedding_dim=dense[-1].out_features if dense else hf.hidden_size,
-        matryoshka_dims=tuple(int(dim) for dim in dims or ()) if is_matryoshka else None,
-        max_len=None if max_len is None else int(max_len),
-        lowers_case=bool(transformer.get("do_lower_case", False)),
-    )
-
-
-def _read_modules(model_dir: Path) -> list[tuple[str, str]] | None:
-    """(class name, subdirectory) of each module of a sentence-transformers model; None if it is not one."""
-    text = read_text(model_dir, "modules.json", MAX_JSON_BYTES)
-    if text is None:
-        return None
-    try:
-        return [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in json.loads(text)]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise ModelLoadError(f"{model_dir / 'modules.json'} is not a list of modules with type and path") from None
-
-
-def _pooling_type(model_dir: Path, part: str) -> PoolingType:
-    path, config = _read_part(model_dir, part)
-    mode = config.get("pooling_mode")
-    chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    if isinstance(mode, str) and not chosen:  # the newer spelling
-        chosen = [{"cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken",
-                   "mean": "pooling_mode_mean_tokens"}.get(mode, mode)]  # fmt: skip
-    if len(chosen) != 1 or chosen[0] not in _POOLING_MODES:
-        raise UnsupportedModelError(
-            f"{path} pools by {', '.join(chosen) or 'nothing'}; it must be one of {', '.join(_POOLING_MODES)}"
-        )
-    return _POOLING_MODES[chosen[0]]
-
-
-def _read_part(model_dir: Path, part: str) -> tuple[Path, dict[str, Any]]:
-    """(the config.json of a module, what it holds)."""
-    name = f"{part}/config.json"
-    return model_dir / name, read_object(model_dir, name) or {}
-
-
-def _dense(model_dir: Path, part: str) -> DenseConfig:
-    path, config = _read_part(model_dir, part)
-    activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
-    if activation not in _DENSE_ACTIVATIONS:
-        raise UnsupportedModelError(f"{path} has the activation {activation!r}, which is not implemented")
-    try:
-        sizes = int(config["in_features"]), int(config["out_features"])
-    except (KeyError, TypeError, ValueError):
-        raise ModelLoadError(f"{path} has no in_features and out_features") from None
-    return DenseConfig(
-        directory=path.parent,
-        in_features=sizes[0],
-        out_features=sizes[1],
-        bias=bool(config.get("bias", True)),
-        activation=_DENSE_ACTIVATIONS[activation],
-    )
-
-
-# -- classification ---------------------------------------------------------------------------------------------------
-
-
-def _classification(hf: HFConfig, head: Head, is_encoder: bool) -> PoolingConfig:
-    labels = _labels(hf)
-    pooling_type: PoolingType = "cls" if is_encoder else "last"
-    if hf.get("classifier_pooling") == "mean":
-        pooling_type = "mean"
-    return PoolingConfig(
-        head=head,
-        is_encoder=is_encoder,
-        pooling_type=pooling_type,
-        activation=_activation(hf, len(labels)),
-        labels=labels,
-        has_segments=is_encoder and int(hf.get("type_vocab_size", 1)) > 1,
-    )
-
-
-def _from_tokens(pooling: PoolingConfig, hf: HFConfig, model_dir: Path) -> PoolingConfig:
-    """A classifier made of the logits head (`classifier_from_token`): one score per token, or how much more likely the
-    second of two is than the first (`is_original_qwen3_reranker`)."""
-    tokens = [str(token) for token in hf.require("classifier_from_token")]
-    vocabulary = ((read_object(model_dir, "tokenizer.json") or {}).get("model") or {}).get("vocab") or {}
-    unknown = [token for token in tokens if not 0 <= vocabulary.get(token, -1) < hf.vocab_size]
-    if unknown:
-        raise ModelLoadError(f"classifier_from_token: {model_dir / 'tokenizer.json'} has no token {unknown[0]!r}")
-    if bool(hf.get("is_original_qwen3_reranker", False)):
-        if len(tokens) != 2:
-            raise ModelLoadError(f"classifier_from_token has {len(tokens)} tokens; is_original_qwen3_reranker needs 2")
-        pooling = dataclasses.replace(pooling, labels=(tokens[1],), activation="sigmoid")
-    else:
-        pooling = dataclasses.replace(pooling, labels=tuple(tokens), activation="softmax")
-    return dataclasses.replace(pooling, label_token_ids=tuple(int(vocabulary[token]) for token in tokens))
-
-
-def _labels(hf: HFConfig) -> tuple[str, ...]:
-    names = hf.get("id2label")
-    if isinstance(names, dict) and names:
-        return tuple(str(names[key]) for key in sorted(names, key=int))
-    return tuple(f"LABEL_{i}" for i in range(int(hf.get("num_labels", 2))))
-
-
-def _activation(hf: HFConfig, num_labels: int) -> Activation:
-    """What the checkpoint says, in the words of sentence-transformers or of transformers, or what is usual."""
-    named = (hf.get("sentence_transformers") or {}).get("activation_fn") or hf.get(
-        "sbert_ce_default_activation_function"
-    )
-    if named is not None:
-        name = str(named).rpartition(".")[2]
-        if name not in _ST_ACTIVATIONS:
-            raise UnsupportedModelError(f"{hf.path} names the activation {named!r}, which is not implemented")
-        return _ST_ACTIVATIONS[name]
-    problem = hf.get("problem_type")
-    if problem == "regression":
-        return "none"
-    return "sigmoid" if num_labels == 1 or problem == "multi_label_classification" else "softmax"
-
-
-# -- overrides --------------------------------------------------------------------------------------------------------
-
-
-def _with_overrides(pooling: PoolingConfig, overrides: Mapping[str, Any]) -> PoolingConfig:
-    """--pooler-config laid over what the files say."""
-    changes: dict[str, Any] = {}
-    for key, value in overrides.items():
-        match key:
-            case "pooling_type" | "seq_pooling_type":
-                name = str(value).lower()
-                if name not in _POOLING_MODES.values():
-                    raise ConfigError(f"--pooler-config: {key} {value!r} is not one of CLS, LAST, MEAN")
-                changes["pooling_type"] = name
-            case "use_activation" | "normalize":
-                if not isinstance(value, bool):
-                    raise ConfigError(f"--pooler-config: {key} must be true or false, got {value!r}")
-                changes["activates"] = value
-            case "dimensions":
-                if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= pooling.embedding_dim:
-                    raise ConfigError(
-                        f"--pooler-config: dimensions must be between 1 and {pooling.embedding_dim}, got {value!r}"
-                    )
-                changes["default_dim"] = value
-            case _:
-                raise ConfigError(
-                    f"--pooler-config knows no {key!r}; known: pooling_type (or seq_pooling_type), use_activation (or "
-                    "normalize), dimensions"
-                )
-    return dataclasses.replace(pooling, **changes)

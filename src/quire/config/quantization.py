@@ -6,6 +6,7 @@ how a checkpoint's own weights are stored, and follow from its config.json.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ MAX_INT8_INPUTS = 65536
 """Inputs of a layer whose int8 products add up exactly: 65536 * 255 * 128 is below 2^31."""
 GROUP_SIZES = (128, 64, 32)
 """Inputs that share a scale at int4: the first that divides a layer's inputs; else the last, with a short end."""
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Names of matrices that choose experts: small, and a wrong choice costs more than a rounded weight."""
+_IN_A_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,13 @@ class QuantizationScheme:
 def scheme_of(method: str) -> QuantizationScheme:
     """The scheme of a method that quantizes at load."""
     return QuantizationScheme(bits=WEIGHT_BITS[method], quantizes_inputs=method == "int8")
+
+
+def is_quantizable_name(path: str) -> bool:
+    """Whether the module, or the `weight` of one, called that is quantized at load, if it is a matrix: those inside the
+    decoder's layers, but for routers."""
+    name = path.removesuffix(".weight").rpartition(".")[2]
+    return _IN_A_LAYER.search(path) is not None and name not in ROUTERS
 
 
 def group_size_for(in_features: int) -> int:

@@ -34,6 +34,15 @@ class ServerConfig:
     host: str | None = flag(None, "Address to listen on. Default: every one of this machine's.")
     port: int = flag(8000, "Port to listen on; 0 for any free one.", parse=int, minimum=0, maximum=65535)
     uds: str | None = flag(None, "Listen on this Unix socket instead of a port.", metavar="PATH")
+    api_server_count: int = flag(
+        1,
+        "Processes that answer HTTP, in front of one engine core; all limits are for them together. Several help where "
+        "requests come faster than one process can read and write them.",
+        parse=int,
+        minimum=1,
+        maximum=64,
+        short="-asc",
+    )
     root_path: str | None = flag(None, "Path under which a proxy shows this server.", metavar="PATH")
     api_key: tuple[str, ...] = flag(
         (), "A key that clients must show; may be repeated. QUIRE_API_KEY adds one.", parse=parse_names, metavar="KEY"

@@ -21,6 +21,10 @@ class StoredScheme:
     """What is added to stored zero points."""
     quantizes_inputs: bool = False
     """Activations become int8, each row by its own maximum."""
+    is_symmetric: bool = False
+    """Zero points, where there are any, are all 0."""
+    is_scattered: bool = False
+    """Inputs of one group are no neighbours ("act order"), as far as the configuration says."""
 
 
 def read_stored_scheme(config: Mapping[str, Any], source: Path) -> StoredScheme:
@@ -47,7 +51,13 @@ def _gptq(config: Mapping[str, Any], source: Path) -> StoredScheme:
     if config.get("dynamic"):
         raise UnsupportedModelError(f"{source}: GPTQ with other bits for some layers ('dynamic') cannot be read")
     zero_offset = 1 if version == "gptq" else 0
-    return StoredScheme(layout="gptq", bits=_bits(config.get("bits"), source), zero_offset=zero_offset)
+    return StoredScheme(
+        layout="gptq",
+        bits=_bits(config.get("bits"), source),
+        zero_offset=zero_offset,
+        is_symmetric=bool(config.get("sym")),
+        is_scattered=bool(config.get("desc_act")),
+    )
 
 
 def _awq(config: Mapping[str, Any], source: Path) -> StoredScheme:
@@ -74,7 +84,10 @@ def _compressed(config: Mapping[str, Any], source: Path) -> StoredScheme:
         raise UnsupportedModelError(f"{source}: int8 activations with weights of {bits} bits cannot be computed with")
     layout = config.get("format")
     if layout == "pack-quantized":
-        return StoredScheme(layout="packed", bits=_bits(bits.pop(), source), quantizes_inputs=bool(inputs))
+        is_scattered = any(weights.get("actorder") == "group" for weights, _ in schemes)
+        return StoredScheme(
+            layout="packed", bits=_bits(bits.pop(), source), quantizes_inputs=bool(inputs), is_scattered=is_scattered
+        )
     if layout in ("int-quantized", "naive-quantized") and bits == {8}:
         return StoredScheme(layout="int8", bits=8, quantizes_inputs=bool(inputs))
     raise UnsupportedModelError(

@@ -337,6 +337,10 @@ class EngineCore:
         """Messages that could not be taken in, by reason. A core in its user's process is sent none."""
         return {}
 
+    def admit_clients(self) -> None:
+        """The client that owns the core has brought it into its state: others may use it. Called again, does nothing.
+        A core in its user's process has no others."""
+
     def get_trace(self, seconds: float = 10.0) -> TraceWindow:
         """What the last `seconds` were spent on, as far as it was kept. Raises ValidationError if nothing is."""
         if self._traces is None:

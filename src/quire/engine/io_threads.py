@@ -10,7 +10,7 @@ import os
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from queue import SimpleQueue
@@ -73,30 +73,42 @@ class IOThread(threading.Thread):
 
 
 class InputThread(IOThread):
-    """Receives from all clients. The first frame on each connection is `ready_frame`: it tells the client to begin, and
-    lets its ROUTER know the way back."""
+    """Receives from all clients. The first frame on each connection is a ready frame: it tells the client to begin, and
+    lets its ROUTER know the way back.
+
+    `make_ready_frame` makes it of the number that the next message to the client will have. With `owner_first` only
+    client 0 gets one before `admit_clients`: it has to bring the core into a state before others may use it.
+    """
 
     def __init__(
         self,
         context: zmq.Context[Any],
         addresses: Sequence[str],
         engine_index: int,
-        ready_frame: bytes,
+        make_ready_frame: Callable[[int], bytes],
         intake: MessageIntake,
         *,
         on_link: Callable[[ClientLink], None],
         on_failure: Callable[[str], None],
         curve: CurveKeys | None = None,
+        owner_first: bool = False,
     ) -> None:
         super().__init__("EngineCoreInput", on_failure)
         self._context, self._addresses, self._curve = context, addresses, curve
         self._identity = engine_identity(engine_index)
-        self._ready_frame = ready_frame
+        self._make_ready_frame = make_ready_frame
         self._intake = intake
         self._on_link = on_link
         self._lost: set[int] = set()
+        """Clients whose connection is gone."""
+        self._num_returns: Counter[int] = Counter()
+        """How often each has come back without having been greeted yet."""
+        self._are_admitted = not owner_first
         self._launcher: tuple[int, Callable[[], None]] | None = None
-        self._stop_reader, self._stop_writer = os.pipe()
+        self._orders: deque[Callable[[list[zmq.Socket[Any]]], None]] = deque()
+        """What other threads want done with the sockets."""
+        self._is_stopping = False
+        self._order_reader, self._order_writer = os.pipe()
 
     def watch_launcher(self, pipe: int, on_gone: Callable[[], None]) -> None:
         """Call `on_gone` when the other end of `pipe` is closed. Before `start`."""
@@ -104,18 +116,49 @@ class InputThread(IOThread):
 
     def stop(self, timeout_s: float) -> None:
         """Have it end, and wait for that. What has arrived by then is still taken in. To be called once."""
-        os.write(self._stop_writer, b".")
+        self._is_stopping = True
+        os.write(self._order_writer, b".")
         self.join(timeout_s)
         if not self.is_alive():
-            os.close(self._stop_reader)
-            os.close(self._stop_writer)
+            os.close(self._order_reader)
+            os.close(self._order_writer)
+
+    def admit_clients(self) -> None:
+        """The core is as it should be: the other clients may begin, too. From any thread; idempotent."""
+        self._order(self._admit)
+
+    def greet(self, client_index: int, next_sequence: int) -> None:
+        """A client that is back may begin: messages reach it, the next with this number. From any thread."""
+        self._order(lambda sockets: self._greet(sockets, client_index, next_sequence))
+
+    def _order(self, order: Callable[[list[zmq.Socket[Any]]], None]) -> None:
+        self._orders.append(order)
+        os.write(self._order_writer, b".")
+
+    def _admit(self, sockets: list[zmq.Socket[Any]]) -> None:
+        if self._are_admitted:
+            return
+        self._are_admitted = True
+        for client_index, socket in enumerate(sockets[1:], start=1):
+            if not self._is_away(client_index):  # else it is greeted when it is back
+                socket.send(self._make_ready_frame(1))
+
+    def _greet(self, sockets: list[zmq.Socket[Any]], client_index: int, next_sequence: int) -> None:
+        self._num_returns[client_index] -= 1
+        if not self._is_away(client_index) and (self._are_admitted or client_index == 0):
+            sockets[client_index].send(self._make_ready_frame(next_sequence))
+
+    def _is_away(self, client_index: int) -> bool:
+        """Whether what it sends are the last words of a frontend that is gone, or of one that has not noticed that its
+        connection is another one."""
+        return client_index in self._lost or self._num_returns[client_index] > 0
 
     def _work(self) -> None:
         with ExitStack() as stack:
             sockets = [self._connect(address, stack) for address in self._addresses]
             monitors = [_watch(socket, stack) for socket in sockets]
-            for socket in sockets:
-                socket.send(self._ready_frame)
+            for socket in sockets if self._are_admitted else sockets[:1]:
+                socket.send(self._make_ready_frame(1))
             self.is_open.set()
             self._receive_until_stopped(sockets, monitors)
 
@@ -128,7 +171,7 @@ class InputThread(IOThread):
 
     def _receive_until_stopped(self, sockets: list[zmq.Socket[Any]], monitors: list[zmq.Socket[Any]]) -> None:
         poller = zmq.Poller()
-        for socket in (*sockets, *monitors, self._stop_reader):
+        for socket in (*sockets, *monitors, self._order_reader):
             poller.register(socket, zmq.POLLIN)
         if self._launcher is not None:
             poller.register(self._launcher[0], zmq.POLLIN)
@@ -136,15 +179,19 @@ class InputThread(IOThread):
             ready = {source for source, _ in poller.poll()}
             for client_index, (socket, monitor) in enumerate(zip(sockets, monitors, strict=True)):
                 if monitor in ready:
-                    self._follow_connection(client_index, socket, monitor)
+                    self._follow_connection(client_index, monitor)
                 if socket in ready:
                     self._receive(client_index, socket)
             if self._launcher is not None and self._launcher[0] in ready:
                 self._read_launcher(poller)
-            if self._stop_reader in ready:
-                for client_index, socket in enumerate(sockets):
-                    self._receive(client_index, socket)
-                return
+            if self._order_reader in ready:
+                os.read(self._order_reader, 4096)
+                while self._orders:
+                    self._orders.popleft()(sockets)
+                if self._is_stopping:
+                    for client_index, socket in enumerate(sockets):
+                        self._receive(client_index, socket)
+                    return
 
     def _receive(self, client_index: int, socket: zmq.Socket[Any]) -> None:
         for _ in range(MESSAGES_PER_ROUND):
@@ -152,12 +199,12 @@ class InputThread(IOThread):
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if client_index not in self._lost:  # else these are the last words of a frontend that is gone
+            if not self._is_away(client_index):
                 self.busy_since = time.monotonic()
                 self._intake.take_message(client_index, [frame.buffer for frame in frames])
                 self.busy_since = None
 
-    def _follow_connection(self, client_index: int, socket: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
+    def _follow_connection(self, client_index: int, monitor: zmq.Socket[Any]) -> None:
         event, _ = _EVENT.unpack(monitor.recv_multipart()[0])
         if event == zmq.Event.DISCONNECTED and client_index not in self._lost:
             logger.warning("client %d has disconnected: its requests are aborted", client_index)
@@ -166,8 +213,8 @@ class InputThread(IOThread):
         elif event == zmq.Event.HANDSHAKE_SUCCEEDED and client_index in self._lost:
             logger.info("client %d is back", client_index)
             self._lost.discard(client_index)
+            self._num_returns[client_index] += 1
             self._on_link(ClientLink(client_index, is_up=True))
-            socket.send(self._ready_frame)
 
     def _read_launcher(self, poller: zmq.Poller) -> None:
         assert self._launcher is not None  # it is what has just been polled
@@ -201,14 +248,17 @@ class OutputThread(IOThread):
         engine_index: int,
         incarnation: int,
         on_failure: Callable[[str], None],
+        on_linked: Callable[[int, int], None] = lambda client_index, next_sequence: None,
         curve: CurveKeys | None = None,
     ) -> None:
+        """`on_linked` is called when messages reach a client again that was gone, with the number of the next one."""
         super().__init__("EngineCoreOutput", on_failure)
         self._context, self._addresses, self._curve = context, addresses, curve
         self._queue = queue
         self._engine_index, self._incarnation = engine_index, incarnation
         self._num_sent = [0] * len(addresses)
-        """Messages to each client, those included that it was not there to receive."""
+        """Messages to each client, as far as we knew it to be there."""
+        self._on_linked = on_linked
         self._encoder = MsgpackEncoder()
         self._sending: deque[tuple[zmq.MessageTracker, bytearray]] = deque()
         self._free: list[bytearray] = []
@@ -242,14 +292,15 @@ class OutputThread(IOThread):
         """What a client that is gone was not sent yet is forgotten, and nothing piles up for it."""
         if link.is_up:
             sockets[link.client_index] = self._connect(link.client_index)
+            self._on_linked(link.client_index, self._num_sent[link.client_index] + 1)
         else:
             sockets.pop(link.client_index).close(linger=0)
 
     def _send(self, sockets: dict[int, zmq.Socket[Any]], client_index: int, outputs: EngineCoreOutputs) -> None:
-        self._num_sent[client_index] += 1
         socket = sockets.get(client_index)
         if socket is None:
             return
+        self._num_sent[client_index] += 1
         outputs.sequence = self._num_sent[client_index]
         outputs.engine_index, outputs.incarnation = self._engine_index, self._incarnation
         self._encode_and_send(socket, outputs)

@@ -257,6 +257,9 @@ class EngineCoreProc(EngineCore):
     def get_dropped_messages(self) -> dict[str, int]:
         return dict(self.dropped.counts)
 
+    def admit_clients(self) -> None:
+        self._input_thread.admit_clients()
+
     # -- the way out -------------------------------------------------------------------------------------------
 
     def request_shutdown(self, now: bool = False) -> None:
@@ -315,6 +318,7 @@ class EngineCoreProc(EngineCore):
             engine_index=engine_index,
             incarnation=incarnation,
             on_failure=self.report_failure,
+            on_linked=lambda client_index, sequence: self._input_thread.greet(client_index, sequence),
             curve=curve,
         )
         stamp("ready")
@@ -329,11 +333,12 @@ class EngineCoreProc(EngineCore):
             context,
             addresses.inputs,
             engine_index,
-            msgspec.msgpack.encode(ready),
+            lambda sequence: msgspec.msgpack.encode(dataclasses.replace(ready, next_sequence=sequence)),
             MessageIntake(self.preprocess_add_request, self.input_queue, self.aborts_queue, self.dropped, self.pulse),
             on_link=self._note_link,
             on_failure=self.report_failure,
             curve=curve,
+            owner_first=incarnation > 0,
         )
         if launcher_pipe is not None and on_launcher_gone is not None:
             self._input_thread.watch_launcher(launcher_pipe, on_launcher_gone)

@@ -54,6 +54,7 @@ UTILITIES: dict[str, UtilitySpec] = {
     "profile": UtilitySpec("executor.profile", (bool, str | None, int | None, int | None)),
     "execute_dummy_batch": UtilitySpec("executor.execute_dummy_batch"),
     "get_dropped_messages": UtilitySpec("get_dropped_messages"),
+    "admit_clients": UtilitySpec("admit_clients"),
     "get_trace": UtilitySpec("get_trace", (float,)),
     "get_snapshot": UtilitySpec("get_snapshot"),
 }

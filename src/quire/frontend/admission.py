@@ -21,6 +21,7 @@ from quire.errors import OverloadedError
 from quire.frontend.metrics.ledger import Receipt, RequestLedger
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.shared_counts import SharedCount
 
 ASCII_CHARS_PER_TOKEN = 4
 OTHER_CHARS_PER_TOKEN = 2
@@ -32,34 +33,79 @@ MAX_RETRY_AFTER_S = 60
 Clock = Callable[[], float]
 
 
-class Room:
-    """An amount with a limit (None: there is none): how much of it is taken, and how fast it comes free."""
+class SharedRoom:
+    """What several processes take of one room, and have given back so far."""
 
-    __slots__ = ("_clock", "_freed", "_since", "_stamp", "limit", "taken")
+    __slots__ = ("_freed", "_freed_by_us", "_freed_seen", "_taken")
+
+    def __init__(self, taken: SharedCount, freed: SharedCount) -> None:
+        self._taken, self._freed = taken, freed
+        self._freed_by_us = 0
+        self._freed_seen = freed.others()
+
+    def put(self, taken: int, more_freed: int) -> None:
+        """We have so much, and have given so much back."""
+        self._freed_by_us += more_freed
+        self._taken.put(taken)
+        self._freed.put(self._freed_by_us)
+
+    def taken_by_others(self) -> int:
+        """What they have."""
+        return self._taken.others()
+
+    def take_freed_by_others(self) -> int:
+        """What they have given back since this was last asked. Those who were killed take back their word."""
+        seen, self._freed_seen = self._freed_seen, self._freed.others()
+        return max(0, self._freed_seen - seen)
+
+
+class Room:
+    """An amount with a limit (None: there is none): how much of it is taken, and how fast it comes free.
+
+    Where several processes keep one (`share`), each of them may take what is left at the same moment: by that much the
+    limit may be passed.
+    """
+
+    __slots__ = ("_clock", "_freed", "_ours", "_shared", "_since", "_stamp", "limit")
 
     def __init__(self, limit: int | None, clock: Clock = time.monotonic) -> None:
         self.limit = limit
-        self.taken = 0
+        self._ours = 0
+        self._shared: SharedRoom | None = None
         self._clock = clock
         self._freed = 0.0
         """What came free, where what is `DRAIN_MEMORY_S` ago counts 1/e."""
         self._since = self._stamp = clock()
 
+    def share(self, shared: SharedRoom) -> None:
+        """The limit is for all who keep `shared` together. Before anything is taken."""
+        self._shared = shared
+
+    @property
+    def taken(self) -> int:
+        """By all who share the room."""
+        return self._ours if self._shared is None else self._ours + self._shared.taken_by_others()
+
     def shortage(self, more: int) -> int:
         """By how much `more` would be too much now; 0 if it is taken."""
-        if self.limit is None or not self.taken:
+        if self.limit is None or not (taken := self.taken):
             return 0
-        return max(0, self.taken + more - self.limit)
+        return max(0, taken + more - self.limit)
 
     def change(self, more: int) -> None:
         """Take more, or give some back."""
         self._forget()
-        self.taken += more
         self._freed += max(0, -more)
+        self._put(more, max(0, -more))
 
     def correct(self, more: int) -> None:
         """An amount that was an estimate turns out to be another one. Nothing has come free."""
-        self.taken += more
+        self._put(more, 0)
+
+    def _put(self, more: int, freed: int) -> None:
+        self._ours += more
+        if self._shared is not None:
+            self._shared.put(self._ours, freed)
 
     def retry_after_s(self, amount: int) -> int:
         """In how many seconds so much will be free, at the speed of late: 1 to `MAX_RETRY_AFTER_S`."""
@@ -68,13 +114,15 @@ class Room:
         speed = self._freed / (DRAIN_MEMORY_S * -math.expm1(-age)) if age > 0 else 0.0
         if speed <= 0:
             return 1 if age < 1 else MAX_RETRY_AFTER_S
-        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(amount / speed)))
+        return max(1, math.ceil(min(MAX_RETRY_AFTER_S, amount / speed)))  # amount / speed may be infinite
 
     def _forget(self) -> None:
         now = self._clock()
         if not self.taken and now - self._stamp > DRAIN_MEMORY_S:  # nothing could come free: that was no slowness
             self._since, self._freed = now, 0.0
         self._freed *= math.exp((self._stamp - now) / DRAIN_MEMORY_S)
+        if self._shared is not None:
+            self._freed += self._shared.take_freed_by_others()
         self._stamp = now
 
 
@@ -96,6 +144,11 @@ class AdmissionControl:
         self._reserved = Room(max_num_reserved_tokens, clock)
         self.rejections: Counter[str] = Counter()
         """How many user requests were refused, by the name of the limit."""
+
+    def share(self, reqs: SharedRoom, tokens: SharedRoom, reserved: SharedRoom) -> None:
+        """The limits are for all processes that keep these together. Before anything is admitted."""
+        for room, shared in ((self._reqs, reqs), (self._tokens, tokens), (self._reserved, reserved)):
+            room.share(shared)
 
     @property
     def max_num_reqs(self) -> int | None:

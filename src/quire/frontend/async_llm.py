@@ -31,21 +31,23 @@ from quire.frontend.prompts import PromptType
 from quire.frontend.request_intake import RequestIntake
 from quire.frontend.request_pipeline import Params, RequestPipeline, load_tokenizer
 from quire.frontend.session_feed import Inputs
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
 from quire.outputs import PoolingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreRequest, PauseMode
+from quire.wire.handshake import ClientAddresses
 from quire.wire.snapshot import EngineSnapshot
 
 
 class AsyncLLM:
     """A model and the engine that runs it, for one event loop: that of its first call.
 
-    `client` is the engine core to use; without one a new core is started as `config` says, which blocks, and raises
-    ConfigError or ModelLoadError when that cannot work. Use it as an async context manager, or call `shutdown()`.
+    `client` is the engine core to use; without one a new core is started as `config` says, or with `client_addresses`
+    that of another process is attached to. Both block, and raise ConfigError or ModelLoadError when that cannot work.
+    Use it as an async context manager, or call `shutdown()`.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class AsyncLLM:
         *,
         log_stats: bool | None = None,
         client: AsyncEngineCoreClient | None = None,
+        client_addresses: ClientAddresses | None = None,
         stat_loggers: Sequence[StatLogger] | None = None,
     ) -> None:
         self.model_config = config.model_config
@@ -61,7 +64,9 @@ class AsyncLLM:
         stamp("configuration")
         get_tokenizer = functools.cache(partial(load_tokenizer, config.model_config))
         if client is None:
-            client = make_async_client(config, log_stats=self.log_stats, meanwhile=get_tokenizer)
+            client = make_async_client(
+                config, log_stats=self.log_stats, client_addresses=client_addresses, meanwhile=get_tokenizer
+            )
         self.engine_core, tokenizer = client, get_tokenizer()
         self.pipeline = RequestPipeline(
             config, tokenizer, self.engine_core.ready_response, log_stats=self.log_stats, stat_loggers=stat_loggers
@@ -346,14 +351,14 @@ class AsyncLLM:
         """Pause and give memory back: 0 none, 1 the KV cache, 2 the weights, too."""
         with self.pipeline.stats.operations.timed("sleep") as operations:
             await self.engine_core.sleep_async(level, mode)
-            operations.sleep_level = level
+            operations.set_sleep_level(level)
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
         """Take memory again, all of it or by tag; True once the engine serves."""
         with self.pipeline.stats.operations.timed("wake") as operations:
             is_awake = await self.engine_core.wake_up_async(tags)
             if is_awake:
-                operations.sleep_level = 0
+                operations.set_sleep_level(0)
             return is_awake
 
     async def is_sleeping(self) -> bool:
@@ -389,7 +394,7 @@ class AsyncLLM:
         """Pause and give back the KV cache only; `wake_up` takes it again."""
         with self.pipeline.stats.operations.timed("release_kv_cache_memory") as operations:
             await self.engine_core.release_kv_cache_memory_async(mode)
-            operations.sleep_level = 1
+            operations.set_sleep_level(1)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter. Raises ClientError: none can be served yet."""
@@ -432,6 +437,11 @@ class AsyncLLM:
         await self.engine_core.profile_async(False)
 
     # -- the end ------------------------------------------------------------------------------------------------------
+
+    def expect_shutdown(self) -> None:
+        """`shutdown` comes once the live requests have ended: a core that dies meanwhile is started again for them
+        only. From any thread."""
+        self.engine_core.expect_shutdown()
 
     def shutdown(self) -> None:
         """Abort what is live and release the core, which may take as long as a step. From any thread; idempotent."""

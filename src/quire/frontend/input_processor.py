@@ -19,7 +19,7 @@ from quire.errors import PromptTooLongError, ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
 from quire.frontend.prompts import ParsedPrompt, PromptType, TokensPrompt, parse_prompt
 from quire.frontend.session import validate_session_params
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
@@ -247,9 +247,9 @@ class InputProcessor:
     def _pooling_params(self, params: PoolingParams) -> PoolingParams:
         """A copy of `params` with everything the model decides filled in."""
         params = params.clone()
-        params.validate_fields()
         usual = "embed" if "generate" in self._supported_tasks else self._supported_tasks[0]
         task = params.task = params.task or usual
+        params.validate_fields()
         self._require_task(task, "PoolingParams")
         pooling = self._pooling
         if params.dimensions is not None:

@@ -21,13 +21,13 @@ from tqdm import tqdm
 from quire.config.engine_args import EngineArgs
 from quire.frontend import beam_search
 from quire.frontend.batch import BatchRunner, LoRAs, Params, UseTqdm
-from quire.frontend.chat_template import ContentFormat, Message
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.llm_keywords import check_keywords
 from quire.frontend.metrics.reader import Metric
 from quire.frontend.prompts import PromptType
 from quire.frontend.scoring import PairScorer, Texts, pair_texts
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.chat_template import ContentFormat, Message
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.logger import init_logger
 from quire.lora_request import LoRARequest
 from quire.outputs import (

@@ -25,7 +25,7 @@ from quire.frontend.metrics.reader import Metric, read_metrics
 from quire.frontend.parallel_sampling import fan_out
 from quire.frontend.prompts import PromptType
 from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.interrupts import InterruptShield
 from quire.lora_request import LoRARequest
 from quire.outputs import PoolingRequestOutput, RequestOutput
@@ -243,14 +243,14 @@ class LLMEngine:
         """Pause and give memory back: 0 none, 1 the KV cache, 2 the weights, too (`engine/lifecycle.py`)."""
         with self.pipeline.stats.operations.timed("sleep") as operations:
             self.engine_core.sleep(level, mode)
-            operations.sleep_level = level
+            operations.set_sleep_level(level)
         self.pause_mode = mode
 
     def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
         """Pause and give back the KV cache only."""
         with self.pipeline.stats.operations.timed("release_kv_cache_memory") as operations:
             self.engine_core.release_kv_cache_memory(mode)
-            operations.sleep_level = 1
+            operations.set_sleep_level(1)
         self.pause_mode = mode
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
@@ -259,7 +259,7 @@ class LLMEngine:
             is_awake = self.engine_core.wake_up(tags)
         if is_awake:
             self.pause_mode = None
-            operations.sleep_level = 0
+            operations.set_sleep_level(0)
         return is_awake
 
     def is_sleeping(self) -> bool:

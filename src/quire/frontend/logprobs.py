@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from quire.frontend.tokenizer import CONTEXT_TOKENS, REPLACEMENT, Tokenizer
+from quire.frontend.text.tokenizer import CONTEXT_TOKENS, REPLACEMENT, Tokenizer
 from quire.outputs import Logprob, PromptLogprobs, SampleLogprobs
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import LogprobsLists, LogprobsTensors

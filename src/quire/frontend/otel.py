@@ -13,16 +13,19 @@ import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit, urlunsplit
 
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation import set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from quire.errors import ConfigError
 from quire.frontend.request_tracing import RequestRecord
+from quire.frontend.startup_tracing import StartPhase
+from quire.resolve import resolve
 from quire.version import __version__
 
 Attribute = str | int | float | bool | tuple[str, ...]
@@ -31,7 +34,10 @@ END_S = 2.0
 """How long the end may wait for a collector."""
 SEMCONV_SWITCH = "OTEL_SEMCONV_STABILITY_OPT_IN"
 LATEST = "gen_ai_latest_experimental"
-PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+HTTP, GRPC = "http/protobuf", "grpc"
+GRPC_EXPORTER = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter:OTLPSpanExporter"
+"""By name: gRPC is loaded where it is used."""
 _CHAT_IDS = ("chatcmpl-", "resp_", "msg_")
 """What the server's ids of conversations begin with."""
 
@@ -41,9 +47,9 @@ class SpanSender:
 
     def __init__(self, endpoint: str, *, is_detailed: bool = False, processor: SpanProcessor | None = None) -> None:
         """With `is_detailed` a span has children: queue, prefill, decode. Raises ConfigError for an endpoint that is
-        none, or a protocol other than OTLP over HTTP."""
+        none, or a protocol that is not OTLP's over HTTP or gRPC."""
         if processor is None:
-            processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=traces_url(endpoint)))
+            processor = BatchSpanProcessor(make_exporter(endpoint))
         names = {"service.name": "quire", "service.version": __version__}
         given = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         if os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in given:
@@ -81,6 +87,20 @@ class SpanSender:
                 stage = self._tracer.start_span(f"llm_request.{name}", context, start_time=_nanoseconds(times[0]))
                 stage.end(_nanoseconds(times[1]))
 
+    def send_start(self, start: StartPhase) -> None:
+        """Make the spans of a start. Their parent is what TRACEPARENT and TRACESTATE of the environment name."""
+        carrier = {name: os.environ.get(name.upper(), "") for name in ("traceparent", "tracestate")}
+        self._send_phase(start, self._propagator.extract(carrier))
+
+    def _send_phase(self, phase: StartPhase, context: Context) -> None:
+        attributes = {"quire.cpu_seconds": round(phase.cpu_s, 6)}
+        span = self._tracer.start_span(
+            phase.name, context, attributes=attributes, start_time=_nanoseconds(phase.start_time)
+        )
+        for part in phase.phases:
+            self._send_phase(part, set_span_in_context(span))
+        span.end(_nanoseconds(phase.end_time))
+
     def close(self) -> None:
         """Send what is left, if the collector takes it within END_S. Idempotent."""
         atexit.unregister(self.close)
@@ -97,18 +117,54 @@ def _route_log() -> None:
         log.propagate = False
 
 
+def make_exporter(endpoint: str) -> SpanExporter:
+    """What sends to `endpoint`, over the protocol that the environment names. Raises ConfigError."""
+    protocol = protocol_of(endpoint)
+    if protocol == HTTP:
+        return OTLPSpanExporter(endpoint=traces_url(endpoint))
+    address, is_insecure = grpc_address(endpoint)
+    try:
+        exporter_class = resolve(GRPC_EXPORTER)
+    except (ImportError, ConfigError) as e:
+        raise ConfigError(
+            f"OTLP over gRPC needs its exporter, which is not there ({e}); pip install 'quire[otel]'"
+        ) from None
+    exporter: SpanExporter = exporter_class(endpoint=address, insecure=is_insecure)
+    return exporter
+
+
+def protocol_of(endpoint: str) -> str:
+    """The OTLP protocol that the environment names; without one HTTP, or gRPC for a URL that says so.
+
+    Raises ConfigError for one that is neither.
+    """
+    given = next((os.environ[name] for name in PROTOCOL_VARIABLES if os.environ.get(name)), None)
+    protocol = given or (GRPC if endpoint.startswith("grpc://") else HTTP)
+    if protocol not in (HTTP, GRPC):
+        raise ConfigError(f"OTLP protocol {protocol!r} is not supported; traces go out as {HTTP} or {GRPC}")
+    return protocol
+
+
 def traces_url(endpoint: str) -> str:
     """Where the traces of `endpoint` go: OTLP over HTTP has a path of its own. Raises ConfigError."""
-    protocol = next((os.environ[name] for name in PROTOCOLS if os.environ.get(name)), "http/protobuf")
-    if protocol != "http/protobuf":
-        raise ConfigError(f"OTLP protocol {protocol!r} is not supported; traces go out as http/protobuf")
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(
             f"--otlp-traces-endpoint {endpoint!r} is no HTTP URL; give the collector's OTLP/HTTP port, for example "
-            "http://localhost:4318/v1/traces"
+            f"http://localhost:4318/v1/traces, or set {PROTOCOL_VARIABLES[0]}={GRPC}"
         )
     return urlunsplit(url._replace(path="/v1/traces")) if url.path in ("", "/") else endpoint
+
+
+def grpc_address(endpoint: str) -> tuple[str, bool]:
+    """(host:port, whether it is spoken to without TLS). Raises ConfigError."""
+    url = urlsplit(endpoint if "://" in endpoint else f"grpc://{endpoint}")
+    if url.scheme not in ("grpc", "http", "https") or not url.hostname or url.path not in ("", "/"):
+        raise ConfigError(
+            f"--otlp-traces-endpoint {endpoint!r} is no address for gRPC; give the collector's OTLP/gRPC port, for "
+            "example http://localhost:4317 (https:// for TLS)"
+        )
+    return url.netloc, url.scheme != "https"
 
 
 def operation_of(record: RequestRecord) -> str:

@@ -18,7 +18,7 @@ from quire.frontend.parallel_sampling import ParentRequest
 from quire.frontend.request_state import OutputQueue, QueuePlace, RequestState
 from quire.frontend.request_tracing import RequestTracer
 from quire.frontend.session import SessionState
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.logger import init_logger
 from quire.outputs import PoolingRequestOutput, RequestOutput, RequestStateStats
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason

@@ -24,7 +24,7 @@ from quire.frontend.prompts import PromptType, text_of
 from quire.frontend.request_pipeline import Params, RequestPipeline
 from quire.frontend.request_timers import Expired, RequestTimers
 from quire.frontend.session_feed import Inputs, SessionFeed
-from quire.frontend.tokenizer import LONG_TEXT_CHARS
+from quire.frontend.text.tokenizer import LONG_TEXT_CHARS
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
 
 CHILDREN_PER_TURN = 64

@@ -22,12 +22,13 @@ from quire.frontend.prompts import PromptType, parse_prompt
 from quire.frontend.request_state import RequestState
 from quire.frontend.request_tracing import RequestTracer, make_span_sender
 from quire.frontend.session import make_input
-from quire.frontend.startup_report import StartupReport
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.startup_tracing import make_start_phases
+from quire.frontend.supervision.startup_report import StartupReport
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
-from quire.timeline import stamp
+from quire.timeline import get_stamps, stamp
 from quire.version import __version__
 from quire.wire.chrome_trace import BatchTimes, encode_window
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, FinishReason
@@ -75,6 +76,8 @@ class RequestPipeline:
         self.stat_loggers = self.stats.loggers
         self._startup: StartupReport | None = StartupReport(ready)
         """None once there was an output."""
+        if self._span_sender is not None:
+            self._span_sender.send_start(make_start_phases(get_stamps(), ready.stamps))
 
     # -- down ---------------------------------------------------------------------------------------------------------
 

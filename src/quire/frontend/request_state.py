@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.logprobs import LogprobsProcessor
 from quire.frontend.parallel_sampling import ParentRequest
 from quire.frontend.session import SessionState
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.detokenizer import IncrementalDetokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.outputs import (
     CompletionOutput,
     PoolingOutput,

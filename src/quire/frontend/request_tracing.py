@@ -14,6 +14,7 @@ from typing import Protocol
 from quire.config.observability import ObservabilityConfig
 from quire.errors import ConfigError
 from quire.frontend.request_state import RequestState
+from quire.frontend.startup_tracing import StartPhase
 from quire.logger import init_logger
 from quire.outputs import RequestStateStats
 from quire.resolve import resolve
@@ -57,6 +58,9 @@ class SpanSender(Protocol):
 
     def send(self, record: RequestRecord) -> None:
         """Take a record in, without waiting for anybody."""
+
+    def send_start(self, start: StartPhase) -> None:
+        """Take in how the engine's start went, without waiting for anybody."""
 
     def close(self) -> None:
         """Send what is left, in bounded time."""

@@ -223,10 +223,10 @@ class FakeEngine:
     # -- out ------------------------------------------------------------------------------------------------------
 
     def send_ready(self, ready: EngineCoreReadyResponse = READY) -> None:
-        """The ready frame, to every client."""
+        """The ready frame, to every client, with the number of the message that will be its next."""
         stamped = dataclasses.replace(ready, engine_index=self.engine_index, incarnation=self.incarnation)
-        for socket in self._inputs:
-            socket.send(msgspec.msgpack.encode(stamped))
+        for socket, sequence in zip(self._inputs, self.sequence, strict=True):
+            socket.send(msgspec.msgpack.encode(dataclasses.replace(stamped, next_sequence=sequence + 1)))
 
     def send(self, outputs: EngineCoreOutputs, client_index: int = 0) -> None:
         """Outputs, stamped and numbered."""

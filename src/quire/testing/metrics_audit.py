@@ -81,10 +81,10 @@ def _differ(what: str, left: float, right: float) -> list[str]:
 def _check_ledger(of: MetricsSnapshot) -> list[str]:
     accepted = of.value("quire_requests_accepted")
     decided = accepted + of.value("quire_requests_rejected") + of.value("quire_requests_in_admission")
-    finished = of.value("quire_requests_finished")
+    finished, lost = of.value("quire_requests_finished"), of.value("quire_requests_lost")
     return [
         *_differ("received, and accepted + rejected + in admission", of.value("quire_requests_received"), decided),
-        *_differ("accepted, and finished + live", accepted, finished + of.value("quire_requests_live")),
+        *_differ("accepted, and finished + live + lost", accepted, finished + of.value("quire_requests_live") + lost),
         *_differ("finished, and request_success", finished, of.value("vllm:request_success")),
     ]
 

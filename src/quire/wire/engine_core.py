@@ -230,3 +230,6 @@ class EngineCoreReadyResponse:
     """The most main memory its process has held so far."""
     stamps: list[Stamp] = field(default_factory=list)
     """Its start; empty for a core in its user's process, whose stamps are that process's."""
+    next_sequence: int = 1
+    """The `EngineCoreOutputs.sequence` of the next message to the client this is for: more than 1 where another process
+    was that client before, or where its connection was lost."""

@@ -46,3 +46,8 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent_pid:
             os._exit(1)
+
+
+def search_path() -> str:
+    """PYTHONPATH for a Python that is started from this one, and is to find the same modules wherever it runs."""
+    return os.pathsep.join(os.path.abspath(path) for path in sys.path)

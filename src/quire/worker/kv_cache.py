@@ -33,15 +33,18 @@ class KVCacheMemory:
 def allocate_kv_cache(config: KVCacheConfig, backend: AttentionBackend[Any], device: torch.device) -> KVCacheMemory:
     """Allocate the tensors of `config` and give each layer its view.
 
-    On CPU the memory is only reserved, in huge pages where those are allowed: the system commits pages as blocks are
-    first written.
+    On CPU the memory is only reserved: the system commits (small) pages as blocks are first written.
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     layer_groups = {name: i for i, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
     caches: dict[str, KVCache] = {}
     for tensor in config.kv_cache_tensors:
         on_cpu = device.type == "cpu"
-        storage = take_memory(tensor.size) if on_cpu else torch.empty(tensor.size, dtype=torch.uint8, device=device)
+        storage = (
+            take_memory(tensor.size, huge_pages=False)
+            if on_cpu
+            else torch.empty(tensor.size, dtype=torch.uint8, device=device)
+        )
         for name in tensor.shared_by:
             caches[name] = backend.view_kv_cache(storage, specs[layer_groups[name]], config.num_blocks)
     return KVCacheMemory(specs, layer_groups, caches)

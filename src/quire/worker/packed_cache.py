@@ -34,6 +34,8 @@ ALIGNMENT = 4096
 MAX_TABLE_BYTES = 1 << 28
 SUFFIX = ".packed"
 CHUNK_BYTES = 8 << 20
+SUMMED_BYTES = 256
+"""Blobs up to that size are notes on others, and are summed at each start: that costs nothing."""
 STALE_PART_S = 24 * 3600.0
 """What a writer that died left behind is removed after that long."""
 GIB = 1 << 30
@@ -103,6 +105,10 @@ def open_packed_file(path: Path, key: Key | None = None) -> PackedFile:
     for name, blob in blobs.items():
         if not HEADER.size <= blob.offset <= blob.offset + blob.num_bytes <= table_offset or blob.num_bytes < 0:
             raise InvalidPackedFileError(f"layer {name} lies outside of it")
+        if blob.num_bytes <= SUMMED_BYTES:
+            content = memory[blob.offset : blob.offset + blob.num_bytes]
+            if zlib.crc32(content) != blob.crc32:
+                raise InvalidPackedFileError(f"layer {name} is damaged")
     if key is not None and found_key != _as_json(key):
         raise OtherKeyError("it was made for something else")
     return PackedFile(path, found_key, source, blobs, memory)

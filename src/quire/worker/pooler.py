@@ -52,6 +52,8 @@ class Pooler:
         self._device = device
         self._dense = [_load_dense(dense, kernels, dtype, device) for dense in config.dense]
         self._params: dict[str, PoolingParams] = {}
+        self._steps: dict[str, Tensor] = {}
+        """Where the steps of an answer end, of requests that ask for no other tokens: [num_steps] positions."""
         self._earlier: dict[str, list[Tensor]] = {}
         """Hidden states of the chunks a request has had, if it needs all of them."""
 
@@ -60,18 +62,22 @@ class Pooler:
     def add_request(self, request: NewRequestData) -> None:
         """A request that begins, or begins again."""
         assert request.pooling_params is not None, "this model pools: it was sent a request to generate"
-        self._params[request.req_id] = request.pooling_params
-        self._earlier.pop(request.req_id, None)
+        self.remove_request(request.req_id)
+        self._params[request.req_id] = params = request.pooling_params
+        tag = self._config.step_tag_id if params.step_tag_id is None else params.step_tag_id
+        if tag is not None and (params.task or "").startswith("token_"):
+            steps = np.flatnonzero(np.array(request.prompt_token_ids, dtype=np.int64) == tag)
+            self._steps[request.req_id] = torch.from_numpy(steps).to(self._device)
 
     def remove_request(self, req_id: str) -> None:
         """It has ended, or will begin again."""
-        self._params.pop(req_id, None)
-        self._earlier.pop(req_id, None)
+        for kept in (self._params, self._steps, self._earlier):
+            kept.pop(req_id, None)
 
     def clear(self) -> None:
         """Forget all requests."""
-        self._params.clear()
-        self._earlier.clear()
+        for kept in (self._params, self._steps, self._earlier):
+            kept.clear()
 
     def segments(self, req_ids: Sequence[str], inputs: StepInputs) -> Tensor | None:
         """[num_tokens] which of a pair of texts each token of the step belongs to; None if there are no pairs."""
@@ -99,7 +105,8 @@ class Pooler:
             if i not in complete:
                 continue
             if task.startswith("token_"):
-                output.pooler_output[req_id] = self._finish(self._params[req_id], rows)
+                wanted = rows if (steps := self._steps.get(req_id)) is None else rows[steps]
+                output.pooler_output[req_id] = self._finish(self._params[req_id], wanted)
             else:
                 pooled[req_id] = _select(self._config.pooling_type, rows)
         if pooled:

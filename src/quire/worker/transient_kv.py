@@ -39,7 +39,11 @@ class TransientKVCache:
         spec = FullAttentionSpec(BLOCK_SIZE, one.num_kv_heads, one.head_size, str(dtype).removeprefix("torch."))
         num_blocks = max_num_tokens // BLOCK_SIZE + max_num_reqs
         size = num_blocks * spec.page_size_bytes
-        storage = take_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+        storage = (
+            take_memory(size, huge_pages=False)
+            if device.type == "cpu"
+            else torch.empty(size, dtype=torch.uint8, device=device)
+        )
         cache = backend.view_kv_cache(storage, spec, num_blocks)
         names = [layer.layer_name for layer in layers]
         self.memory = KVCacheMemory([spec], dict.fromkeys(names, 0), dict.fromkeys(names, cache))

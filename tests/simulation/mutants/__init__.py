@@ -3,11 +3,21 @@
 A mutant is a function that takes a `pytest.MonkeyPatch`; its docstring says what is wrong.
 """
 
-from tests.simulation.mutants import kv_cache, lifecycle, scheduler, sessions
+from tests.simulation.mutants import books, kv_cache, lifecycle, scheduler, sessions
 from tests.simulation.mutants.kv_cache import weak_hashes
-from tests.simulation.mutants.registry import MUTANTS
+from tests.simulation.mutants.registry import FRONTEND_MUTANTS, MUTANTS
 
-__all__ = ["CHANGE_NO_TOKEN", "MUTANTS", "kv_cache", "lifecycle", "scheduler", "sessions", "weak_hashes"]
+__all__ = [
+    "CHANGE_NO_TOKEN",
+    "FRONTEND_MUTANTS",
+    "MUTANTS",
+    "books",
+    "kv_cache",
+    "lifecycle",
+    "scheduler",
+    "sessions",
+    "weak_hashes",
+]
 
 CHANGE_NO_TOKEN = {
     *("wrong_free_order", "worthless_blocks_last", "eviction_from_the_tail", "last_block_never_hit"),

@@ -10,11 +10,19 @@ import pytest
 Patch = pytest.MonkeyPatch
 Mutant = Callable[[Patch], None]
 MUTANTS: dict[str, Mutant] = {}
+FRONTEND_MUTANTS: dict[str, Mutant] = {}
+"""Those that no answer and nothing inside the engine shows: the metrics must."""
 
 
 def mutant(function: Mutant) -> Mutant:
     """Enter it into the table."""
     MUTANTS[function.__name__] = function
+    return function
+
+
+def frontend_mutant(function: Mutant) -> Mutant:
+    """Enter it into the table of the frontend's."""
+    FRONTEND_MUTANTS[function.__name__] = function
     return function
 
 

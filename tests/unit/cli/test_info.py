@@ -65,6 +65,8 @@ def test_facts(checkpoint: Path, capsys: Capture) -> None:
         "parameters": 512 * 64 + 64,
         "stored_bytes": {"BF16": 512 * 64 * 2, "F32": 64 * 4},
         "dtype": "bfloat16",
+        "quantization": None,
+        "quantized_parameters": 0,
         "memory_bytes": (512 * 64 + 64) * 2,
     }
     kv = {**report["kv_cache"], **report["capacity"]}

@@ -38,7 +38,8 @@ def press_ctrl_c(_: Any = None) -> None:
 # -- start-up --------------------------------------------------------------------------------------------------
 
 
-def test_start_up() -> None:
+def test_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.core.gc", gc)
     called = []
     core = EngineCore(make_config(), ScriptedExecutor, True, executor_fail_callback=lambda: called.append(1))
     assert isinstance(core.executor, ScriptedExecutor)
@@ -58,8 +59,10 @@ def test_start_up() -> None:
     assert gc.get_freeze_count() > 0
 
 
-def test_what_lives_at_start_up_is_thawed_at_the_end() -> None:
+def test_what_lives_at_start_up_is_thawed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.core.gc", gc)
     core = Core().core
+    assert gc.get_freeze_count() > 0
     core.shutdown()
     core.shutdown()
     assert gc.get_freeze_count() == 0

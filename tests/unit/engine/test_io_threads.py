@@ -28,7 +28,7 @@ from .harness import make_core_request
 
 DEADLINE_S = 30.0
 DEADLINE_MS = 30_000
-READY = b"ready"
+READY = b"ready, the next is 1"
 
 
 class Frontend:
@@ -78,9 +78,9 @@ def frontend() -> Iterator[Frontend]:
 
 
 class Input:
-    """An InputThread and what it fills."""
+    """An InputThread and what it fills. A client that is back is greeted by the test."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, *, owner_first: bool = False) -> None:
         self.queue: queue.SimpleQueue[InputItem] = queue.SimpleQueue()
         self.links: queue.SimpleQueue[ClientLink] = queue.SimpleQueue()
         self.failures: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -89,10 +89,11 @@ class Input:
             frontend.context,
             frontend.inputs,
             0,
-            READY,
+            lambda sequence: b"ready, the next is %d" % sequence,
             MessageIntake(lambda r: (Request.from_engine_core_request(r), 0), self.queue, queue.Queue(), self.dropped),
             on_link=self.links.put,
             on_failure=self.failures.put,
+            owner_first=owner_first,
         )
 
     def next(self) -> InputItem:
@@ -100,11 +101,11 @@ class Input:
 
 
 @pytest.fixture
-def input_of(frontend: Frontend) -> Iterator[Callable[[], Input]]:
+def input_of(frontend: Frontend) -> Iterator[Callable[..., Input]]:
     made: list[Input] = []
 
-    def make() -> Input:
-        made.append(Input(frontend))
+    def make(**settings: bool) -> Input:
+        made.append(Input(frontend, **settings))
         made[-1].thread.start()
         made[-1].thread.wait_open()
         return made[-1]
@@ -119,7 +120,7 @@ def send_request(router: zmq.Socket[Any], request_id: str) -> None:
     router.send_multipart([b"\0\0", b"\0", msgspec.msgpack.encode(make_core_request(request_id))])
 
 
-def test_every_client_is_told_to_begin(frontend: Frontend, input_of: Callable[[], Input]) -> None:
+def test_every_client_is_told_to_begin(frontend: Frontend, input_of: Callable[..., Input]) -> None:
     received = input_of()
     for index, router in enumerate(frontend.routers):
         assert router.recv_multipart() == [b"\0\0", READY]
@@ -128,7 +129,7 @@ def test_every_client_is_told_to_begin(frontend: Frontend, input_of: Callable[[]
         assert (request_type, request.client_index) == (EngineCoreRequestType.ADD, index)
 
 
-def test_garbage_is_counted_and_the_thread_goes_on(frontend: Frontend, input_of: Callable[[], Input]) -> None:
+def test_garbage_is_counted_and_the_thread_goes_on(frontend: Frontend, input_of: Callable[..., Input]) -> None:
     received = input_of()
     router = frontend.routers[0]
     router.recv_multipart()
@@ -140,7 +141,7 @@ def test_garbage_is_counted_and_the_thread_goes_on(frontend: Frontend, input_of:
 
 
 def test_a_client_that_is_gone_is_noticed_and_greeted_when_it_is_back(
-    frontend: Frontend, input_of: Callable[[], Input]
+    frontend: Frontend, input_of: Callable[..., Input]
 ) -> None:
     received = input_of()
     for router in frontend.routers:
@@ -150,11 +151,67 @@ def test_a_client_that_is_gone_is_noticed_and_greeted_when_it_is_back(
     send_request(frontend.routers[0], "other")
     assert received.next()[1][0].request_id == "other"
     frontend.rebind(1)
-    assert frontend.routers[1].recv_multipart() == [b"\0\0", READY]
     assert received.links.get(timeout=DEADLINE_S) == ClientLink(1, is_up=True)
+    received.thread.greet(1, 58)
+    assert frontend.routers[1].recv_multipart() == [b"\0\0", b"ready, the next is 58"]
     send_request(frontend.routers[1], "new")
     assert received.next()[1][0].client_index == 1
     assert received.links.empty()
+
+
+def test_only_the_last_of_several_returns_is_greeted(frontend: Frontend, input_of: Callable[..., Input]) -> None:
+    """A client that was back and went again must not be told of the numbers of its former life."""
+    received = input_of()
+    for router in frontend.routers:
+        router.recv_multipart()
+    for _ in range(2):
+        frontend.lose(1)
+        assert received.links.get(timeout=DEADLINE_S) == ClientLink(1, is_up=False)
+        frontend.rebind(1)
+        assert received.links.get(timeout=DEADLINE_S) == ClientLink(1, is_up=True)
+    received.thread.greet(1, 5)
+    received.thread.greet(1, 7)
+    assert frontend.routers[1].recv_multipart() == [b"\0\0", b"ready, the next is 7"]
+    received.thread.admit_clients()
+    send_request(frontend.routers[1], "a")
+    assert received.next()[1][0].request_id == "a"
+    with pytest.raises(zmq.Again):
+        frontend.routers[1].recv_multipart(zmq.NOBLOCK)
+
+
+def test_others_are_told_to_begin_when_the_owner_has_restored_the_core(
+    frontend: Frontend, input_of: Callable[..., Input]
+) -> None:
+    received = input_of(owner_first=True)
+    owner, other = frontend.routers
+    assert owner.recv_multipart() == [b"\0\0", READY]
+    send_request(owner, "a")
+    received.next()
+    with pytest.raises(zmq.Again):
+        other.recv_multipart(zmq.NOBLOCK)
+    for _ in range(2):
+        received.thread.admit_clients()
+    assert other.recv_multipart() == [b"\0\0", READY]
+    send_request(other, "b")
+    assert received.next()[1][0].client_index == 1
+    with pytest.raises(zmq.Again):
+        other.recv_multipart(zmq.NOBLOCK)
+
+
+def test_one_that_was_away_when_others_were_admitted_is_greeted_when_it_is_back(
+    frontend: Frontend, input_of: Callable[..., Input]
+) -> None:
+    received = input_of(owner_first=True)
+    frontend.routers[0].recv_multipart()
+    frontend.lose(1)
+    assert received.links.get(timeout=DEADLINE_S) == ClientLink(1, is_up=False)
+    received.thread.admit_clients()
+    frontend.rebind(1)
+    assert received.links.get(timeout=DEADLINE_S) == ClientLink(1, is_up=True)
+    received.thread.greet(1, 1)
+    assert frontend.routers[1].recv_multipart() == [b"\0\0", READY]
+    with pytest.raises(zmq.Again):
+        frontend.routers[1].recv_multipart(zmq.NOBLOCK)
 
 
 def test_what_has_arrived_is_taken_in_before_the_end(frontend: Frontend) -> None:
@@ -238,6 +295,8 @@ class Output:
     def __init__(self, frontend: Frontend) -> None:
         self.queue: queue.SimpleQueue[OutputItem] = queue.SimpleQueue()
         self.failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.linked: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        """Clients that are back, and the number of the next message to each."""
         self.thread = OutputThread(
             frontend.context,
             frontend.outputs,
@@ -245,6 +304,7 @@ class Output:
             engine_index=3,
             incarnation=7,
             on_failure=self.failures.put,
+            on_linked=lambda client_index, sequence: self.linked.put((client_index, sequence)),
         )
         self.thread.start()
         self.thread.wait_open()
@@ -316,9 +376,10 @@ def test_nothing_piles_up_for_a_client_that_is_gone(frontend: Frontend, output: 
     frontend.rebind(1)
     output.queue.put(ClientLink(1, is_up=True))
     output.queue.put((1, tokens("new", 3)))
+    assert output.linked.get(timeout=DEADLINE_S) == (1, 2)
     batch = frontend.outputs_of(1)
     assert batch.outputs[0].request_id == "new"
-    assert batch.sequence == 102, "the numbers go on: the client sees that it missed some"
+    assert batch.sequence == 2, "what was not sent has no number; what may be on its way still has"
 
 
 def test_the_last_words_go_to_all(frontend: Frontend) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 
 from .toy_tokenizers import KINDS, write_tokenizer
 

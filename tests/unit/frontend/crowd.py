@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.text.detokenizer import IncrementalDetokenizer
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.testing.history import History, StreamKey

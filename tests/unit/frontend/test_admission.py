@@ -154,6 +154,17 @@ def test_a_queue_that_stands_still_asks_for_patience() -> None:
     assert room.retry_after_s(1) <= 2, "an idle hour is no slowness"
 
 
+def test_room_that_has_not_come_free_for_hours() -> None:
+    """What came free then counts so little that the time to wait is beyond all numbers."""
+    clock = Clock()
+    room = Room(10, clock)
+    room.change(10)
+    clock.now += 1
+    room.change(-1)
+    clock.now += 740 * DRAIN_MEMORY_S
+    assert room.retry_after_s(1 << 40) == MAX_RETRY_AFTER_S
+
+
 def test_a_refusal_says_when() -> None:
     clock = Clock()
     control = AdmissionControl(4, clock=clock)

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from quire.config.model import ASSETS_DIR, DEMO_MODEL, DRAFT_MODEL
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 
 TEXTS = ["What is prefix caching?", '{"name": "add", "arguments": {"a": 12}}', "naïve 数据 🙂", "a<|im_end|>b", ""]
 TOOL = {

@@ -14,7 +14,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.frontend.input_processor import InputProcessor
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.frontend.detokenizer import TextStream
 from quire.frontend.logprobs import LogprobsProcessor
-from quire.frontend.tokenizer import REPLACEMENT, Tokenizer
+from quire.frontend.text.detokenizer import TextStream
+from quire.frontend.text.tokenizer import REPLACEMENT, Tokenizer
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import LogprobsLists, LogprobsTensors

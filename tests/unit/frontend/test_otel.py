@@ -17,12 +17,12 @@ from quire.config.observability import ObservabilityConfig
 from quire.errors import ConfigError, GenerationError
 from quire.frontend import otel
 from quire.frontend.llm_engine import LLMEngine
-from quire.frontend.otel import SpanSender, operation_of, traces_url
+from quire.frontend.otel import SpanSender, grpc_address, make_exporter, operation_of, protocol_of, traces_url
 from quire.frontend.request_tracing import RequestRecord, RequestTracer, make_span_sender
 from quire.sampling_params import SamplingParams
 
 from .fake_client import FakeClient
-from .otlp_sink import Sink, values
+from .otlp_sink import GrpcSink, Sink, values
 from .test_llm_engine import make_engine as make_whole_engine
 
 TRACE_ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -52,7 +52,7 @@ def test_a_span_with_vllms_names(model_dir: Path) -> None:
         run(engine, trace_headers=SAMPLED)
         engine.shutdown()
     (span,) = sink.spans
-    assert sink.paths == ["/v1/traces"]
+    assert set(sink.paths) == {"/v1/traces"}
     assert sink.resources[0]["service.name"] == "quire"
     assert (span.name, span.kind) == ("llm_request", SERVER)
     assert (span.trace_id.hex(), span.parent_span_id.hex(), span.trace_state) == (TRACE_ID, PARENT, "a=b")
@@ -70,6 +70,37 @@ def test_a_span_with_vllms_names(model_dir: Path) -> None:
     assert found["gen_ai.latency.time_in_model_decode"] == pytest.approx(2.0)  # the core's clock: a second a step
     assert "error.type" not in found
     assert not any("seed" in name or "stop" in name for name in found)
+
+
+@pytest.mark.parametrize("with_variable", [True, False])
+def test_spans_go_out_over_grpc(model_dir: Path, monkeypatch: pytest.MonkeyPatch, with_variable: bool) -> None:
+    pytest.importorskip("grpc")
+    with GrpcSink() as sink:
+        endpoint = f"grpc://{sink.address}"
+        if with_variable:
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+            endpoint = f"http://{sink.address}"
+        engine = make_engine(model_dir, otlp_traces_endpoint=endpoint)
+        run(engine, trace_headers=SAMPLED)
+        engine.shutdown()
+    (span,) = sink.spans
+    assert (span.name, span.trace_id.hex()) == ("llm_request", TRACE_ID)
+    assert values(span.attributes)["gen_ai.usage.completion_tokens"] == 3
+    assert sink.resources[0]["service.name"] == "quire"
+    assert "engine start" in [span.name for span in sink.start_spans]
+
+
+def test_the_start_is_a_trace(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACEPARENT", f"00-{TRACE_ID}-{PARENT}-01")
+    with Sink() as sink:
+        traced(model_dir, sink).shutdown()
+    by_name = {span.name: span for span in sink.start_spans}
+    whole = by_name["engine start"]
+    assert (whole.trace_id.hex(), whole.parent_span_id.hex()) == (TRACE_ID, PARENT)
+    for name in ("interpreter", "engine ready"):
+        assert by_name[name].parent_span_id == whole.span_id
+        assert whole.start_time_unix_nano <= by_name[name].start_time_unix_nano <= whole.end_time_unix_nano
+    assert not sink.spans
 
 
 def test_the_latest_convention(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,10 +246,40 @@ def test_what_is_no_endpoint(endpoint: str) -> None:
         traces_url(endpoint)
 
 
-def test_other_protocols_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "address", "is_insecure"),
+    [
+        ("grpc://h:4317", "h:4317", True),
+        ("http://h:4317/", "h:4317", True),
+        ("https://h:4317", "h:4317", False),
+        ("h:4317", "h:4317", True),
+    ],
+)
+def test_endpoints_of_grpc(endpoint: str, address: str, is_insecure: bool) -> None:
+    assert grpc_address(endpoint) == (address, is_insecure)
+
+
+@pytest.mark.parametrize("endpoint", ["", "http://", "ftp://h:4317", "http://h:4318/v1/traces"])
+def test_what_is_no_endpoint_of_grpc(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="no address for gRPC"):
+        grpc_address(endpoint)
+
+
+def test_the_environment_chooses_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (protocol_of("http://h"), protocol_of("grpc://h")) == ("http/protobuf", "grpc")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    with pytest.raises(ConfigError, match="http/protobuf"):
-        traces_url("http://h")
+    assert protocol_of("http://h") == "grpc"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    assert protocol_of("http://h") == "http/protobuf"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
+    with pytest.raises(ConfigError, match="http/protobuf or grpc"):
+        make_exporter("http://h")
+
+
+def test_grpc_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"pip install 'quire\[otel\]'"):
+        make_exporter("grpc://h:4317")
 
 
 def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import GenerationError
-from quire.frontend.detokenizer import IncrementalDetokenizer, TextDetokenizer
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.parallel_sampling import fan_out
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.detokenizer import IncrementalDetokenizer, TextDetokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.outputs import Logprob, PoolingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams

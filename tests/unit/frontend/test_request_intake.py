@@ -19,7 +19,7 @@ from quire.errors import (
     ValidationError,
 )
 from quire.frontend.input_processor import InputProcessor
-from quire.frontend.tokenizer import LONG_TEXT_CHARS
+from quire.frontend.text.tokenizer import LONG_TEXT_CHARS
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.wire.engine_core import FinishReason
 

@@ -12,12 +12,12 @@ import pytest
 
 from quire.config.engine_args import EngineArgs
 from quire.errors import PromptTooLongError, ValidationError
-from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.metrics.manager import StatLogger
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.detokenizer import IncrementalDetokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.outputs import RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from quire.errors import ValidationError
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.testing.tiny_models import make_tiny_checkpoint
 
 WORDS = [

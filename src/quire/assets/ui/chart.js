@@ -5,20 +5,22 @@ import { colour, el, onTheme, prepare, setText, swatch } from "./dom.js";
 export const SPAN_S = 120;
 const GAP_S = 15, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 20;
 
-/** Round numbers from 0 up to at least `max`: [step, top]. */
-function scale(max) {
-  if (!(max > 0)) return [0.5, 1];
+/** Round numbers from 0 up to at least `max`, whole ones for what is counted: [step, top]. */
+function scale(max, isCounted) {
+  if (!(max > 0)) return isCounted ? [1, 1] : [0.5, 1];
   const power = 10 ** Math.floor(Math.log10(max / 3));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n * 4 >= max) ?? 10 * power;
+  const round = [1, 2, 5, 10].map((n) => n * power).find((n) => n * 4 >= max) ?? 10 * power;
+  const step = isCounted ? Math.max(1, round) : round;
   return [step, step * Math.ceil(max / step - 1e-9)];
 }
 
 export class LineChart {
-  /** `lines` are { label, variable, dashed }; `format` writes values; `max` fixes the top. */
-  constructor(parent, { title, what, lines, format, max = null }) {
+  /** `lines` are { label, variable, dashed }; `format` writes values; `max` fixes the top; `isCounted`: there are no halves. */
+  constructor(parent, { title, what, lines, format, max = null, isCounted = false }) {
     this.lines = lines;
     this.format = format;
     this.max = max;
+    this.isCounted = isCounted;
     this.points = []; // [time, value…], null where there is none
     this.at = null; // index that the pointer or the keys have chosen
     this.title = title;
@@ -73,7 +75,8 @@ export class LineChart {
   draw() {
     const { context: c, width, height } = prepare(this.canvas);
     const end = this.points.at(-1)?.[0] ?? 0;
-    const [step, top] = scale(this.max ?? Math.max(0, ...this.points.flatMap((p) => p.slice(1)).filter(Number.isFinite)));
+    const most = this.max ?? Math.max(0, ...this.points.flatMap((p) => p.slice(1)).filter(Number.isFinite));
+    const [step, top] = scale(most, this.isCounted);
     const x = (time) => LEFT + (width - LEFT - RIGHT) * (1 - (end - time) / SPAN_S);
     const y = (value) => TOP + (height - TOP - BOTTOM) * (1 - value / top);
     c.font = "11px system-ui, sans-serif";

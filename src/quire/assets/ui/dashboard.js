@@ -47,7 +47,7 @@ const throughput = new LineChart(charts, {
   lines: [{ label: "written", variable: "--s1" }, { label: "read", variable: "--s2", dashed: true }],
 });
 const queue = new LineChart(charts, {
-  title: "Requests", format: count,
+  title: "Requests", format: count, isCounted: true,
   what: "Running requests share each step of the model. Waiting ones queue for a place or for blocks.",
   lines: [{ label: "running", variable: "--s1" }, { label: "waiting", variable: "--s2", dashed: true }],
 });
@@ -117,14 +117,14 @@ function show(state) {
   map.update(state.kv_cache, state.requests);
   timeline.update(state);
   tables.update(state);
-  say(inWords(state, now));
+  say(inWords(state, now), { about: `${state.paused} ${state.running > 0} ${state.waiting > 0} ${now.places >= 1}` });
 }
 
-let lastSaid = 0;
-/** At most every three seconds: sentences are for reading. */
-function say(sentences, isUrgent = false) {
-  if (!isUrgent && performance.now() - lastSaid < 3000) return;
-  lastSaid = performance.now();
+let lastSaid = 0, lastAbout = "";
+/** Sentences are for reading: the same matter, `about`, at most every three seconds, but never words that figures contradict. */
+function say(sentences, { isUrgent = false, about = "trouble" } = {}) {
+  if (!isUrgent && about === lastAbout && performance.now() - lastSaid < 3000) return;
+  [lastSaid, lastAbout] = [performance.now(), about];
   byId("words").setAttribute("aria-live", isUrgent ? "polite" : "off"); // who listens is not told the same anew all the time
   setText(byId("words"), sentences);
 }
@@ -136,18 +136,18 @@ function pulse(kind) {
 function fail(error) {
   if (error.status === 401) {
     pulse("lost");
-    say("The server asks for a key before it shows its requests. Give one with the API key button.", true);
+    say("The server asks for a key before it shows its requests. Give one with the API key button.", { isUrgent: true });
     if (!keyAsked) askKey("This server asks for a key.");
     keyAsked = true;
   } else if (error.status === 503 || error.name === "TimeoutError") {
     pulse("late");
-    say(`${error.status ? error.message : "The server is slow to answer."} What you see below is older.`, true);
+    say(`${error.status ? error.message : "The server is slow to answer."} What you see below is older.`, { isUrgent: true });
   } else if (error.status === 404) {
     pulse("lost");
-    say("This server shows no state (it was started with --disable-ui, or is not Quire).", true);
+    say("This server shows no state (it was started with --disable-ui, or is not Quire).", { isUrgent: true });
   } else {
     pulse("lost");
-    say(error.message, true);
+    say(error.message, { isUrgent: true });
   }
 }
 

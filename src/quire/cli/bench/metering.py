@@ -34,7 +34,7 @@ FRONTEND_PHASES = {
 }
 PROCESS_PARTS = {
     "statistics": ("quire.frontend.metrics.stats:IterationStats", "update_from_output"),
-    "detokenize": ("quire.frontend.detokenizer:TextDetokenizer", "update"),
+    "detokenize": ("quire.frontend.text.detokenizer:TextDetokenizer", "update"),
     "make output": ("quire.frontend.request_state:RequestState", "make_request_output"),
     "hand over": ("quire.frontend.output_collector:RequestOutputCollector", "put"),
 }

@@ -91,9 +91,10 @@ class Sender:
 
 
 def _has_output(choice: Choice, timing: RequestTiming) -> bool:
-    """Whether a chunk brought tokens. The opening of a conversation brings none; an end does where nothing came yet."""
+    """Whether a chunk brought something to read. The opening of a conversation does not, nor do tokens whose text a
+    server still holds back, chunk or no chunk; an end does where nothing came yet."""
     if choice.finish_reason is not None and timing.first_token_s is None:
         return True
     if choice.delta is not None:
         return choice.delta.has_output
-    return bool(choice.text) or choice.finish_reason is None
+    return bool(choice.text or choice.token_ids)

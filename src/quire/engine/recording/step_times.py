@@ -18,6 +18,8 @@ Floats = npt.NDArray[np.float64]
 
 MIN_STEPS = 20
 """Fewer say nothing."""
+MOMENT_S = 0.25
+"""For how long a machine is taken to be as fast as it was."""
 _FEW = (4, 16, 64)
 
 
@@ -100,6 +102,31 @@ def fit_step_times(steps: Sequence[tuple[StepWork, float]]) -> StepTimes | None:
         _error(parts[1::2] @ half, seconds[1::2]),
         float((parts @ coefficients).sum() / seconds.sum() - 1),
     )
+
+
+class Pace:
+    """How much longer steps took than a model says: at each moment of a recording (the first steps of an engine, other
+    work on the machine), and one step after the other (chance). An arrival falls into a long step more often than into
+    a short one, so that without it waiting is predicted too short."""
+
+    def __init__(self, times: StepTimes, steps: Sequence[tuple[StepWork, float]], ends_s: Sequence[float]) -> None:
+        """`ends_s` is when each of `steps` ended."""
+        rows = [
+            (int(end_s / MOMENT_S), seconds, expected_s)
+            for (work, seconds), end_s in zip(steps, ends_s, strict=True)
+            if seconds > 0 and (expected_s := times.predict(work)) > 0
+        ]
+        sums: dict[int, tuple[float, float]] = {}
+        for moment, seconds, expected_s in rows:
+            before = sums.get(moment, (0.0, 0.0))
+            sums[moment] = before[0] + seconds, before[1] + expected_s
+        self._by_moment = {moment: seconds / expected_s for moment, (seconds, expected_s) in sums.items()}
+        self._chances = [seconds / expected_s / self._by_moment[moment] for moment, seconds, expected_s in rows]
+
+    def of(self, number: int, moment_s: float) -> float:
+        """Of the step with this number, which begins then."""
+        chance = self._chances[number % len(self._chances)] if self._chances else 1.0
+        return chance * self._by_moment.get(int(moment_s / MOMENT_S), 1.0)
 
 
 def _error(predicted: Floats, seconds: Floats) -> float:

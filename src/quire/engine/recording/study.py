@@ -34,6 +34,8 @@ class Segment:
 
     add: Add
     arrival_s: float
+    reached_s: float
+    """When the core could have taken it in: at the latest when it did; at the earliest when it last took others in."""
     num_outputs: int = 0
     first_token_s: float | None = None
     last_token_s: float = 0.0
@@ -72,6 +74,8 @@ class Study:
     requests: list[RecordedRequest] = field(default_factory=list)
     steps: list[tuple[StepWork, float]] = field(default_factory=list)
     """Work and seconds of each step that was completed."""
+    step_ends_s: list[float] = field(default_factory=list)
+    """When each of them was."""
     gaps_s: list[float] = field(default_factory=list)
     """From the end of a step to the start of the next, while there was work."""
     controls: list[tuple[float, Pause | Reset]] = field(default_factory=list)
@@ -101,6 +105,8 @@ class _Student:
         self._last_end: float | None = None
         """When the last step ended, if there was more to do."""
         self._last_update = 0.0
+        self._last_look = 0.0
+        """When the core last took in what there was: before it began a step."""
 
     def take(self, event: AnyEvent) -> Difference | None:
         """The next event."""
@@ -141,7 +147,9 @@ class _Student:
     def _add(self, event: Add) -> None:
         lag = self._now - (event.arrival_time - self.study.header.created_at)
         arrival_s = self._now - lag if 0 <= lag <= LONGEST_LAG_S and not event.num_output_tokens else self._now
-        segment = Segment(event, arrival_s)
+        # A core at rest takes a request in at once. What came while it worked was not there when it last looked.
+        reached_s = self._now if self._last_end is None else max(arrival_s, self._last_look)
+        segment = Segment(event, arrival_s, reached_s)
         if not event.flags & CONTINUES:
             self.study.requests.append(RecordedRequest([segment]))
             return
@@ -158,6 +166,7 @@ class _Student:
 
     def _step(self, event: Step, started: float) -> None:
         study = self.study
+        self._last_look = started
         output = self._replayer.in_flight[-1]
         self._in_flight.append((StepWork.of(output), started))
         study.num_steps += event.num_tokens > 0
@@ -174,6 +183,7 @@ class _Student:
     def _update(self, event: Update) -> None:
         work, began = self._in_flight.popleft()
         self.study.steps.append((work, self._now - max(began, self._last_update)))
+        self.study.step_ends_s.append(self._now)
         self._last_update = self._now
         self._last_end = self._now if self._replayer.scheduler.has_requests() else None
         for index, num_new in self._replayer.num_new_tokens.items():

@@ -1,6 +1,7 @@
 """What would have happened with other settings: the real scheduler and KV cache on a virtual clock.
 
-Requests arrive when they arrived, whatever happens to those before them, and get as many tokens as they got; steps
+Requests reach the core when they reached it, whatever happens to those before them, and get as many tokens as they
+got; what lay between a request's arrival at the frontend and the core's hearing of it stays as it was. Steps
 take what a fitted `StepTimes` says. A request that was aborted after some tokens ends after as many, as one does whose
 client found a stop string; one that was aborted before its first is given up at the same time.
 """
@@ -26,7 +27,7 @@ from quire.engine.recording.replay import (
     make_request,
     make_scheduler,
 )
-from quire.engine.recording.step_times import StepTimes, StepWork
+from quire.engine.recording.step_times import Pace, StepTimes, StepWork
 from quire.engine.recording.study import RecordedRequest, Segment, Study
 from quire.engine.request import RequestStatus
 from quire.engine.sched.interface import PauseState
@@ -160,6 +161,7 @@ class WhatIf:
         if study.has_drafts:
             raise ConfigError("what-if does not know speculative decoding: recorded drafts were made of tokens")
         self._times = times
+        self._pace = Pace(times, study.steps, study.step_ends_s)
         self._header = header
         self._block_size = min(header.kv_cache.block_sizes)
         self._grammars = ReplayedGrammars()
@@ -174,7 +176,7 @@ class WhatIf:
             served = _Served(recorded)
             self._all.append(served)
             for segment in recorded.segments:
-                self._plan(segment.arrival_s, (served, segment))
+                self._plan(segment.reached_s, (served, segment))
             if recorded.aborted_s is not None and not recorded.segments[0].num_outputs:
                 self._plan(recorded.aborted_s, served)
         for at, control in study.controls:
@@ -216,7 +218,7 @@ class WhatIf:
     def _add(self, served: _Served, segment: Segment) -> None:
         add: Add = segment.add
         request = make_request(add, self._block_size)
-        served.result.segments.append(Segment(add, segment.arrival_s))
+        served.result.segments.append(Segment(add, segment.arrival_s, segment.reached_s))
         if not add.flags & CONTINUES:
             served.request = request
             self._served[add.request_id] = served
@@ -243,12 +245,13 @@ class WhatIf:
             self._scheduler.update_from_output(output, ModelRunnerOutput())
             self._now += _QUANTUM_S
             return False
+        pace = self._pace.of(self._num_steps, self._now)
         self._num_steps += 1
         for new in output.scheduled_new_reqs:
             result = self._served[new.req_id].result
             if result.num_cached_tokens is None:
                 result.num_cached_tokens = new.num_computed_tokens
-        self._now += self._times.predict(StepWork.of(output))
+        self._now += self._times.predict(StepWork.of(output)) * pace
         outputs = self._scheduler.update_from_output(output, self._compute(output))
         for batch in outputs.values():
             for one in batch.outputs:

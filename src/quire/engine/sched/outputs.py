@@ -200,7 +200,8 @@ class OutputCollector:
             self._finished[request.client_index].add(request.request_id)
 
     def take(self, timestamp: float, stats: SchedulerStats | None) -> dict[int, EngineCoreOutputs]:
-        """Everything gathered, under one `timestamp`. `stats` go to one client: they must be counted once."""
+        """Everything gathered, under one `timestamp`. `stats` go to the client 0, which lives as long as we do: they
+        must be counted once."""
         batches = {
             client: EngineCoreOutputs(outputs=outputs, timestamp=timestamp) for client, outputs in self._outputs.items()
         }
@@ -212,8 +213,23 @@ class OutputCollector:
             self._finished.clear()
         if stats is not None:
             stats.spec_decoding_stats, self._spec_stats = self._spec_stats, None
-            first = next(iter(batches.values()), None)
-            if first is None:
-                first = batches[0] = EngineCoreOutputs(timestamp=timestamp)
-            first.scheduler_stats = stats
+            for batch in batches.values():
+                _count_tokens(stats, batch.outputs)
+            owner = batches.get(0)
+            if owner is None:
+                owner = batches[0] = EngineCoreOutputs(timestamp=timestamp)
+            owner.scheduler_stats = stats
         return batches
+
+
+def _count_tokens(stats: SchedulerStats, outputs: list[EngineCoreOutput]) -> None:
+    """What these outputs bring."""
+    lengths = [len(output.new_token_ids) for output in outputs]
+    firsts = [
+        (len(output.new_token_ids), output.prefill_stats.num_computed_tokens)
+        for output in outputs
+        if output.prefill_stats is not None
+    ]
+    stats.num_generation_tokens += sum(lengths)
+    stats.num_prefilled_tokens += sum([num_tokens for _, num_tokens in firsts])
+    stats.num_decoded_reqs += len(lengths) - lengths.count(0) - sum([length > 0 for length, _ in firsts])

@@ -21,6 +21,7 @@ from quire.engine.structured_output.compiler import (
 from quire.engine.structured_output.grammar_text import grammar_error
 from quire.errors import GenerationError, ValidationError
 from quire.structured_outputs import StructuredOutputsParams
+from quire.wire.process import search_path
 
 COMPILER_MODULE = "quire.engine.structured_output.compiler"
 START_S = 60.0
@@ -72,7 +73,7 @@ class CompilerProcess:
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
+                env={**os.environ, "PYTHONPATH": search_path()},
             )
         except OSError as e:
             raise GenerationError(f"the grammar compiler cannot be started: {e}") from e

@@ -237,6 +237,9 @@ class AsyncEngineCoreClient(_CoreHistory, ABC):
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """Call a control verb of the core. Raises what it raised, or an error that says so."""
 
+    def expect_shutdown(self) -> None:  # a core without a process of its own cannot die alone
+        """`shutdown` comes once the live requests have ended: no core is started for others. From any thread."""
+
     @abstractmethod
     def shutdown(self) -> None:
         """Release the core and its workers. Idempotent, bounded in time, callable from any thread."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from quire.errors import EngineDeadError
 from quire.frontend.client.control_state import MAX_ATTEMPTS, REPEATABLE_VERBS, ControlState
-from quire.frontend.core_death import CoreDeath
+from quire.frontend.supervision.core_death import CoreDeath
 from quire.wire.engine_core import UtilityOutput
 
 MAX_PROBES = 8
@@ -31,6 +31,7 @@ class Purpose(Enum):
     CALLER = "somebody waits for it"
     RESTORE = "it brings a new core into the state of the last one"
     PROBE = "its answer carries the number of the core's last message"
+    ADMISSION = "it lets the other clients of a shared core begin"
 
 
 class _PendingCall:
@@ -74,6 +75,10 @@ class ControlCalls:
     def begin_restoring(self) -> list[int]:
         """The calls that bring a new core into the state of the last one."""
         return [self.begin(method, args, Purpose.RESTORE) for method, args in self._state.calls()]
+
+    def begin_admission(self) -> None:
+        """The call that tells a core in its state to let its other clients begin."""
+        self.begin("admit_clients", (), Purpose.ADMISSION)
 
     def ids(self) -> list[int]:
         """Of the calls without an answer, oldest first."""

@@ -45,11 +45,24 @@ REPEATABLE_VERBS = frozenset(
         "list_loras",
         "get_supported_tasks",
         "get_dropped_messages",
+        "admit_clients",
         "get_trace",
         "get_snapshot",
     }
 )
 """Calling one of these once more leads to the same state as calling it once."""
+
+REMEMBERED_VERBS = frozenset(
+    {
+        "pause_scheduler",
+        "resume_scheduler",
+        "sleep",
+        "release_kv_cache_memory",
+        "wake_up",
+        "update_weights",
+    }
+)
+"""Those that change the state a restarted core is brought into, adapters left out: no route of a server loads one."""
 
 
 class ControlState:

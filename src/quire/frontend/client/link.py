@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from quire.errors import EngineDeadError
 from quire.frontend.client.control_calls import Answer, ControlCalls
-from quire.frontend.core_death import CoreDeath
-from quire.frontend.journal import Journal, JournalEntry, Standing, num_tokens_of
-from quire.frontend.quarantine import Quarantine
+from quire.frontend.supervision.core_death import CoreDeath
+from quire.frontend.supervision.journal import Journal, JournalEntry, Standing, num_tokens_of
+from quire.frontend.supervision.quarantine import Quarantine
 from quire.logger import init_logger
 from quire.wire.engine_core import (
     EngineCoreEventType,
@@ -65,7 +65,8 @@ class EngineLink:
     dropped; "deaths", "resumed_requests", "recomputed_tokens", "poisoned_requests".
     """
 
-    def __init__(self, client_index: int = 0, *, is_shared: bool = False) -> None:
+    def __init__(self, client_index: int = 0, *, is_shared: bool = False, is_owner: bool = False) -> None:
+        """`is_shared`: the core has other clients, too. `is_owner`: our client is the one that starts it."""
         self.state = LinkState.DOWN
         self.ready_response: EngineCoreReadyResponse | None = None
         self.messages: list[Message] = []
@@ -78,7 +79,8 @@ class EngineLink:
         self._journal = Journal()
         self._quarantine = Quarantine(is_shared)
         self._calls = ControlCalls(client_index)
-        self._last_sequence: int | None = None
+        self._admits_others = is_shared and is_owner
+        self._last_sequence = 0
 
     @property
     def num_live_requests(self) -> int:
@@ -137,7 +139,7 @@ class EngineLink:
             return
         if self.state is not LinkState.DOWN:
             self.on_death(CoreDeath("lost", "was lost and is back", None))
-        self._last_sequence = None if former is not None and former.incarnation == ready.incarnation else 0
+        self._last_sequence = ready.next_sequence - 1
         self.ready_response = ready
         self._journal.note_new_core()
         self.state = LinkState.RESTORING
@@ -285,14 +287,14 @@ class EngineLink:
 
     def _is_next(self, sequence: int) -> bool:
         """Whether a message is new. If there is a gap before it, every request is sent again: tokens are missing."""
-        last = self._last_sequence
-        if last is not None and sequence <= last:
+        num_lost = sequence - self._last_sequence - 1
+        if num_lost < 0:
             self.counts["repeated"] += 1
             return False
         self._last_sequence = sequence
-        if last is not None and sequence > last + 1:
-            self.counts["lost"] += sequence - last - 1
-            logger.error("%d messages of the engine core were lost: its requests are sent again", sequence - last - 1)
+        if num_lost:
+            self.counts["lost"] += num_lost
+            logger.error("%d messages of the engine core were lost: its requests are sent again", num_lost)
             self._resend_everything()
         return True
 
@@ -328,6 +330,8 @@ class EngineLink:
     def _go_up_if_restored(self) -> None:
         if self.state is LinkState.RESTORING and self._calls.is_restored:
             self.state = LinkState.UP
+            if self._admits_others:
+                self._calls.begin_admission()
             before = self.counts["recomputed_tokens"]
             self._send_held()
             if (num_tokens := self.counts["recomputed_tokens"] - before) > 0:

@@ -22,7 +22,7 @@ from quire.failpoints import failpoint
 from quire.frontend.client.control_calls import Answer
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.wakeup import Wakeup
-from quire.frontend.core_death import CoreDeath
+from quire.frontend.supervision.core_death import CoreDeath
 from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.handshake import ENGINE_CORE_DEAD, engine_identity

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
 
 from quire.errors import EngineDeadError
 from quire.wire.engine_core import EngineCoreOutputs
+
+MAX_TURN_S = 0.005
+"""How long outputs that lie ready are handed out before the rest of the loop has its turn."""
 
 
 class LoopMailbox:
@@ -16,12 +20,25 @@ class LoopMailbox:
 
     Whatever comes while the loop is busy wakes it once. `on_room` is called, on the loop, when a mailbox that was full
     (`capacity` outputs; it takes more all the same) is so no longer.
+
+    A core may put in faster than the loop takes out. What lay ready when a turn began is handed out at once, so that
+    readers who are behind get one merged output; then the rest of the loop has its turn, whatever came meanwhile.
+    Without it nobody would read a new request, or write an answer, until the core is slower again.
     """
 
-    def __init__(self, capacity: int = 0, on_room: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int = 0,
+        on_room: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._capacity = capacity
         self._on_room = on_room
         self._held: deque[EngineCoreOutputs] = deque()
+        self._num_left_in_turn = 0
+        """Of those held, how many the present turn hands out, if there is time."""
+        self._turn_end = 0.0
+        self._clock = clock
         self._end: EngineDeadError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -57,6 +74,9 @@ class LoopMailbox:
     async def take(self) -> EngineCoreOutputs:
         """The next outputs. Raises the error of the end, again and again, once all have been taken."""
         self._loop = asyncio.get_running_loop()
+        if self._held and (not self._num_left_in_turn or self._clock() >= self._turn_end):
+            self._num_left_in_turn = 0
+            await asyncio.sleep(0)
         while not self._held:
             if self._end is not None:
                 raise self._end
@@ -66,6 +86,9 @@ class LoopMailbox:
             finally:
                 self._waiter = None
         was_full = self.is_full
+        if not self._num_left_in_turn:
+            self._num_left_in_turn, self._turn_end = len(self._held), self._clock() + MAX_TURN_S
+        self._num_left_in_turn -= 1
         outputs = self._held.popleft()
         if was_full and self._on_room is not None:
             self._on_room()

@@ -24,8 +24,8 @@ from quire.config.serial import encode_config
 from quire.errors import ConfigError, EngineDeadError, ServerError, ValidationError
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread, OutputSink
-from quire.frontend.launch import KILL_TIMEOUT_S, CoreLaunch
-from quire.frontend.supervisor import CoreSupervisor
+from quire.frontend.supervision.launch import KILL_TIMEOUT_S, CoreLaunch
+from quire.frontend.supervision.supervisor import CoreSupervisor
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.handshake import ClientAddresses, EngineZmqAddresses
@@ -102,10 +102,13 @@ class MPClient:
         log_stats: bool,
         client_addresses: ClientAddresses | None = None,
         client_count: int = 1,
+        directory: SocketDirectory | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> None:
-        """`meanwhile` is called once while the core starts; what it raises ends the start."""
+        """`meanwhile` is called once while the core starts; what it raises ends the start. `directory` is where the
+        sockets of a new core are to be, this client's from now on; None for one of its own."""
         self.resources = BackgroundResources()
+        self.resources.directory = directory
         self._encoder = MsgpackEncoder()
         self._encoder_lock = threading.Lock()
         try:
@@ -134,7 +137,7 @@ class MPClient:
         host, context = config.parallel_config.engine_host, self.resources.context
         if host is not None and client_count > 1:
             raise ConfigError(f"--engine-host {host}: an engine core that is reached over TCP has one client")
-        directory = self.resources.directory = SocketDirectory()
+        directory = self.resources.directory = self.resources.directory or SocketDirectory()
         ours, the_cores = CurveKeys.make_pair() if host is not None else (None, None)
         if ours is not None:
             self.resources.door = CurveDoor(context, [ours.peer_public])
@@ -144,12 +147,12 @@ class MPClient:
             return make_zmq_socket(context, address, socket_type, bind=True, curve=ours)
 
         input_socket, output_socket = bind("input-0", zmq.ROUTER), bind("output-0", zmq.PULL)
-        others = [self.get_client_addresses(index) for index in range(1, client_count)]
+        others = [make_client_addresses(directory, index) for index in range(1, client_count)]
         addresses = EngineZmqAddresses(
             [bound_address(input_socket), *(other.input_address for other in others)],
             [bound_address(output_socket), *(other.output_address for other in others)],
         )
-        thread = LinkThread(EngineLink(is_shared=client_count > 1), input_socket, output_socket, sink)
+        thread = LinkThread(EngineLink(is_shared=client_count > 1, is_owner=True), input_socket, output_socket, sink)
         launch = CoreLaunch(
             addresses,
             encode_config(config),
@@ -166,6 +169,7 @@ class MPClient:
             on_death=lambda death: thread.post(lambda: thread.report_death(death)),
             on_gone=lambda error: thread.post(lambda: thread.fail(error)),
             was_connected=thread.was_connected,
+            has_live_requests=lambda: thread.link.num_live_requests > 0,
         )
         thread.on_gone = supervisor.stop
         return thread
@@ -198,9 +202,7 @@ class MPClient:
         directory = self.resources.directory
         if directory is None:
             raise ConfigError("only the client that starts the core knows the addresses of the others")
-        return ClientAddresses(
-            client_index, directory.endpoint(f"input-{client_index}"), directory.endpoint(f"output-{client_index}")
-        )
+        return make_client_addresses(directory, client_index)
 
     # -- the core -------------------------------------------------------------------------------------------------
 
@@ -242,12 +244,22 @@ class MPClient:
         """Restarts of the core by cause of the death before; empty for a client that attached to one."""
         return {} if self.resources.supervisor is None else self.resources.supervisor.restarts
 
+    def expect_shutdown(self) -> None:
+        """See `AsyncEngineCoreClient`."""
+        if self.resources.supervisor is not None:
+            self.resources.supervisor.expect_stop()
+
     def add_request(self, request: EngineCoreRequest) -> None:
         """Hand a request over. Raises EngineDeadError; ValidationError for a value that cannot be sent."""
         self._check_usable()
         frames = self._encode(request)
         thread = self._link_thread
         thread.post(lambda: thread.add_request(request, frames))
+
+    def note_gone(self, reason: str) -> None:
+        """Whoever looks after the core says that there will be none any more. From any thread."""
+        thread = self._link_thread
+        thread.post(lambda: thread.fail(EngineDeadError(reason)))
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Forget requests. Does nothing where there is no engine any more."""
@@ -274,3 +286,10 @@ class MPClient:
             raise ServerError("this engine belongs to the process that made it, not to a fork of it; make one here")
         if self.engine_dead:
             raise EngineDeadError(self._link_thread.link.gone_reason or "the engine has been shut down")
+
+
+def make_client_addresses(directory: SocketDirectory, client_index: int) -> ClientAddresses:
+    """Where client `client_index` of the core in this directory listens. Raises ConfigError for too long a path."""
+    return ClientAddresses(
+        client_index, directory.endpoint(f"input-{client_index}"), directory.endpoint(f"output-{client_index}")
+    )

@@ -311,11 +311,11 @@ HISTOGRAMS: tuple[MetricSpec, ...] = (
         values=lambda finished: some(finished.decode_time),
         family="request_latency",
     ),
-    of_outputs(
+    of_step(
         name="iteration_tokens_total",
         kind="histogram",
         help="Tokens of a step: prompt tokens computed for requests with a first token, and tokens generated.",
-        values=lambda stats: some(stats.num_step_tokens),
+        values=lambda stats: some((stats.num_prefilled_tokens + stats.num_generation_tokens) or None),
         family="iteration_tokens",
     ),
     of_finished(
@@ -414,7 +414,6 @@ def _operation_rows(name: str, what: str, operations: tuple[str, ...]) -> tuple[
             labels=("operation",),
             known=each(operations),
             samples=read_in_flight,
-            merge="sum",
         ),
     )
 

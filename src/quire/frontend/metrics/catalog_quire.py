@@ -6,6 +6,8 @@ from quire.frontend.metrics.ledger import DISCARD_REASONS, FINISH_REASONS, REJEC
 from quire.frontend.metrics.saturation import RESOURCES
 from quire.frontend.metrics.spec import LORA, QUIRE, MetricSpec, each, labelled, of_exchange, of_ledger, of_step
 
+LIVE_STATES = ("waiting", "running", "resting")
+
 LEDGER: tuple[MetricSpec, ...] = (
     of_ledger(
         name="requests_received",
@@ -29,7 +31,6 @@ LEDGER: tuple[MetricSpec, ...] = (
         kind="gauge",
         help="Requests that came and are being read: received = accepted + rejected + in admission.",
         values=lambda facts: (facts.ledger.num_in_admission,),
-        merge="sum",
     ),
     of_ledger(
         name="requests_finished",
@@ -41,18 +42,34 @@ LEDGER: tuple[MetricSpec, ...] = (
     of_ledger(
         name="requests_live",
         kind="gauge",
-        help="Requests that have not ended, as this server sees them: accepted = finished + live.",
+        help="Requests that have not ended, as this server sees them: accepted = finished + live + lost.",
         labels=("state",),
-        known=each(("waiting", "running", "resting")),
-        samples=lambda facts: labelled(facts.num_live),
-        merge="sum",
+        known=each(LIVE_STATES),
+        samples=lambda facts: [((state,), facts.num_live.get(state, 0)) for state in LIVE_STATES],
+    ),
+    of_ledger(
+        name="requests_lost",
+        help="Requests that were live in an API process when that was killed.",
+        values=lambda facts: (facts.num_lost,),
+    ),
+    of_ledger(
+        name="api_processes",
+        kind="gauge",
+        help="Processes whose numbers these are: those that answered, and those that did not (shown as they were).",
+        labels=("state",),
+        known=each(("answered", "late")),
+        samples=lambda facts: [((state,), facts.num_processes.get(state, 0)) for state in ("answered", "late")],
+    ),
+    of_ledger(
+        name="api_processes_lost",
+        help="API processes that were gone without a last report.",
+        values=lambda facts: (facts.num_lost_processes,),
     ),
     of_ledger(
         name="queue_tokens",
         kind="gauge",
         help="Tokens of the prompts that wait for their first token.",
         values=lambda facts: (facts.num_queued_tokens,),
-        merge="sum",
     ),
     of_ledger(
         name="delivered_tokens",
@@ -121,7 +138,6 @@ LEDGER: tuple[MetricSpec, ...] = (
         kind="gauge",
         help="Since the last step, while there is something to compute; else 0.",
         values=lambda facts: (facts.step_age_s,),
-        merge="max",
     ),
     of_step(
         name="kv_blocks",
@@ -141,7 +157,6 @@ LEDGER: tuple[MetricSpec, ...] = (
         kind="gauge",
         help="How near the engine is to the most it can do, in [0, 1], whatever the shape of the requests.",
         values=lambda facts: (facts.saturation.value,),
-        merge="max",
     ),
     of_ledger(
         name="saturation_by_resource",
@@ -150,14 +165,12 @@ LEDGER: tuple[MetricSpec, ...] = (
         labels=("resource",),
         known=each(RESOURCES),
         samples=lambda facts: labelled(facts.saturation.by_resource),
-        merge="max",
     ),
     of_ledger(
         name="saturation_limit_tokens_per_second",
         kind="gauge",
         help="Prompt and output tokens per second at which compute is used up, in the present mix, as measured.",
         values=lambda facts: (facts.saturation.limit_tokens_per_s,),
-        merge="max",
     ),
     of_ledger(
         name="lora_requests",
@@ -165,7 +178,6 @@ LEDGER: tuple[MetricSpec, ...] = (
         help="Live requests by LoRA adapter: the busiest ones, and the rest as `other`.",
         labels=("adapter", "state"),
         samples=lambda facts: [((adapter, state), count) for adapter, state, count in facts.adapters.capped()],
-        merge="sum",
         condition=LORA,
     ),
 )

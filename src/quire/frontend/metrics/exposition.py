@@ -1,15 +1,18 @@
 """A snapshot as text: Prometheus' format 0.0.4, and OpenMetrics 1.0.0, which has exemplars.
 
-What is the same in every scrape (name and labels of a line) is written once and kept: a scrape is mostly numbers.
+Most series are the same in one scrape as in the one before: their lines are kept, and so is what stands around the
+numbers of the others.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Literal, Protocol
 
-from quire.frontend.metrics.snapshot import Exemplar, Family, MetricsSnapshot, Series
+from quire.frontend.metrics.snapshot import Exemplar, Family, Series
 
 Format = Literal["text", "openmetrics"]
 CONTENT_TYPES: dict[Format, str] = {
@@ -18,6 +21,8 @@ CONTENT_TYPES: dict[Format, str] = {
 }
 MAX_EXEMPLAR_CHARS = 128
 """Of an exemplar's label names and values together, as OpenMetrics limits them."""
+MAX_REMEMBERED = 1000
+"""Series of a family whose lines are kept although they are not there any more."""
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _UNREADABLE = re.compile(r"[^\x20-\x7e]|[\\\"{}#,=]")
 """What parsers of exemplars stumble over, escaped or not."""
@@ -36,37 +41,111 @@ def choose_format(accept: str) -> Format:
 
 
 class Exposition:
-    """Writes snapshots of one process. Remembers the constant parts of every line it has written."""
+    """Writes snapshots of one process. Remembers what it has written of each series: what has not changed since is not
+    written again, so a scrape costs what has happened since the last one."""
 
     def __init__(self) -> None:
-        self._heads: dict[tuple[str, bool], str] = {}
-        self._prefixes: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        self._families: dict[tuple[str, Format], _FamilyText] = {}
 
-    def write(self, snapshot: MetricsSnapshot, format: Format = "text") -> str:
+    def write(self, families: Iterable[Family], format: Format = "text") -> str:
         """All of it, without the end mark of OpenMetrics: other collectors may follow."""
-        lines: list[str] = []
-        is_openmetrics = format == "openmetrics"
-        for family in snapshot.families:
-            head = self._heads.get((family.name, is_openmetrics))
-            if head is None:
-                head = self._heads[family.name, is_openmetrics] = make_head(family, is_openmetrics)
-            lines.append(head)
-            for series in family.series:
-                prefixes = self._get_prefixes(family, series)
-                if family.kind in ("histogram", "summary"):
-                    _write_observations(lines, family, series, prefixes, is_openmetrics)
-                else:
-                    lines.append(f"{prefixes[0]}{format_value(series.value)}\n")
-        return "".join(lines)
+        return "".join([self.write_family(family, format) for family in families])
 
-    def _get_prefixes(self, family: Family, series: Series) -> list[str]:
-        key = family.name, series.labels
-        prefixes = self._prefixes.get(key)
-        if prefixes is None:
-            prefixes = make_prefixes(family, series.labels)
-            if len(self._prefixes) < 100_000:
-                self._prefixes[key] = prefixes
-        return prefixes
+    def write_family(self, family: Family, format: Format) -> str:
+        """One metric."""
+        written = self._families.get((family.name, format))
+        if written is None:
+            written = self._families[family.name, format] = _FamilyText(family, format == "openmetrics")
+        return written.write(family)
+
+
+class LiveFamily(Protocol):
+    """A metric where it is counted."""
+
+    changes: int
+    """Grows whenever `family` may have changed."""
+
+    def family(self) -> Family | None:
+        """As it is now; None if it is not to be shown."""
+
+
+class LiveExposition:
+    """Writes metrics where they are counted, on the thread that counts. What has not changed is not looked at."""
+
+    def __init__(self, rows: Iterable[LiveFamily]) -> None:
+        self._rows = list(rows)
+        self._exposition = Exposition()
+        self._written: dict[Format, list[tuple[int, str]]] = {}
+
+    def write(self, format: Format) -> str:
+        """All of them as they are now."""
+        written = self._written.setdefault(format, [(-1, "")] * len(self._rows))
+        parts = []
+        for position, row in enumerate(self._rows):
+            changes, text = written[position]
+            if changes != row.changes:
+                family = row.family()
+                text = "" if family is None else self._exposition.write_family(family, format)
+                written[position] = row.changes, text
+            parts.append(text)
+        return "".join(parts)
+
+
+class _FamilyText:
+    """What was written of one family, by the labels of its series."""
+
+    def __init__(self, family: Family, is_openmetrics: bool) -> None:
+        self._head = make_head(family, is_openmetrics)
+        self._is_openmetrics = is_openmetrics
+        self._series: dict[tuple[str, ...], _SeriesText] = {}
+
+    def write(self, family: Family) -> str:
+        """All lines."""
+        known = self._series
+        if len(known) > MAX_REMEMBERED + len(family.series):  # labels that come and go
+            known.clear()
+        parts = [self._head]
+        for series in family.series:
+            written = known.get(series.labels)
+            if written is None:
+                written = known[series.labels] = _SeriesText(family, series.labels)
+            if written.value != series.value or written.counts != series.counts:
+                written.update(series, self._is_openmetrics)
+            parts.append(written.text)
+        return "".join(parts)
+
+
+class _SeriesText:
+    """The lines of one series, and the numbers in them. An exemplar only changes together with a count."""
+
+    __slots__ = ("_prefixes", "_template", "counts", "text", "value")
+
+    def __init__(self, family: Family, labels: tuple[str, ...]) -> None:
+        self.value = math.nan  # differs from everything
+        self.counts: list[int] = []
+        self.text = ""
+        self._prefixes = make_prefixes(family, labels)
+        ends = ["%s"] if family.kind in ("counter", "gauge") else ["%d.0"] * (len(self._prefixes) - 2) + ["%s", "%d.0"]
+        pairs = zip(self._prefixes, ends, strict=True)
+        self._template = "".join(prefix.replace("%", "%%") + end + "\n" for prefix, end in pairs)
+
+    def update(self, series: Series, is_openmetrics: bool) -> None:
+        """Write them anew."""
+        self.value, self.counts = series.value, series.counts.copy()
+        value = format_value(series.value)
+        if len(self._prefixes) == 1:
+            self.text = self._template % value
+            return
+        totals = list(accumulate(series.counts))
+        if is_openmetrics and series.exemplars:
+            lines = [
+                f"{prefix}{total}.0{format_exemplar(series.exemplars.get(bucket))}\n"
+                for bucket, (prefix, total) in enumerate(zip(self._prefixes, totals, strict=False))
+            ]
+            self.text = "".join([*lines, f"{self._prefixes[-2]}{value}\n", f"{self._prefixes[-1]}{totals[-1]}.0\n"])
+            return
+        buckets = totals if len(self._prefixes) > 2 else ()
+        self.text = self._template % (*buckets, value, totals[-1])
 
 
 def make_head(family: Family, is_openmetrics: bool) -> str:
@@ -91,19 +170,6 @@ def make_prefixes(family: Family, labels: tuple[str, ...]) -> list[str]:
     before = "".join(f"{pair}," for pair in pairs)
     bounds = [*(format_value(bound) for bound in family.bounds), "+Inf"]
     return [f'{name}_bucket{{{before}le="{bound}"}} ' for bound in bounds] + ends
-
-
-def _write_observations(
-    lines: list[str], family: Family, series: Series, prefixes: list[str], with_exemplars: bool
-) -> None:
-    total = 0
-    for bucket, count in enumerate(series.counts):
-        total += count
-        if family.kind == "histogram":
-            exemplar = series.exemplars.get(bucket) if with_exemplars else None
-            lines.append(f"{prefixes[bucket]}{total}.0{format_exemplar(exemplar)}\n")
-    lines.append(f"{prefixes[-2]}{format_value(series.value)}\n")
-    lines.append(f"{prefixes[-1]}{total}.0\n")
 
 
 def format_value(value: float) -> str:

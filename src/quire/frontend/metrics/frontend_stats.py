@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from quire import envs
 from quire.config.cache import CacheConfig
 from quire.config.engine import EngineConfig
-from quire.frontend.metrics.facts import AdapterLoad, FrontendFacts
+from quire.frontend.metrics.facts import AdapterLoad, FrontendFacts, Load
 from quire.frontend.metrics.ledger import RequestLedger
 from quire.frontend.metrics.logging import LoggingStatLogger
 from quire.frontend.metrics.manager import StatLogger, StatLoggerManager, load_stat_logger
@@ -72,16 +71,6 @@ class AdmissionCounts(Protocol):
         """User requests, by the limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How busy the engine is, in a few numbers that cost nothing to make."""
-
-    kv_cache_usage: float
-    num_running: int
-    num_waiting: int
-    saturation: float
-
-
 class FrontendStats:
     """Belongs to the thread that processes outputs. With `log_stats` off only the ledger is kept.
 
@@ -105,6 +94,7 @@ class FrontendStats:
         self._wall_clock = wall_clock
         self._last_step_time = 0.0
         self._scheduler_stats = SchedulerStats()
+        self._told_load: Load | None = None
         self._core: CoreHistory | None = None
         self._admission: AdmissionCounts | None = None
         scheduler = config.scheduler_config
@@ -150,23 +140,29 @@ class FrontendStats:
         """The outputs of a step have come and are about to be processed, in one or several batches."""
         return StepStats(self, outputs, self._wall_clock())
 
-    def add_step(self, outputs: EngineCoreOutputs, time: float, num_decoded: int) -> None:
-        """A step has been processed; `num_decoded` of its outputs were not first ones."""
+    def add_step(self, outputs: EngineCoreOutputs, time: float) -> None:
+        """A step has been processed."""
         self._last_step_time = time
         stats = outputs.scheduler_stats
         if stats is not None:
             self._scheduler_stats = stats
             self._saturation.add_step(
                 outputs.timestamp,
-                num_outputs=num_decoded,
-                num_prompt_tokens=max(0, stats.num_scheduled_tokens - num_decoded),
+                num_outputs=stats.num_decoded_reqs,
+                num_prompt_tokens=max(0, stats.num_scheduled_tokens - stats.num_decoded_reqs),
                 num_running=stats.num_running_reqs,
                 kv_usage=stats.kv_cache_usage,
                 has_work_left=bool(stats.num_running_reqs or stats.num_waiting_reqs),
             )
 
+    def note_load(self, load: Load) -> None:
+        """Another process of this server is told of the engine's steps, and this is what it says of them."""
+        self._told_load = load
+
     def get_load(self) -> Load:
-        """As of the last step."""
+        """As of the last step, or of the second before where another process is told of the steps."""
+        if self._told_load is not None:
+            return self._told_load
         stats = self._scheduler_stats
         return Load(
             kv_cache_usage=stats.kv_cache_usage,
@@ -195,21 +191,23 @@ class FrontendStats:
         core, admission = self._core, self._admission
         return FrontendFacts(
             time=now,
-            ledger=self.ledger,
+            ledger=self.ledger.plus(RequestLedger()),
             num_live={
                 "waiting": num_waiting,
                 "running": num_live - num_waiting - len(resting),
                 "resting": len(resting),
             },
             num_queued_tokens=num_queued_tokens,
-            admission_rejections={} if admission is None else admission.rejections,
-            core_counts={} if core is None else core.counts,
+            admission_rejections={} if admission is None else dict(admission.rejections),
+            core_counts={} if core is None else dict(core.counts),
             core_restarts={} if core is None else dict(core.restarts),
             is_core_ready=core is None or core.is_ready,
-            step_age_s=max(0.0, now - max(oldest, self._last_step_time)) if num_live > len(resting) else 0.0,
+            oldest_arrival=oldest if num_live > len(resting) else None,
+            last_step_time=self._last_step_time,
             saturation=self._saturation.read(time.monotonic(), num_queued_tokens),
             sleep_level=self.operations.sleep_level,
-            operations_in_flight=self.operations.in_flight,
+            sleep_time=self.operations.sleep_time,
+            operations_in_flight=dict(self.operations.in_flight),
             adapters=AdapterLoad.count(adapters),
             max_lora=0,
         )
@@ -219,13 +217,12 @@ class StepStats:
     """Counts one message of the core. Each batch is told to the loggers when it is done, so that what they have agrees
     with the state of the requests whenever another coroutine runs."""
 
-    __slots__ = ("_num_decoded", "_num_tokens", "_outputs", "_stats", "_time")
+    __slots__ = ("_outputs", "_stats", "_time")
 
     def __init__(self, stats: FrontendStats, outputs: EngineCoreOutputs, time: float) -> None:
         self._stats = stats
         self._outputs = outputs
         self._time = time
-        self._num_tokens = self._num_decoded = 0
 
     def open_batch(self) -> IterationStats | None:
         """Where to count the next of the outputs; None if nothing is."""
@@ -235,13 +232,8 @@ class StepStats:
         """They are processed."""
         outputs, stats = self._outputs, self._stats
         scheduler_stats = outputs.scheduler_stats if is_last else None
-        if batch is not None:
-            self._num_tokens += batch.num_tokens
-            self._num_decoded += len(batch.inter_token_latencies)
-            if is_last:
-                batch.num_step_tokens = self._num_tokens
         if is_last:
-            stats.add_step(outputs, self._time, self._num_decoded)
+            stats.add_step(outputs, self._time)
         if scheduler_stats is not None or batch is not None:
             stats.loggers.record(scheduler_stats, batch, outputs.engine_index)
 

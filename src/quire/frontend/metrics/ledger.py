@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
 
 from quire.errors import (
     ClientError,
@@ -36,29 +39,50 @@ REJECTION_REASONS = (
     "engine_dead",
     "cancelled",
     "error",
+    "lost",
 )
+"""The last one: of a process of a server that ended before it had decided."""
 FINISH_REASONS = (*FINISH_REASON_STRINGS, "deadline", "slow_client")
 DISCARD_REASONS = ("stop_string", "error")
 
 
-class RequestLedger:
+def add_counts(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Name by name; what is 0 in both may be missing."""
+    counts = Counter(one)
+    counts.update(other)
+    return counts
+
+
+class RequestLedger(msgspec.Struct, array_like=True, gc=False):
     """Plain numbers, by whoever sees a request come or go. Belongs to one thread."""
 
-    def __init__(self) -> None:
-        self.num_received = 0
-        self.num_in_admission = 0
-        """Received, and neither accepted nor rejected yet."""
-        self.num_accepted = 0
-        self.rejected: Counter[str] = Counter()
-        """By one of REJECTION_REASONS."""
-        self.finished: Counter[str] = Counter()
-        """By one of FINISH_REASONS."""
-        self.num_delivered_tokens = 0
-        """Part of an answer."""
-        self.discarded_tokens: Counter[str] = Counter()
-        """Generated for a live request and no part of its answer, by one of DISCARD_REASONS."""
-        self.num_late_tokens = 0
-        """Generated for a request that had ended here."""
+    num_received: int = 0
+    num_in_admission: int = 0
+    """Received, and neither accepted nor rejected yet."""
+    num_accepted: int = 0
+    rejected: dict[str, int] = msgspec.field(default_factory=Counter)
+    """By one of REJECTION_REASONS."""
+    finished: dict[str, int] = msgspec.field(default_factory=Counter)
+    """By one of FINISH_REASONS."""
+    num_delivered_tokens: int = 0
+    """Part of an answer."""
+    discarded_tokens: dict[str, int] = msgspec.field(default_factory=Counter)
+    """Generated for a live request and no part of its answer, by one of DISCARD_REASONS."""
+    num_late_tokens: int = 0
+    """Generated for a request that had ended here."""
+
+    def plus(self, other: RequestLedger) -> RequestLedger:
+        """Both in one, which is new."""
+        return RequestLedger(
+            self.num_received + other.num_received,
+            self.num_in_admission + other.num_in_admission,
+            self.num_accepted + other.num_accepted,
+            add_counts(self.rejected, other.rejected),
+            add_counts(self.finished, other.finished),
+            self.num_delivered_tokens + other.num_delivered_tokens,
+            add_counts(self.discarded_tokens, other.discarded_tokens),
+            self.num_late_tokens + other.num_late_tokens,
+        )
 
     def receive(self, num_requests: int = 1) -> Receipt:
         """So many came, in one message. The receipt says what becomes of them."""

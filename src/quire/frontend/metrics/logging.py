@@ -19,7 +19,8 @@ class LoggingStatLogger(StatLogger):
     """One line of throughput and load every QUIRE_LOG_STATS_INTERVAL seconds, per engine.
 
     At level DEBUG while nothing happens: the first quiet interval is still said aloud, so that the last line of a busy
-    time does not stay for ever. Prompt tokens are those computed.
+    time does not stay for ever. Prompt tokens are those computed. Of several processes of one server the one that the
+    core tells its statistics speaks for all; the others are quiet.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -60,10 +61,10 @@ class _EngineLine:
 
     def add(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None) -> None:
         if iteration_stats is not None:
-            self._num_prompt_tokens += iteration_stats.prompt_tokens.num_computed_tokens
-            self._num_generation_tokens += iteration_stats.num_generation_tokens
             self._num_preemptions += iteration_stats.num_preempted_reqs
         if scheduler_stats is not None:
+            self._num_prompt_tokens += scheduler_stats.num_prefilled_tokens
+            self._num_generation_tokens += scheduler_stats.num_generation_tokens
             self._scheduler_stats = scheduler_stats
             self._prefix_cache.observe(scheduler_stats.prefix_cache_stats)
             self._add_drafts(scheduler_stats.spec_decoding_stats)

@@ -50,6 +50,10 @@ class StatLoggerManager:
         """One more. Where statistics are off it is never told of anything."""
         self.loggers.append(stat_logger)
 
+    def drop(self, kind: type[StatLogger]) -> None:
+        """Do without the loggers of this kind: another process has one for all."""
+        self.loggers = [stat_logger for stat_logger in self.loggers if not isinstance(stat_logger, kind)]
+
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:

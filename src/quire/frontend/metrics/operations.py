@@ -30,6 +30,12 @@ class ControlOperations:
         self.in_flight: Counter[str] = Counter()
         self.sleep_level = 0
         """0: awake."""
+        self.sleep_time = 0.0
+        """Wall clock of when that was last set; 0 for never."""
+
+    def set_sleep_level(self, level: int) -> None:
+        """The engine sleeps that deep from now on."""
+        self.sleep_level, self.sleep_time = level, time.time()
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[ControlOperations]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from quire.frontend.metrics.buckets import make_bounds
 from quire.frontend.metrics.catalog import BUILD_INFO, CACHE_CONFIG_INFO, METRICS
 from quire.frontend.metrics.exchange import HttpExchange
-from quire.frontend.metrics.exposition import Exposition, Format
+from quire.frontend.metrics.exposition import Exposition, Format, LiveExposition
 from quire.frontend.metrics.facts import FrontendFacts
 from quire.frontend.metrics.manager import StatLogger
 from quire.frontend.metrics.operations import ControlOperation
+from quire.frontend.metrics.report import ProcessReport
 from quire.frontend.metrics.snapshot import MetricsSnapshot
 from quire.frontend.metrics.spec import LAZY
 from quire.frontend.metrics.stats import IterationStats
@@ -51,19 +53,25 @@ class PrometheusStatLogger(StatLogger):
         self._get_facts = get_facts
         hidden = LAZY - setup.conditions
         specs = [spec for spec in METRICS if not spec.condition or spec.condition in setup.conditions | hidden]
-        self._store = MetricsStore(
-            specs,
-            {"model_name": setup.model_name},
-            make_bounds(setup.max_model_len, setup.custom_buckets),
+        make_store = partial(
+            MetricsStore,
+            base={"model_name": setup.model_name},
+            bounds=make_bounds(setup.max_model_len, setup.custom_buckets),
             engines=setup.engines,
             clock=clock,
             hidden=hidden,
         )
+        self._store = make_store(spec for spec in specs if spec.source is not FrontendFacts)
+        self._facts = make_store(spec for spec in specs if spec.source is FrontendFacts)
+        """Counts nothing: it puts facts, of one process or of all, into the catalog's words."""
+        self._order = {spec.full_name: position for position, spec in enumerate(specs)}
         if setup.cache_config:
             for engine in setup.engines:
                 self._store.add_info(CACHE_CONFIG_INFO, {"engine": str(engine), **setup.cache_config})
         self._store.add_info(BUILD_INFO, {"version": __version__, "model_name": setup.model_name})
         self._exposition = Exposition()
+        rows = sorted(self._store.rows + self._facts.rows, key=lambda row: self._order[row.spec.full_name])
+        self._live = LiveExposition(rows)
 
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
@@ -85,9 +93,33 @@ class PrometheusStatLogger(StatLogger):
         self._store.record(exchange)
 
     def snapshot(self) -> MetricsSnapshot:
-        """All metrics at this moment."""
-        return self._store.snapshot(None if self._get_facts is None else self._get_facts())
+        """All metrics of this process at this moment."""
+        return self._arrange(self._store.snapshot(), None if self._get_facts is None else self._get_facts())
 
     def exposition(self, format: Format = "text") -> str:
         """The same as text, without OpenMetrics' end mark."""
-        return self._exposition.write(self.snapshot(), format)
+        if self._get_facts is not None:
+            self._facts.record(self._get_facts())
+        return self._live.write(format) + self._exposition.write(self._store.infos, format)
+
+    def report(self, process: MetricsSnapshot) -> ProcessReport:
+        """The same for others to merge with theirs; `process` is what `ProcessMetrics` say."""
+        assert self._get_facts is not None  # FrontendStats gives them
+        return ProcessReport(self._store.snapshot(), self._get_facts(), process)
+
+    def write(self, report: ProcessReport, format: Format = "text") -> str:
+        """A report, of this process or of several, as text without OpenMetrics' end mark."""
+        families = self._arrange(report.counted, report.facts).families + report.process.families
+        return self._exposition.write(families, format)
+
+    def read(self, report: ProcessReport) -> MetricsSnapshot:
+        """The metrics of the catalog in a report."""
+        return self._arrange(report.counted, report.facts)
+
+    def _arrange(self, counted: MetricsSnapshot, facts: FrontendFacts | None) -> MetricsSnapshot:
+        """What was counted and what is true, in the order of the catalog."""
+        if facts is not None:
+            self._facts.record(facts)
+        families = counted.families + self._facts.snapshot().families
+        families.sort(key=lambda family: self._order.get(family.name, len(self._order)))
+        return MetricsSnapshot(families)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -18,7 +19,7 @@ class EndedRequest(msgspec.Struct, gc=False):
     """One request that has ended. Durations in seconds, of stages it reached; `end_time` is wall clock."""
 
     number: int
-    """Counts the ended requests of this server, from 1."""
+    """Grows with each that ends: the count of them, or the time where several processes share the numbers."""
     id: str
     """The user's."""
     reason: str
@@ -34,19 +35,25 @@ class EndedRequest(msgspec.Struct, gc=False):
 
 
 class RecentRequests(StatLogger):
-    """Keeps the last `max_recent`."""
+    """Keeps the last `max_recent`. With `clock`, which only grows, its numbers are comparable with those of others that
+    have the same clock."""
 
-    def __init__(self, max_recent: int = MAX_RECENT) -> None:
+    def __init__(self, max_recent: int = MAX_RECENT, *, clock: Callable[[], int] | None = None) -> None:
         self._ended: deque[EndedRequest] = deque(maxlen=max_recent)
-        self._num_ended = 0
+        self._clock = clock
+        self._last_number = 0
 
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:
         if iteration_stats is not None:
             for stats in iteration_stats.finished_requests:
-                self._num_ended += 1
-                self._ended.append(_describe(stats, self._num_ended, iteration_stats.iteration_timestamp))
+                self._last_number = max(self._last_number + 1, self.now())
+                self._ended.append(_describe(stats, self._last_number, iteration_stats.iteration_timestamp))
+
+    def now(self) -> int:
+        """What a request that ends from now on has at least as its number."""
+        return 0 if self._clock is None else self._clock()
 
     def after(self, number: int) -> list[EndedRequest]:
         """Those that ended after the one of this number, oldest first."""

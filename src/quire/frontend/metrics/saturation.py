@@ -1,13 +1,10 @@
 """How near the engine is to the most it can do: one number that an autoscaler can be given, whatever the requests are.
 
 Use of the KV cache, or the number of running requests, says little by itself: short answers fill no cache, long prompts
-fill the step's budget with few requests. What ends up binding is time. So the meter learns what a step costs,
-
-    step time = fixed + per_output * outputs decoded + per_prompt_token * prompt tokens computed,
-
-from the steps it sees, and says which share of the time the present traffic would take if steps were as full as they
-can be: that share is 1 at the most the engine can do, for this mix of prompts and answers. Beside it stand the seats,
-the cache and the queue; the largest of them is the saturation.
+fill the step's budget with few requests. What ends up binding is time. So the meter learns what a step costs from the
+steps it sees (`StepCosts`), and says which share of the time the present traffic would take if steps were as full as
+they can be: that share is 1 at the most the engine can do, for this mix of prompts and answers. Beside it stand the
+seats, the cache and the queue; the largest of them is the saturation.
 
 Knows no clock: whoever tells it of a step says when that was.
 """
@@ -15,12 +12,22 @@ Knows no clock: whoever tells it of a step says when that was.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 WINDOW_S = 15.0
 """Time constant of all averages."""
-STEPS_REMEMBERED = 2000.0
-"""How many steps the costs are learned from, older ones fading."""
+STEPS_REMEMBERED = 500.0
+"""Of one size: older ones fade."""
+SIZE_HALF_LIFE_S = 600.0
+"""A size of steps that has not been seen for so long counts half as much as one that has."""
+REFIT_S = 1.0
+"""How long a fit is good for."""
+_FEW = (4, 16, 64)
+_TOLERANCE = 1e-9
 RESOURCES = ("compute", "seats", "kv_cache", "queue")
 
 
@@ -33,11 +40,10 @@ class EngineLimits:
     max_num_queued_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Saturation:
+class Saturation(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Shares of what there is, each in [0, 1], and the rate at which compute would be used up."""
 
-    by_resource: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
+    by_resource: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
     limit_tokens_per_s: float = 0.0
     """Prompt and output tokens per second, in the present mix; 0 before anything was measured."""
 
@@ -46,57 +52,138 @@ class Saturation:
         """The largest share."""
         return max(self.by_resource.values())
 
+    def or_more(self, other: Saturation) -> Saturation:
+        """Of two processes in front of one engine: one of them knows its steps, the fuller queue is the one that
+        matters."""
+        shares = {name: max(self.by_resource[name], other.by_resource[name]) for name in RESOURCES}
+        return Saturation(shares, max(self.limit_tokens_per_s, other.limit_tokens_per_s))
+
+
+@dataclass(slots=True)
+class _Size:
+    """Steps of about one size: fading sums over them."""
+
+    weight: float = 0.0
+    outputs: float = 0.0
+    prompt_tokens: float = 0.0
+    duration_s: float = 0.0
+    last_ts: float = 0.0
+
+
+def _parts(num_outputs: float, num_prompt_tokens: float) -> list[float]:
+    """What a step's time is a sum of. Rows count several times: the first ones, which have to wait for the weights, may
+    cost more than the later ones, and many may cost more than a few, once the caches are full."""
+    first = [min(num_outputs, few) for few in _FEW]
+    later = [max(num_outputs - few, 0.0) for few in _FEW]
+    return [1.0, num_outputs, *first, *later, 1.0 if num_prompt_tokens else 0.0, num_prompt_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds by part of a step, none below 0."""
+
+    coefficients: tuple[float, ...] = (0.0,) * len(_parts(0, 0))
+
+    def decoding_step(self, num_outputs: float) -> float:
+        """One that gives so many outputs."""
+        return self.predict(_parts(num_outputs, 0.0))
+
+    @property
+    def prompt_step(self) -> float:
+        """What it costs beside that, if it computes any prompt."""
+        return self.coefficients[-2]
+
+    @property
+    def prompt_token(self) -> float:
+        """Each of the prompts' tokens."""
+        return self.coefficients[-1]
+
+    def predict(self, parts: Sequence[float]) -> float:
+        """The time of steps whose parts add up to these."""
+        seconds: float = sum(map(operator.mul, self.coefficients, parts))
+        return seconds
+
 
 class StepCosts:
-    """The three costs of a step, by least squares over the last steps; none is below 0.
+    """What steps cost, by non-negative least squares of relative errors over the sizes of steps that were seen.
 
-    While a term never varies it cannot be told from the fixed cost, which then gets all of it.
+    Sizes are powers of two, and each is remembered for itself: an engine that was full once knows for a long time what
+    a full step costs. A part that never varies cannot be told from the fixed cost, which then gets all of it.
     """
 
     def __init__(self) -> None:
-        self._matrix = [[0.0] * 3 for _ in range(3)]
-        self._vector = [0.0] * 3
+        self._sizes: dict[tuple[int, int], _Size] = {}
+        self._now = 0.0
 
-    def add(self, num_outputs: float, num_prompt_tokens: float, duration_s: float) -> None:
-        """One more step."""
-        row = (1.0, num_outputs, num_prompt_tokens)
-        fade = 1.0 - 1.0 / STEPS_REMEMBERED
-        for i, matrix_row in enumerate(self._matrix):
-            for j in range(3):
-                matrix_row[j] = matrix_row[j] * fade + row[i] * row[j]
-            self._vector[i] = self._vector[i] * fade + row[i] * duration_s
+    def add(self, timestamp: float, num_outputs: int, num_prompt_tokens: int, duration_s: float) -> None:
+        """One more step, which ended at `timestamp`."""
+        size = self._sizes.setdefault((num_outputs.bit_length(), num_prompt_tokens.bit_length()), _Size())
+        keep = 1.0 - 1.0 / STEPS_REMEMBERED
+        size.weight = size.weight * keep + 1.0
+        size.outputs = size.outputs * keep + num_outputs
+        size.prompt_tokens = size.prompt_tokens * keep + num_prompt_tokens
+        size.duration_s = size.duration_s * keep + duration_s
+        size.last_ts = self._now = timestamp
 
-    def solve(self) -> tuple[float, float, float]:
-        """(fixed, per output, per prompt token), in seconds."""
-        terms = [0, 1, 2]
-        while terms:
-            found = self._solve(terms)
-            worst = min(range(len(terms)), key=lambda k: found[k] * self._scale(terms[k]))
-            if found[worst] >= 0:
-                costs = [0.0, 0.0, 0.0]
-                for term, cost in zip(terms, found, strict=True):
-                    costs[term] = cost
-                return costs[0], costs[1], costs[2]
-            terms.pop(worst)
-        return 0.0, 0.0, 0.0
+    def fit(self) -> CostModel:
+        """The model of all that was seen; all zeros if nothing was."""
+        count = len(CostModel().coefficients)
+        matrix, vector = [[0.0] * count for _ in range(count)], [0.0] * count
+        for size in self._sizes.values():
+            duration_s = size.duration_s / size.weight
+            weight = size.weight * 2.0 ** ((size.last_ts - self._now) / SIZE_HALF_LIFE_S) / max(duration_s, 1e-9) ** 2
+            row = _parts(size.outputs / size.weight, size.prompt_tokens / size.weight)
+            for i in range(count):
+                vector[i] += weight * row[i] * duration_s
+                for j in range(count):
+                    matrix[i][j] += weight * row[i] * row[j]
+        return CostModel(tuple(_solve(matrix, vector)))
 
-    def _scale(self, term: int) -> float:
-        return math.sqrt(self._matrix[term][term])
 
-    def _solve(self, terms: list[int]) -> list[float]:
-        """Gauss on the normal equations of these terms, held together by a little weight on all but the fixed cost."""
-        size = len(terms)
-        rows = [[self._matrix[i][j] for j in terms] + [self._vector[i]] for i in terms]
-        for k, term in enumerate(terms):
-            rows[k][k] += (1e-6 if term else 1e-12) * self._matrix[term][term] + 1e-12
-        for k in range(size):
-            pivot = max(range(k, size), key=lambda r: abs(rows[r][k]))
-            rows[k], rows[pivot] = rows[pivot], rows[k]
-            for r in range(size):
-                if r != k:
-                    factor = rows[r][k] / rows[k][k]
-                    rows[r] = [a - factor * b for a, b in zip(rows[r], rows[k], strict=True)]
-        return [rows[k][size] / rows[k][k] for k in range(size)]
+def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """The x >= 0 with the least squares, from the normal equations: Lawson and Hanson, "Solving Least Squares Problems"
+    (1974), 23. Of parts that cannot be told apart the first gets all."""
+    size = len(vector)
+    x, free = [0.0] * size, list[int]()
+    for _ in range(3 * size):
+        gains = {
+            i: (vector[i] - sum(map(operator.mul, matrix[i], x))) / math.sqrt(matrix[i][i])
+            for i in range(size)
+            if i not in free and matrix[i][i] > 0
+        }
+        best = max(gains, key=gains.__getitem__, default=None)
+        if best is None or gains[best] <= _TOLERANCE * abs(vector[0]) / math.sqrt(matrix[0][0]):
+            break
+        free.append(best)
+        while free:
+            found = dict(zip(free, _solve_free(matrix, vector, free), strict=True))
+            bad = [i for i in free if found[i] <= 0]
+            step = min((x[i] / (x[i] - found[i]) for i in bad if x[i] > found[i]), default=0.0) if bad else 1.0
+            for i in free:
+                x[i] += step * (found[i] - x[i])
+            if not bad:
+                break
+            gone = [i for i in bad if x[i] <= 1e-15] or bad[-1:]
+            for i in gone:
+                x[i] = 0.0
+                free.remove(i)
+    return x
+
+
+def _solve_free(matrix: list[list[float]], vector: list[float], terms: list[int]) -> list[float]:
+    """Gauss on the normal equations of these terms, held together by a little weight on all but the fixed cost."""
+    size = len(terms)
+    rows = [[matrix[i][j] for j in terms] + [vector[i]] for i in terms]
+    for k, term in enumerate(terms):
+        rows[k][k] += (1e-9 if term else 0.0) * matrix[term][term]
+    for k in range(size):
+        pivot = max(range(k, size), key=lambda r: abs(rows[r][k]))
+        rows[k], rows[pivot] = rows[pivot], rows[k]
+        for r in range(size):
+            if r != k:
+                factor = rows[r][k] / rows[k][k]
+                rows[r] = [a - factor * b for a, b in zip(rows[r], rows[k], strict=True)]
+    return [rows[k][size] / rows[k][k] for k in range(size)]
 
 
 class SaturationMeter:
@@ -105,10 +192,17 @@ class SaturationMeter:
     def __init__(self, limits: EngineLimits) -> None:
         self._limits = limits
         self._costs = StepCosts()
+        self._model = CostModel()
+        self._fitted_ts = -math.inf
         self._last_ts: float | None = None
         self._was_busy = False
-        self._elapsed_s = self._outputs = self._prompt_tokens = self._seats = self._kv_usage = 0.0
-        """Fading sums: of time, and of what happened in it; the last two weighted with time."""
+        self._elapsed_s = self._outputs = self._prompt_tokens = self._prompt_steps = 0.0
+        """Fading sums: of time, and of what happened in it."""
+        self._seats = self._kv_usage = 0.0
+        """The same, weighted with time."""
+        self._busy_s = 0.0
+        self._parts = [0.0] * len(_parts(0.0, 0.0))
+        """Fading sums of the steps whose time is known: that, and what they did."""
 
     def add_step(
         self,
@@ -122,13 +216,17 @@ class SaturationMeter:
     ) -> None:
         """A step that ended at `timestamp` decoded so many outputs and computed so many prompt tokens."""
         elapsed_s = 0.0 if self._last_ts is None else max(0.0, timestamp - self._last_ts)
-        if self._was_busy and elapsed_s and (num_outputs or num_prompt_tokens):
-            self._costs.add(num_outputs, num_prompt_tokens, elapsed_s)
         keep = math.exp(-elapsed_s / WINDOW_S)
+        if self._was_busy and elapsed_s and (num_outputs or num_prompt_tokens):
+            self._costs.add(timestamp, num_outputs, num_prompt_tokens, elapsed_s)
+            parts = _parts(num_outputs, num_prompt_tokens)
+            self._busy_s = self._busy_s * keep + elapsed_s
+            self._parts = [before * keep + part for before, part in zip(self._parts, parts, strict=True)]
         gained_s = WINDOW_S * (1.0 - keep)
         self._elapsed_s = self._elapsed_s * keep + gained_s
         self._outputs = self._outputs * keep + num_outputs
         self._prompt_tokens = self._prompt_tokens * keep + num_prompt_tokens
+        self._prompt_steps = self._prompt_steps * keep + bool(num_prompt_tokens)
         self._seats = self._seats * keep + gained_s * (num_running if self._was_busy else 0)
         self._kv_usage = self._kv_usage * keep + gained_s * (kv_usage if self._was_busy else 0.0)
         self._last_ts, self._was_busy = timestamp, has_work_left
@@ -144,15 +242,32 @@ class SaturationMeter:
         if elapsed_s <= 0:
             return Saturation(shares)
         seats, kv_usage = self._seats * keep / elapsed_s, self._kv_usage * keep / elapsed_s
-        outputs_per_s, prompt_per_s = self._outputs * keep / elapsed_s, self._prompt_tokens * keep / elapsed_s
         shares["seats"] = min(1.0, seats / self._limits.max_num_seqs)
         shares["kv_cache"] = min(1.0, kv_usage)
         most_running = float(self._limits.max_num_seqs)
         if kv_usage > 0 and seats > 0:
             most_running = max(1.0, min(most_running, seats / kv_usage))
-        fixed, per_output, per_prompt_token = self._costs.solve()
+        scale = keep / elapsed_s
+        compute = self._compute_share(self._outputs * scale, self._prompt_tokens * scale, most_running)
+        shares["compute"] = min(1.0, compute)
+        tokens_per_s = (self._outputs + self._prompt_tokens) * scale
+        return Saturation(shares, tokens_per_s / compute if compute > 0 else 0.0)
+
+    def _compute_share(self, outputs_per_s: float, prompt_per_s: float, most_running: float) -> float:
+        """Of each second: how much of it this traffic takes in steps as full as they can be, if steps are now as much
+        slower or faster than the model says as the last ones were."""
+        if self._last_ts is not None and self._last_ts >= self._fitted_ts + REFIT_S:
+            self._model, self._fitted_ts = self._costs.fit(), self._last_ts
         tokens_per_s = outputs_per_s + prompt_per_s
         steps_per_s = max(outputs_per_s / most_running, tokens_per_s / self._limits.max_num_batched_tokens)
-        compute = fixed * steps_per_s + per_output * outputs_per_s + per_prompt_token * prompt_per_s
-        shares["compute"] = min(1.0, compute)
-        return Saturation(shares, tokens_per_s / compute if compute > 0 else 0.0)
+        if not steps_per_s:
+            return 0.0
+        prompts_per_step = self._prompt_tokens / max(1.0, self._prompt_steps)
+        prompt_steps_per_s = min(steps_per_s, prompt_per_s / max(1.0, prompts_per_step))
+        expected = (
+            steps_per_s * self._model.decoding_step(outputs_per_s / steps_per_s)
+            + prompt_steps_per_s * self._model.prompt_step
+            + prompt_per_s * self._model.prompt_token
+        )
+        recent_s = self._model.predict(self._parts)
+        return expected * self._busy_s / recent_s if recent_s else expected

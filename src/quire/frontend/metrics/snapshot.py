@@ -12,8 +12,6 @@ from typing import Literal
 import msgspec
 
 Kind = Literal["counter", "gauge", "histogram", "summary"]
-MergeRule = Literal["sum", "max", "latest"]
-"""How one gauge of several processes becomes one. "latest": all speak of one engine; who heard of it last is right."""
 
 
 class Exemplar(msgspec.Struct, array_like=True, gc=False):
@@ -52,7 +50,6 @@ class Family(msgspec.Struct, array_like=True, gc=False):
     help: str
     label_names: tuple[str, ...]
     bounds: tuple[float, ...] = ()
-    merge: MergeRule = "sum"
     series: list[Series] = []
 
 
@@ -79,7 +76,8 @@ class MetricsSnapshot(msgspec.Struct, array_like=True, gc=False):
 
 
 def merge_snapshots(snapshots: Iterable[MetricsSnapshot]) -> MetricsSnapshot:
-    """Several processes in front of the same engines as one. Counters and observations add up; a gauge says how.
+    """Several processes in front of the same engines as one. Counters and observations add up; a gauge speaks of the
+    engine, and who heard of it last is right.
 
     Commutative and associative. Raises ValueError where two processes do not mean the same by a name.
     """
@@ -99,20 +97,15 @@ def _copy(series: Series) -> Series:
 
 
 def _merge_family(into: Family, other: Family) -> None:
-    meaning = (into.kind, into.label_names, into.bounds, into.merge)
-    if meaning != (other.kind, other.label_names, other.bounds, other.merge):
+    if (into.kind, into.label_names, into.bounds) != (other.kind, other.label_names, other.bounds):
         raise ValueError(f"two processes mean different things by the metric {into.name}; they must run one version")
     known = {series.labels: series for series in into.series}
     for series in other.series:
         mine = known.get(series.labels)
         if mine is None:
             into.series.append(_copy(series))
-        elif into.kind == "gauge" and into.merge == "max":
-            mine.value, mine.stamp = max((mine.value, mine.stamp), (series.value, series.stamp))
-        elif into.kind == "gauge" and into.merge == "latest":
-            mine.value, mine.stamp = max(
-                (mine.value, mine.stamp), (series.value, series.stamp), key=lambda pair: pair[::-1]
-            )
+        elif into.kind == "gauge":
+            mine.stamp, mine.value = max((mine.stamp, mine.value), (series.stamp, series.value))
         else:
             mine.value += series.value
             mine.stamp = max(mine.stamp, series.stamp)

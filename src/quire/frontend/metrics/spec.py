@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.frontend.metrics.exchange import HttpExchange
 from quire.frontend.metrics.facts import FrontendFacts
-from quire.frontend.metrics.snapshot import Kind, MergeRule
+from quire.frontend.metrics.snapshot import Kind
 from quire.frontend.metrics.stats import FinishedRequestStats, IterationStats, RequestOwner
 from quire.wire.stats import SchedulerStats
 
@@ -36,7 +36,8 @@ class MetricSpec:
 
     A counter adds what is read and a histogram observes it, at each event. A gauge, and a counter with `is_total`, is
     what the last event says. `SchedulerStats` come once per step; `IterationStats` for each batch of outputs;
-    `FrontendFacts` are made for each snapshot.
+    `FrontendFacts` are made for each snapshot, of several processes together (`facts.merge_facts`). A gauge of another
+    source must speak of the engine core, which all processes share.
     """
 
     name: str
@@ -55,8 +56,6 @@ class MetricSpec:
     owners: Callable[[Any], Iterable[RequestOwner]] | None = None
     """Whose the values are, for exemplars."""
     is_total: bool = False
-    merge: MergeRule = "latest"
-    """How gauges of several frontends become one."""
     condition: Condition = ""
 
     @property

@@ -23,17 +23,18 @@ class RequestOwner:
     request_id: str
     """The user's."""
     trace_id: str | None = None
+    labels: dict[str, str] = field(init=False, repr=False, compare=False)
+    """Of an exemplar: the trace first, which is never cut."""
+
+    def __post_init__(self) -> None:
+        trace = {} if self.trace_id is None else {"trace_id": self.trace_id}
+        object.__setattr__(self, "labels", {**trace, "request_id": self.request_id})
 
     @classmethod
     def of(cls, request_id: str, trace_headers: Mapping[str, str] | None) -> RequestOwner:
         """`trace_headers` are those of the W3C trace context, if the request came with one."""
         parts = (trace_headers or {}).get("traceparent", "").split("-")
         return cls(request_id, parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None)
-
-    def labels(self) -> dict[str, str]:
-        """Of an exemplar: the trace first, which is never cut."""
-        trace = {} if self.trace_id is None else {"trace_id": self.trace_id}
-        return {**trace, "request_id": self.request_id}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,18 +78,11 @@ class IterationStats:
     """Per finished user request: the `n` it asked for."""
     first_token_owners: list[RequestOwner | None] = field(default_factory=list)
     """Whose `time_to_first_tokens` are."""
-    num_step_tokens: int | None = None
-    """In the last batch of a step: the tokens of all its batches, prompt tokens computed and tokens generated."""
 
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens of the prefills completed in this iteration, cached ones among them."""
         return self.prompt_tokens.num_prompt_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        """Work done for these outputs: prompt tokens computed, and tokens generated."""
-        return self.prompt_tokens.num_computed_tokens + self.num_generation_tokens
 
     def _time_since(self, start: float) -> float:
         """Wall seconds from `start` to this iteration; 0 should the wall clock have been set back."""
@@ -127,10 +121,11 @@ class IterationStats:
         if output.pooling_output is not None:  # its text is computed, and there is no token to wait for
             self._add_prompt_tokens(output.prefill_stats, num_context_tokens)
             stats.first_token_ts = stats.last_token_ts = engine_timestamp
-        if not output.new_token_ids:
+        num_tokens = len(output.new_token_ids)
+        if not num_tokens:
             return
-        self.num_generation_tokens += len(output.new_token_ids)
-        stats.num_generation_tokens += len(output.new_token_ids)
+        self.num_generation_tokens += num_tokens
+        stats.num_generation_tokens += num_tokens
         if is_prefilling:
             self._add_prompt_tokens(output.prefill_stats, num_context_tokens)
             stats.first_token_latency = self._time_since(stats.arrival_time)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, repeat
+
+import msgspec
 
 from quire.frontend.metrics.facts import FrontendFacts
 from quire.frontend.metrics.snapshot import Exemplar, Family, MetricsSnapshot, Series
@@ -34,20 +38,20 @@ class MetricsStore:
         clock: Callable[[], float] = time.time,
         hidden: frozenset[Condition] = frozenset(),
     ) -> None:
-        self._rows = [
+        self.rows: list[CountedRow] = [
             _ROWS[_row_kind(spec)](
                 spec, base, bounds.get(spec.family, ()), () if spec.condition in hidden else engines, clock
             )
             for spec in specs
         ]
-        self._by_source: dict[type, list[_Row]] = {}
-        for row in self._rows:
+        self._by_source: dict[type, list[CountedRow]] = {}
+        for row in self.rows:
             self._by_source.setdefault(row.spec.source, []).append(row)
         self._infos: dict[str, Family] = {}
 
     def add_info(self, spec: InfoSpec, labels: Mapping[str, str]) -> None:
         """Say something that will not change; of several engines, once for each."""
-        new = Family(spec.full_name, "gauge", spec.help, tuple(labels), merge="latest", series=[])
+        new = Family(spec.full_name, "gauge", spec.help, tuple(labels), series=[])
         self._infos.setdefault(spec.full_name, new).series.append(Series(tuple(labels.values()), 1.0))
 
     def record(self, event: object, engine_index: int = 0) -> None:
@@ -55,15 +59,31 @@ class MetricsStore:
         for row in self._by_source.get(type(event), ()):
             row.record(event, engine_index)
 
-    def snapshot(self, facts: FrontendFacts | None = None) -> MetricsSnapshot:
+    def snapshot(self) -> MetricsSnapshot:
         """Everything as it is now."""
-        if facts is not None:
-            self.record(facts)
-        families = [family for row in self._rows if (family := row.family()) is not None]
-        return MetricsSnapshot([*families, *self._infos.values()])
+        return MetricsSnapshot([_copy(family) for family in self.families()])
+
+    def families(self) -> list[Family]:
+        """The same, to be looked at before anything else is counted: nothing is copied."""
+        return [family for row in self.rows if (family := row.family()) is not None] + self.infos
+
+    @property
+    def infos(self) -> list[Family]:
+        """What does not change."""
+        return list(self._infos.values())
 
 
-class _Row(ABC):
+def _copy(family: Family) -> Family:
+    return msgspec.structs.replace(
+        family,
+        series=[
+            Series(series.labels, series.value, series.counts.copy(), series.stamp, series.exemplars.copy())
+            for series in family.series
+        ],
+    )
+
+
+class CountedRow(ABC):
     """One metric."""
 
     def __init__(
@@ -83,7 +103,17 @@ class _Row(ABC):
             engine: tuple(str(engine) if name == "engine" else base[name] for name in spec.base_labels)
             for engine in {*engines, 0}
         }
+        self.changes = 0
+        """Grows whenever `family` may have changed."""
+        self._known = set(spec.known) if spec.labels else {()}
         self._series: dict[tuple[int, tuple[str, ...]], Series] = {}
+        self._family = Family(
+            spec.full_name,
+            spec.kind,
+            spec.help,
+            spec.base_labels + spec.labels,
+            bounds if spec.kind == "histogram" else (),
+        )
         for engine in self._engines:
             for labels in spec.known or (((),) if not spec.labels else ()):
                 self.find(engine, labels)
@@ -118,22 +148,12 @@ class _Row(ABC):
         """Take in one event of the row's source."""
 
     def family(self) -> Family | None:
-        """A copy of what was counted; None if the row is hidden and nothing was."""
-        spec, found = self.spec, self._get_series()
+        """What was counted, itself; None if the row is hidden and nothing was."""
+        found = self._get_series()
         if self._is_hidden and not found:
             return None
-        return Family(
-            spec.full_name,
-            spec.kind,
-            spec.help,
-            spec.base_labels + spec.labels,
-            self._bounds if spec.kind == "histogram" else (),
-            spec.merge,
-            [
-                Series(series.labels, series.value, series.counts.copy(), series.stamp, series.exemplars.copy())
-                for series in found
-            ],
-        )
+        self._family.series = list(found)
+        return self._family
 
     def _get_series(self) -> Collection[Series]:
         return self._series.values()
@@ -146,29 +166,42 @@ class _Row(ABC):
         return [((), value) for value in spec.values(event)]
 
 
-class _CounterRow(_Row):
+class _CounterRow(CountedRow):
     """Adds what each event brings."""
 
     def record(self, event: object, engine_index: int) -> None:
         if self.spec.values is not None:
             for value in self.spec.values(event):
                 if value:
+                    self.changes += 1
                     self.find(engine_index, ()).value += value
             return
+        self.changes += 1
         for labels, value in self._read(event):
             self.find(engine_index, labels).value += value
 
 
-class _TotalRow(_Row):
-    """A counter that somebody else counts: what the last event says."""
+class _FactRow(CountedRow):
+    """What the last event says, and nothing else: a gauge, or a counter that somebody else counts."""
+
+    _samples: list[tuple[int, list[Sample]]] | None = None
 
     def record(self, event: object, engine_index: int) -> None:
-        for labels, value in self._read(event):
-            series = self.find(engine_index, labels)
-            series.value = max(series.value, value)
+        found = list(self._read(event))
+        samples = [(engine, found) for engine in self._engines or (0,)]
+        if samples == self._samples:
+            return
+        self._samples = samples
+        self.changes += 1
+        self._series = {key: series for key, series in self._series.items() if key[1] in self._known}
+        for series in self._series.values():  # what the event does not name is not there
+            series.value = 0.0
+        for engine, values in samples:
+            for labels, value in values:
+                self.find(engine, labels).value = value
 
 
-class _GaugeRow(_Row):
+class _GaugeRow(CountedRow):
     """What the last event says, read when a snapshot is made: most events are never looked at.
 
     Series that are not there from the start last as long as events name them.
@@ -186,45 +219,51 @@ class _GaugeRow(_Row):
         super().__init__(spec, base, bounds, engines, clock)
 
     def record(self, event: object, engine_index: int) -> None:
+        self.changes += 1
         self._last[engine_index] = event, self._clock()
 
     def _get_series(self) -> Collection[Series]:
-        known = set(self.spec.known) if self.spec.labels else {()}
-        self._series = {key: series for key, series in self._series.items() if key[1] in known}
+        if len(self._series) > len(self._engines) * len(self._known):
+            self._series = {key: series for key, series in self._series.items() if key[1] in self._known}
         for engine_index, (event, stamp) in self._last.items():
-            engines = (self._engines or (0,)) if self.spec.source is FrontendFacts else (engine_index,)
             for labels, value in self._read(event):
-                for engine in engines:
-                    series = self.find(engine, labels)
-                    series.value, series.stamp = value, stamp
+                series = self.find(engine_index, labels)
+                series.value, series.stamp = value, stamp
         return self._series.values()
 
 
-class _HistogramRow(_Row):
+class _HistogramRow(CountedRow):
     """Observes what each event brings; remembers whose the latest observation of each bucket was."""
+
+    @cached_property
+    def _plain(self) -> dict[int, Series]:
+        """The series without labels of its own, by engine."""
+        return {engine: series for (engine, labels), series in self._series.items() if not labels}
 
     def record(self, event: object, engine_index: int) -> None:
         spec = self.spec
         if spec.values is None:
+            self.changes += 1
             for labels, value in self._read(event):
                 self._observe(self.find(engine_index, labels), value)
             return
         values = spec.values(event)
         if not values:
             return
-        series = self.find(engine_index, ())
+        self.changes += 1
+        series = self._plain.get(engine_index) or self.find(engine_index, ())
         if spec.owners is None:
-            bounds, counts, total = self._bounds, series.counts, 0.0
-            for value in values:
-                counts[bisect_left(bounds, value)] += 1
-                total += value
-            series.value += total
+            bounds, counts = self._bounds, series.counts
+            for value, number in Counter(values).items():  # requests that take part in the same steps wait as long
+                counts[bisect_left(bounds, value)] += number
+                series.value += value * number
             return
-        now = self._clock()
         for value, owner in zip(values, chain(spec.owners(event), repeat(None)), strict=False):
-            bucket = self._observe(series, value)
+            bucket = bisect_left(self._bounds, value)
+            series.counts[bucket] += 1
+            series.value += value
             if owner is not None:
-                series.exemplars[bucket] = Exemplar(value, now, owner.labels())
+                series.exemplars[bucket] = Exemplar(value, self._clock(), owner.labels)
 
     def _observe(self, series: Series, value: float) -> int:
         bucket = bisect_left(self._bounds, value) if self.spec.kind == "histogram" else 0
@@ -233,9 +272,9 @@ class _HistogramRow(_Row):
         return bucket
 
 
-_ROWS: dict[str, type[_Row]] = {
+_ROWS: dict[str, type[CountedRow]] = {
     "counter": _CounterRow,
-    "total": _TotalRow,
+    "fact": _FactRow,
     "gauge": _GaugeRow,
     "histogram": _HistogramRow,
     "summary": _HistogramRow,
@@ -243,4 +282,4 @@ _ROWS: dict[str, type[_Row]] = {
 
 
 def _row_kind(spec: MetricSpec) -> str:
-    return "total" if spec.kind == "counter" and spec.is_total else spec.kind
+    return "fact" if spec.source is FrontendFacts else spec.kind

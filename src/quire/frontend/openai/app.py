@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
@@ -24,6 +25,7 @@ from quire.frontend.openai.routes import (
     admin,
     batch,
     chat,
+    cohere,
     completions,
     debug,
     documents,
@@ -54,6 +56,7 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     responses.ENDPOINTS,
     messages.ENDPOINTS,
     embeddings.ENDPOINTS,
+    cohere.ENDPOINTS,
     scores.ENDPOINTS,
     render.ENDPOINTS,
     invocations.ENDPOINTS,
@@ -83,9 +86,9 @@ def build_app(state: ServerState, *, is_admin: bool = False) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        root_path=config.root_path or "",
     )
     app.state.server = state
+    app.state.is_admin = is_admin
     app.state.endpoints = endpoints_of(config, is_admin=is_admin)
     for endpoint in app.state.endpoints:
         add_endpoint(app, endpoint)
@@ -100,7 +103,20 @@ def build_app(state: ServerState, *, is_admin: bool = False) -> FastAPI:
         )
     for name in config.middleware:
         _add_middleware(app, name)
+    if config.root_path:
+        app.add_middleware(_UnderPath, root_path=config.root_path)
     return app
+
+
+class _UnderPath:
+    """--root-path: the path under which a proxy serves all this, whether it takes that path off or not."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "root_path": self._root_path}, receive, send)
 
 
 def add_endpoint(app: FastAPI, endpoint: Endpoint) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Sequence
 from enum import Enum
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
@@ -28,23 +30,30 @@ class Access(Enum):
     KEY = "key"
     """A key, if there are any."""
     ADMIN = "admin"
-    """The same, and the Host header of the admin listener: a browser's page of elsewhere cannot send that."""
+    """The same, and to be no browser's page of elsewhere: see `Gatekeeper`."""
 
 
 class Gatekeeper:
-    """Knows the keys' digests, and what the admin listener is called. Raises HttpError for who may not pass."""
+    """Knows the keys' digests, and what the admin listener is called. Raises HttpError for who may not pass.
+
+    Admin routes, and on the admin listener all but open ones, answer to the listener's own names in the Host header: a
+    page whose own name was made to lead here (DNS rebinding) sends that name. An address cannot be made to, so a
+    listener that others can reach answers to any. A page may also just send, without being shown the answer; then its
+    browser says where the page is from (Origin).
+    """
 
     def __init__(self, key_digests: Sequence[bytes], *, protect_metrics: bool = False, admin_host: str = "") -> None:
         self._digests = tuple(key_digests)
         self._protect_metrics = protect_metrics
         self._admin_names = _LOCAL_NAMES | ({admin_host.lower()} if admin_host else set())
+        self._takes_addresses = bool(admin_host) and admin_host.lower() not in _LOCAL_NAMES
 
-    def check(self, access: Access, request: Request) -> None:
+    def check(self, access: Access, request: Request, *, on_admin_listener: bool = False) -> None:
         """Raises HttpError 401 or 403."""
+        if access is Access.ADMIN or (on_admin_listener and access is not Access.OPEN):
+            self._check_host(request)
         if access is Access.OPEN or (access is Access.METRICS and not self._protect_metrics):
             return
-        if access is Access.ADMIN:
-            self._check_host(request)
         if self._digests and not self._knows(shown_key(request)):
             raise HttpError(401, "no valid API key was shown; send it as Authorization: Bearer KEY")
 
@@ -62,8 +71,24 @@ class Gatekeeper:
     def _check_host(self, request: Request) -> None:
         host = request.headers.get("host", "")
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if host and name.lower() not in self._admin_names:
-            raise HttpError(403, "the admin routes answer to the name of their own listener only (Host header)")
+        is_own = name.lower() in self._admin_names or (self._takes_addresses and _is_address(name))
+        if host and not is_own:
+            raise HttpError(
+                403,
+                f"the Host header says {host[:60]!r}, and the admin listener answers to its own names only: "
+                f"{', '.join(sorted(self._admin_names))}{', or any address' if self._takes_addresses else ''}",
+            )
+        origin = request.headers.get("origin", "")
+        if origin and urlsplit(origin).netloc.lower() != host.lower():
+            raise HttpError(403, f"a page of {origin[:60]!r} may not use the admin listener: only its own pages may")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def shown_key(request: Request) -> bytes:

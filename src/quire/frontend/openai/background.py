@@ -10,8 +10,8 @@ import msgspec
 
 from quire.errors import OverloadedError
 from quire.frontend.openai.errors import note_error
-from quire.frontend.openai.response_store import ResponseStore, StoredResponse
-from quire.frontend.openai.response_writer import ResponseWriter
+from quire.frontend.openai.responses.store import ResponseStore, StoredResponse
+from quire.frontend.openai.responses.writer import ResponseWriter
 from quire.frontend.openai.state import Lifecycle
 from quire.frontend.openai.submission import Submission
 

@@ -68,6 +68,11 @@ class RequestContext:
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16]
 
     @property
+    def is_on_admin_listener(self) -> bool:
+        """Whether it came to the listener that is apart from the main one."""
+        return bool(self.request.app.state.is_admin)
+
+    @property
     def trace_headers(self) -> dict[str, str] | None:
         """The W3C trace context the client sent, if it did."""
         found = {name: self.request.headers[name] for name in _TRACE_HEADERS if name in self.request.headers}
@@ -121,7 +126,7 @@ class RequestContext:
         if not self.state.config.isolate_cache_by_key:
             return given
         identity = b"\0".join((shown_key(self.request), b"" if given is None else b"+" + given.encode()))
-        return hmac.digest(self.state.salt_secret, identity, "sha256").hex()
+        return hmac.digest(self.state.member.salt_secret, identity, "sha256").hex()
 
     def query_switch(self, name: str, default: bool) -> bool:
         """A parameter of the query that is true or false. Raises ValidationError."""
@@ -252,7 +257,7 @@ class Endpoint:
     async def _respond(self, context: RequestContext) -> Response:
         state = context.state
         try:
-            state.gatekeeper.check(self.access, context.request)
+            state.gatekeeper.check(self.access, context.request, on_admin_listener=context.is_on_admin_listener)
             if not self.is_for(state.supported_tasks):
                 raise NotFoundError(
                     f"{self.path} is not for this model, which supports {', '.join(state.supported_tasks)}"

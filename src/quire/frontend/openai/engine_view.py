@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.metrics.recent import EndedRequest, RecentRequests
 from quire.frontend.openai.errors import UnavailableError
+from quire.frontend.openai.fleet.peers import Peers
 from quire.frontend.request_state import RequestState
 from quire.wire.snapshot import BlockMap, EngineSnapshot, RequestSnapshot
 
@@ -23,6 +26,9 @@ MIN_INTERVAL_S = 0.25
 ANSWER_TIMEOUT_S = 10.0
 """The core answers between two steps; a step of a long prompt may take seconds."""
 PAUSE_WORDS = ("no", "new requests wait", "everything waits")
+STAMPS = ("queued", "scheduled", "first_token", "last_token")
+Stamps = Sequence[float]
+"""When a request got so far, on the core's clock, in the order of `STAMPS`; 0 for what is still to come."""
 Ints = npt.NDArray[np.integer[Any]]
 
 
@@ -75,15 +81,42 @@ def describe_blocks(blocks: BlockMap) -> dict[str, Any]:
     }
 
 
-def describe_request(request: RequestSnapshot, state: RequestState | None, wall_offset: float) -> dict[str, Any]:
+class RequestWatch:
+    """What frontends know of requests and the core does not. Belongs to the event loop."""
+
+    def __init__(self, engine: AsyncLLM, recent: RecentRequests, peers: Peers) -> None:
+        self._engine = engine
+        self._recent = recent
+        self._peers = peers
+
+    def look_here(self, request_ids: Sequence[str], after: int) -> tuple[dict[str, Stamps], list[EndedRequest]]:
+        """The stamps of those requests that are of this process, and its requests that ended after number `after`."""
+        states = self._engine.pipeline.output_processor.request_states
+        stamps = {i: _stamps_of(states[i]) for i in request_ids if i in states}
+        return stamps, self._recent.after(after)
+
+    async def look(self, request_ids: Sequence[str], after: int) -> tuple[dict[str, Stamps], list[EndedRequest]]:
+        """The same of all processes of the server."""
+        horizon = self._recent.now()
+        stamps, ended = self.look_here(request_ids, after)
+        others = await self._peers.gather("watch", request_ids, after)
+        for their_stamps, their_ended in others:
+            stamps |= their_stamps
+            ended += msgspec.convert(their_ended, list[EndedRequest])
+        if others:  # who asks for those after the last one must not miss one that another process knew of later
+            ended = sorted((e for e in ended if e.number <= horizon), key=lambda e: e.number)
+        return stamps, ended
+
+
+def _stamps_of(state: RequestState) -> Stamps:
+    return [getattr(state.stats, f"{name}_ts", 0.0) for name in STAMPS]
+
+
+def describe_request(request: RequestSnapshot, stamps: Stamps | None, wall_offset: float) -> dict[str, Any]:
     """One unfinished request. `blocks` are [first id, number of ids that follow one another]."""
     ids = np.frombuffer(request.block_ids, "<u4").astype(int)
     starts, lengths = find_runs(ids, 1)
-    stats = None if state is None else state.stats
-    stamps = {
-        name: None if stats is None or not (stamp := getattr(stats, f"{name}_ts")) else stamp + wall_offset
-        for name in ("queued", "scheduled", "first_token", "last_token")
-    }
+    times = [stamp + wall_offset if stamp else None for stamp in stamps or [0.0] * len(STAMPS)]
     return {
         "id": request.external_req_id,
         "key": request.request_id,
@@ -96,7 +129,7 @@ def describe_request(request: RequestSnapshot, state: RequestState | None, wall_
         "priority": request.priority,
         "preemptions": request.num_preemptions,
         "arrival_time": request.arrival_time,
-        **{f"{name}_time": value for name, value in stamps.items()},
+        **{f"{name}_time": value for name, value in zip(STAMPS, times, strict=True)},
         "num_blocks": request.num_blocks,
         "blocks": np.stack((ids[starts], lengths), axis=1).tolist(),
     }
@@ -111,9 +144,10 @@ def find_runs(values: Ints, step: int) -> tuple[Ints, Ints]:
 
 
 def describe_engine(
-    snapshot: EngineSnapshot, states: Mapping[str, RequestState], *, facts: Mapping[str, Any], ended: Sequence[Any]
+    snapshot: EngineSnapshot, stamps: Mapping[str, Stamps], *, facts: Mapping[str, Any], ended: Sequence[Any]
 ) -> dict[str, Any]:
-    """The body of /debug/state. `facts` are what does not change; all times are wall clock."""
+    """The body of /debug/state. `stamps` are of requests by internal id, as far as they are known; `facts` are what
+    does not change. All times are wall clock."""
     wall_offset = snapshot.time - snapshot.timestamp
     return {
         **facts,
@@ -124,7 +158,7 @@ def describe_engine(
         "max_num_seqs": snapshot.max_num_seqs,
         "max_num_scheduled_tokens": snapshot.max_num_scheduled_tokens,
         "kv_cache": describe_blocks(snapshot.blocks),
-        "requests": [describe_request(r, states.get(r.request_id), wall_offset) for r in snapshot.requests],
+        "requests": [describe_request(r, stamps.get(r.request_id), wall_offset) for r in snapshot.requests],
         "requests_left_out": snapshot.num_left_out,
         "ended": ended,
     }

@@ -12,8 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import ClientError
+from quire.frontend.openai.chat.request import sample_text
 from quire.frontend.openai.endpoint import RequestContext
-from quire.frontend.openai.protocol.pooling import PoolingBody
+from quire.frontend.openai.protocol.chat import check_template_variables
+from quire.frontend.openai.protocol.pooling import InputBody, PoolingBody
+from quire.frontend.openai.protocol.prompts import as_prompts
 from quire.frontend.openai.submission import Submission, check_admission
 from quire.frontend.prompts import TokensPrompt
 from quire.outputs import PoolingRequestOutput
@@ -21,21 +24,47 @@ from quire.pooling_params import PoolingParams
 
 
 @contextmanager
-def naming(field: str) -> Iterator[None]:
-    """What is wrong with a prompt is wrong with `field` of the body."""
+def naming(field: str, name: str = "prompt") -> Iterator[None]:
+    """What is wrong with the engine's `name` is wrong with `field` of the body."""
     try:
         yield
     except ClientError as e:
-        if e.param == "prompt":
+        if e.param == name:
             e.param = field
         raise
 
 
+async def pool_input(context: RequestContext, body: InputBody, params: PoolingParams) -> list[PoolingRequestOutput]:
+    """The results of a body's texts in order, or of its conversation. Raises as `pool_texts`, by the field's name."""
+    body.check_form()
+    if body.messages is None:
+        with naming("input"):
+            texts = as_prompts(body.input, "input", context.state.config.max_prompts_per_request)
+            return await pool_texts(context, body, texts, params)
+    with naming("messages"):
+        check_admission(context, [sample_text(body.messages)], 1, max_tokens=0)
+        text = await context.state.renderer.render_chat(
+            body.messages,
+            chat_template=body.chat_template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            variables=check_template_variables(body.chat_template_kwargs),
+        )
+        return await pool_texts(context, body, [text], params, reserves=False)
+
+
 async def pool_texts(
-    context: RequestContext, body: PoolingBody, texts: Sequence[str | Sequence[int]], params: PoolingParams
+    context: RequestContext,
+    body: PoolingBody,
+    texts: Sequence[str | Sequence[int]],
+    params: PoolingParams,
+    *,
+    reserves: bool = True,
 ) -> list[PoolingRequestOutput]:
-    """The results of some prompts, in order. Raises as `AsyncLLM.add_request`, and what the engine failed with."""
-    check_admission(context, texts, 1, max_tokens=0)
+    """The results of some prompts, in order. With `reserves` their room is taken first. Raises as
+    `AsyncLLM.add_request`, and what the engine failed with."""
+    if reserves:
+        check_admission(context, texts, 1, max_tokens=0)
     salt = context.cache_salt(body.cache_salt)
     prompts = await context.state.renderer.tokenize_all(texts, body.tokenization(), cache_salt=salt)
     return await pool_prompts(context, body, prompts, [params] * len(prompts))

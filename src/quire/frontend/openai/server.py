@@ -11,28 +11,33 @@ import socket
 import ssl
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 
 from quire import envs
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
+from quire.frontend.metrics.manager import StatLoggerManager
 from quire.frontend.openai.app import build_app
 from quire.frontend.openai.connection import make_connection_class
 from quire.frontend.openai.state import ServerState
+from quire.frontend.openai.tls import make_tls_context
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
 
 BACKLOG = 2048
+IDLE_CONNECTION_S = 75
+"""How long a connection without a request is kept. Longer than clients keep theirs (httpx 5 s, usual balancers 60 s):
+else a request may be on its way while we close, and its sender cannot know whether it was heard."""
 END_GRACE_S = 1.0
 """What connections get to send their last words."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Listeners:
     """The sockets of a server, bound before anything is loaded: a port that is taken is told of at once."""
 
@@ -40,51 +45,46 @@ class Listeners:
     admin: socket.socket | None
     url: str
     admin_url: str | None = None
+    tls: ssl.SSLContext | None = None
+    is_closed: bool = field(default=False, init=False)
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """All of them."""
+        return [listener for listener in (self.main, self.admin) if listener is not None]
 
     @staticmethod
     def bind(config: ServerConfig) -> Listeners:
         """Raises ConfigError where the system refuses, and for TLS files that cannot be used."""
-        _check_tls_files(config)
-        scheme = "http" if config.ssl_certfile is None else "https"
+        tls = make_tls_context(config)
+        scheme = "http" if tls is None else "https"
         if config.uds is not None:
             main, url = _bind_unix(config.uds), f"unix:{config.uds}"
         else:
             main = _bind_port(config.host, config.port, "--port")
             url = _url(scheme, config.host, main)
         if not config.admin_is_apart:
-            return Listeners(main, None, url)
+            return Listeners(main, None, url, tls=tls)
         try:
             admin = _bind_port(config.admin_host, config.admin_port, "--admin-port")
         except ConfigError:
             main.close()
             raise
-        return Listeners(main, admin, url, _url(scheme, config.admin_host, admin))
+        return Listeners(main, admin, url, _url(scheme, config.admin_host, admin), tls)
 
     def close(self) -> None:
-        """Give the addresses back; a Unix socket's file goes, too."""
+        """Give the addresses back; a Unix socket's file goes, too.
+
+        Once: later, the file may be another server's. uvicorn may have closed the sockets before.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
         if self.url.startswith("unix:"):
             with contextlib.suppress(OSError):
                 os.unlink(self.url.removeprefix("unix:"))
-        for listener in (self.main, self.admin):
-            if listener is not None:
-                listener.close()
-
-
-def _check_tls_files(config: ServerConfig) -> None:
-    if config.ssl_certfile is None:
-        return
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-        if config.ssl_ca_certs is not None:
-            context.load_verify_locations(config.ssl_ca_certs)
-        if config.ssl_ciphers is not None:
-            context.set_ciphers(config.ssl_ciphers)
-    except (OSError, ValueError) as e:  # an SSLError is an OSError
-        raise ConfigError(
-            f"TLS cannot be had with --ssl-certfile {config.ssl_certfile}, --ssl-keyfile {config.ssl_keyfile} and what "
-            f"goes with them: {e}"
-        ) from None
+        for listener in self.sockets:
+            listener.close()
 
 
 def _bind_port(host: str | None, port: int, flag: str) -> socket.socket:
@@ -132,14 +132,15 @@ class StopRequests:
         (self.hurried if self.asked.is_set() else self.asked).set()
 
 
-class _StopSignals(StopRequests):
+class StopSignals(StopRequests):
     """SIGTERM and SIGINT, while it is entered."""
 
     _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         for number in self._SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self.note)
+        return self
 
     def __exit__(self, *_: object) -> None:
         for number in self._SIGNALS:
@@ -163,8 +164,7 @@ async def serve(
     if listeners.admin is not None:
         servers.append(_make_server(state, listeners.url, is_admin=True))
         sockets.append(listeners.admin)
-    stop = _StopSignals()
-    with stop:
+    with StopSignals() as stop:
         running = [
             asyncio.ensure_future(server.serve(sockets=[listener]))
             for server, listener in zip(servers, sockets, strict=True)
@@ -173,7 +173,7 @@ async def serve(
         await asyncio.wait({starting, *running}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             on_ready()
-            await _first_of(stop.asked.wait(), _log_stats(state), *running)
+            await _first_of(stop.asked.wait(), log_stats_regularly(state.engine.pipeline.stat_loggers), *running)
         starting.cancel()
         await drain(state, stop, shutdown_timeout_s)
         for server in servers:
@@ -181,17 +181,18 @@ async def serve(
         await asyncio.gather(*running)
 
 
-async def _log_stats(state: ServerState) -> None:
+async def log_stats_regularly(loggers: StatLoggerManager) -> None:
     """Have the statistics written regularly, also while there is no step that would."""
     while True:
         await asyncio.sleep(max(envs.LOG_STATS_INTERVAL.number(), 1.0))
-        await state.engine.do_log_stats()
+        loggers.log()
 
 
 async def drain(state: ServerState, stop: StopRequests, shutdown_timeout_s: float) -> None:
     """From the wish to stop to the end of the last request (promise P11)."""
     lifecycle = state.lifecycle
     lifecycle.is_draining = True
+    state.engine.expect_shutdown()
     logger.info("shutting down; %d requests are under way", lifecycle.num_in_flight)
     if state.config.drain_accept_s:  # else nothing may come between the two
         await _first_of(asyncio.sleep(state.config.drain_accept_s), stop.hurried.wait())
@@ -235,6 +236,7 @@ def _make_server(state: ServerState, url: str, *, is_admin: bool) -> _Server:
         lifespan="off",
         ws="none",
         server_header=False,
+        timeout_keep_alive=IDLE_CONNECTION_S,
         timeout_graceful_shutdown=int(END_GRACE_S),
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,

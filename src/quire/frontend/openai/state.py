@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
-import time
 from collections.abc import Sequence
 
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.metrics.process import ProcessMetrics
 from quire.frontend.metrics.recent import RecentRequests
+from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.frontend.openai.auth import Gatekeeper
-from quire.frontend.openai.chat_format import ChatFormat
-from quire.frontend.openai.engine_view import SnapshotSource
+from quire.frontend.openai.chat.format import ChatFormat
+from quire.frontend.openai.engine_view import RequestWatch, SnapshotSource
 from quire.frontend.openai.errors import UnavailableError
+from quire.frontend.openai.fleet.peers import Membership
 from quire.frontend.openai.rendering import PromptRenderer
-from quire.frontend.openai.response_store import ResponseStore
+from quire.frontend.openai.responses.shelf import FleetShelf, LocalShelf
+from quire.frontend.openai.responses.store import ResponseStore
 from quire.frontend.openai.tenants import Tenants
 from quire.version import __version__
+from quire.wire.shared_counts import SharedCount
 
 
 class Lifecycle:
     """Where a server stands between its start and its end, and how many requests are under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedCount | None = None) -> None:
+        """`shared` is where all processes of the server count."""
         self.is_draining = False
         """SIGTERM has come: /health/ready says no."""
         self.refuses_requests = False
@@ -35,19 +37,30 @@ class Lifecycle:
         """What runs is being ended."""
         self.num_in_flight = 0
         """Requests that have begun and not been answered to the end, probes not counted."""
+        self._shared = shared
         self._idle = asyncio.Event()
         self._idle.set()
 
     def begin_request(self) -> None:
         """One more is under way."""
-        self.num_in_flight += 1
+        self._count(1)
         self._idle.clear()
 
     def end_request(self) -> None:
         """One is answered, or its client gone."""
-        self.num_in_flight -= 1
+        self._count(-1)
         if not self.num_in_flight:
             self._idle.set()
+
+    def _count(self, more: int) -> None:
+        self.num_in_flight += more
+        if self._shared is not None:
+            self._shared.put(self.num_in_flight)
+
+    @property
+    def server_load(self) -> int:
+        """Requests under way in all processes of the server."""
+        return self.num_in_flight + (0 if self._shared is None else self._shared.others())
 
     async def wait_idle(self) -> None:
         """Until nothing is under way."""
@@ -65,27 +78,41 @@ class ServerState:
         key_digests: Sequence[bytes] = (),
         stall_s: float = 60.0,
         recent: RecentRequests | None = None,
+        member: Membership | None = None,
+        metrics: ServerMetrics | None = None,
     ) -> None:
         self.engine = engine
         self.config = config
-        self.process_metrics = ProcessMetrics()
+        self.member = member = Membership() if member is None else member
+        self.metrics = metrics if metrics is not None else ServerMetrics(engine.pipeline.stats)
+        """Of this process, unless told otherwise."""
         self.recent = recent if recent is not None else RecentRequests()
         """Empty where the engine's statistics go elsewhere."""
         self.snapshots = SnapshotSource(engine)
+        self.watch = RequestWatch(engine, self.recent, member.peers)
         self.stall_s = stall_s
         """How long a stream may wait for its reader (--slow-client-timeout-s); 0 for ever."""
         self.gatekeeper = Gatekeeper(key_digests, protect_metrics=config.protect_metrics, admin_host=config.admin_host)
-        self.tenants = Tenants(config.max_requests_per_key, config.max_tokens_per_key, engine.admission.rejections)
+        counts = member.counts
+        self.tenants = Tenants(
+            config.max_requests_per_key,
+            config.max_tokens_per_key,
+            engine.admission.rejections,
+            None if counts is None else counts.rooms_of_keys,
+        )
         self.renderer = PromptRenderer(engine, config)
         self.chat_format = ChatFormat(config, _template_with_tools(engine))
-        self.lifecycle = Lifecycle()
-        self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
+        self.lifecycle = Lifecycle(None if counts is None else counts.in_flight)
+        self.responses = ResponseStore(
+            -(-config.max_stored_responses // member.num_processes),
+            config.max_stored_response_bytes // member.num_processes,
+        )
+        """Those of this process, which has its part of the room."""
+        self.shelf = FleetShelf(LocalShelf(self.responses), member)
         self.model_names = engine.model_config.names
-        self.created = int(time.time())
+        self.created = member.created
         self.model_hash = _model_hash(engine)
         self.fingerprint = _fingerprint(config, self.model_hash)
-        self.salt_secret = secrets.token_bytes(32)
-        """What cache salts are made with, so that they cannot be guessed."""
         self.supported_tasks = tuple(engine.engine_core.ready_response.supported_tasks)
         quiet = config.disable_access_log_for_endpoints or ""
         self._quiet_paths = frozenset(path.strip() for path in quiet.split(",") if path.strip())

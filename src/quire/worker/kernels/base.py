@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -206,6 +206,13 @@ class Kernels(ABC):
     def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
         """gate_up: [num_experts, 2 * expert_size, hidden], the gates first; down: [num_experts, hidden,
         expert_size]."""
+
+    @abstractmethod
+    def quantized_experts(
+        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], activation: str
+    ) -> ExpertsKernel:
+        """As `experts`, of weights in few bits: one matrix for each expert, those of a list of one kind. They are kept
+        by no kernel that has a form of its own."""
 
     @abstractmethod
     def sampling(self) -> SamplingKernel:

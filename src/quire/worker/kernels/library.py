@@ -18,7 +18,7 @@ from quire.worker.kernels.packs import FRESH_PACKS, Packs
 
 logger = init_logger(__name__)
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY = Path(__file__).with_name("libquire_kernels.so")
 
 
@@ -53,13 +53,19 @@ class PackQuantizedArgs(Structure):
     )  # fmt: skip
 
 
+class Quantization(Structure):
+    """qk_quantization"""
+
+    _fields_ = (
+        ("form", c_int32), ("reserved", c_int32), ("group_size", c_int64),
+        ("scales", c_void_p), ("zeros", c_void_p), ("corrections", c_void_p),
+    )  # fmt: skip
+
+
 class QuantizedLinearArgs(Structure):
     """qk_quantized_linear_args"""
 
-    _fields_ = (
-        ("linear", LinearArgs), ("form", c_int32), ("reserved", c_int32), ("group_size", c_int64),
-        ("scales", c_void_p), ("zeros", c_void_p), ("corrections", c_void_p),
-    )  # fmt: skip
+    _fields_ = (("linear", LinearArgs), ("quantization", Quantization))
 
 
 class RmsNormArgs(Structure):
@@ -121,7 +127,9 @@ class ExpertsArgs(Structure):
     _fields_ = (
         ("tokens", c_int64), ("hidden", c_int64), ("expert_size", c_int64),
         ("dtype", c_int32), ("num_experts", c_int32), ("chosen", c_int32), ("activation", c_int32),
-        ("gate_up", c_void_p), ("down", c_void_p), ("ids", c_void_p), ("weights", c_void_p),
+        ("gate_up", c_void_p), ("down", c_void_p),
+        ("gate_up_quantization", POINTER(Quantization)), ("down_quantization", POINTER(Quantization)),
+        ("ids", c_void_p), ("weights", c_void_p),
         ("residual", c_void_p), ("residual_stride", c_int64),
         ("x", c_void_p), ("x_stride", c_int64), ("y", c_void_p), ("y_stride", c_int64),
     )  # fmt: skip

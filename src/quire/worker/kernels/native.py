@@ -5,7 +5,7 @@ Each kernel holds the struct its C function takes, filled in once; a call sets w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref
 from typing import ClassVar
@@ -33,6 +33,7 @@ from quire.worker.kernels.base import (
     Turns,
 )
 from quire.worker.kernels.library import (
+    ABI_VERSION,
     ActivationArgs,
     Context,
     GatherArgs,
@@ -41,7 +42,7 @@ from quire.worker.kernels.library import (
     RmsNormArgs,
     RotateArgs,
 )
-from quire.worker.kernels.native_moe import NativeExperts, NativeRouter
+from quire.worker.kernels.native_moe import NativeExperts, NativeRouter, PlainBlock, QuantizedBlock
 from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
 from quire.worker.kernels.native_sampling import NativeSampling
 from quire.worker.kernels.packs import FRESH_PACKS, Packs
@@ -61,7 +62,7 @@ class NativeKernels(Kernels):
     @property
     def pack_format(self) -> str:
         """See Kernels.pack_format."""
-        return f"native {self.context.instruction_set}"
+        return f"native {self.context.instruction_set}, ABI {ABI_VERSION}"
 
     @contextmanager
     def packing(self, packs: Packs) -> Iterator[None]:
@@ -84,7 +85,7 @@ class NativeKernels(Kernels):
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
         """See Kernels.quantized_linear."""
         self.context.num_kernels += 1
-        matrix = QuantizedMatrix(self.context, weight, is_gated=spec.gated)
+        matrix = QuantizedMatrix(self.context, [weight], is_gated=spec.gated)
         return NativeQuantizedLinear(matrix, bias, spec)
 
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
@@ -121,7 +122,16 @@ class NativeKernels(Kernels):
     def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
         """See Kernels.experts."""
         self.context.num_kernels += 1
-        return NativeExperts(self.context, gate_up, down, activation)
+        first = PlainBlock(self.context, gate_up, is_gated=True)
+        return NativeExperts(self.context, first, PlainBlock(self.context, down, is_gated=False), activation)
+
+    def quantized_experts(
+        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], activation: str
+    ) -> ExpertsKernel:
+        """See Kernels.quantized_experts."""
+        self.context.num_kernels += 1
+        first = QuantizedBlock(self.context, gate_up, is_gated=True)
+        return NativeExperts(self.context, first, QuantizedBlock(self.context, down, is_gated=False), activation)
 
     def sampling(self) -> SamplingKernel:
         """See Kernels.sampling."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from ctypes import byref
+from collections.abc import Sequence
+from ctypes import byref, pointer
 
 import torch
 from torch import Tensor
 
 from quire.worker.kernels.abi import ACTIVATIONS, DTYPES, set_residual, with_packed_rows
 from quire.worker.kernels.base import RouterSpec
-from quire.worker.kernels.library import Context, ExpertsArgs, PackArgs, RouteArgs
+from quire.worker.kernels.library import Context, ExpertsArgs, PackArgs, Quantization, RouteArgs
+from quire.worker.kernels.native_quantized import QuantizedMatrix
+from quire.worker.quantization.weight import QuantizedWeight
 
 
 class NativeRouter:
@@ -35,28 +38,51 @@ class NativeRouter:
         return ids, weights
 
 
-class NativeExperts:
-    """See ExpertsKernel. The experts' matrices lie packed one after another."""
+class PlainBlock:
+    """Matrices of all experts, packed one after another. weights: [num_experts, outputs, inputs]."""
 
-    def __init__(self, context: Context, gate_up: Tensor, down: Tensor, activation: str) -> None:
+    def __init__(self, context: Context, weights: Tensor, *, is_gated: bool) -> None:
+        self.memory = pack_all(context, weights, is_gated=is_gated)
+        self.num_experts, _, self.num_inputs = weights.shape
+        self.quantization: Quantization | None = None
+
+
+class QuantizedBlock:
+    """The same of quantized ones, one for each expert."""
+
+    def __init__(self, context: Context, weights: Sequence[QuantizedWeight], *, is_gated: bool) -> None:
+        self._matrix = QuantizedMatrix(context, weights, is_gated=is_gated)
+        self.memory = self._matrix.values
+        self.num_experts, self.num_inputs = len(weights), self._matrix.k
+        self.quantization = self._matrix.describe()
+
+
+class NativeExperts:
+    """See ExpertsKernel."""
+
+    def __init__(
+        self, context: Context, gate_up: PlainBlock | QuantizedBlock, down: PlainBlock | QuantizedBlock, activation: str
+    ) -> None:
         self._context = context
-        self._matrices = pack_all(context, gate_up, is_gated=True), pack_all(context, down, is_gated=False)
-        num_experts, hidden, expert_size = down.shape
+        self._blocks = gate_up, down
         self._args = ExpertsArgs(
-            hidden=hidden,
-            expert_size=expert_size,
-            dtype=DTYPES[down.dtype],
-            num_experts=num_experts,
+            hidden=gate_up.num_inputs,
+            expert_size=down.num_inputs,
+            num_experts=down.num_experts,
             activation=ACTIVATIONS[activation],
-            gate_up=self._matrices[0].data_ptr(),
-            down=self._matrices[1].data_ptr(),
-            y_stride=hidden,
+            gate_up=gate_up.memory.data_ptr(),
+            down=down.memory.data_ptr(),
+            y_stride=gate_up.num_inputs,
         )
+        if gate_up.quantization is not None and down.quantization is not None:
+            self._args.gate_up_quantization = pointer(gate_up.quantization)
+            self._args.down_quantization = pointer(down.quantization)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         """See ExpertsKernel."""
         x, ids, weights, args = with_packed_rows(x), ids.contiguous(), weights.contiguous(), self._args
         y = torch.empty(x.shape, dtype=x.dtype)
+        args.dtype = DTYPES[x.dtype]
         (args.tokens, args.chosen), args.ids, args.weights = ids.shape, ids.data_ptr(), weights.data_ptr()
         args.x, args.x_stride, args.y = x.data_ptr(), x.stride(0), y.data_ptr()
         residual = set_residual(args, residual)

@@ -1,7 +1,8 @@
-"""Linear layers of the native library on quantized weights , packed in one place: `QuantizedMatrix`."""
+"""Linear layers of the native library on quantized weights, packed in one place: `QuantizedMatrix`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from ctypes import byref
 
 import torch
@@ -10,8 +11,7 @@ from torch.nn import functional
 
 from quire.worker.kernels.abi import ACTIVATIONS, DTYPES, set_residual, with_packed_rows
 from quire.worker.kernels.base import LinearSpec
-from quire.worker.kernels.library import Context, LinearArgs, PackQuantizedArgs, QuantizedLinearArgs
-from quire.worker.kernels.memory import take_memory
+from quire.worker.kernels.library import Context, LinearArgs, PackQuantizedArgs, Quantization, QuantizedLinearArgs
 from quire.worker.quantization.weight import QuantizedWeight
 
 W8A8, W8, W4 = 0, 1, 2
@@ -30,22 +30,27 @@ def can_pack(weight: QuantizedWeight) -> bool:
 
 
 class QuantizedMatrix:
-    """A quantized weight in the library's layout, the same for every instruction set."""
+    """Quantized weights of one kind and shape, one or several, in the library's layout, the same for every instruction
+    set. They may be outlines where `context.packs` has them packed."""
 
-    def __init__(self, context: Context, weight: QuantizedWeight, *, is_gated: bool) -> None:
-        assert can_pack(weight)
-        rows, self.k = weight.shape
+    def __init__(self, context: Context, weights: Sequence[QuantizedWeight], *, is_gated: bool) -> None:
+        first = weights[0]
+        assert can_pack(first)
+        assert all(weight.kind == first.kind and weight.shape == first.shape for weight in weights)
+        rows, self.k = first.shape
         self.context = context
         self.n, self.is_gated = rows // 2 if is_gated else rows, is_gated
-        self.form = W8A8 if weight.quantizes_inputs else W8 if weight.bits == 8 else W4
-        self.group_size = min(weight.group_size, self.k)
-        self.values = self._pack(weight.values.contiguous())
-        self.scales = self._arrange(weight.scales)
-        self.zeros = None if weight.zeros is None else self._arrange(weight.zeros.float())
-        self.corrections: Tensor | None = None
+        self.form = W8A8 if first.quantizes_inputs else W8 if first.bits == 8 else W4
+        self.group_size = min(first.group_size, self.k)
+        sizes = self.n, self.k, self.form, self.is_gated
+        size = context.library.cdll.qk_quantized_bytes(*sizes)
+        self.values = context.packs.take(len(weights) * size, lambda memory: self._pack(weights, memory))
+        self.scales = self._take(weights, torch.float32, lambda weight: weight.scales)
+        self.zeros = self.corrections = None
+        if first.zeros is not None:
+            self.zeros = self._take(weights, torch.float32, zeros_of)
         if self.form == W8A8:
-            sums = weight.values.sum(dim=1, dtype=torch.int32) * OFFSET
-            self.corrections = self._arrange(sums.unsqueeze(1))
+            self.corrections = self._take(weights, torch.int32, corrections_of)
 
     @property
     def num_bytes(self) -> int:
@@ -53,20 +58,46 @@ class QuantizedMatrix:
         parts = (self.values, self.scales, self.zeros, self.corrections)
         return sum(part.nbytes for part in parts if part is not None)
 
-    def _pack(self, values: Tensor) -> Tensor:
-        cdll = self.context.library.cdll
-        packed = take_memory(cdll.qk_quantized_bytes(self.n, self.k, self.form, self.is_gated))
-        args = PackQuantizedArgs(
-            n=self.n,
-            k=self.k,
+    def describe(self) -> Quantization:
+        """What the library reads beside the values; it names tensors of this object, which must outlive it."""
+        return Quantization(
             form=self.form,
-            gated=self.is_gated,
-            values=values.data_ptr(),
-            stride=values.stride(0),
-            packed=packed.data_ptr(),
+            group_size=self.group_size,
+            scales=self.scales.data_ptr(),
+            zeros=None if self.zeros is None else self.zeros.data_ptr(),
+            corrections=None if self.corrections is None else self.corrections.data_ptr(),
         )
-        cdll.qk_pack_quantized(self.context.handle, byref(args))
-        return packed
+
+    def _pack(self, weights: Sequence[QuantizedWeight], memory: Tensor) -> None:
+        size = memory.numel() // len(weights)
+        for i, weight in enumerate(weights):
+            values = weight.values.contiguous()
+            args = PackQuantizedArgs(
+                n=self.n,
+                k=self.k,
+                form=self.form,
+                gated=self.is_gated,
+                values=values.data_ptr(),
+                stride=values.stride(0),
+                packed=memory.data_ptr() + i * size,
+            )
+            self.context.library.cdll.qk_pack_quantized(self.context.handle, byref(args))
+
+    def _take(
+        self, weights: Sequence[QuantizedWeight], dtype: torch.dtype, per_output: Callable[[QuantizedWeight], Tensor]
+    ) -> Tensor:
+        """[weights, panels, groups, PANEL] of what `per_output` says of each output and group."""
+        groups = weights[0].scales.shape[1]
+        blocks = -(-self.n // BLOCK) * (2 if self.is_gated else 1)
+        shape = (len(weights), -(-blocks * BLOCK // PANEL), groups, PANEL)
+
+        def fill(memory: Tensor) -> None:
+            whole = memory.view(dtype).view(shape)
+            for i, weight in enumerate(weights):
+                whole[i] = self._arrange(per_output(weight))
+
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.context.packs.take(num_bytes, fill).view(dtype).view(shape)
 
     def _arrange(self, per_output: Tensor) -> Tensor:
         """[outputs, groups] to [panels, groups, PANEL]: outputs as packed values have them, zeros elsewhere."""
@@ -76,6 +107,17 @@ class QuantizedMatrix:
         outputs = blocks.transpose(0, 1).reshape(-1, padded.shape[2])  # blocks of the halves in turn
         outputs = functional.pad(outputs, (0, 0, 0, -outputs.shape[0] % PANEL))
         return outputs.view(-1, PANEL, padded.shape[2]).transpose(1, 2).contiguous()
+
+
+def zeros_of(weight: QuantizedWeight) -> Tensor:
+    """[outputs, groups] float32."""
+    assert weight.zeros is not None
+    return weight.zeros.float()
+
+
+def corrections_of(weight: QuantizedWeight) -> Tensor:
+    """[outputs, 1] int32: what OFFSET adds to the sums of products."""
+    return weight.values.sum(dim=1, dtype=torch.int32).unsqueeze(1) * OFFSET
 
 
 class NativeQuantizedLinear:
@@ -97,11 +139,7 @@ class NativeQuantizedLinear:
                 bias=None if self._bias is None else self._bias.data_ptr(),
                 y_stride=matrix.n,
             ),
-            form=matrix.form,
-            group_size=matrix.group_size,
-            scales=matrix.scales.data_ptr(),
-            zeros=None if matrix.zeros is None else matrix.zeros.data_ptr(),
-            corrections=None if matrix.corrections is None else matrix.corrections.data_ptr(),
+            quantization=matrix.describe(),
         )
         self._pointer = byref(self._args)
         self._function = matrix.context.library.cdll.qk_quantized_linear

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -79,6 +80,12 @@ class TorchKernels(Kernels):
     def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
         """See Kernels.experts."""
         return functools.partial(ask_experts, gate_up=gate_up, down=down, activation=activation)
+
+    def quantized_experts(
+        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], activation: str
+    ) -> ExpertsKernel:
+        """See Kernels.quantized_experts."""
+        return functools.partial(ask_quantized_experts, gate_up=gate_up, down=down, activation=activation)
 
     def sampling(self) -> SamplingKernel:
         """See Kernels.sampling."""
@@ -182,16 +189,53 @@ def ask_experts(
     down: Tensor,
     activation: str,
 ) -> Tensor:
-    """See ExpertsKernel. Tokens are sorted by expert, so each expert runs once, on its own tokens."""
+    """See ExpertsKernel."""
+    inner = LinearSpec(activation=activation, gated=True)
+
+    def answer(expert: int, x: Tensor) -> Tensor:
+        between = linear(x, weight=gate_up[expert], bias=None, spec=inner)
+        return linear(between, weight=down[expert], bias=None)
+
+    return combine_answers(x, ids, weights, residual, answer, len(gate_up))
+
+
+def ask_quantized_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    residual: Tensor | None = None,
+    *,
+    gate_up: Sequence[QuantizedWeight],
+    down: Sequence[QuantizedWeight],
+    activation: str,
+) -> Tensor:
+    """See Kernels.quantized_experts."""
+    inner = LinearSpec(activation=activation, gated=True)
+
+    def answer(expert: int, x: Tensor) -> Tensor:
+        between = quantized_linear(x, weight=gate_up[expert], bias=None, spec=inner)
+        return quantized_linear(between, weight=down[expert], bias=None)
+
+    return combine_answers(x, ids, weights, residual, answer, len(gate_up))
+
+
+def combine_answers(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    residual: Tensor | None,
+    answer: Callable[[int, Tensor], Tensor],
+    num_experts: int,
+) -> Tensor:
+    """The weighted sum of what each token's experts answer. Tokens are sorted by expert, so each expert runs once, on
+    its own tokens."""
     (n, k), hidden = ids.shape, x.shape[1]
     order = ids.flatten().argsort(stable=True)  # [n * k] choices, by expert
-    counts = torch.bincount(ids.flatten(), minlength=len(gate_up)).tolist()
+    counts = torch.bincount(ids.flatten(), minlength=num_experts).tolist()
     answers = x.new_empty(n * k, hidden)  # [n * k, hidden], a row per choice
-    inner = LinearSpec(activation=activation, gated=True)
     for expert, choices in enumerate(torch.split(order, counts)):
         if len(choices):
-            between = linear(x[choices // k], weight=gate_up[expert], bias=None, spec=inner)
-            answers[choices] = linear(between, weight=down[expert], bias=None)
+            answers[choices] = answer(expert, x[choices // k])
     y = (answers.view(n, k, hidden) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
     return y if residual is None else residual + y
 

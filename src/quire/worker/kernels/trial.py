@@ -7,15 +7,16 @@ engine. kernels/tried.py starts it, and remembers what it found.
 
 from __future__ import annotations
 
+import functools
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from quire.failpoints import arm_failpoints, failpoint
-from quire.worker.kernels.base import Kernels, LinearKernel, LinearSpec
+from quire.worker.kernels.base import ExpertsKernel, Kernels, LinearKernel, LinearSpec
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.quantization.rounding import quantize_int4, quantize_int8
@@ -67,19 +68,29 @@ def compare_rows(
 
 
 def check_experts(candidate: Kernels, other: Kernels, reference: Kernels) -> Words:
-    """A mixture of experts: the same products, of the rows that chose an expert."""
+    """A mixture of experts: the same products, of the rows that chose an expert. Plain and quantized."""
     num_experts, hidden, size, n = 4, 80, 48, 19
     gate_up, down, x = noise(num_experts, 2 * size, hidden), noise(num_experts, hidden, size), noise(n, hidden)
+    all_kernels = candidate, other, reference
+    yield from compare_experts("experts", [kernels.experts(gate_up, down, "silu") for kernels in all_kernels], x)
+    for name, quantize in (("int8", quantize_int8), ("int4", functools.partial(quantize_int4, group_size=32))):
+        first, second = ([quantize(weight) for weight in block] for block in (gate_up, down))
+        made = [kernels.quantized_experts(first, second, "silu") for kernels in all_kernels]
+        yield from compare_experts(f"{name} experts", made, x)
+
+
+def compare_experts(name: str, kernels: Sequence[ExpertsKernel], x: Tensor) -> Words:
+    """Four experts of (candidate, candidate with another number of threads, reference), asked by twos."""
+    (mine, others, theirs), n, num_experts = kernels, len(x), 4
     ids = torch.stack([torch.arange(n) % num_experts, (torch.arange(n) + 1) % num_experts], dim=1)  # [n, 2]
     weights = torch.tensor([0.75, 0.25]).repeat(n, 1)  # [n, 2]
-    mine, others, theirs = (kernels.experts(gate_up, down, "silu") for kernels in (candidate, other, reference))
     y = mine(x, ids, weights)
     alone = torch.cat([mine(x[i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(n)])
     if not same_bits(y, alone) or not same_bits(y, others(x, ids, weights)):
-        yield "experts: a row's bits depend on the rows beside it, or on threads"
+        yield f"{name}: a row's bits depend on the rows beside it, or on threads"
     expected = theirs(x, ids, weights)
     if not close(y, expected, 2 * BFLOAT16_STEP * expected.float().abs().amax()):  # sums of what was rounded
-        yield "experts: results differ by more than rounding"
+        yield f"{name}: results differ by more than rounding"
 
 
 def check_quantized(candidate: Kernels, other: Kernels, reference: Kernels) -> Words:

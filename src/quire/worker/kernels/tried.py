@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.logger import init_logger
+from quire.wire.process import search_path
 from quire.worker.kernels import library as library_module
 from quire.worker.packed_cache import cache_root
 
@@ -59,7 +60,7 @@ def run_trial(candidate: str, reference: str, timeout_s: float = TIMEOUT_S) -> t
     """({"agrees", "why"}, whether another trial would say the same) of a process that compares the two."""
     logger.info("trying the %s kernels on this CPU, once", candidate)
     command = [sys.executable, "-P", "-m", TRIAL, candidate, reference]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    environment = {**os.environ, "PYTHONPATH": search_path()}
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,13 @@ from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.activation import get_activation
 from quire.worker.layers.weights import GIVEN_BACK, forget, weight
 from quire.worker.quantization.rounding import quantize
-from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.quantization.weight import Kind, QuantizedWeight, same_kind
 
 
 class Linear(nn.Module):
     """One projection. `weight` is [out_features, in_features]; [2 * out_features, in_features] if the spec is gated.
 
-    With a `scheme` it is quantized when the kernel is made, and given back: `quantized_bytes` is what it takes then.
-    The loader may put a quantized matrix into `stored` instead of filling `weight`; the kernel is made of that, once.
+    Is a QuantizableWeights: `weight` is given back when the kernel is made of integers.
     Raises UnsupportedModelError if the spec names an activation that is not implemented.
     """
 
@@ -35,9 +34,23 @@ class Linear(nn.Module):
         self.bias = weight(rows) if bias else None
         self.spec = spec
         self.scheme: QuantizationScheme | None = None
-        self.stored: QuantizedWeight | None = None
+        self._stored: QuantizedWeight | None = None
         self.quantized_bytes: int | None = None
         self._kernel: LinearKernel | None = None
+
+    def store(self, parts: Sequence[QuantizedWeight]) -> bool:
+        """See QuantizableWeights."""
+        self._stored = QuantizedWeight.stack(parts) if same_kind(parts) else None
+        return self._stored is not None
+
+    @property
+    def stored_kinds(self) -> tuple[Kind, ...]:
+        """See QuantizableWeights."""
+        return () if self._stored is None else (self._stored.kind,)
+
+    def store_outlines(self, kinds: Sequence[Kind]) -> None:
+        """See QuantizableWeights."""
+        self._stored = QuantizedWeight.outline(self.weight.shape, kinds[0]) if kinds else None
 
     def prepare(self, kernels: Kernels) -> LinearKernel:
         """See Prepared."""
@@ -54,14 +67,15 @@ class Linear(nn.Module):
 
     def _quantized_weight(self, kernels: Kernels) -> QuantizedWeight | None:
         """In integers, if they came so or are wanted so, and `kernels` can compute with them."""
-        weight, self.stored = self.stored, None
+        weight, self._stored = self._stored, None
         if weight is not None:
             weight = weight.to(self.weight.device)
         elif self.scheme is not None:
             weight = quantize(self.weight.data, self.scheme)
         if weight is None or kernels.can_quantize(weight):
             return weight
-        self.weight.data.copy_(weight.dequantize())
+        if not weight.is_outline:
+            self.weight.data.copy_(weight.dequantize())
         return None
 
     def discard(self) -> None:

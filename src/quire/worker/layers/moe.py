@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from quire.config.quantization import QuantizationScheme
 from quire.worker.kernels.base import LOGITS, ExpertsKernel, Kernels, RouterKernel, RouterSpec
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.activation import get_activation
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.weights import GIVEN_BACK, forget, weight
+from quire.worker.quantization.rounding import quantize
+from quire.worker.quantization.weight import Kind, QuantizedWeight, same_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +34,28 @@ class MoESpec:
     down_name: str = "down_proj"
 
 
+@dataclass(frozen=True)
+class QuantizedExperts:
+    """The matrices of all experts in few bits: each list of one kind."""
+
+    gate_up: Sequence[QuantizedWeight]
+    """(2 * expert_size, hidden) each."""
+    down: Sequence[QuantizedWeight]
+    """(hidden, expert_size) each."""
+
+    @property
+    def num_bytes(self) -> int:
+        """See QuantizedWeight."""
+        return sum(weight.num_bytes for weight in (*self.gate_up, *self.down))
+
+    def to(self, device: torch.device) -> QuantizedExperts:
+        """The same on `device`."""
+        return QuantizedExperts([w.to(device) for w in self.gate_up], [w.to(device) for w in self.down])
+
+
 class Experts(nn.Module):
     """All experts' matrices: gate_up_proj [num_experts, 2 * expert_size, hidden], down_proj [num_experts, hidden,
-    expert_size]."""
+    expert_size]. Is a QuantizableWeights; the kinds are those of the two."""
 
     packed_parameters = ("gate_up_proj", "down_proj")
 
@@ -41,6 +64,9 @@ class Experts(nn.Module):
         get_activation(activation)
         self.spec = spec
         self.activation = activation
+        self.scheme: QuantizationScheme | None = None
+        self.quantized_bytes: int | None = None
+        self._stored: QuantizedExperts | None = None
         self._kernel: ExpertsKernel | None = None
         self.gate_up_proj = weight(spec.num_experts, 2 * spec.expert_size, hidden_size)
         self.down_proj = weight(spec.num_experts, hidden_size, spec.expert_size)
@@ -54,13 +80,56 @@ class Experts(nn.Module):
             yield f"experts.{expert}.{spec.up_name}.weight", gate_up[size:]
             yield f"experts.{expert}.{spec.down_name}.weight", self.down_proj.data[expert]
 
+    def store(self, parts: Sequence[QuantizedWeight]) -> bool:
+        """See QuantizableWeights."""
+        gate_up, down = [part for i, part in enumerate(parts) if i % 3 < 2], list(parts[2::3])
+        if not (same_kind(gate_up) and same_kind(down)):
+            return False
+        pairs = zip(gate_up[::2], gate_up[1::2], strict=True)
+        self._stored = QuantizedExperts([QuantizedWeight.stack(pair) for pair in pairs], down)
+        return True
+
+    @property
+    def stored_kinds(self) -> tuple[Kind, ...]:
+        """See QuantizableWeights."""
+        return () if self._stored is None else (self._stored.gate_up[0].kind, self._stored.down[0].kind)
+
+    def store_outlines(self, kinds: Sequence[Kind]) -> None:
+        """See QuantizableWeights."""
+        both = zip((self.gate_up_proj, self.down_proj), kinds, strict=False)
+        outlines = [[QuantizedWeight.outline(block.shape[1:], kind)] * len(block) for block, kind in both]
+        self._stored = QuantizedExperts(*outlines) if outlines else None
+
     def prepare(self, kernels: Kernels) -> ExpertsKernel:
         """See Prepared."""
-        self._kernel = kernel = kernels.experts(self.gate_up_proj.data, self.down_proj.data, self.activation)
-        if not kernels.keeps_weights:
+        quantized = self._quantized_experts(kernels)
+        self.quantized_bytes = None if quantized is None else quantized.num_bytes
+        if quantized is None:
+            self._kernel = kernel = kernels.experts(self.gate_up_proj.data, self.down_proj.data, self.activation)
+        else:
+            self._kernel = kernel = kernels.quantized_experts(quantized.gate_up, quantized.down, self.activation)
+        if quantized is not None or not kernels.keeps_weights:
             forget(self, "gate_up_proj")
             forget(self, "down_proj")
         return kernel
+
+    def _quantized_experts(self, kernels: Kernels) -> QuantizedExperts | None:
+        """In integers, if they came so or are wanted so, and `kernels` can compute with them."""
+        experts, self._stored = self._stored, None
+        if experts is not None:
+            experts = experts.to(self.gate_up_proj.device)
+        elif self.scheme is not None:
+            scheme = self.scheme
+            experts = QuantizedExperts(
+                *([quantize(w, scheme) for w in block.data] for block in (self.gate_up_proj, self.down_proj))
+            )
+        if experts is None or (kernels.can_quantize(experts.gate_up[0]) and kernels.can_quantize(experts.down[0])):
+            return experts
+        for block, weights in ((self.gate_up_proj, experts.gate_up), (self.down_proj, experts.down)):
+            for plain, quantized in zip(block.data, weights, strict=True):
+                if not quantized.is_outline:
+                    plain.copy_(quantized.dequantize())
+        return None
 
     def discard(self) -> None:
         """See Prepared."""

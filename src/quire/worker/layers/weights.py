@@ -7,13 +7,15 @@ by implementing `PackedWeights`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from quire.config.quantization import QuantizationScheme
 from quire.worker.kernels.base import Kernels
+from quire.worker.quantization.weight import Kind, QuantizedWeight
 
 
 @runtime_checkable
@@ -41,6 +43,27 @@ class Prepared(Protocol):
 
     def discard(self) -> None:
         """Give the kernels back, because the weights they were made of go."""
+
+
+@runtime_checkable
+class QuantizableWeights(Protocol):
+    """A module that can compute with its matrices in few bits."""
+
+    scheme: QuantizationScheme | None
+    """How they are quantized when the kernels are made; None: they are not."""
+    quantized_bytes: int | None
+    """What they take, once kernels are made of integers."""
+
+    def store(self, parts: Sequence[QuantizedWeight]) -> bool:
+        """Make the next kernels of these: the checkpoint's matrices, in the order of the module's tensors. False if
+        they differ too much to be computed with in one; then the module's parameters are to be filled."""
+
+    @property
+    def stored_kinds(self) -> tuple[Kind, ...]:
+        """Of the matrices that are stored, as the kernels get them; empty if none are."""
+
+    def store_outlines(self, kinds: Sequence[Kind]) -> None:
+        """Make the next kernels of matrices of these kinds that are packed already."""
 
 
 class GivenBack:
@@ -105,5 +128,6 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _own_bytes(module: nn.Module) -> int:
     quantized = getattr(module, "quantized_bytes", None)
-    own = [(n, p) for n, p in module.named_parameters(recurse=False) if quantized is None or n != "weight"]
+    packed = () if quantized is None else packed_parameters(module)
+    own = [(n, p) for n, p in module.named_parameters(recurse=False) if n not in packed]
     return (quantized or 0) + sum(p.numel() * p.element_size() for _, p in own)

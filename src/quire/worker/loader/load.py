@@ -33,11 +33,11 @@ from quire.logger import init_logger
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.packs import FRESH_PACKS, Packs
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.layers.linear import Linear
 from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.layers.weights import (
     NamedWeights,
     Prepared,
+    QuantizableWeights,
     allocate,
     checkpoint_tensors,
     own_tensors,
@@ -50,9 +50,9 @@ from quire.worker.models.pooled_decoder import PooledDecoder
 from quire.worker.models.registry import get_model_class
 from quire.worker.platform import release_free_memory
 from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat, make_format
+from quire.worker.quantization.kinds import recall_kinds, remember_kinds
 from quire.worker.quantization.layers import plan_quantization
-from quire.worker.quantization.stored import Stored, StoredMatrix, gather_matrices, same_kind
-from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.quantization.stored import Stored, StoredMatrix, gather_matrices
 
 logger = init_logger(__name__)
 
@@ -227,8 +227,12 @@ def _fill(
             elif any(p.device != placement.device or p.dtype != placement.dtype for p in own):
                 allocate(module, placement.device, placement.dtype)
             tensors = own_tensors(path, module)
-            if isinstance(source, _Checkpoint) and isinstance(module, Linear):
-                tensors = source.hand_over(module, tensors)
+            if isinstance(source, _Checkpoint) and isinstance(module, QuantizableWeights) and source.is_quantized:
+                if are_packed:
+                    module.store_outlines(recall_kinds(packs))
+                else:
+                    tensors = source.hand_over(module, tensors)
+                    remember_kinds(packs, module.stored_kinds)
             source.fill([(name, tensor) for name, tensor in tensors if not tensor.is_meta])
             if not isinstance(module, Prepared):
                 continue
@@ -247,6 +251,7 @@ class _Checkpoint:
 
     def __init__(self, stored: Mapping[str, Stored], files: ExitStack) -> None:
         self._stored = stored
+        self.is_quantized = any(isinstance(tensor, StoredMatrix) for tensor in stored.values())
         self._files = files
         self._open: dict[Path, Any] = {}
 
@@ -259,8 +264,8 @@ class _Checkpoint:
             else:
                 tensor.copy_(self._read(info))
 
-    def hand_over(self, module: Linear, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Give `module` its matrix as the checkpoint's integers, if every part of it is stored so, in one way.
+    def hand_over(self, module: QuantizableWeights, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Give `module` its matrices as the checkpoint's integers, if every part of them is stored so, in one way.
 
         Returns what is left to be filled.
         """
@@ -272,9 +277,8 @@ class _Checkpoint:
             read = [part.read(self._read_all(part)) for part in parts]
         except ScatteredGroupsError:
             return tensors
-        if not same_kind(read):
+        if not module.store(read):
             return tensors
-        module.stored = QuantizedWeight.stack(read)
         return [(name, tensor) for name, tensor in tensors if tensor.dim() != 2]
 
     def _read(self, info: TensorInfo) -> Tensor:

@@ -52,10 +52,10 @@ def make_key(
     load_config: LoadConfig,
     dtype: torch.dtype,
     kernels: Kernels,
-    head: str = "",
+    asked: Mapping[str, str] | None = None,
 ) -> Key:
     """What the packed bytes depend on: the checkpoint's files, the model they are put into, how it packs, and the code
-    that does. `head` tells a model that pools from one that generates. Raises OSError.
+    that does. `asked` is what else makes another model of a checkpoint: by `WeightCache`. Raises OSError.
 
     A file is known by size, inode and the times of its last changes. ctime cannot be set: a file that is overwritten in
     place is another one, whatever its mtime says. Paths do not count.
@@ -68,7 +68,7 @@ def make_key(
         "config": hashlib.sha256(json.dumps(hf.raw, sort_keys=True, default=str).encode()).hexdigest(),
         "load": {name: str(value) for name, value in sorted(vars(load_config).items())},
         "dtype": str(dtype),
-        "head": head,
+        **(asked or {}),
         "kernels": kernels.pack_format,
         "code": sorted([str(file.relative_to(root)), *_identity(file)] for file in code),
     }
@@ -207,10 +207,12 @@ class WeightCache:
 
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
         self._load_config = load_config
-        self._hf = hf = model_config.hf_config
-        self._head = "" if model_config.pooling is None else model_config.pooling.head
-        is_quantized = hf.get("quantization_config") or getattr(model_config, "quantization", None)
-        is_wanted = load_config.weight_cache and not is_quantized and max_cache_bytes() > 0
+        self._hf = model_config.hf_config
+        self._asked = {  # a head that pools, and weights in few bits
+            "head": "" if model_config.pooling is None else model_config.pooling.head,
+            "quantization": model_config.quantization or "",
+        }
+        is_wanted = load_config.weight_cache and max_cache_bytes() > 0
         self._cache = PackedCache.default() if is_wanted else None
         self._writer: CacheWriter | None = None
         self.mapped_bytes = 0
@@ -228,7 +230,7 @@ class WeightCache:
             yield FRESH_PACKS, False
             return
         try:
-            key = make_key(stored, self._hf, self._load_config, dtype, kernels, self._head)
+            key = make_key(stored, self._hf, self._load_config, dtype, kernels, self._asked)
             may_keep = keep and is_settled(stored)
         except OSError:
             yield FRESH_PACKS, False
@@ -254,7 +256,7 @@ class WeightCache:
         except BaseException:
             self.cancel()
             raise
-        if make_key(stored, self._hf, self._load_config, dtype, kernels, self._head) == key:
+        if make_key(stored, self._hf, self._load_config, dtype, kernels, self._asked) == key:
             writer.finish()
         else:
             self.cancel()  # somebody wrote to the checkpoint while we read it

@@ -10,9 +10,27 @@ from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
 from quire.config.pooling import PoolingConfig
-from quire.worker.kernels.base import LOGITS
+from quire.worker.kernels.base import LOGITS, LinearSpec
 from quire.worker.layers.embedding import Embedding
 from quire.worker.layers.linear import Linear
+
+HIDDEN = LinearSpec(activation="relu")
+
+
+class RewardHead(nn.ModuleDict):
+    """The classifier of a reward model, by its names in the checkpoint: linear, ReLU, linear."""
+
+    def __init__(self, hidden_size: int, num_labels: int) -> None:
+        layers = {
+            "0": Linear(hidden_size, hidden_size, True, HIDDEN),
+            "2": Linear(hidden_size, num_labels, True, LOGITS),
+        }
+        super().__init__(layers)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] to float32 [n, num_labels]."""
+        scores: Tensor = self["2"](self["0"](hidden))
+        return scores
 
 
 class PooledDecoder(nn.Module):
@@ -32,7 +50,11 @@ class PooledDecoder(nn.Module):
         has_bias = pooling.head == "token_classify" and bool(hf.get("token_classification_bias", True))
         has_classifier = pooling.head != "embed" and not self.label_token_ids
         size = len(pooling.labels)
-        self.score = Linear(hf.hidden_size, size, has_bias, LOGITS) if has_classifier else None
+        self.score: Linear | RewardHead | None = None
+        if has_classifier and pooling.classifier_layers == 2:
+            self.score = RewardHead(hf.hidden_size, size)
+        elif has_classifier:
+            self.score = Linear(hf.hidden_size, size, has_bias, LOGITS)
 
     def checkpoint_name(self, name: str) -> str | None:
         """See NamedWeights."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.config.quantization import QuantizationScheme, group_size_for
-from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.quantization.weight import Kind, QuantizedWeight
 
 _MAX_INT8 = 127
 _TINY = torch.finfo(torch.float32).tiny
@@ -15,8 +15,17 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def quantize(weight: Tensor, scheme: QuantizationScheme) -> QuantizedWeight:
-    """weight: [out_features, in_features], finite."""
+    """weight: [out_features, in_features], finite. Of the meta device: what it would become."""
+    if weight.is_meta:
+        return QuantizedWeight.outline(weight.shape, kind_of(weight.shape[1], scheme))
     return quantize_int8(weight) if scheme.bits == 8 else quantize_int4(weight, group_size_for(weight.shape[1]))
+
+
+def kind_of(in_features: int, scheme: QuantizationScheme) -> Kind:
+    """What `quantize` makes of a matrix with so many inputs."""
+    if scheme.bits == 8:
+        return Kind(bits=8, group_size=in_features, has_zeros=False, quantizes_inputs=True)
+    return Kind(bits=4, group_size=group_size_for(in_features), has_zeros=False, quantizes_inputs=False)
 
 
 def quantize_int8(weight: Tensor) -> QuantizedWeight:

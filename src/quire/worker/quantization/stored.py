@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,8 +70,3 @@ def gather_matrices(tensors: Mapping[str, TensorInfo], format: StoredFormat) -> 
         name = f"{base}.weight"
         joined[name] = StoredMatrix(name, format.shape(infos), infos, format)
     return joined
-
-
-def same_kind(weights: Iterable[QuantizedWeight]) -> bool:
-    """Whether they can stand in one matrix."""
-    return len({weight.kind for weight in weights}) == 1

@@ -5,9 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Kind(NamedTuple):
+    """What matrices must have in common to stand above one another in one."""
+
+    bits: int
+    group_size: int
+    has_zeros: bool
+    quantizes_inputs: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,9 +58,27 @@ class QuantizedWeight:
         return out_features, in_features
 
     @property
-    def kind(self) -> tuple[int, int, bool, bool]:
-        """What matrices must have in common to stand above one another in one: bits, group size, zeros, inputs."""
-        return self.bits, self.group_size, self.zeros is not None, self.quantizes_inputs
+    def kind(self) -> Kind:
+        """See Kind."""
+        return Kind(self.bits, self.group_size, self.zeros is not None, self.quantizes_inputs)
+
+    @property
+    def is_outline(self) -> bool:
+        """Whether it says what a matrix is, and has no numbers: those are packed already."""
+        return self.values.is_meta
+
+    @staticmethod
+    def outline(shape: Sequence[int], kind: Kind) -> QuantizedWeight:
+        """A matrix of (out_features, in_features) without its numbers, on the meta device."""
+        per_group = (shape[0], -(-shape[1] // kind.group_size))
+        return QuantizedWeight(
+            bits=kind.bits,
+            values=torch.empty(tuple(shape), dtype=torch.int8, device="meta"),
+            scales=torch.empty(per_group, dtype=torch.float32, device="meta"),
+            group_size=kind.group_size,
+            zeros=torch.empty(per_group, dtype=torch.int16, device="meta") if kind.has_zeros else None,
+            quantizes_inputs=kind.quantizes_inputs,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +92,9 @@ class QuantizedWeight:
         return (w * self._spread(self.scales)).to(dtype)
 
     def to(self, device: torch.device) -> QuantizedWeight:
-        """The same on `device`."""
+        """The same on `device`; an outline stays one."""
+        if self.is_outline:
+            return self
         zeros = None if self.zeros is None else self.zeros.to(device)
         return dataclasses.replace(self, values=self.values.to(device), scales=self.scales.to(device), zeros=zeros)
 
@@ -84,3 +114,8 @@ class QuantizedWeight:
             scales=torch.cat([part.scales for part in parts]),
             zeros=torch.cat(zeros) if zeros else None,
         )
+
+
+def same_kind(weights: Sequence[QuantizedWeight]) -> bool:
+    """Whether they can stand in one matrix, or in several that one kernel computes with."""
+    return len({weight.kind for weight in weights}) == 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.engine.recording.format import AnyEvent, Header
-from quire.engine.recording.step_times import StepTimes, StepWork, fit_step_times, solve_nnls
+from quire.engine.recording.step_times import Pace, StepTimes, StepWork, fit_step_times, solve_nnls
 from quire.engine.recording.study import study
 from quire.engine.recording.what_if import Changes, Figures, measure, predict
 from quire.engine.request import RequestStatus
@@ -53,10 +53,48 @@ def test_step_times_are_learned() -> None:
     assert fit_step_times(steps[:5]) is None
 
 
+def test_the_pace_is_what_the_model_leaves_over() -> None:
+    """Moment times chance is the recorded time, step by step; where nothing was recorded the model alone counts."""
+    times = StepTimes((1e-3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0, 0.0, 0.0, 0.0)
+    rng, end, steps, ends = random.Random(4), 0.0, [], []
+    for number in range(300):
+        seconds = 1e-3 * rng.choice((0.5, 1.0, 4.0)) * (5 if number < 50 else 1)
+        end += seconds
+        steps.append((StepWork(3, 1, 0, 0), seconds))
+        ends.append(end)
+    steps.append((StepWork(0, 0, 0, 0), 0.5))  # nothing was computed
+    ends.append(end)
+    pace = Pace(times, steps, ends)
+    for number, ((_, seconds), end_s) in enumerate(zip(steps[:-1], ends, strict=False)):
+        assert 1e-3 * pace.of(number, end_s) == pytest.approx(seconds)
+    assert sum(pace.of(number, 1e6) for number in range(300)) / 300 == pytest.approx(1.0, rel=0.05)
+    assert Pace(times, [], []).of(7, 0.0) == 1.0
+
+
+def test_slow_first_steps_are_slow_again() -> None:
+    """An engine whose first steps take five times as long: a model of all steps together would make the first
+    requests wait too little."""
+    engine = TimedEngine()
+    engine.slow_until_s = 0.4
+    engine.serve([(0.0, fields) for _, fields in load(random.Random(3))])
+    seen = study(engine.header, engine.events)
+    times = fit_step_times(seen.steps)
+    assert times is not None
+    recorded, predicted = measure(seen), predict(seen, times)
+    assert predicted.ttft_ms["mean"] == pytest.approx(recorded.ttft_ms["mean"], rel=0.03)
+    assert predicted.duration_s == pytest.approx(recorded.duration_s, rel=0.03)
+
+
 class TimedEngine:
     """An engine whose steps take what a formula says, on a clock of its own."""
 
     TIMES = StepTimes((4e-3, 2e-4, 0.0, 0.0, 0.0, 1e-4, 1e-6, 0.0), 0, 0.0, 0.0, 0.0)
+
+    lag_s = 0.0
+    """What lies between a request's arrival and the engine's hearing of it."""
+
+    slow_until_s = 0.0
+    """Steps that begin before that take five times as long."""
 
     def __init__(self, **fields: Any) -> None:
         self.fields = {"enable_caching": True, "num_blocks": 60, "max_num_batched_tokens": 16, **fields}
@@ -79,14 +117,14 @@ class TimedEngine:
                 self.now = max(self.now, arrivals[0][0])
             while arrivals and arrivals[0][0] <= self.now:
                 at, fields = arrivals.pop(0)
-                self.engine.add(make_request(arrival_time=at, **fields))
+                self.engine.add(make_request(arrival_time=at - self.lag_s, **fields))
             for request_id, at in (aborts or {}).items():
                 if at <= self.now:
                     self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
             if self.scheduler.has_requests():
                 output = self.engine.schedule()
                 if output.num_scheduled_tokens:
-                    self.now += self.TIMES.predict(StepWork.of(output))
+                    self.now += self.TIMES.predict(StepWork.of(output)) * (5 if self.now < self.slow_until_s else 1)
                 self.engine.update(output)
 
 
@@ -180,3 +218,22 @@ def test_changes_that_make_no_engine_are_refused() -> None:
     assert times is not None
     with pytest.raises(ConfigError, match="chunked prefill is off"):
         predict(recorded, times, Changes(enable_chunked_prefill=False))
+
+
+@pytest.mark.parametrize("changes", [Changes(), Changes(max_num_seqs=48)])
+def test_what_a_request_takes_to_the_engine_is_waited_for_again(changes: Changes) -> None:
+    """A frontend that needs 80 ms for each: no other setting of the scheduler makes that shorter."""
+    figures = []
+    for lag_s in (0.0, 0.08):
+        engine = TimedEngine()
+        engine.lag_s = lag_s
+        engine.serve([(at + 1.0, fields) for at, fields in load(random.Random(3))])
+        seen = study(engine.header, engine.events)
+        times = fit_step_times(seen.steps)
+        assert times is not None
+        figures.append(predict(seen, times, changes))
+        if not changes.any:
+            assert figures[-1].ttft_ms["mean"] == pytest.approx(measure(seen).ttft_ms["mean"], rel=0.05)
+    late, longer = figures[1], figures[0].ttft_ms["mean"] + 80
+    longest_step_ms = 15
+    assert late.ttft_ms["mean"] == pytest.approx(longer, abs=longest_step_ms)

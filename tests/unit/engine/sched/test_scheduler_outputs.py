@@ -30,6 +30,21 @@ def test_outputs_are_grouped_by_client_under_one_timestamp() -> None:
     }
     assert batches[0].timestamp == batches[1].timestamp
     assert [batch.scheduler_stats is not None for batch in batches.values()] == [True, False], "counted once"
+    stats = batches[0].scheduler_stats
+    assert stats is not None
+    assert (stats.num_generation_tokens, stats.num_prefilled_tokens, stats.num_decoded_reqs) == (3, 12, 0), "of all"
+    engine.add(make_request("d", 4, client_index=1), make_request("e", 6, client_index=2))
+    batches = engine.update(engine.schedule())
+    stats = batches[0].scheduler_stats
+    assert stats is not None
+    assert (stats.num_generation_tokens, stats.num_prefilled_tokens, stats.num_decoded_reqs) == (5, 10, 3)
+
+
+def test_stats_are_the_first_clients_whoever_has_outputs() -> None:
+    engine = Engine(make_scheduler())
+    engine.add(make_request("a", 4, client_index=2))
+    batches = engine.update(engine.schedule())
+    assert {client: batch.scheduler_stats is not None for client, batch in batches.items()} == {2: False, 0: True}
 
 
 def test_stats_find_a_client_even_when_there_is_nothing_to_say() -> None:

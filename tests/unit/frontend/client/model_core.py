@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.frontend.client.link import EngineLink, Message
-from quire.frontend.core_death import CoreDeath, DeathCause
+from quire.frontend.supervision.core_death import CoreDeath, DeathCause
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import (
     EngineCoreOutput,
@@ -40,8 +40,10 @@ def token_at(prompt: Sequence[int], index: int) -> int:
     return hashlib.sha256(f"{list(prompt)} {index}".encode()).digest()[0]
 
 
-def make_ready(incarnation: int = 0) -> EngineCoreReadyResponse:
-    return EngineCoreReadyResponse(64, 8, 16, 128, 2.0, ("generate",), incarnation=incarnation)
+def make_ready(incarnation: int = 0, next_sequence: int = 1) -> EngineCoreReadyResponse:
+    return EngineCoreReadyResponse(
+        64, 8, 16, 128, 2.0, ("generate",), incarnation=incarnation, next_sequence=next_sequence
+    )
 
 
 class ModelCore:

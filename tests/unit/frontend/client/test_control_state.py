@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.engine.utility import UTILITIES
-from quire.frontend.client.control_state import REPEATABLE_VERBS, ControlState
+from quire.frontend.client.control_state import REMEMBERED_VERBS, REPEATABLE_VERBS, ControlState
 from quire.lora_request import LoRARequest
 
 LORA = LoRARequest("adapter", 7, "/l")
@@ -57,3 +57,13 @@ def test_every_verb_of_the_core_is_decided_about() -> None:
     """A new verb is repeatable or not: say so in the table of control_state.py."""
     unrepeatable = {"collective_rpc", "profile", "execute_dummy_batch", "get_dropped_messages"}
     assert UTILITIES.keys() - REPEATABLE_VERBS <= unrepeatable
+
+
+@pytest.mark.parametrize("verb", sorted(UTILITIES.keys() - {"add_lora", "remove_lora", "pin_lora"}))
+def test_what_is_remembered_is_made_by_whoever_starts_cores(verb: str) -> None:
+    """Every verb that changes the state, and no other, goes through the owner of a shared core."""
+    args: tuple[Any, ...] = ("/w", None) if verb == "update_weights" else ()
+    before: list[Call] = [("pause_scheduler", ("keep",), None), ("sleep", (1,), None)]
+    changes = state_after(*before, (verb, args, True)) != state_after(*before)
+    is_pause_again = verb == "pause_scheduler"
+    assert (changes or is_pause_again) == (verb in REMEMBERED_VERBS)

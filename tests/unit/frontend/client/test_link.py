@@ -7,7 +7,7 @@ import pytest
 from quire.errors import EngineDeadError
 from quire.frontend.client.control_calls import Answer
 from quire.frontend.client.link import EngineLink, LinkState
-from quire.frontend.core_death import CoreDeath
+from quire.frontend.supervision.core_death import CoreDeath
 from quire.wire.engine_core import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -334,6 +334,64 @@ def test_a_repeated_message_is_dropped() -> None:
     driver.settle()
     assert len(driver.delivered["a"]) == 1
     assert driver.link.counts["repeated"] == 1
+
+
+def test_a_client_that_comes_later_knows_where_the_numbers_stand() -> None:
+    """It was another process before: what that one was sent is neither lost nor still to come."""
+    link = EngineLink(2, is_shared=True)
+    link.on_ready(make_ready(4, next_sequence=58))
+    link.add_request(make_request("a"))
+    link.on_outputs(outputs(("a", [9]), incarnation=4, sequence=57))
+    link.on_outputs(outputs(("a", [1]), incarnation=4, sequence=58))
+    link.on_outputs(outputs(("a", [2]), incarnation=4, sequence=59))
+    tokens = [output.new_token_ids for delivered in link.deliveries for output in delivered.outputs]
+    assert tokens == [[1], [2]]
+    assert link.counts == {"repeated": 1}
+    assert len(link.messages) == 1
+
+
+def test_a_message_lost_before_the_first_that_comes_is_noticed() -> None:
+    link = EngineLink(2, is_shared=True)
+    link.on_ready(make_ready(4, next_sequence=58))
+    link.add_request(make_request("a"))
+    link.on_outputs(outputs(("a", [2]), incarnation=4, sequence=59))
+    assert link.counts["lost"] == 1
+    assert link.deliveries == []
+    assert link.messages[-1].payload.request_id == "a~1"
+
+
+def test_a_connection_that_was_lost_goes_on_at_the_number_it_is_told() -> None:
+    link = EngineLink(1, is_shared=True)
+    link.on_ready(make_ready())
+    link.add_request(make_request("a"))
+    link.on_outputs(outputs(("a", [1]), sequence=1))
+    link.on_ready(make_ready(0, next_sequence=4))
+    for sequence in (2, 3):  # of the connection before
+        link.on_outputs(outputs(("a", [9]), sequence=sequence))
+    link.on_outputs(outputs(("a", [2]), sequence=4))
+    tokens = [output.new_token_ids for delivered in link.deliveries for output in delivered.outputs]
+    assert tokens == [[1], [2]]
+    assert (link.counts["repeated"], link.counts["lost"]) == (2, 0)
+
+
+@pytest.mark.parametrize(("is_owner", "is_shared"), [(True, False), (True, True), (False, True)])
+def test_the_owner_of_a_shared_core_lets_the_others_in_when_it_is_restored(is_owner: bool, is_shared: bool) -> None:
+    link = EngineLink(is_shared=is_shared, is_owner=is_owner)
+    link.on_ready(make_ready(0))
+    call_id = link.call_utility("pause_scheduler", ("keep", False))
+    link.on_outputs(EngineCoreOutputs(utility_output=UtilityOutput(call_id)))
+    link.on_death(CoreDeath("killed", "was killed", ()))
+    link.messages.clear()
+    link.on_ready(make_ready(1))
+    assert [message.payload[2] for message in link.messages] == ["pause_scheduler"]
+    restoring = link.messages.pop().payload[1]
+    link.on_outputs(EngineCoreOutputs(utility_output=UtilityOutput(restoring), incarnation=1))
+    owns = is_shared and is_owner
+    assert [message.payload[2] for message in link.messages] == ["admit_clients"] * owns
+    if owns:
+        admission = link.messages.pop().payload[1]
+        link.on_outputs(EngineCoreOutputs(utility_output=UtilityOutput(admission), incarnation=1))
+        assert [answer.call_id for answer in link.answers] == [call_id], "nobody waits for that one"
 
 
 def test_after_a_lost_message_everything_is_sent_again() -> None:

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from quire.errors import EngineDeadError
-from quire.frontend.client.mailbox import LoopMailbox
+from quire.frontend.client.mailbox import MAX_TURN_S, LoopMailbox
 from quire.wire.engine_core import EngineCoreOutputs
 
 
@@ -61,6 +61,47 @@ def test_a_burst_wakes_the_loop_once() -> None:
         return num_wakes
 
     assert asyncio.run(run()) == 1
+
+
+async def count_until_others_ran(mailbox: LoopMailbox, refill: int) -> int:
+    """How many are taken in a row before another callback of the loop runs, though the mailbox is never empty."""
+    others_ran = asyncio.Event()
+    await mailbox.take()
+    asyncio.get_running_loop().call_soon(others_ran.set)
+    count = 0
+    while not others_ran.is_set() and count < 10_000:
+        for _ in range(refill):
+            mailbox.put_outputs(numbered(0))
+        await mailbox.take()
+        count += 1
+    return count
+
+
+def test_a_core_that_is_faster_than_the_loop_does_not_starve_it() -> None:
+    async def run() -> int:
+        mailbox = LoopMailbox()
+        for number in range(20):
+            mailbox.put_outputs(numbered(number))
+        return await count_until_others_ran(mailbox, refill=3)
+
+    assert asyncio.run(run()) == 20  # what was there is handed out in one turn; the next begins after the others'
+
+
+def test_a_turn_is_bounded_in_time() -> None:
+    now = 0.0
+
+    def tick() -> float:
+        nonlocal now
+        now += MAX_TURN_S / 4
+        return now
+
+    async def run() -> int:
+        mailbox = LoopMailbox(clock=tick)
+        for number in range(100):
+            mailbox.put_outputs(numbered(number))
+        return await count_until_others_ran(mailbox, refill=0)
+
+    assert asyncio.run(run()) == 4
 
 
 def test_room() -> None:

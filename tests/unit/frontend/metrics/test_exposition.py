@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from quire.frontend.metrics.exposition import CONTENT_TYPES, Exposition, choose_format, format_value
+from quire.frontend.metrics.exposition import CONTENT_TYPES, Exposition, Format, choose_format, format_value
+from quire.frontend.metrics.facts import AdapterLoad
 from quire.frontend.metrics.process import END_MARK, ProcessMetrics
-from quire.frontend.metrics.snapshot import Exemplar, Family, MetricsSnapshot, Series
+from quire.frontend.metrics.snapshot import Exemplar, Family, Series
+
+from .books import OPERATIONS, Books
 
 PROMETHEUS_ACCEPT = (
     "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,"
@@ -44,8 +49,8 @@ def test_any_label_and_any_value_come_back(label: str, value: float, request_id:
     ]
     exposition = Exposition()
     for text, parse in (
-        (exposition.write(MetricsSnapshot(families)), parse_text),
-        (exposition.write(MetricsSnapshot(families), "openmetrics") + END_MARK, parse_openmetrics),
+        (exposition.write(families), parse_text),
+        (exposition.write(families, "openmetrics") + END_MARK, parse_openmetrics),
     ):
         gauge, histogram = parse(text)
         assert gauge.documentation == "Help\nwith \\ two lines."
@@ -58,6 +63,24 @@ def test_any_label_and_any_value_come_back(label: str, value: float, request_id:
             shown = histogram.samples[0].exemplar.labels["request_id"]
             assert len(shown) == len(request_id)
             assert all(a in (b, "_") for a, b in zip(shown, request_id, strict=True))
+
+
+@given(st.lists(st.sampled_from((*OPERATIONS, "step", "adapter", "text", "openmetrics"))))
+def test_what_is_not_written_again_would_have_been_the_same(script: list[Callable[[Books], None] | Format]) -> None:
+    """Scrapes at any moments, against a writer that remembers nothing."""
+    books = Books()
+    for action in [*script, "text", "openmetrics"]:
+        match action:
+            case "step":
+                books.note_step(num_running=len(script))
+            case "adapter":
+                books.adapters = AdapterLoad({"a": 1}) if books.adapters == AdapterLoad() else AdapterLoad()
+            case "text" | "openmetrics":
+                written = books.metrics.exposition(action)
+                assert written == Exposition().write(books.metrics.snapshot().families, action)
+            case operation:
+                operation(books)
+        books.now += 0.25
 
 
 @pytest.mark.parametrize(

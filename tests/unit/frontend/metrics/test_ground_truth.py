@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.frontend.client.inproc import InprocClient
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.metrics.snapshot import MetricsSnapshot
 from quire.outputs import RequestOutput
@@ -24,6 +23,8 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.testing.fake_executor import FakeExecutor
 from quire.testing.metrics_audit import MetricsAudit
 from quire.wire.execution import SchedulerOutput
+
+from .mortal_client import MortalClient
 
 PER_STAGE = ("queue", "prefill", "decode", "inference")
 
@@ -69,6 +70,8 @@ class Life:
     """What the observer saw of one segment of one output of one request."""
 
     arrival: float
+    queued_at: float = 0.0
+    """When the core that answered it got it."""
     tokens_at: list[float] = field(default_factory=list)
     """When each output came, with how many tokens."""
     num_tokens: int = 0
@@ -88,9 +91,8 @@ class Observer:
             **{"num_gpu_blocks_override": 14, "max_num_batched_tokens": 24, "max_num_seqs": 6, **flags},
         )
         config = args.create_engine_config()
-        client = InprocClient(config, log_stats=True)
-        client.engine_core.scheduler.clock = clock
-        self.engine = LLMEngine(config, client=client, log_stats=True)
+        self.client = MortalClient(config, clock)
+        self.engine = LLMEngine(config, client=self.client, log_stats=True)
         self.engine.pipeline.stats._wall_clock = clock
         self.audit = MetricsAudit()
         self.lives: dict[str, list[Life]] = {}
@@ -114,7 +116,7 @@ class Observer:
             child = internal if n == 1 else f"{index}_{internal}"
             self._ids[name, index] = child
             if prompt:
-                self.lives.setdefault(child, []).append(Life(clock.now, prompt_len=len(prompt)))
+                self.lives.setdefault(child, []).append(Life(clock.now, clock.now, prompt_len=len(prompt)))
 
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])
@@ -122,6 +124,23 @@ class Observer:
             child = self._ids.get((name, index))
             if child is not None and self.lives[child][-1].end is None:
                 self.lives[child][-1].end = clock.now
+
+    def die(self, *, in_step: bool) -> None:
+        """The core dies, with `in_step` when it has computed a step that nobody hears of; later the next one is there.
+
+        A request without a token is new to that: it is queued there, and scheduled there for the first time."""
+        if in_step:
+            self.client.run_step()
+        self.client.die()
+        self.check_laws()
+        clock.now += clock.rng.choice((0.5, 30.0))
+        self.client.start()
+        self.check_laws()
+        for child, lives in self.lives.items():
+            for number, life in enumerate(lives):
+                if not life.tokens_at and life.end is None:
+                    clock.first_seen.pop(f"{child}/{number}", None)
+                    life.queued_at = clock.now
 
     def step(self) -> None:
         """One step; then the laws hold."""
@@ -140,6 +159,8 @@ class Observer:
         if finished:
             life.end = clock.now
             clock.segments[child] += 1
+            for early in self.lives[child][clock.segments[child] :]:
+                early.queued_at = clock.now  # an input that came before this answer's end waited for its user's sake
 
     def snapshot(self) -> MetricsSnapshot:
         metrics = self.engine.pipeline.stats.metrics
@@ -183,7 +204,7 @@ class Observer:
             if first_seen is None or not life.tokens_at:
                 continue
             for stage, seconds in (
-                ("queue", first_seen - life.arrival),
+                ("queue", first_seen - life.queued_at),
                 ("prefill", life.tokens_at[0] - first_seen),
                 ("decode", life.tokens_at[-1] - life.tokens_at[0]),
                 ("inference", life.tokens_at[-1] - first_seen),
@@ -295,6 +316,53 @@ def test_a_session() -> None:
     assert seen.value("vllm:request_inference_time_seconds") < 1000
 
 
+@pytest.mark.parametrize("in_step", [False, True])
+def test_resumed_on_another_core(in_step: bool) -> None:
+    """One that decodes keeps its stamps: the restart is one long interval between tokens. One that waits, or
+    prefills, begins anew; its time to first token holds it all."""
+    observer = Observer(max_num_seqs=2, num_gpu_blocks_override=40)
+    observer.add("decoding", [3] * 9, n=2, max_tokens=9)
+    for _ in range(3):
+        observer.step()
+    observer.add("waiting", [4] * 60, max_tokens=3)
+    observer.die(in_step=in_step)
+    observer.step()
+    observer.die(in_step=in_step)
+    observer.check()
+    seen = observer.snapshot()
+    assert seen.value("quire_engine_restarts", "killed") == 2
+    assert seen.value("quire_requests_resumed") == 4
+    assert seen.value("vllm:inter_token_latency_seconds") == seen.value("vllm:request_decode_time_seconds") > 1
+
+
+def test_resumed_after_a_preemption() -> None:
+    """What a dead core has not told of a preemption is not known; what was told stays told."""
+    observer = Observer(num_gpu_blocks_override=9, scheduler_reserve_full_isl=False)
+    for number in range(3):
+        observer.add(f"r{number}", [number + 3] * 20, max_tokens=40)
+    while not clock.num_preemptions.total():
+        observer.step()
+    observer.die(in_step=False)
+    observer.check()
+    assert 0 < observer.snapshot().value("vllm:num_preemptions") <= clock.num_preemptions.total()
+
+
+def test_a_session_on_three_cores() -> None:
+    observer = Observer(num_gpu_blocks_override=40)
+    observer.add("s", [3] * 10, resumable=True, max_tokens=4)
+    observer.step()
+    observer.step()
+    observer.die(in_step=True)
+    while observer.engine.has_unfinished_requests():
+        observer.step()
+    observer.die(in_step=False)  # while it rests
+    observer.add("s", [4] * 6, resumable=True, max_tokens=3)
+    observer.add("s", [5] * 6, resumable=False, max_tokens=3)
+    observer.step()
+    observer.die(in_step=False)
+    observer.check()
+
+
 def test_aborts_wherever_they_are() -> None:
     observer = Observer(max_num_seqs=2)
     for number in range(6):
@@ -327,5 +395,8 @@ def test_a_random_crowd(seed: int) -> None:
                 observer.step()
         if rng.random() < 0.2:
             observer.abort(rng.choice(names))
+        if rng.random() < 0.2:
+            observer.die(in_step=rng.random() < 0.5)
     observer.check()
     assert observer.audit.num_checks > 25
+    assert observer.snapshot().value("quire_engine_restarts") > 0

@@ -33,11 +33,15 @@ def test_one_line_per_interval(lines: pytest.LogCaptureFixture) -> None:
         num_skipped_waiting_reqs=1,
         kv_cache_usage=0.25,
         prefix_cache_stats=PrefixCacheStats(requests=1, queries=10, hits=5),
+        num_generation_tokens=40,
+        num_prefilled_tokens=20,
     )
-    logger.record(scheduler, IterationStats(num_generation_tokens=40, prompt_tokens=PrefillStats(30, 20, 10)))
+    logger.record(scheduler, IterationStats(num_generation_tokens=7, prompt_tokens=PrefillStats(30, 20, 10)))
     assert not lines.messages
     clock.now = 10.0
-    logger.record(None, IterationStats(num_generation_tokens=60))
+    scheduler.num_generation_tokens, scheduler.num_prefilled_tokens = 60, 0
+    scheduler.prefix_cache_stats = PrefixCacheStats()
+    logger.record(scheduler, None)
     assert lines.messages == [
         "prompt 2.0 tokens/s, generation 10.0 tokens/s, running 3, waiting 3, KV cache 25.0%, prefix cache hits 50.0%"
     ]

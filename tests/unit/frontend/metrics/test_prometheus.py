@@ -61,6 +61,8 @@ def test_a_step_is_counted() -> None:
                 num_used_blocks=1,
                 num_cached_blocks=2,
                 num_free_blocks=3,
+                num_generation_tokens=5,
+                num_prefilled_tokens=3,
             ),
             IterationStats(
                 num_generation_tokens=3,
@@ -71,7 +73,6 @@ def test_a_step_is_counted() -> None:
                 finished_requests=[FINISHED],
                 max_num_generation_tokens=[3],
                 n_params=[1],
-                num_step_tokens=8,
             ),
         )
     seen = logger.snapshot()
@@ -200,17 +201,6 @@ def facts(**fields: Any) -> FrontendFacts:
         "time": 1000.0,
         "ledger": RequestLedger(),
         "num_live": {"waiting": 0, "running": 0, "resting": 0},
-        "num_queued_tokens": 0,
-        "admission_rejections": {},
-        "core_counts": {},
-        "core_restarts": {},
-        "is_core_ready": True,
-        "step_age_s": 0.0,
-        "saturation": Saturation(),
-        "sleep_level": 0,
-        "operations_in_flight": {},
-        "adapters": AdapterLoad(),
-        "max_lora": 0,
     }
     return FrontendFacts(**{**defaults, **fields})
 
@@ -227,7 +217,7 @@ def test_facts_are_read_for_each_snapshot() -> None:
         core_counts={"resumed_requests": 5, "recomputed_tokens": 70, "corrupt": 1},
         core_restarts={"hang": 2},
         is_core_ready=False,
-        step_age_s=1.5,
+        oldest_arrival=998.5,
         saturation=Saturation({"compute": 0.5, "seats": 0.25, "kv_cache": 0.75, "queue": 0.0}, 123.0),
         sleep_level=2,
         operations_in_flight={"wake": 1},

@@ -2,41 +2,72 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from quire.frontend.metrics.saturation import EngineLimits, Saturation, SaturationMeter, StepCosts
+from quire.frontend.metrics.saturation import CostModel, EngineLimits, Saturation, SaturationMeter, StepCosts
 
 FIXED_S, PER_OUTPUT_S, PER_PROMPT_TOKEN_S = 0.010, 0.0005, 0.0001
 
 
+def learn(steps: Iterable[tuple[int, int, float]]) -> CostModel:
+    """What is made of steps, given as outputs, prompt tokens and seconds."""
+    costs, now = StepCosts(), 0.0
+    for num_outputs, num_prompt_tokens, duration_s in steps:
+        now += duration_s
+        costs.add(now, num_outputs, num_prompt_tokens, duration_s)
+    return costs.fit()
+
+
 def test_costs_are_learnt() -> None:
     rng = random.Random(1)
-    costs = StepCosts()
-    for _ in range(500):
-        outputs, prompt = rng.randrange(20), rng.choice((0, 0, 100, 500))
-        costs.add(outputs, prompt, FIXED_S + outputs * PER_OUTPUT_S + prompt * PER_PROMPT_TOKEN_S)
-    assert costs.solve() == pytest.approx((FIXED_S, PER_OUTPUT_S, PER_PROMPT_TOKEN_S), rel=1e-3)
+    sizes = [(rng.randrange(20), rng.choice((0, 0, 100, 500))) for _ in range(500)]
+    model = learn((o, p, FIXED_S + o * PER_OUTPUT_S + p * PER_PROMPT_TOKEN_S) for o, p in sizes)
+    for num_outputs in (0, 3, 17, 64):
+        assert model.decoding_step(num_outputs) == pytest.approx(FIXED_S + num_outputs * PER_OUTPUT_S, rel=1e-3)
+    assert model.prompt_token == pytest.approx(PER_PROMPT_TOKEN_S, rel=1e-3)
+    assert model.prompt_step == pytest.approx(0.0, abs=1e-6)
 
 
-def test_noise_makes_no_cost_negative() -> None:
-    rng = random.Random(2)
-    costs = StepCosts()
-    for _ in range(200):
-        costs.add(rng.randrange(5), rng.randrange(50), 0.01 * rng.random())
-    assert min(costs.solve()) >= 0
+def test_the_first_rows_may_cost_more() -> None:
+    """As on machines that wait for the weights: what many rows cost does not follow from what a few do."""
+    rng = random.Random(1)
+    sizes = [(rng.randint(1, 40), rng.choice((0, 0, 0, 50, 300))) for _ in range(2000)]
+    model = learn((o, p, 0.001 + min(o, 4) * 0.001 + o * 1e-4 + bool(p) * 0.002 + p * 1e-5) for o, p in sizes)
+    for num_outputs in (1, 4, 10, 40):
+        right = 0.001 + min(num_outputs, 4) * 0.001 + num_outputs * 1e-4
+        assert model.decoding_step(num_outputs) == pytest.approx(right, rel=1e-2)
+    assert (model.prompt_step, model.prompt_token) == pytest.approx((0.002, 1e-5), rel=1e-2)
+
+
+def test_a_full_step_is_remembered_through_quiet_times() -> None:
+    def seconds(num_outputs: int) -> float:
+        return 0.002 + 0.001 * math.sqrt(num_outputs)
+
+    full = [(n, 0, seconds(n)) for n in range(24, 33)] * 20
+    quiet = [(n, 0, seconds(n)) for n in (1, 2, 3)] * 10_000
+    assert learn(full + quiet).decoding_step(32) == pytest.approx(seconds(32), rel=0.05)
+    assert learn(quiet).decoding_step(32) != pytest.approx(seconds(32), rel=0.05)
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 5000), st.floats(1e-5, 10.0)), min_size=1, max_size=60))
+def test_no_cost_is_negative(steps: list[tuple[int, int, float]]) -> None:
+    model = learn(steps)
+    assert min(model.coefficients) >= 0
+    assert all(map(math.isfinite, model.coefficients))
 
 
 def test_what_never_varies_is_a_fixed_cost() -> None:
-    costs = StepCosts()
-    for _ in range(100):
-        costs.add(4, 0, 0.02)
-    fixed, per_output, per_prompt_token = costs.solve()
-    assert fixed == pytest.approx(0.02, rel=0.01)
-    assert (per_output, per_prompt_token) == pytest.approx((0, 0), abs=1e-4)
+    model = learn([(4, 0, 0.02)] * 100)
+    assert model.decoding_step(0) == model.decoding_step(100) == pytest.approx(0.02)
+    assert model.prompt_token == 0
 
 
 def test_nothing_measured_is_nothing_used() -> None:

@@ -13,35 +13,32 @@ from quire.frontend.metrics.stats import IterationStats
 from quire.wire.stats import SchedulerStats
 
 
-def snapshot(tokens: int, latencies: list[float], running: int, stamp: float, waiting: int) -> MetricsSnapshot:
+def snapshot(tokens: int, latencies: list[float], running: int, stamp: float) -> MetricsSnapshot:
     logger = PrometheusStatLogger(MetricsSetup(model_name="m"), clock=lambda: stamp)
     logger.record(
         SchedulerStats(num_running_reqs=running),
         IterationStats(num_generation_tokens=tokens, inter_token_latencies=latencies),
     )
-    seen = logger.snapshot()
-    seen.find("quire_requests_live").series[0].value = waiting
-    return seen
+    return logger.snapshot()
 
 
-def test_counters_add_up_and_gauges_say_how() -> None:
-    merged = merge_snapshots([snapshot(3, [0.5], 9, 2.0, 1), snapshot(4, [0.5, 30.0], 5, 1.0, 2)])
+def test_counters_add_up_and_gauges_are_the_latest() -> None:
+    merged = merge_snapshots([snapshot(3, [0.5], 9, 2.0), snapshot(4, [0.5, 30.0], 5, 1.0)])
     assert merged.value("vllm:generation_tokens") == 7
     assert merged.count("vllm:inter_token_latency_seconds") == 3
     assert merged.value("vllm:inter_token_latency_seconds") == 31.0
     assert merged.value("vllm:num_requests_running") == 9, "both speak of one engine; the later stamp is right"
-    assert merged.value("quire_requests_live") == 3, "each has its own"
 
 
 def test_what_was_merged_stays_as_it_was() -> None:
-    one, two = snapshot(3, [0.5], 9, 2.0, 1), snapshot(4, [0.5], 5, 1.0, 2)
+    one, two = snapshot(3, [0.5], 9, 2.0), snapshot(4, [0.5], 5, 1.0)
     before = msgspec.msgpack.encode((one, two))
     merge_snapshots([one, two])
     assert msgspec.msgpack.encode((one, two)) == before
 
 
 def test_a_snapshot_crosses_a_process_boundary() -> None:
-    seen = snapshot(3, [0.5], 9, 2.0, 1)
+    seen = snapshot(3, [0.5], 9, 2.0)
     exemplar = Exemplar(0.5, 1.0, {"request_id": "x"})
     seen.find("vllm:inter_token_latency_seconds").series[0].exemplars[3] = exemplar
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(seen), type=MetricsSnapshot) == seen
@@ -69,7 +66,6 @@ values = st.builds(
     st.lists(st.sampled_from((0.25, 0.5, 4.0)), max_size=3),
     st.integers(0, 9),
     st.floats(0, 10),
-    st.integers(0, 9),
 )
 
 

@@ -12,11 +12,26 @@ import httpx2
 from quire.config.engine_args import EngineArgs
 from quire.config.server import ServerConfig
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.client.async_inproc import AsyncInprocClient
 from quire.frontend.openai.app import build_app
 from quire.frontend.openai.state import ServerState
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest
+from quire.wire.serial import MsgpackDecoder, MsgpackEncoder
 
 MODEL = "demo"
 MAX_MODEL_LEN = 512
+
+
+class WiredClient(AsyncInprocClient):
+    """A core in this process, with which nothing is exchanged that could not cross to another: all of it is encoded."""
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        frames = [bytes(frame) for frame in MsgpackEncoder().encode(request)]
+        await super().add_request_async(MsgpackDecoder(EngineCoreRequest).decode(frames))
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        frames = [bytes(frame) for frame in MsgpackEncoder().encode(await super().get_output_async())]
+        return MsgpackDecoder(EngineCoreOutputs).decode(frames)
 
 
 class Server:
@@ -77,11 +92,13 @@ def check(
     keys: Sequence[bytes] = (),
     engine_flags: dict[str, Any] | None = None,
     timeout_s: float = 60,
+    in_process: bool = True,
     **flags: Any,
 ) -> None:
     """Run `test` against a fresh server with these flags; afterwards nothing is left of any request.
 
-    An `executor` of None runs the real model.
+    An `executor` of None runs the real model. The core runs on a thread, but what it is sent and sends is encoded; or
+    it is a process, which can die.
     """
     fake = {} if executor is None else {"distributed_executor_backend": f"tests.process.executors:{executor}"}
 
@@ -92,7 +109,10 @@ def check(
             num_gpu_blocks_override=256,
             **{**fake, **(engine_flags or {})},
         )
-        async with AsyncLLM.from_engine_args(args) as engine:
+        config = args.create_engine_config("serving")
+        log_stats = not config.observability_config.disable_log_stats
+        client = WiredClient(config, log_stats=log_stats) if in_process else None
+        async with AsyncLLM(config, client=client) as engine:
             server = Server(engine, ServerConfig(**flags), keys)
             async with server.client:
                 await test(server)

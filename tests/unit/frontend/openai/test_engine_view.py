@@ -7,7 +7,6 @@ import logging
 import random
 from array import array
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -50,8 +49,7 @@ def test_a_request() -> None:
     assert alone["blocks"] == [[5, 3], [2, 1], [9, 2]]
     assert (alone["id"], alone["key"], alone["output_tokens"], alone["cached_tokens"]) == ("a", "0_a-1", 2, 0)
     assert alone["scheduled_time"] is None
-    stats = SimpleNamespace(queued_ts=9.0, scheduled_ts=9.5, first_token_ts=0.0, last_token_ts=0.0)
-    known = describe_request(request, cast("Any", SimpleNamespace(stats=stats)), 990.0)
+    known = describe_request(request, (9.0, 9.5, 0.0, 0.0), 990.0)
     assert (known["queued_time"], known["scheduled_time"], known["first_token_time"]) == (999.0, 999.5, None)
 
 

@@ -152,7 +152,7 @@ def test_our_own_faults_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_key_only_probes_metrics_and_static_pages_answer(endpoint: Endpoint) -> None:
     if endpoint.access in (Access.OPEN, Access.METRICS):
         probes = ("/health", "/health/live", "/health/ready", "/ping")
-        assert endpoint.path in (*probes, "/metrics", "/ui", "/ui/dashboard", "/ui/{name}")
+        assert endpoint.path in (*probes, "/metrics", "/", "/ui", "/ui/dashboard", "/ui/{name}")
 
 
 def test_every_route_asks_for_the_key() -> None:
@@ -202,10 +202,44 @@ def test_admin_routes_have_an_app_of_their_own() -> None:
                 assert error["code"] == 400
                 assert param is None or error["param"] == param
             assert (await admin.post("/v1/completions", json={"prompt": "x"})).status_code == 404
-            evil = await admin.get("/is_paused", headers={"host": "evil.example"})
-            assert evil.status_code == 403
 
     check(test, enable_admin=True)
+
+
+def test_the_admin_listener_is_not_for_pages_of_elsewhere() -> None:
+    """Neither for one whose name was made to lead here, nor for one that sends without reading the answer."""
+
+    async def test(server: Server) -> None:
+        async with client_of(build_app(server.state, is_admin=True)) as admin:
+            for path in ("/is_paused", "/metrics", "/debug/state"):
+                for host in ("localhost", "localhost:8001", "127.0.0.1:8001", "[::1]:8001", "LOCALHOST"):
+                    own = {"host": host, "origin": f"http://{host}"}
+                    for headers in ({"host": host}, own):
+                        assert (await admin.get(path, headers=headers)).status_code == 200, (path, headers)
+                for host in ("evil.example", "evil.example:8001", "10.0.0.7", "localhost.evil.example", "[::2]:8001"):
+                    refusal = await admin.get(path, headers={"host": host})
+                    assert refusal.status_code == 403, (path, host)
+                    assert host in refusal.json()["error"]["message"]
+                for origin in ("http://evil.example", "null", "http://localhost:8002", "http://10.0.0.7"):
+                    refusal = await admin.get(path, headers={"host": "localhost:8001", "origin": origin})
+                    assert refusal.status_code == 403, (path, origin)
+            assert (await admin.post("/pause", headers={"origin": "http://evil.example"})).status_code == 403
+            for path in ("/health", "/ping"):
+                assert (await admin.get(path, headers={"host": "10.0.0.7"})).status_code == 200, "a probe"
+        for path in ("/metrics", "/debug/state"):
+            assert (await server.get(path, headers={"host": "quire.example"})).status_code == 200, "not the admin's"
+
+    check(test, enable_admin=True)
+
+
+def test_an_admin_listener_for_others_answers_to_addresses() -> None:
+    async def test(server: Server) -> None:
+        async with client_of(build_app(server.state, is_admin=True)) as admin:
+            for host, status in (("10.0.0.7:8001", 200), ("[fd00::7]:8001", 200), ("evil.example", 403)):
+                for path in ("/is_paused", "/metrics"):
+                    assert (await admin.get(path, headers={"host": host})).status_code == status, (path, host)
+
+    check(test, enable_admin=True, admin_host="0.0.0.0")
 
 
 def test_without_the_switch_there_are_no_admin_routes() -> None:
@@ -223,6 +257,18 @@ def test_cors_and_middleware() -> None:
     check(
         test, allowed_origins=("http://a.example",), middleware=("tests.unit.frontend.openai.middlewares.add_header",)
     )
+
+
+def test_a_proxy_may_serve_it_under_a_path() -> None:
+    """Whether the proxy takes the path off or leaves it on."""
+
+    async def test(server: Server) -> None:
+        for path in ("/v1/models", "/models/v1/models"):
+            assert (await server.get(path)).json()["data"][0]["id"] == "demo", path
+        assert "/models/openapi.json" in (await server.get("/docs")).text
+        assert (await server.get("/elsewhere/v1/models")).status_code == 404
+
+    check(test, root_path="/models")
 
 
 def test_overload_is_refused_before_any_work() -> None:

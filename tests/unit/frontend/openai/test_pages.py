@@ -36,6 +36,15 @@ def test_every_file_is_sent_as_it_is() -> None:
     check(test)
 
 
+@pytest.mark.parametrize(("root_path", "where"), [(None, "/ui"), ("/models", "/models/ui")])
+def test_the_address_alone_leads_to_the_first_page(root_path: str | None, where: str) -> None:
+    async def test(server: Server) -> None:
+        response = await server.get("/")
+        assert (response.status_code, response.headers["location"]) == (307, where)
+
+    check(test, root_path=root_path)
+
+
 def test_a_browser_that_has_a_file_is_not_sent_it_again() -> None:
     async def test(server: Server) -> None:
         first = await server.get("/ui/style.css")
@@ -76,7 +85,7 @@ def test_pages_need_no_key_and_what_they_show_does() -> None:
 
 def test_the_switch_takes_them_away() -> None:
     async def test(server: Server) -> None:
-        for path in ("/ui", "/ui/dashboard", "/ui/style.css", "/debug/state"):
+        for path in ("/", "/ui", "/ui/dashboard", "/ui/style.css", "/debug/state"):
             assert (await server.get(path)).status_code == 404
 
     check(test, disable_ui=True)

@@ -16,6 +16,7 @@ import pytest
 from quire.config.engine_args import EngineArgs
 from quire.config.server import ServerConfig
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.openai.routes.cohere import PROMPT_NAMES, prefix_of
 from quire.testing.tiny_models import make_tiny_checkpoint
 
 from .serving import Server
@@ -197,3 +198,171 @@ def test_scores_and_the_order_of_documents(serve: Serve, model: str) -> None:
         await server.answer("/score", text_1="a", text_2=too_long, truncate_prompt_tokens=-1)
 
     serve(model, test)
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "key"),
+    [("embed", "/v1/embeddings", "embedding"), ("embed", "/pooling", "data"), ("classify", "/classify", "probs")],
+)
+def test_a_conversation_is_one_prompt(serve: Serve, model: str, path: str, key: str) -> None:
+    """The template's text, without special tokens but its own."""
+
+    async def test(server: Server) -> None:
+        tokenizer = await server.engine.get_tokenizer()
+        for options in ({}, {"add_generation_prompt": True}):
+            asked = {"add_generation_prompt": False, **options}
+            text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, **asked)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            (found,) = (answer := await server.answer(path, messages=MESSAGES, **options))["data"]
+            (expected,) = (await server.answer(path, input=ids))["data"]
+            np.testing.assert_allclose(found[key], expected[key], atol=1e-6)
+            assert answer["usage"]["prompt_tokens"] == len(ids)
+        more = await server.answer(path, messages=MESSAGES, add_generation_prompt=True, add_special_tokens=True)
+        assert more["usage"]["prompt_tokens"] == len(tokenizer.encode(text)) > len(ids)
+        for body, param, words in (
+            ({}, "input", "give it (texts or token ids), or messages"),
+            ({"input": "a", "messages": MESSAGES}, "messages", "not both"),
+            ({"messages": [{"role": "user", "content": "word " * 400}]}, "messages", "takes 320"),
+            ({"messages": MESSAGES, "chat_template": "x"}, "chat_template", "--trust-request-chat-template"),
+            (
+                {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}},
+                "chat_template_kwargs",
+                "may not set tools",
+            ),
+            ({"messages": MESSAGES, "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "not supported"),
+        ):
+            error = await server.refusal(path, **body)
+            assert error["param"] == param, error
+            assert words in error["message"], error
+
+    serve(model, test)
+
+
+@pytest.mark.parametrize("model", ["score", "embed"])
+def test_texts_of_pairs_as_objects(serve: Serve, model: str) -> None:
+    def parts(text: str) -> dict[str, Any]:
+        return {"content": [{"type": "text", "text": text}]}
+
+    async def test(server: Server) -> None:
+        plain = await server.answer("/score", text_1=TEXTS[0], text_2=TEXTS)
+        same = await server.answer("/score", data_1=parts(TEXTS[0]), data_2=[parts(TEXTS[0]), *TEXTS[1:]])
+        assert [d["score"] for d in same["data"]] == [d["score"] for d in plain["data"]]
+        order = await server.answer("/rerank", query=parts(TEXTS[0]), documents=[parts(TEXTS[1]), {"text": TEXTS[2]}])
+        assert {r["document"]["text"] for r in order["results"]} == set(TEXTS[1:])
+        for path, body, param in (
+            ("/score", {"text_1": {}, "text_2": "a"}, "text_1"),
+            ("/score", {"text_1": "a", "text_2": [{"text": "a", "content": []}]}, "text_2"),
+            ("/rerank", {"query": "a", "documents": [{"title": "a"}]}, "documents"),
+            ("/score", {"text_1": "a", "text_2": {"content": [{"type": "image_url", "image_url": {}}]}}, "text_2"),
+        ):
+            assert (await server.refusal(path, **body))["param"].partition(".")[0] == param
+
+    serve(model, test)
+
+
+def test_cohere_s_form_of_embeddings(serve: Serve) -> None:
+    async def test(server: Server) -> None:
+        plain = await server.answer("/v1/embeddings", input=TEXTS)
+        vectors = np.array([d["embedding"] for d in plain["data"]])
+        kinds = ["float", "base64", "binary", "ubinary"]
+        asked = {"model": "tiny", "input_type": "search_document", "embedding_types": kinds}
+        answer = await server.answer("/v2/embed", texts=TEXTS, **asked)
+        assert list(answer) == ["id", "response_type", "embeddings", "texts", "meta"]
+        assert answer["texts"] == TEXTS
+        assert answer["meta"]["billed_units"] == {"input_tokens": plain["usage"]["prompt_tokens"]}
+        found = answer["embeddings"]
+        assert list(found) == kinds
+        np.testing.assert_allclose(found["float"], vectors, atol=1e-6)
+        for coded, vector in zip(found["base64"], found["float"], strict=True):
+            np.testing.assert_allclose(np.frombuffer(base64.b64decode(coded), "<f4"), vector, atol=1e-6)
+        signs = np.unpackbits(np.array(found["ubinary"], dtype=np.uint8), axis=1)
+        np.testing.assert_array_equal(signs, vectors > 0)
+        np.testing.assert_array_equal(np.array(found["binary"]) + 128, found["ubinary"])
+        inputs = [{"content": [{"type": "text", "text": "The engine"}, {"type": "text", "text": "keeps"}]}]
+        joined = await server.answer("/v2/embed", inputs=inputs)
+        again = await server.answer("/v2/embed", texts=["The engine\nkeeps"], output_dimension=8)
+        assert list(joined["embeddings"]) == ["float"]
+        assert joined["texts"] is None
+        cut = np.array(joined["embeddings"]["float"][0][:8])
+        np.testing.assert_allclose(again["embeddings"]["float"][0], cut / np.linalg.norm(cut), atol=1e-6)
+
+    serve("embed", test)
+
+
+def test_cohere_s_truncation_and_refusals(serve: Serve) -> None:
+    async def test(server: Server) -> None:
+        long = " ".join(f"w{i}" for i in range(400))
+
+        async def embed(**body: Any) -> Any:
+            answer = await server.answer("/v2/embed", **body)
+            return answer["embeddings"]["float"][0], answer["meta"]["billed_units"]["input_tokens"]
+
+        async def reference(text: str, **options: Any) -> Any:
+            return (await server.answer("/v1/embeddings", input=text, **options))["data"][0]["embedding"]
+
+        for body, side, keep in (
+            ({}, "right", -1),
+            ({"truncate": "START"}, "left", -1),
+            ({"max_tokens": 9}, "right", 9),
+            ({"max_tokens": 9, "truncate": "START"}, "left", 9),
+            ({"max_tokens": 10**9}, "right", -1),
+        ):
+            vector, num_tokens = await embed(texts=[long], **body)
+            assert num_tokens == (320 if keep == -1 else keep)
+            expected = await reference(long, truncate_prompt_tokens=keep, truncation_side=side)
+            np.testing.assert_allclose(vector, expected, atol=1e-6)
+        for body, param, words in (
+            ({}, "texts", "either texts or inputs"),
+            ({"texts": ["a"], "inputs": []}, "texts", "either texts or inputs"),
+            ({"texts": []}, "texts", "is empty"),
+            ({"texts": ["a"] * 9}, "texts", "--max-prompts-per-request"),
+            ({"texts": [long], "truncate": "NONE"}, "texts", "takes 320"),
+            ({"texts": ["a"], "truncate": "NONE", "max_tokens": 3}, "max_tokens", "forbids"),
+            ({"texts": ["a"], "input_type": "poem"}, "input_type", "one of search_query, search_document"),
+            ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types", "int8"),
+            ({"texts": ["a"], "images": ["data:"]}, "images", "not supported"),
+            ({"texts": ["a"], "output_dimension": 49}, "output_dimension", "at most 48"),
+        ):
+            error = await server.refusal("/v2/embed", **body)
+            assert error["param"] == param, error
+            assert words in error["message"], error
+
+    serve("embed", test, max_prompts_per_request=8)
+
+
+@pytest.mark.parametrize(
+    ("input_type", "prefix"),
+    [
+        (None, ""),
+        ("query", "Question: "),
+        ("search_query", "Question: "),
+        ("search_document", "Text: "),
+        ("classification", ""),
+        ("clustering", "Group: "),
+    ],
+)
+def test_what_a_text_is_for_chooses_what_stands_before_it(input_type: str | None, prefix: str) -> None:
+    prompts = {"query": "Question: ", "passage": "Text: ", "clustering": "Group: "}
+    assert prefix_of(input_type, prompts) == prefix
+    if input_type in PROMPT_NAMES:
+        assert prefix_of(input_type, {}) == ""
+
+
+def test_prefixes_of_a_model_are_used(serve: Serve, checkpoints: dict[str, Path]) -> None:
+    file = checkpoints["embed"] / "config_sentence_transformers.json"
+    file.write_text('{"prompts": {"query": "Question: ", "document": ""}}')
+
+    async def test(server: Server) -> None:
+        asked = await server.answer("/v2/embed", texts=["why"], input_type="search_query")
+        plain = await server.answer("/v1/embeddings", input="Question: why")
+        np.testing.assert_allclose(asked["embeddings"]["float"][0], plain["data"][0]["embedding"], atol=1e-6)
+        assert asked["texts"] == ["why"]
+        assert "query, document" in (await server.refusal("/v2/embed", texts=["a"], input_type="x"))["message"]
+
+    try:
+        serve("embed", test)
+    finally:
+        file.unlink()

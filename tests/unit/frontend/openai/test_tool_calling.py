@@ -10,8 +10,8 @@ import pytest
 
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
-from quire.frontend.openai.chat_format import ChatFormat
-from quire.frontend.openai.chat_output import make_message
+from quire.frontend.openai.chat.format import ChatFormat
+from quire.frontend.openai.chat.output import make_message
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.fields import BodyReader
 

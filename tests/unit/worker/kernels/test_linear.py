@@ -59,6 +59,14 @@ def test_equals_the_float64_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows_are_no_work(make_kernels: MakeKernels, dtype: torch.dtype) -> None:
+    weight, bias = make_weight(64, 80, PLAIN, dtype)
+    for num_threads in (1, 2):
+        kernel = make_kernels(num_threads).linear(weight, bias, PLAIN)
+        assert kernel(randn(1, 0, 80, dtype=dtype), None).shape == (0, 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", [PLAIN, SPECS[3]], ids=str)
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, (192, 1100)])
 def test_a_row_has_the_same_bits_in_any_company(

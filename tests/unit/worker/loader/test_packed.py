@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import time
@@ -14,12 +15,30 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.engine_args import EngineArgs
+from quire.config.quantization import WEIGHT_BITS
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import Matrix, NativeKernels
+from quire.worker.kernels.native_quantized import QuantizedMatrix
 from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.layers.weights import weight_bytes
 from quire.worker.loader import ModelWeights, Placement, WeightCache, load_model
 from quire.worker.loader import packed as packed_module
 from quire.worker.packed_cache import PackedCache, PackedFileWriter, open_packed_file
+from quire.worker.quantization import kinds as kinds_module
+from quire.worker.quantization import rounding
+from quire.worker.quantization.stored import StoredMatrix
+
+from ..models.oracle import quire_logits
+from ..quantization.writers import (
+    AWQ_CONFIG,
+    GPTQ_CONFIG,
+    awq,
+    compressed_config,
+    compressed_packed,
+    gptq,
+    quantize_checkpoint,
+    random_weight,
+)
 
 Make = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -73,6 +92,9 @@ def packed_tensors(module: nn.Module) -> Iterator[Tensor]:
             kernels += kernel
         elif isinstance(kernel, Matrix):
             yield kernel.data.clone()
+        elif isinstance(kernel, QuantizedMatrix):
+            parts = (kernel.values, kernel.scales, kernel.zeros, kernel.corrections)
+            yield from (part.clone() for part in parts if part is not None)
         elif isinstance(kernel, Tensor) and kernel.dtype == torch.uint8:
             yield kernel.clone()
         elif type(kernel).__module__.startswith("quire.worker.kernels.native"):
@@ -98,6 +120,90 @@ def test_the_second_start_maps_what_the_first_packed(
     assert sum(tensor.dtype == torch.uint8 for tensor in content.values()) > 4
     assert same(content, second.content())
     assert cache.files() == [file]
+
+
+def write_stored(source: Path, target: Path, method: str) -> Path:
+    """A quantized checkpoint."""
+    zeros4 = functools.partial(random_weight, bits=4, group_size=32, zeros=True)
+    plain4 = functools.partial(random_weight, bits=4, group_size=32, zeros=False)
+    write: dict[str, tuple[Any, Any, Any]] = {
+        "gptq": (zeros4, gptq, GPTQ_CONFIG),
+        "awq": (zeros4, awq, AWQ_CONFIG),
+        "compressed-tensors": (plain4, compressed_packed, compressed_config("pack-quantized", 4, "group", False)),
+    }
+    return quantize_checkpoint(source, target, *write[method])[0]
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "gptq", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_second_start_maps_what_the_first_quantized(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
+) -> None:
+    path, flags = tiny_checkpoint(family, hidden_size=64, intermediate_size=96), {}
+    if method in WEIGHT_BITS:
+        flags["quantization"] = method
+    else:
+        path = write_stored(path, tmp_path, method)
+    first = Start(path, **flags).end()
+    assert not first.is_mapped
+    for name in ("quantize_int8", "quantize_int4"):
+        monkeypatch.setattr(rounding, name, unwanted)
+    monkeypatch.setattr(StoredMatrix, "read", unwanted)
+    second = Start(path, **flags)
+    assert second.is_mapped
+    assert same(first.content(), second.content())
+    assert weight_bytes(first.model) == weight_bytes(second.model) < weight_bytes_of_plain(tiny_checkpoint, family)
+    tokens = [7, 100, 30, 200, 9]
+    assert torch.equal(quire_logits(second.model, tokens), quire_logits(first.model, tokens))
+    monkeypatch.undo()
+
+
+def unwanted(*_: object, **__: object) -> None:
+    raise AssertionError("what is packed already is read and quantized again")
+
+
+def weight_bytes_of_plain(tiny_checkpoint: Make, family: str) -> int:
+    path = tiny_checkpoint(family, hidden_size=64, intermediate_size=96)
+    return weight_bytes(Start(path, weight_cache=False).model)
+
+
+def test_each_way_to_quantize_has_a_file_of_its_own(tiny_checkpoint: Make, cache: PackedCache) -> None:
+    path = tiny_checkpoint("llama")
+    ways: list[dict[str, Any]] = [{}, {"quantization": "int8"}, {"quantization": "int4"}]
+    contents = [Start(path, **way).end().content() for way in ways]
+    assert len(cache.files()) == len(ways)
+    for way, content in zip(ways, contents, strict=True):
+        again = Start(path, **way)
+        assert again.is_mapped
+        assert same(content, again.content())
+
+
+@pytest.mark.parametrize("damage", ["one byte short", "half of it", "empty", "its table", "its header", "its kinds"])
+def test_a_damaged_file_of_quantized_weights_is_packed_again(
+    tiny_checkpoint: Make, tmp_path: Path, cache: PackedCache, damage: str
+) -> None:
+    path = write_stored(tiny_checkpoint("llama", hidden_size=64, intermediate_size=96), tmp_path, "gptq")
+    content = Start(path).end().content()
+    (file,) = cache.files()
+    size, blobs = file.stat().st_size, open_packed_file(file).blobs
+    lengths = {"one byte short": size - 1, "half of it": size // 2, "empty": 0}
+    if damage in lengths:
+        os.truncate(file, lengths[damage])
+    else:
+        kinds = next(blob.offset for blob in blobs.values() if blob.num_bytes == kinds_module.NUM_BYTES)
+        flip_a_bit(file, {"its table": size - 20, "its header": 16, "its kinds": kinds + 8}[damage])
+    start = Start(path).end()
+    assert not start.is_mapped
+    assert same(content, start.content())
+    assert Start(path).is_mapped, "the damaged file was replaced"
+
+
+def flip_a_bit(file: Path, offset: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 1]))
 
 
 def test_a_mapping_outlives_its_file(tiny_checkpoint: Make, cache: PackedCache) -> None:

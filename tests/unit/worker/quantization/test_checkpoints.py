@@ -18,6 +18,8 @@ from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.layers.linear import Linear
+from quire.worker.layers.moe import Experts
+from quire.worker.layers.weights import weight_bytes
 from quire.worker.loader import ModelWeights, Placement, load_model
 
 from ..models.oracle import CPU, load, model_config_of, quire_logits
@@ -131,12 +133,54 @@ def test_only_some_matrices_are_quantized(tiny_checkpoint: Make, tmp_path: Path)
     torch.testing.assert_close(quire_logits(model, TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3)
 
 
-def test_experts_are_computed_as_plain_weights(tiny_checkpoint: Make, tmp_path: Path) -> None:
-    source = tiny_checkpoint("mixtral", **SIZES)
-    stored, plain = quantize_checkpoint(source, tmp_path, *CASES["compressed, 4 bits"])
-    torch.testing.assert_close(
-        quire_logits(load(stored), TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3
-    )
+MOE_SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96}
+
+
+def quantized_experts(model: nn.Module) -> list[bool]:
+    return [module.quantized_bytes is not None for module in model.modules() if isinstance(module, Experts)]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["compressed, 4 bits", "compressed, int8 weights", "gptq", "awq"])
+def test_experts_in_integers(
+    library: NativeLibrary, tiny_checkpoint: Make, tmp_path: Path, family: str, case: str
+) -> None:
+    """By both kinds of kernels the model of the plain weights that the integers stand for."""
+    source = tiny_checkpoint(family, **(SIZES if family == "mixtral" else MOE_SIZES))
+    stored, plain = quantize_checkpoint(source, tmp_path, *CASES[case])
+    exact = quire_logits(load(plain), TOKENS)
+    native = Placement(CPU, torch.float32, NativeKernels(Context(library, 2, library.instruction_sets()[0])))
+    for model in (load(stored), load_model(model_config_of(stored), LoadConfig(), native)):
+        assert quantized_experts(model)
+        assert all(quantized_experts(model))
+        torch.testing.assert_close(quire_logits(model, TOKENS), exact, rtol=1e-4, atol=1e-3)
+
+
+def test_experts_of_several_kinds_are_computed_as_plain_weights(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    stored, plain = quantize_checkpoint(tiny_checkpoint("mixtral", **SIZES), tmp_path, *CASES["gptq"])
+    tensors, originals = load_file(stored / "model.safetensors"), load_file(plain / "model.safetensors")
+    base = next(name for name in originals if ".layers.1." in name and ".experts.2." in name).removesuffix(".weight")
+    for suffix in ("qweight", "qzeros", "scales", "g_idx"):
+        del tensors[f"{base}.{suffix}"]
+    save_file(tensors | {f"{base}.weight": originals[f"{base}.weight"]}, stored / "model.safetensors")
+    model = load(stored)
+    assert quantized_experts(model).count(False) == 1
+    torch.testing.assert_close(quire_logits(model, TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_experts_quantized_at_load(library: NativeLibrary, tiny_checkpoint: Make, method: str) -> None:
+    path = tiny_checkpoint("mixtral", **SIZES)
+    config = dataclasses.replace(model_config_of(path), quantization=method)
+    placement = Placement(CPU, torch.float32, NativeKernels(Context(library, 1, library.instruction_sets()[0])))
+    native, reference = load_model(config, LoadConfig(), placement), load(path, quantization=method)
+    for model in (native, reference):
+        assert all(quantized_experts(model))
+        assert weight_bytes(model) < 0.8 * weight_bytes(load(path))
+    logits, exact = quire_logits(native, TOKENS), quire_logits(load(path), TOKENS)
+    torch.testing.assert_close(logits, quire_logits(reference, TOKENS), rtol=2e-2, atol=2e-2)
+    similarity = torch.cosine_similarity(logits, exact)  # of each token; at some the router may choose otherwise
+    assert (0.99 if method == "int8" else 0.5) < similarity.median() < 1.0 - 1e-7
 
 
 def test_new_weights_may_be_stored_in_another_way(tiny_checkpoint: Make, tmp_path: Path) -> None:

@@ -123,15 +123,15 @@ def quantize_checkpoint(
     write: Callable[[QuantizedWeight], Tensors],
     config: dict[str, Any],
 ) -> tuple[Path, Path]:
-    """Copies of checkpoint `source` with the matrices of its layers replaced by what `make` makes of them: one as
-    `write` stores them, one as the plain weights they stand for."""
+    """Copies of checkpoint `source` with the matrices of its layers, but for routers, replaced by what `make` makes of
+    them: one as `write` stores them, one as the plain weights they stand for."""
     stored, plain = target / "stored", target / "plain"
     for path in (stored, plain):
         shutil.copytree(source, path)
     packed: Tensors = {}
     dequantized: Tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if ".layers." in name and tensor.dim() == 2:
+        if ".layers." in name and tensor.dim() == 2 and not name.endswith(".gate.weight"):
             weight = make(tensor)
             dequantized[name] = weight.dequantize()
             base = name.removesuffix(".weight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -20,6 +21,17 @@ RESERVED_VARIABLES = frozenset(
     }
 )  # fmt: skip
 """Variables of a template that a request sets by fields of its own, or not at all."""
+
+
+def check_template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`chat_template_kwargs` as a dict of its own. Raises ValidationError for what a request sets otherwise."""
+    reserved = RESERVED_VARIABLES.intersection(given or {})
+    if reserved:
+        raise ValidationError(
+            f"chat_template_kwargs may not set {', '.join(sorted(reserved))}: fields of the request do",
+            param="chat_template_kwargs",
+        )
+    return dict(given or {})
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -78,13 +90,7 @@ class ChatBody(GenerationBody, kw_only=True):
 
     def template_variables(self) -> dict[str, Any]:
         """`chat_template_kwargs`, checked. Raises ValidationError."""
-        variables = dict(self.chat_template_kwargs or {})
-        reserved = RESERVED_VARIABLES.intersection(variables)
-        if reserved:
-            raise ValidationError(
-                f"chat_template_kwargs may not set {', '.join(sorted(reserved))}: fields of the request do",
-                param="chat_template_kwargs",
-            )
+        variables = check_template_variables(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
         return variables

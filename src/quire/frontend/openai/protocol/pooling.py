@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -9,12 +10,12 @@ from msgspec import Meta
 
 from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX
-from quire.frontend.openai.protocol.fields import Int64, Name, PositiveCount, RequestBody, Text
+from quire.frontend.openai.protocol.chat import Messages
+from quire.frontend.openai.protocol.fields import Int64, Name, Object, PositiveCount, RequestBody, Text
 from quire.frontend.openai.protocol.prompts import Prompts
 from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
 from quire.pooling_params import PoolingParams
 
-Texts = Text | Annotated[list[Text], Meta(max_length=1 << 20)]
 EncodingFormat = Literal["float", "base64"]
 
 
@@ -28,7 +29,6 @@ class PoolingBody(RequestBody, kw_only=True):
     """Cut longer texts to so many tokens; -1: to as many as the model takes. Otherwise they are refused."""
     truncation_side: Literal["left", "right"] | None = None
     """Where they are cut; default: right."""
-    add_special_tokens: bool = True
     use_activation: bool | None = None
     """Normalise embeddings, or turn scores into probabilities; default: as the model's files say."""
     priority: Int64 = 0
@@ -37,9 +37,14 @@ class PoolingBody(RequestBody, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     """Only requests with the same salt share cached prefixes."""
 
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether the tokenizer adds those that begin and end a text."""
+        return True
+
     def tokenization(self) -> dict[str, Any]:
         """The `tokenization_kwargs` of the request."""
-        options: dict[str, Any] = {"add_special_tokens": self.add_special_tokens}
+        options: dict[str, Any] = {"add_special_tokens": self.adds_special_tokens}
         for name in ("truncate_prompt_tokens", "truncation_side"):
             if getattr(self, name) is not None:
                 options[name] = getattr(self, name)
@@ -50,11 +55,42 @@ class PoolingBody(RequestBody, kw_only=True):
         return PoolingParams(task=task, use_activation=self.use_activation)
 
 
-class EmbeddingBody(PoolingBody, kw_only=True):
+class InputBody(PoolingBody, kw_only=True):
+    """Texts one by one, or a conversation: one of `input` and `messages`."""
+
+    input: Prompts | None = None
+    """Text, token ids, or a list of either."""
+    messages: Messages | None = None
+    """A conversation instead, through the model's chat template: one prompt."""
+    add_special_tokens: bool | None = None
+    """Default: true for texts, false for a conversation, whose template writes them."""
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template: Text | None = None
+    """Refused unless the server trusts it (--trust-request-chat-template)."""
+    chat_template_kwargs: Object | None = None
+    """Further variables of the template."""
+    media_io_kwargs: Object | None = None
+    mm_processor_kwargs: Object | None = None
+
+    NEUTRAL = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}  # noqa: RUF012
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """See PoolingBody."""
+        return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
+
+    def check_form(self) -> None:
+        """Raises ValidationError unless there is one of the two."""
+        if self.input is None and self.messages is None:
+            raise ValidationError("input is missing; give it (texts or token ids), or messages", param="input")
+        if self.input is not None and self.messages is not None:
+            raise ValidationError("give either input or messages, not both", param="messages")
+
+
+class EmbeddingBody(InputBody, kw_only=True):
     """Texts to be embedded."""
 
-    input: Prompts
-    """Text, token ids, or a list of either."""
     encoding_format: EncodingFormat = "float"
     """base64: of little-endian float32 numbers."""
     dimensions: PositiveCount | None = None
@@ -64,7 +100,11 @@ class EmbeddingBody(PoolingBody, kw_only=True):
     embed_dtype: Name | None = None
     endianness: Name | None = None
 
-    NEUTRAL = {"embed_dtype": ("float32",), "endianness": ("native", "little")}  # noqa: RUF012
+    NEUTRAL = {  # noqa: RUF012
+        **InputBody.NEUTRAL,
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+    }
 
     def params(self, task: str) -> PoolingParams:
         """See PoolingBody."""
@@ -79,24 +119,61 @@ class PoolBody(EmbeddingBody, kw_only=True):
     """Default: what the model does."""
 
 
-class ClassifyBody(PoolingBody, kw_only=True):
+class ClassifyBody(InputBody, kw_only=True):
     """Texts to be put into classes."""
 
-    input: Prompts
-    """Text, token ids, or a list of either."""
+
+class TextPart(msgspec.Struct):
+    """A part of a text, as messages have them."""
+
+    type: Literal["text"]
+    text: Text
 
 
-class ScoreBody(PoolingBody, kw_only=True):
+class TextItem(msgspec.Struct):
+    """A text as an object: Cohere's clients write `text`, others a list of parts as `content`."""
+
+    text: Text | None = None
+    content: Annotated[list[TextPart], Meta(max_length=1 << 16)] | None = None
+
+
+Items = Annotated[list[Text | TextItem], Meta(max_length=1 << 20)]
+
+
+def texts_of(items: Sequence[str | TextItem], name: str) -> list[str]:
+    """The text of each. Raises ValidationError for an object that has none, or two."""
+    return [item if isinstance(item, str) else _text_of(item, name) for item in items]
+
+
+def _text_of(item: TextItem, name: str) -> str:
+    if (item.text is None) == (item.content is None):
+        raise ValidationError(f"{name}: an object must have text, or content with parts of text", param=name)
+    return item.text if item.text is not None else "\n".join(part.text for part in item.content or ())
+
+
+class PairBody(PoolingBody, kw_only=True):
+    """Texts in pairs."""
+
+    add_special_tokens: bool = True
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """See PoolingBody."""
+        return self.add_special_tokens
+
+
+class ScoreBody(PairBody, kw_only=True):
     """Pairs of texts: one and several, or as many of each."""
 
-    text_1: Texts | None = None
-    text_2: Texts | None = None
-    data_1: Texts | None = None
+    text_1: Text | TextItem | Items | None = None
+    """A text, an object with one, or a list of either."""
+    text_2: Text | TextItem | Items | None = None
+    data_1: Text | TextItem | Items | None = None
     """Another name of text_1."""
-    data_2: Texts | None = None
+    data_2: Text | TextItem | Items | None = None
     """Another name of text_2."""
 
-    def texts(self) -> tuple[str | list[str], str | list[str]]:
+    def texts(self) -> tuple[list[str], list[str]]:
         """Both sides. Raises ValidationError where one is missing."""
         first = self.data_1 if self.text_1 is None else self.text_1
         second = self.data_2 if self.text_2 is None else self.text_2
@@ -105,25 +182,81 @@ class ScoreBody(PoolingBody, kw_only=True):
                 raise ValidationError(f"{name} is missing; it is required", param=name)
         assert first is not None
         assert second is not None
-        return first, second
+        sides = [side if isinstance(side, list) else [side] for side in (first, second)]
+        return texts_of(sides[0], "text_1"), texts_of(sides[1], "text_2")
 
 
-class TextDocument(msgspec.Struct):
-    """A document, as Cohere's clients write it."""
-
-    text: Text
-
-
-class RerankBody(PoolingBody, kw_only=True):
+class RerankBody(PairBody, kw_only=True):
     """A question, and documents to be put in order."""
 
-    query: Text
-    documents: Annotated[list[Text | TextDocument], Meta(max_length=1 << 20)]
+    query: Text | TextItem
+    """A text, or an object with one."""
+    documents: Items
     """Texts, or objects with a text."""
     top_n: Annotated[int, Meta(ge=0, le=INT64_MAX)] | None = None
     """Only so many of the best; 0 or none: all."""
     return_documents: bool | None = True
 
+    def question(self) -> str:
+        """The query's text."""
+        return texts_of([self.query], "query")[0]
+
     def texts(self) -> list[str]:
         """The documents' texts."""
-        return [document if isinstance(document, str) else document.text for document in self.documents]
+        return texts_of(self.documents, "documents")
+
+
+class CohereInput(msgspec.Struct):
+    """One input as a list of parts."""
+
+    content: Annotated[list[TextPart], Meta(max_length=1 << 16)]
+
+
+class CohereEmbedBody(RequestBody, kw_only=True):
+    """Texts to be embedded, in the words of Cohere's API: one of `texts` and `inputs`."""
+
+    model: Name | None = None
+    """One of /v1/models; may be left out."""
+    texts: Annotated[list[Text], Meta(max_length=1 << 20)] | None = None
+    inputs: Annotated[list[CohereInput], Meta(max_length=1 << 20)] | None = None
+    """Objects with content: parts of text, which become one text."""
+    images: Annotated[list[Text], Meta(max_length=1 << 10)] | None = None
+    input_type: Name | None = None
+    """What the texts are for: search_document, search_query, classification, clustering. Chooses what is written before
+    each, where the model's config_sentence_transformers.json has `prompts`; their names are taken, too."""
+    embedding_types: (
+        Annotated[list[Literal["float", "base64", "binary", "ubinary"]], Meta(min_length=1, max_length=16)] | None
+    ) = None
+    """float (the default), base64 of little-endian float32, or a bit per number: bytes with a sign, or without."""
+    output_dimension: PositiveCount | None = None
+    """Cut embeddings to so many numbers, where the model was trained for it."""
+    max_tokens: PositiveCount | None = None
+    """Cut texts that have more tokens; default: as many as the model takes."""
+    truncate: Literal["NONE", "START", "END"] = "END"
+    """Which end of a text that is too long is cut off. NONE: it is refused."""
+    priority: Int64 = 0
+    """Smaller is served first, where the server schedules by priority."""
+
+    NEUTRAL = {"images": ([],)}  # noqa: RUF012
+
+    def given_texts(self) -> list[str]:
+        """Raises ValidationError unless there is one of the two, and not empty."""
+        if (self.texts is None) == (self.inputs is None):
+            raise ValidationError("give either texts or inputs", param="texts")
+        texts = self.texts or ["\n".join(part.text for part in item.content) for item in self.inputs or ()]
+        if not texts:
+            name = "texts" if self.inputs is None else "inputs"
+            raise ValidationError(f"{name} is empty; give at least one", param=name)
+        return texts
+
+    def as_embedding(self, max_model_len: int) -> EmbeddingBody:
+        """All but the texts in our own words. Raises ValidationError."""
+        if self.truncate == "NONE" and self.max_tokens is not None:
+            raise ValidationError('max_tokens cuts texts, and truncate "NONE" forbids it', param="max_tokens")
+        keep = -1 if self.max_tokens is None or self.max_tokens >= max_model_len else self.max_tokens
+        return EmbeddingBody(
+            truncate_prompt_tokens=None if self.truncate == "NONE" else keep,
+            truncation_side="left" if self.truncate == "START" else "right",
+            dimensions=self.output_dimension,
+            priority=self.priority,
+        )

@@ -101,7 +101,9 @@ async def release_kv_cache_memory(context: RequestContext) -> Response:
 
 async def abort_requests(context: RequestContext) -> Response:
     """Abort requests by the ids of their answers; unknown ones are ignored."""
-    await context.state.engine.abort((await context.read(ABORT)).request_ids)
+    request_ids = (await context.read(ABORT)).request_ids
+    await context.state.engine.abort(request_ids)
+    await context.state.member.peers.gather("abort", request_ids)
     return Response()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from quire.frontend.openai.auth import Access
-from quire.frontend.openai.chat_request import PreparedChat, prepare_chats
+from quire.frontend.openai.chat.request import PreparedChat, prepare_chats
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.protocol.batch import BatchChatBody
 from quire.frontend.openai.protocol.chat import ChatBody

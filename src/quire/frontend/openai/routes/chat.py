@@ -9,9 +9,9 @@ from typing import Any
 from starlette.responses import Response
 
 from quire.frontend.openai.auth import Access
-from quire.frontend.openai.chat_format import ChatPlan
-from quire.frontend.openai.chat_output import ChatParser, Delta, make_message
-from quire.frontend.openai.chat_request import prepare_chats
+from quire.frontend.openai.chat.format import ChatPlan
+from quire.frontend.openai.chat.output import ChatParser, Delta, make_message
+from quire.frontend.openai.chat.request import prepare_chats
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.fields import BodyReader

@@ -31,12 +31,8 @@ async def debug_state(context: RequestContext) -> Response:
         "max_model_len": state.max_model_len,
         "abort": _abort_place(context),
     }
-    view = describe_engine(
-        snapshot,
-        state.engine.pipeline.output_processor.request_states,
-        facts=facts,
-        ended=state.recent.after(int(after)),
-    )
+    stamps, ended = await state.watch.look([request.request_id for request in snapshot.requests], int(after))
+    view = describe_engine(snapshot, stamps, facts=facts, ended=ended)
     response = json_response(view)
     response.headers["cache-control"] = "no-store"
     return response

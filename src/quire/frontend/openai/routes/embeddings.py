@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling and /classify: texts, one by one."""
+"""POST /v1/embeddings, /pooling and /classify: texts one by one, or a conversation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from starlette.responses import Response
 from quire.errors import NotFoundError
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.openai.pooling_work import answer_head, count_tokens, encode_array, naming, pool_texts
+from quire.frontend.openai.pooling_work import answer_head, count_tokens, encode_array, pool_input
 from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.pooling import ClassifyBody, EmbeddingBody, PoolBody
-from quire.frontend.openai.protocol.prompts import as_prompts
 from quire.pooling_params import POOLING_TASKS
 
 EMBEDDING = BodyReader(EmbeddingBody)
@@ -42,9 +41,7 @@ async def _answer(
 ) -> Response:
     state = context.state
     model = state.check_model(body.model)
-    texts = as_prompts(body.input, "input", state.config.max_prompts_per_request)
-    with naming("input"):
-        outputs = await pool_texts(context, body, texts, body.params(task))
+    outputs = await pool_input(context, body, body.params(task))
     data = [
         {"index": index, "object": kind, key: encode_array(output.outputs.data, body.encoding_format)}
         for index, output in enumerate(outputs)
@@ -58,9 +55,7 @@ async def classify(context: RequestContext) -> Response:
     body = await context.read(CLASSIFY)
     state = context.state
     model = state.check_model(body.model)
-    texts = as_prompts(body.input, "input", state.config.max_prompts_per_request)
-    with naming("input"):
-        outputs = await pool_texts(context, body, texts, body.params("classify"))
+    outputs = await pool_input(context, body, body.params("classify"))
     pooling = state.engine.model_config.pooling
     labels = pooling.labels if pooling is not None else ()
     data: list[dict[str, Any]] = []

@@ -42,8 +42,8 @@ async def version(context: RequestContext) -> Response:
 
 
 async def load(context: RequestContext) -> Response:
-    """How many requests are under way."""
-    return json_response({"server_load": context.state.lifecycle.num_in_flight})
+    """How many requests are under way, in all processes of the server."""
+    return json_response({"server_load": context.state.lifecycle.server_load})
 
 
 ENDPOINTS = (

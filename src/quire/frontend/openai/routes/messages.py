@@ -9,9 +9,9 @@ import msgspec
 from starlette.responses import Response
 
 from quire.frontend.openai.auth import Access
-from quire.frontend.openai.chat_blocks import Block, BlockEvent, BlockReader, Events
-from quire.frontend.openai.chat_output import ChatParser
-from quire.frontend.openai.chat_request import prepare_chats, render_prompt
+from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, Events
+from quire.frontend.openai.chat.output import ChatParser
+from quire.frontend.openai.chat.request import prepare_chats, render_prompt
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.errors import status_of, words_of
 from quire.frontend.openai.protocol.fields import BodyReader

@@ -91,6 +91,11 @@ async def chat_page(context: RequestContext) -> Response:
     return send_asset(context, "chat.html")
 
 
+async def home(context: RequestContext) -> Response:
+    """Who opens the server's address in a browser wants the first page."""
+    return Response(status_code=307, headers={"location": f"{context.request.scope['root_path']}/ui"})
+
+
 async def dashboard_page(context: RequestContext) -> Response:
     """A page to watch the engine."""
     return send_asset(context, "dashboard.html")
@@ -105,6 +110,7 @@ async def page_part(context: RequestContext) -> Response:
 
 
 ENDPOINTS = (
+    Endpoint(path="/", handler=home, access=Access.OPEN, methods=("GET",), is_enabled=has_pages),
     Endpoint(path="/ui", handler=chat_page, access=Access.OPEN, methods=("GET",), is_enabled=has_pages),
     Endpoint(path="/ui/dashboard", handler=dashboard_page, access=Access.OPEN, methods=("GET",), is_enabled=has_pages),
     Endpoint(path="/ui/{name}", handler=page_part, access=Access.OPEN, methods=("GET",), is_enabled=has_pages),

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from quire.errors import ValidationError
 from quire.frontend.openai.auth import Access
-from quire.frontend.openai.chat_request import prepare_chats
+from quire.frontend.openai.chat.request import prepare_chats
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.errors import ErrorShape, HttpError, error_body
 from quire.frontend.openai.protocol.chat import ChatBody

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from quire.errors import ValidationError
+from quire.errors import ClientError, ValidationError
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.background import BackgroundRun
-from quire.frontend.openai.chat_request import prepare_chats
+from quire.frontend.openai.chat.request import prepare_chats
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.response_items import Message, messages_of, with_instructions
 from quire.frontend.openai.protocol.responses import ResponsesBody, in_own_words
-from quire.frontend.openai.response_store import StoredResponse
-from quire.frontend.openai.response_writer import ResponseWriter, make_response_id
+from quire.frontend.openai.responses.shelf import blame, make_response_id
+from quire.frontend.openai.responses.store import StoredResponse
+from quire.frontend.openai.responses.writer import ResponseWriter
 from quire.frontend.openai.submission import Submission, stream_response
 
 RESPONSES = BodyReader(ResponsesBody)
@@ -30,7 +32,7 @@ async def create_response(context: RequestContext) -> Response:
     body = await context.read(RESPONSES)
     model = context.state.check_model(body.model)
     _check_background(context, body)
-    response_id = make_response_id()
+    response_id = make_response_id(context.state.member)
     with in_own_words():
         messages = await _conversation(context, body)
         chat = await prepare_chats(context, [body.as_chat(with_instructions(body.instructions, messages))])
@@ -59,67 +61,60 @@ async def create_response(context: RequestContext) -> Response:
 
 async def show_response(context: RequestContext) -> Response:
     """A stored response; with ?stream=true the events of one in the background, those after ?starting_after=."""
-    stored = _stored(context)
-    if not context.query_switch("stream", False):
-        return Response(stored.as_json(), media_type="application/json")
-    if stored.events is None:
-        raise ValidationError(
-            "only the events of a response that was created with background: true and stream: true are kept; leave "
-            "stream out",
-            param="stream",
-        )
-    text = context.request.query_params.get("starting_after", "-1")
-    try:
-        start = int(text[:20]) + 1
-    except ValueError:
-        raise ValidationError("starting_after must be a sequence number", param="starting_after") from None
-    return stream_response(context, stored.follow(max(0, start)), None)
+    shelf, response_id = context.state.shelf, _response_id(context)
+    with _in_path():
+        if not context.query_switch("stream", False):
+            return Response(await shelf.show(_owner(context), response_id), media_type="application/json")
+        text = context.request.query_params.get("starting_after", "-1")
+        try:
+            start = int(text[:20]) + 1
+        except ValueError:
+            raise ValidationError("starting_after must be a sequence number", param="starting_after") from None
+        return stream_response(context, await shelf.follow(_owner(context), response_id, max(0, start)), None)
 
 
 async def delete_response(context: RequestContext) -> Response:
     """Forget a stored response; one that is under way is cancelled."""
-    stored = _stored(context)
-    context.state.responses.delete(stored.owner, stored.response_id)
-    await _cancel(stored)
-    return json_response({"id": stored.response_id, "object": "response", "deleted": True})
+    response_id = _response_id(context)
+    with _in_path():
+        await context.state.shelf.delete(_owner(context), response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(context: RequestContext) -> Response:
     """End a response in the background where it is; one that has ended stays as it is."""
-    stored = _stored(context)
-    if not stored.is_background:
-        raise ValidationError(
-            "only a response with background: true can be cancelled; close the connection of another one",
-            param="response_id",
-        )
-    await _cancel(stored)
-    return Response(stored.as_json(), media_type="application/json")
+    with _in_path():
+        body = await context.state.shelf.cancel(_owner(context), _response_id(context))
+    return Response(body, media_type="application/json")
 
 
-async def _cancel(stored: StoredResponse) -> None:
-    if stored.task is not None:
-        task = stored.task
-        task.cancel()
-        await asyncio.wait({task})
+@contextlib.contextmanager
+def _in_path() -> Iterator[None]:
+    """Errors inside are of the id in the path, unless they say something else."""
+    try:
+        yield
+    except ClientError as e:
+        raise blame(e, "response_id") from None
+
+
+def _response_id(context: RequestContext) -> str:
+    return str(context.request.path_params["response_id"])
 
 
 def _owner(context: RequestContext) -> bytes:
     return context.state.gatekeeper.owner_of(context.request)
 
 
-def _stored(context: RequestContext) -> StoredResponse:
-    response_id = context.request.path_params["response_id"]
-    return context.state.responses.get(_owner(context), response_id, param="response_id")
-
-
 async def _conversation(context: RequestContext, body: ResponsesBody) -> list[Message]:
     """All that was said, without the instructions."""
-    state, previous = context.state, None
+    before = b"[]"
     if body.previous_response_id is not None:
-        previous = state.responses.get(_owner(context), body.previous_response_id, param="previous_response_id")
-    before = () if previous is None else previous.conversation
-    return await state.renderer.run_sized(
-        [body.input, before], lambda: [*(() if previous is None else previous.messages()), *messages_of(body.input)]
+        try:
+            before = await context.state.shelf.conversation(_owner(context), body.previous_response_id)
+        except ClientError as e:
+            raise blame(e, "previous_response_id") from None
+    return await context.state.renderer.run_sized(
+        [body.input, before], lambda: [*msgspec.json.decode(before, type=list[Message]), *messages_of(body.input)]
     )
 
 

@@ -41,7 +41,7 @@ async def rerank(context: RequestContext) -> Response:
     model = context.state.check_model(body.model)
     texts = body.texts()
     with naming("documents"):
-        outputs = await _score(context, body, pair_texts(body.query, texts, names=("query", "documents")))
+        outputs = await _score(context, body, pair_texts(body.question(), texts, names=("query", "documents")))
     order = sorted(range(len(texts)), key=lambda index: -outputs[index].outputs.score)
     results = [
         {

@@ -9,10 +9,11 @@ from starlette.responses import Response
 from quire.errors import ValidationError
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.openai.protocol.chat import check_template_variables
 from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.tokens import DetokenizeBody, TokenizeBody
 from quire.frontend.openai.protocol.tools import tools_for_template
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 
 TOKENIZE = BodyReader(TokenizeBody)
 DETOKENIZE = BodyReader(DetokenizeBody)
@@ -34,7 +35,7 @@ async def tokenize(context: RequestContext) -> Response:
             tools=tools_for_template(body.tools) if body.tools else None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
+            variables=check_template_variables(body.chat_template_kwargs),
         )
     else:
         text = body.prompt or ""

@@ -1,0 +1,164 @@
+"""How the served model writes reasoning and tool calls, and what that means for one request.
+
+A server has one `ChatFormat`, chosen at its start by flags or, where there is no doubt, by the chat template. It makes
+a `ChatPlan` of each request: which tools the template is shown, what the engine must be told, how the answer is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError, ValidationError
+from quire.frontend.openai.chat.output import ChatParser, MessageParser, PlainText
+from quire.frontend.openai.parsing.stream_parser import Program, StreamParser
+from quire.frontend.openai.protocol.chat import ChatBody
+from quire.frontend.openai.protocol.tools import NamedToolChoice, tools_for_template
+from quire.frontend.openai.reasoning_parsers import registry as reasoning_registry
+from quire.frontend.openai.reasoning_parsers.registry import ReasoningParserSpec, reasoning_parser
+from quire.frontend.openai.tool_parsers import registry as tool_registry
+from quire.frontend.openai.tool_parsers.constrained import parse_required, required_schema
+from quire.frontend.openai.tool_parsers.registry import ToolParserSpec, tool_parser
+from quire.logger import init_logger
+from quire.sampling_params import SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
+
+logger = init_logger(__name__)
+
+OFF = "none"
+"""As a parser's name: none, whatever the chat template says."""
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """What one request's tools and the model's format ask for."""
+
+    tools: list[dict[str, Any]] | None = None
+    """For the chat template."""
+    program: Program | None = None
+    """What reads the calls; None if none are wanted."""
+    tool_spec: ToolParserSpec | None = None
+    reasoning_spec: ReasoningParserSpec | None = None
+    max_num_calls: int | None = None
+    shows_reasoning: bool = True
+    repeats_reasoning: bool = False
+    schema: dict[str, Any] | None = None
+    """The JSON schema that the answer is held to."""
+    is_named: bool = False
+    """The function was the request's choice."""
+
+    @property
+    def is_plain(self) -> bool:
+        """All of the answer is text for the user."""
+        return self.program is None and self.reasoning_spec is None
+
+    def adjust(self, params: SamplingParams) -> None:
+        """Have the engine leave in the text what the parsers look for, and force what was asked for.
+
+        Raises ValidationError for a form that cannot be had.
+        """
+        if any(spec is not None and spec.keeps_special_tokens for spec in (self.tool_spec, self.reasoning_spec)):
+            params.skip_special_tokens = False
+        if self.schema is None:
+            return
+        if params.structured_outputs is not None:
+            raise ValidationError(
+                "a tool_choice that forces a call says what the answer is; leave response_format and "
+                "structured_outputs out",
+                param="tool_choice",
+            )
+        try:
+            params.structured_outputs = StructuredOutputsParams(json=self.schema)
+        except ValidationError as e:
+            raise ValidationError(f"the parameters of a tool cannot be enforced: {e}", param="tools") from None
+
+    def make_parser(self, prompt: str | None) -> ChatParser:
+        """The parser of one choice of the answer to `prompt`."""
+        if self.is_plain:
+            return PlainText()
+        reasoning = self.reasoning_spec.make_program(prompt or "") if self.reasoning_spec is not None else None
+        return MessageParser(
+            reasoning=StreamParser(reasoning) if reasoning is not None else None,
+            tools=StreamParser(self.program, trims=True) if self.program is not None else None,
+            make_call_id=(self.tool_spec.make_call_id if self.tool_spec is not None else tool_registry.make_call_id),
+            max_num_calls=self.max_num_calls,
+            shows_reasoning=self.shows_reasoning,
+            repeats_reasoning=self.repeats_reasoning,
+            ends_in_tool_calls=not self.is_named,
+        )
+
+
+class ChatFormat:
+    """The parsers of one server. Either may be None."""
+
+    def __init__(self, config: ServerConfig, template: str | None) -> None:
+        """`template` is the chat template. Raises ConfigError for a parser that does not exist."""
+        tool_name = config.tool_call_parser or tool_registry.recognize(template)
+        reasoning_name = config.reasoning_parser or reasoning_registry.recognize(template)
+        self.tool_spec = None if tool_name in (None, OFF) else tool_parser(tool_name)
+        self.reasoning_spec = None if reasoning_name in (None, OFF) else reasoning_parser(reasoning_name)
+        if config.enable_auto_tool_choice and self.tool_spec is None:
+            raise ConfigError(
+                "--enable-auto-tool-choice needs --tool-call-parser: the chat template does not tell how this model "
+                "writes its calls"
+            )
+        self._hides_unwanted_tools = config.exclude_tools_when_tool_choice_none
+        self._repeats_reasoning = config.enable_reasoning_content
+        if self.tool_spec is not None or self.reasoning_spec is not None:
+            logger.info("tool calls are read as %s, reasoning as %s", tool_name or OFF, reasoning_name or OFF)
+
+    def plan(self, body: ChatBody) -> ChatPlan:
+        """Raises ValidationError for tools, or a choice among them, that cannot be had."""
+        choice = body.tool_choice
+        if not body.tools:
+            if choice not in (None, "none", "auto"):
+                raise ValidationError("tool_choice needs tools; offer some, or leave it out", param="tool_choice")
+            return self._plan(body)
+        tools = tools_for_template(body.tools)
+        if choice == "none":
+            return self._plan(body, tools=None if self._hides_unwanted_tools else tools)
+        if choice == "required" or isinstance(choice, NamedToolChoice):
+            return self._forced(body, tools, choice)
+        if self.tool_spec is None:
+            raise ValidationError(
+                "tools are offered, and this server does not know how its model writes calls; start it with "
+                '--tool-call-parser, or send tool_choice: "none"',
+                param="tools",
+            )
+        return self._plan(body, tools=tools, program=self.tool_spec.program)
+
+    def _forced(self, body: ChatBody, tools: list[dict[str, Any]], choice: str | NamedToolChoice) -> ChatPlan:
+        functions = [tool["function"] for tool in tools]
+        named = choice.function.name if isinstance(choice, NamedToolChoice) else None
+        if named is not None:
+            names = [function["name"] for function in functions]
+            functions = [function for function in functions if function["name"] == named][:1]
+            if not functions:
+                raise ValidationError(
+                    f"tool_choice names {named!r}, which is not among tools: {', '.join(names)[:500]}",
+                    param="tool_choice",
+                )
+        is_parallel = named is None and body.parallel_tool_calls is not False
+        # The form holds from the first token on, so there is no reasoning to be read.
+        return replace(
+            self._plan(body, tools=tools, program=parse_required),
+            schema=required_schema(functions, is_parallel=is_parallel),
+            reasoning_spec=None,
+            is_named=named is not None,
+        )
+
+    def _plan(
+        self, body: ChatBody, *, tools: list[dict[str, Any]] | None = None, program: Program | None = None
+    ) -> ChatPlan:
+        tool_spec = self.tool_spec if program is not None else None
+        reads_both = tool_spec is not None and tool_spec.reads_reasoning
+        return ChatPlan(
+            tools=tools,
+            program=program,
+            tool_spec=tool_spec,
+            reasoning_spec=None if reads_both else self.reasoning_spec,
+            max_num_calls=1 if body.parallel_tool_calls is False else None,
+            shows_reasoning=body.include_reasoning,
+            repeats_reasoning=self._repeats_reasoning,
+        )

@@ -1,0 +1,84 @@
+"""The way of every conversation to the engine, by whichever route it came: checks, room in the queue, prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.frontend.openai.chat.format import ChatPlan
+from quire.frontend.openai.endpoint import RequestContext
+from quire.frontend.openai.protocol.chat import ChatBody
+from quire.frontend.openai.protocol.sampling import make_sampling_params
+from quire.frontend.openai.submission import check_admission
+from quire.frontend.prompts import TokensPrompt
+from quire.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """Conversations ready for the engine. They share everything but their messages."""
+
+    prompts: list[TokensPrompt]
+    params: SamplingParams
+    plan: ChatPlan
+
+    @property
+    def prompt(self) -> TokensPrompt:
+        """The prompt of the only one."""
+        (prompt,) = self.prompts
+        return prompt
+
+
+async def prepare_chats(context: RequestContext, bodies: Sequence[ChatBody], *, reserves: bool = True) -> PreparedChat:
+    """Check the requests and render their prompts. Raises ValidationError, OverloadedError.
+
+    All fields but `messages` are read of the first. With `reserves` their room in the queue is taken before any work.
+    """
+    state, body = context.state, bodies[0]
+    params = make_sampling_params(
+        body, state.engine.model_config.sampling_defaults, max_tokens=body.output_limit, logprobs=body.num_logprobs
+    )
+    state.check_num_outputs(len(bodies) * params.n)
+    plan = state.chat_format.plan(body)
+    plan.adjust(params)
+    if reserves:
+        check_admission(context, [sample_text(b.messages) for b in bodies], params.n, params.max_tokens)
+    prompts: list[TokensPrompt] = []
+    for conversation in bodies:
+        if prompts:
+            await asyncio.sleep(0)  # others may go on between two prompts
+        prompt = await render_prompt(context, conversation, plan, params.max_tokens)
+        state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
+        prompts.append(prompt)
+    return PreparedChat(prompts, params, plan)
+
+
+async def render_prompt(
+    context: RequestContext, body: ChatBody, plan: ChatPlan, max_tokens: int | None = None
+) -> TokensPrompt:
+    """The prompt of a conversation, through the model's chat template. `max_tokens` are to follow."""
+    renderer = context.state.renderer
+    text = await renderer.render_chat(
+        body.messages,
+        chat_template=body.chat_template,
+        tools=plan.tools,
+        documents=body.documents,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.template_variables(),
+    )
+    options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body, max_tokens)
+    return await renderer.tokenize(text, options, cache_salt=context.cache_salt(body.cache_salt))
+
+
+def sample_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Text about as long as the conversation's, for a first estimate of its tokens."""
+    texts: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        found = [part.get("text") for part in parts if isinstance(part, Mapping)]
+        texts += [text for text in found if isinstance(text, str)]
+    return "".join(texts)

@@ -1,0 +1,288 @@
+"""A server of several API processes, from its start to its end: the process that owns the sockets and the core.
+
+It answers no request itself. It starts the processes and the core, starts again what dies, passes calls on between the
+processes, and ends them before the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.config.serial import encode_config
+from quire.config.server import ServerConfig
+from quire.errors import QuireError, ServerError, make_error
+from quire.frontend.client.async_mp import AsyncMPClient
+from quire.frontend.client.mp import make_client_addresses
+from quire.frontend.engine_watch import EngineWatch
+from quire.frontend.metrics.hub import MetricsHub
+from quire.frontend.metrics.server_metrics import ServerMetrics
+from quire.frontend.openai.errors import UnavailableError
+from quire.frontend.openai.fleet.counts import FleetCounts
+from quire.frontend.openai.fleet.peer_link import PeerLink
+from quire.frontend.openai.fleet.peers import Membership
+from quire.frontend.openai.fleet.process import KILL_TIMEOUT_S, ApiProcess
+from quire.frontend.openai.server import END_GRACE_S, Listeners, StopSignals, log_stats_regularly
+from quire.frontend.openai.waiting_room import WaitingRoom
+from quire.frontend.supervision.core_death import describe_exit
+from quire.frontend.supervision.supervisor import RestartBudget
+from quire.logger import init_logger
+from quire.wire.api_process import EVERYBODY, PARENT, ApiLaunch, PeerMessage
+from quire.wire.serial import WireError
+from quire.wire.sockets import SocketDirectory
+
+logger = init_logger(__name__)
+
+RESTART_LIMIT = 6
+RESTART_WINDOW_S = 60.0
+"""How often each process is started again within which time; then the server ends."""
+END_MARGIN_S = 5.0
+"""What the processes get to end, beyond the time their requests have."""
+
+
+class ApiProcesses:
+    """Runs `num_processes`, each started again when it dies, and passes their calls on. `client` makes the calls that
+    change the core. Everything but `start` belongs to one event loop, on the thread that has called `start`."""
+
+    def __init__(
+        self, num_processes: int, make_launch: Callable[[int], ApiLaunch], on_death: Callable[[int], None]
+    ) -> None:
+        self._make_launch = make_launch
+        self._on_death = on_death
+        self._indices = range(1, num_processes + 1)
+        self._processes: dict[int, ApiProcess] = {}
+        self._links: dict[int, PeerLink] = {}
+        """To those that live."""
+        self._failures: dict[int, QuireError] = {}
+        """What a process has said that keeps it from serving."""
+        self._waiting = set(self._indices)
+        """Those that have never served yet."""
+        self._stopping = asyncio.Event()
+        self._core_gone = ""
+        self.are_ready = asyncio.Event()
+        self.call_core: Callable[..., Any] | None = None
+        """How a control verb is called that changes the core."""
+
+    def start(self) -> None:
+        """Start them all. Raises ServerError."""
+        for index in self._indices:
+            self._processes[index] = ApiProcess(self._make_launch(index))
+
+    def kill(self) -> None:
+        """End them all at once. Idempotent."""
+        for process in self._processes.values():
+            process.kill()
+
+    async def run(self) -> None:
+        """Until all have ended because they were asked to. Raises what keeps one from serving, once the others have
+        ended, too."""
+        keepers = [asyncio.ensure_future(self._keep(index)) for index in self._indices]
+        done, others = await asyncio.wait(keepers, return_when=asyncio.FIRST_EXCEPTION)
+        if others:
+            self.stop()
+            _, late = await asyncio.wait(others, timeout=END_MARGIN_S)
+            for keeper in late:
+                keeper.cancel()
+        for keeper in done:
+            keeper.result()
+
+    def stop(self) -> None:
+        """Ask them to end, once more if they were asked before: then at once."""
+        self._stopping.set()
+        for process in self._processes.values():
+            process.signal(signal.SIGTERM)
+
+    def note_core_gone(self, reason: str) -> None:
+        """There will be no core any more: requests are answered with an error from now on."""
+        self._core_gone = reason
+        for link in self._links.values():
+            link.tell("core_gone", reason)
+
+    # -- one process ----------------------------------------------------------------------------------------------
+
+    async def _keep(self, index: int) -> None:
+        budget = RestartBudget(RESTART_LIMIT, RESTART_WINDOW_S)
+        while True:
+            code = await self._follow(index)
+            if self._stopping.is_set():
+                return
+            failure = self._failures.pop(index, None)
+            if index in self._waiting:
+                raise failure or ServerError(
+                    f"API process {index} {describe_exit(code)} before it served; its last words are above, on "
+                    "standard error"
+                )
+            how = describe_exit(code)
+            logger.error("API process %d %s: its connections are lost, and its requests end", index, how)
+            backoff_s = budget.take(time.monotonic())
+            if backoff_s is None:
+                raise ServerError(
+                    f"API process {index} {how}{'' if failure is None else f' ({failure})'}, and its "
+                    f"budget of {budget} is used up: the server ends"
+                )
+            await asyncio.sleep(backoff_s)
+            if self._stopping.is_set():
+                return
+            logger.warning("starting API process %d again", index)
+            self._processes[index] = ApiProcess(self._make_launch(index))
+
+    async def _follow(self, index: int) -> int:
+        """The whole life of a process; its exit code."""
+        process = self._processes[index]
+        link = PeerLink(partial(self._handle, index))
+        await link.connect(process.connection)
+        self._links[index] = link
+        try:
+            await link.run()
+        except WireError:
+            logger.exception("API process %d speaks in tongues, and is ended", index)
+            process.kill()
+        finally:
+            del self._links[index]
+        code = await process.wait_end(KILL_TIMEOUT_S)
+        self._on_death(index)
+        return code
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    async def _handle(self, source: int, call: PeerMessage) -> Any:
+        if call.target == PARENT:
+            return await self._handle_own(source, call)
+        if call.target == EVERYBODY:
+            return await self._gather(source, call)
+        link = self._links.get(call.target)
+        if link is None:
+            raise UnavailableError(f"API process {call.target} is being started again")
+        return await link.call(call.method, *call.args)
+
+    async def _gather(self, source: int, call: PeerMessage) -> list[Any]:
+        links = [link for index, link in self._links.items() if index != source]
+        results = await asyncio.gather(*(link.call(call.method, *call.args) for link in links), return_exceptions=True)
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    async def _handle_own(self, source: int, call: PeerMessage) -> Any:
+        match call.method, call.args:
+            case "join", ():
+                if self._core_gone:
+                    self._links[source].tell("core_gone", self._core_gone)
+            case "ready", ():
+                self._note_ready(source)
+            case "failed", (error_type, message):
+                self._failures[source] = make_error(error_type, message, ServerError)
+            case "control", (method, args) if self.call_core is not None:
+                return await self.call_core(method, *args)
+            case _:
+                raise ServerError(f"the parent has no call {call.method!r}")
+        return None
+
+    def _note_ready(self, index: int) -> None:
+        if index not in self._waiting:
+            logger.info("API process %d serves again", index)
+            return
+        self._waiting.discard(index)
+        if not self._waiting:
+            self.are_ready.set()
+
+
+def serve_with_processes(
+    config: EngineConfig,
+    server: ServerConfig,
+    key_digests: tuple[bytes, ...],
+    listeners: Listeners,
+    on_ready: Callable[[], None],
+) -> None:
+    """Serve until told to end, with `server.api_server_count` processes. `server` has no keys in it.
+
+    Raises what keeps the core, or a process, from starting; ServerError if a process dies too often.
+    """
+    directory = SocketDirectory()
+    client: AsyncMPClient | None = None
+    count = server.api_server_count
+    counts = FleetCounts.create(directory.path / "counts", count, key_digests)
+    member = Membership()  # what all have in common
+
+    def make_launch(index: int) -> ApiLaunch:
+        return ApiLaunch(
+            index=index,
+            num_processes=count,
+            parent_pid=os.getpid(),
+            engine_config=encode_config(config),
+            server_config=encode_config(server),
+            key_digests=key_digests,
+            salt_secret=member.salt_secret,
+            created=member.created,
+            client=make_client_addresses(directory, index),
+            listener=listeners.main.fileno(),
+            admin_listener=None if listeners.admin is None else listeners.admin.fileno(),
+            urls=(listeners.url, listeners.admin_url),
+            counts_path=str(directory.path / "counts"),
+            metrics_path=str(directory.path / "metrics"),
+        )
+
+    processes = ApiProcesses(count, make_launch, counts.clear)
+    log_stats = not config.observability_config.disable_log_stats
+    try:
+        with WaitingRoom(listeners.sockets, listeners.tls, server.root_path or ""):
+            client = AsyncMPClient(
+                config, log_stats=log_stats, client_count=count + 1, directory=directory, meanwhile=processes.start
+            )
+        processes.call_core = client.call_utility_async
+        watch = EngineWatch(config, client, log_stats=log_stats)
+        drain_s = server.drain_accept_s + config.lifecycle_config.shutdown_timeout
+        asyncio.run(_run(processes, watch, directory.path / "metrics", drain_s, on_ready))
+    finally:
+        processes.kill()
+        listeners.close()  # before the core ends: whoever comes now should go elsewhere at once
+        if client is not None:
+            client.shutdown()
+        directory.remove()
+
+
+async def _run(
+    processes: ApiProcesses, watch: EngineWatch, metrics_path: Path, drain_s: float, on_ready: Callable[[], None]
+) -> None:
+    hub = MetricsHub(metrics_path, ServerMetrics(watch.stats, "0").take, get_load=watch.stats.get_load)
+    await hub.start()
+    with StopSignals() as stop:
+        helpers = [
+            asyncio.create_task(_tell_when_ready(processes, on_ready)),
+            asyncio.create_task(_stop_when_asked(processes, stop, drain_s)),
+            asyncio.create_task(_watch_core(processes, watch)),
+            asyncio.create_task(log_stats_regularly(watch.stats.loggers)),
+        ]
+        try:
+            await processes.run()
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            await hub.close()
+
+
+async def _tell_when_ready(processes: ApiProcesses, on_ready: Callable[[], None]) -> None:
+    await processes.are_ready.wait()
+    on_ready()
+
+
+async def _stop_when_asked(processes: ApiProcesses, stop: StopSignals, drain_s: float) -> None:
+    """Pass both signals on; who does not follow them in time is killed."""
+    await stop.asked.wait()
+    logger.info("shutting down the API processes")
+    processes.stop()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stop.hurried.wait(), drain_s + END_GRACE_S + END_MARGIN_S)
+    processes.stop()
+    await asyncio.sleep(2 * END_GRACE_S + END_MARGIN_S)
+    logger.warning("API processes did not end when they were asked to, and are killed")
+    processes.kill()
+
+
+async def _watch_core(processes: ApiProcesses, watch: EngineWatch) -> None:
+    processes.note_core_gone(str(await watch.run()))

@@ -1,0 +1,122 @@
+"""One end of the connection between a server and one of its API processes: calls, and their answers, both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from quire.errors import ServerError, error_name, make_error
+from quire.frontend.openai.errors import UnavailableError
+from quire.logger import init_logger
+from quire.wire.api_process import LENGTH, MAX_PEER_BYTES, PARENT, PeerMessage, encode_peer
+from quire.wire.serial import WireError
+
+logger = init_logger(__name__)
+
+Handler = Callable[[PeerMessage], Awaitable[Any]]
+"""Carries out a call: its result. What it raises is the call's error."""
+
+
+class PeerLink:
+    """Belongs to one event loop. Calls that come in are carried out side by side, each in a task of its own."""
+
+    def __init__(self, handle: Handler) -> None:
+        self._handle = handle
+        self._reader = asyncio.StreamReader()
+        self._writer: asyncio.StreamWriter | None = None
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._ids = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def connect(self, connection: socket.socket) -> None:
+        """Begin to speak. The connection is the link's from now on."""
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=connection)
+
+    async def run(self) -> None:
+        """Until the other end is gone. Whoever waits for an answer then gets UnavailableError. Raises WireError for a
+        message that is none; the connection has ended then, too."""
+        reader = self._reader
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                    if length > MAX_PEER_BYTES:
+                        raise WireError(f"a message of {length} bytes; {MAX_PEER_BYTES} are the most")
+                    self._take(msgspec.msgpack.decode(await reader.readexactly(length), type=PeerMessage))
+        except msgspec.MsgspecError as e:
+            raise WireError(f"this is no message of an API process: {e}") from e
+        finally:
+            self.close()
+
+    async def end(self) -> None:
+        """Send what is to be sent, and close."""
+        writer = self._writer
+        self.close()
+        if writer is not None:
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    def close(self) -> None:
+        """Nothing is sent or awaited any more. Idempotent."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(_gone())
+        for task in self._tasks:
+            task.cancel()
+
+    async def call(self, method: str, *args: Any, target: int = PARENT) -> Any:
+        """The result of a call. Raises what the other side raised, by class; UnavailableError where it is gone."""
+        if self._writer is None:
+            raise _gone()
+        call_id = next(self._ids)
+        future = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(PeerMessage(call_id, method, target, args))
+            return await future
+        finally:
+            del self._waiting[call_id]
+
+    def tell(self, method: str, *args: Any) -> None:
+        """A call that nobody waits for. Nothing happens where the other side is gone."""
+        self._send(PeerMessage(0, method, PARENT, args))
+
+    def _send(self, message: PeerMessage) -> None:
+        if self._writer is not None:
+            self._writer.write(encode_peer(message))
+
+    def _take(self, message: PeerMessage) -> None:
+        if message.method:
+            task = asyncio.get_running_loop().create_task(self._answer(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        future = self._waiting.get(message.call_id)
+        if future is None or future.done():
+            return  # whoever asked has given up
+        if message.error:
+            future.set_exception(make_error(message.error_type, message.error, ServerError))
+        else:
+            future.set_result(message.result)
+
+    async def _answer(self, call: PeerMessage) -> None:
+        try:
+            answer = PeerMessage(call.call_id, result=await self._handle(call))
+        except Exception as e:
+            if not error_name(e):
+                logger.exception("a call of another process of this server failed: %s", call.method)
+            answer = PeerMessage(call.call_id, error_type=error_name(e), error=str(e) or type(e).__name__)
+        if call.call_id:
+            self._send(answer)
+
+
+def _gone() -> UnavailableError:
+    return UnavailableError("the process that knows of this is gone; it is being started again")

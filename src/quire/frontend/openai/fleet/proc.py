@@ -1,0 +1,198 @@
+"""One API process of several: `python -m quire.frontend.openai.fleet.proc`, started by `ApiProcess`.
+
+It accepts connections from the sockets it has inherited, attaches to the core its parent has started, and serves like
+any server. It ends when it is asked to, and with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.config.serial import decode_config, decode_server_config
+from quire.errors import QuireError, error_name
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.client.async_mp import AsyncMPClient
+from quire.frontend.metrics.hub_client import HubClient
+from quire.frontend.metrics.logging import LoggingStatLogger
+from quire.frontend.metrics.recent import RecentRequests
+from quire.frontend.metrics.server_metrics import ServerMetrics
+from quire.frontend.openai.fleet.counts import FleetCounts
+from quire.frontend.openai.fleet.peer_link import PeerLink
+from quire.frontend.openai.fleet.peers import FleetPeers, Membership
+from quire.frontend.openai.fleet.services import PeerServices
+from quire.frontend.openai.server import Listeners, serve
+from quire.frontend.openai.state import ServerState
+from quire.frontend.openai.tls import make_tls_context
+from quire.logger import init_logger
+from quire.resolve import resolve
+from quire.wire.api_process import LENGTH, ApiLaunch, PeerMessage, encode_peer
+from quire.wire.handshake import check_protocol_version
+from quire.wire.process import die_with_parent, set_process_title
+
+logger = init_logger("quire.frontend.openai.fleet.proc")  # as a process this module is __main__
+
+
+class ApiServer:
+    """Composition root of an API process: the engine it attaches to, and what it shares with the others."""
+
+    def __init__(self, launch: ApiLaunch) -> None:
+        """Blocks until the core is ready. Raises what keeps this process from serving."""
+        self._launch = launch
+        self._config = decode_server_config(launch.server_config)
+        engine_config = decode_config(launch.engine_config)
+        self._counts = FleetCounts.attach(Path(launch.counts_path), launch.index, launch.key_digests)
+        self._lifecycle = engine_config.lifecycle_config
+        self._stall_s = engine_config.frontend_config.slow_client_timeout_s
+        self.engine = AsyncLLM(engine_config, client_addresses=launch.client)
+        self._counts.share_admission(self.engine.admission)
+        self._recent = RecentRequests(clock=_now_us)
+        self.engine.pipeline.stat_loggers.add(self._recent)
+        self.engine.pipeline.stat_loggers.drop(LoggingStatLogger)  # the parent's speaks for all
+        self._services: PeerServices | None = None
+
+    async def run(self, connection: socket.socket) -> None:
+        """Serve until asked to end. Ends the process at once where the parent is gone."""
+        link = PeerLink(self._handle)
+        await link.connect(connection)
+        reading = asyncio.create_task(link.run())
+        try:
+            serving = asyncio.create_task(self._serve(link))
+            await asyncio.wait({serving, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                logger.error("the process that started this API process is gone: it ends")
+                os._exit(1)
+            await serving
+        except QuireError as e:
+            link.tell("failed", error_name(e), str(e))
+            raise
+        finally:
+            await link.end()
+
+    async def _serve(self, link: PeerLink) -> None:
+        client = self.engine.engine_core
+        assert isinstance(client, AsyncMPClient)  # it was made with addresses
+        client.control_relay = partial(link.call, "control")
+        state = self._make_state(link)
+        self._services = PeerServices(state, client)
+        await link.call("join")
+        async with self._exchanging_metrics(state.metrics):
+            await serve(
+                state,
+                self._listeners(),
+                shutdown_timeout_s=self._lifecycle.shutdown_timeout,
+                on_ready=partial(_note_ready, link),
+            )
+        state.renderer.close()
+
+    @contextlib.asynccontextmanager
+    async def _exchanging_metrics(self, metrics: ServerMetrics) -> AsyncIterator[None]:
+        """The parent, which gathers them, knows of those of this process meanwhile, and of the last of them."""
+        stats = self.engine.pipeline.stats
+        if stats.metrics is None:
+            yield
+            return
+        launch = self._launch
+        hub = HubClient(launch.metrics_path, str(launch.index), metrics.take, on_load=stats.note_load)
+        await hub.connect()
+        metrics.source = hub
+        try:
+            yield
+        finally:
+            await hub.close()
+
+    def _make_state(self, link: PeerLink) -> ServerState:
+        launch = self._launch
+        member = Membership(
+            index=launch.index,
+            num_processes=launch.num_processes,
+            peers=FleetPeers(link),
+            counts=self._counts,
+            salt_secret=launch.salt_secret,
+            created=launch.created,
+        )
+        return ServerState(
+            self.engine,
+            self._config,
+            key_digests=launch.key_digests,
+            stall_s=self._stall_s,
+            recent=self._recent,
+            member=member,
+            metrics=ServerMetrics(self.engine.pipeline.stats, str(launch.index)),
+        )
+
+    def _listeners(self) -> Listeners:
+        launch = self._launch
+        admin = None if launch.admin_listener is None else socket.socket(fileno=launch.admin_listener)
+        main = socket.socket(fileno=launch.listener)
+        return Listeners(main, admin, *launch.urls, make_tls_context(self._config))
+
+    async def _handle(self, call: PeerMessage) -> Any:
+        assert self._services is not None  # nobody is asked before it has joined
+        return await self._services.handle(call)
+
+
+def _note_ready(link: PeerLink) -> None:
+    gc.freeze()  # start-up's objects stay, and need not be walked
+    link.tell("ready")
+
+
+def _now_us() -> int:
+    """A clock that all processes of this machine share, and that never goes back."""
+    return time.monotonic_ns() // 1000
+
+
+def read_launch(connection: socket.socket) -> ApiLaunch:
+    """The first message. Raises EOFError without one, ConfigError from another version of Quire."""
+    (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
+    launch = msgspec.msgpack.decode(_read(connection, length), type=ApiLaunch)
+    check_protocol_version(launch.protocol_version, "the server")
+    return launch
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        part = connection.recv(num_bytes - len(data))
+        if not part:
+            raise EOFError("the server that started this API process is gone")
+        data += part
+    return bytes(data)
+
+
+def main() -> int:
+    """The process's body; its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to decide on
+    connection = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    launch = read_launch(connection)
+    die_with_parent(launch.parent_pid)
+    set_process_title(f"quire-api-{launch.index}")
+    try:
+        server = ApiServer(launch)
+        try:
+            with asyncio.Runner(loop_factory=resolve("uvloop:new_event_loop")) as runner:
+                runner.run(server.run(connection))
+        finally:
+            server.engine.shutdown()
+    except QuireError as e:
+        logger.error("API process %d cannot serve: %s", launch.index, e)
+        with contextlib.suppress(OSError):  # closed where the parent has been told already
+            connection.sendall(encode_peer(PeerMessage(0, "failed", args=(error_name(e), str(e)))))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

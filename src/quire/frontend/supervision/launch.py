@@ -1,0 +1,205 @@
+"""Starting one engine core process, and ending it (checklist S2-CL-015, S3-EP-014…017).
+
+The child is a plain command, `python -m quire.engine.proc`: no fork of this process, no `__main__` guard in anyone's
+script, nothing inherited but the environment, standard error, and a pipe whose end tells it that we are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from quire import envs
+from quire.errors import ConfigError, EngineDeadError, make_error
+from quire.frontend.supervision.core_death import describe_exit
+from quire.logger import child_level, init_logger
+from quire.wire.handshake import (
+    EngineHandshakeMetadata,
+    EngineStatus,
+    EngineZmqAddresses,
+    check_protocol_version,
+    engine_identity,
+)
+from quire.wire.process import search_path
+from quire.wire.sockets import CurveKeys, bound_address
+
+logger = init_logger(__name__)
+
+CORE_MODULE = "quire.engine.proc"
+KILL_TIMEOUT_S = 10.0
+"""How long the system may take to end a process that was sent SIGKILL."""
+
+
+@dataclass(frozen=True)
+class CoreLaunch:
+    """What every incarnation of a core is started with."""
+
+    addresses: EngineZmqAddresses
+    engine_config: bytes
+    log_stats: bool
+    ready_timeout_s: float
+    core_curve: CurveKeys | None = None
+    """The core's side of the keys, for TCP."""
+    engine_index: int = 0
+    preload: tuple[str, ...] = ()
+    """Dotted names the core resolves while it shakes hands."""
+    working_dir: str = field(default_factory=os.getcwd)
+    """Where relative paths of the configuration begin, wherever this process may go later."""
+    search_path: str = field(default_factory=search_path)
+    """Where we find modules: every core finds the same Quire, and the same plug-ins."""
+
+
+class CoreProcess:
+    """One incarnation. Belongs to one thread, which must live as long as the process (PR_SET_PDEATHSIG)."""
+
+    def __init__(self, launch: CoreLaunch, handshake: zmq.Socket[Any], incarnation: int, heartbeat_path: Path) -> None:
+        """Raises EngineDeadError if the system refuses to start it."""
+        self._launch = launch
+        self._handshake = handshake
+        self.incarnation = incarnation
+        self._heartbeat_path = heartbeat_path
+        self._process = _spawn(launch, bound_address(handshake))
+        self._pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def wait_ready(self, stop_fd: int) -> bool:
+        """Speak with the core until it is ready; False if `stop_fd` became readable first.
+
+        Raises the error that the core says it has failed with; EngineDeadError if it dies or takes too long.
+        """
+        deadline = time.monotonic() + self._launch.ready_timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            ready = self._poll([self._handshake, stop_fd], left)
+            if stop_fd in ready:
+                return False
+            if self._handshake in ready and self._take_status(self._handshake.recv_multipart()):
+                return True
+            if self.returncode is not None and not self._handshake.poll(0):
+                raise EngineDeadError(
+                    f"the engine core {describe_exit(self.returncode)} before it was ready; its last words are above, "
+                    "on standard error"
+                )
+        raise EngineDeadError(
+            f"the engine core was not ready within {self._launch.ready_timeout_s:g} s; "
+            "QUIRE_ENGINE_READY_TIMEOUT_S gives it longer"
+        )
+
+    def _take_status(self, frames: list[bytes]) -> bool:
+        """Answer a message on the handshake socket; whether it says that the core is ready."""
+        try:
+            identity, data = frames
+            status = msgspec.msgpack.decode(data, type=EngineStatus)
+        except ValueError as e:
+            logger.warning("a message on the handshake socket was dropped: %s", e)
+            return False
+        if identity != engine_identity(self._launch.engine_index) or status.pid != self.pid:
+            logger.warning("a message of process %d, not of the engine core %d, was dropped", status.pid, self.pid)
+            return False
+        check_protocol_version(status.protocol_version, "the engine core")
+        if status.status == "HELLO":
+            self._handshake.send_multipart([identity, msgspec.msgpack.encode(self._make_metadata())])
+        elif status.status == "FAILED":
+            message = status.message if status.error_type else f"the engine core could not start: {status.message}"
+            raise make_error(status.error_type, message, EngineDeadError)
+        return status.status == "READY"
+
+    def _make_metadata(self) -> EngineHandshakeMetadata:
+        return EngineHandshakeMetadata(
+            addresses=self._launch.addresses,
+            engine_config=self._launch.engine_config,
+            incarnation=self.incarnation,
+            log_stats=self._launch.log_stats,
+            heartbeat_path=str(self._heartbeat_path),
+        )
+
+    # -- life and death -------------------------------------------------------------------------------------------
+
+    @property
+    def returncode(self) -> int | None:
+        """As subprocess has it: negative for a signal; None while it lives."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float, stop_fd: int | None = None) -> bool:
+        """Until the process has ended or `stop_fd` is readable; whether it has ended."""
+        deadline = time.monotonic() + timeout_s
+        while self.returncode is None:
+            left = deadline - time.monotonic()
+            if left <= 0 or (self._poll([stop_fd] if stop_fd is not None else [], left) - {self._pidfd}):
+                return self.returncode is not None
+        return True
+
+    def _poll(self, sources: list[Any], timeout_s: float) -> set[Any]:
+        """The readable ones among `sources` and the process's own descriptor; at the latest after `timeout_s`."""
+        poller = zmq.Poller()
+        if self._pidfd is not None:
+            sources = [*sources, self._pidfd]
+        else:
+            timeout_s = min(timeout_s, 0.05)  # a system without pidfd: look now and then
+        for source in sources:
+            poller.register(source, zmq.POLLIN)
+        return {source for source, _ in poller.poll(math.ceil(max(0.0, timeout_s) * 1000))}
+
+    def terminate(self) -> None:
+        """Ask it to end in good order."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End it, whatever it does. Returns when it has ended, or the system cannot end it."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Give back the descriptors; a process that still lives is killed."""
+        if self.returncode is None:
+            self.kill()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def _spawn(launch: CoreLaunch, handshake_address: str) -> subprocess.Popen[bytes]:
+    if not sys.executable:
+        raise ConfigError(
+            "this Python does not know its own executable, so no engine core can be started; "
+            "QUIRE_ENABLE_MULTIPROCESSING=0 runs the core in this process"
+        )
+    # -P: unlike in a plain "python -m", a file json.py in the working directory must not stand in for a module.
+    command = [sys.executable, "-P", "-m", CORE_MODULE, "--handshake-address", handshake_address]
+    command += ["--engine-index", str(launch.engine_index), "--parent-pid", str(os.getpid())]
+    command += ["--preload", ",".join(launch.preload)]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": launch.search_path, envs.LOGGING_LEVEL.name: child_level()},
+            cwd=launch.working_dir,
+            start_new_session=True,  # Ctrl-C in the user's terminal is for this process to decide on
+        )
+    except OSError as e:
+        raise EngineDeadError(f"no engine core process can be started: {e}") from e
+    if launch.core_curve is not None:
+        assert process.stdin is not None  # asked for above
+        with contextlib.suppress(BrokenPipeError):  # it has died already, which will be noticed
+            process.stdin.write(msgspec.msgpack.encode(launch.core_curve))
+            process.stdin.flush()
+    return process

@@ -1,0 +1,148 @@
+"""Poison control: which request killed the core, and how the others are spared (promise P2).
+
+The requests in the last step of a core that crashed or hung become *suspects*. Each is tried alone on the restarted
+core, until its first output clears it; all others wait meanwhile, because only isolation makes the verdict sound. One
+whose trial ends in a second death is *guilty*. So a poison costs two restarts however many requests were around it; one
+that kills the core only some steps later costs a few more, because each further trial is twice as long.
+
+A core killed from outside accuses nobody, except a request that was in the last step of `MAX_DEATHS_WITHOUT_TOKEN`
+such cores in a row without a token in between: the system may be killing the core for the memory that one takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from quire.frontend.supervision.core_death import CoreDeath
+from quire.frontend.supervision.journal import Journal, JournalEntry
+
+MAX_DEATHS_WITHOUT_TOKEN = 3
+MAX_TRIAL_TOKENS = 256
+MAX_NEWCOMERS = 16
+"""Requests no core has answered yet, which may have killed it on their way in: how many of the latest are suspected."""
+
+
+class Quarantine:
+    """The suspects, in the order of their trials. Knows requests by internal id; sends nothing.
+
+    `is_shared`: the core has other clients, too, whose requests may be the reason of a death.
+    """
+
+    def __init__(self, is_shared: bool = False) -> None:
+        self._is_shared = is_shared
+        self._suspects: dict[str, None] = {}
+        self._on_trial: str | None = None
+        self._num_tokens_left = 0
+        """Until the one on trial is cleared."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody is suspected."""
+        return not self._suspects
+
+    @property
+    def on_trial(self) -> str | None:
+        """The request that is alone with the core now."""
+        return self._on_trial
+
+    def begin_trial(self, journal: Journal) -> JournalEntry | None:
+        """The next suspect, to be sent alone; None if there is none."""
+        while (request_id := next(iter(self._suspects), None)) is not None:
+            entry = journal.get(request_id)
+            assert entry is not None  # one that ends is no suspect any more
+            if not entry.rests:
+                self._on_trial = request_id
+                self._num_tokens_left = min(1 << entry.num_acquittals, MAX_TRIAL_TOKENS)
+                return entry
+            self.clear(request_id)  # there is nothing to try: it would not answer
+        return None
+
+    def note_tokens(self, entry: JournalEntry, num_tokens: int) -> bool:
+        """A request has given tokens; False if its trial is not over yet. Each further trial takes twice as long: one
+        that kills the core only after some steps comes to the step in which it does."""
+        if self._on_trial != entry.request_id:
+            return True
+        self._num_tokens_left -= num_tokens
+        if self._num_tokens_left > 0:
+            return False
+        entry.num_acquittals += 1
+        return True
+
+    def clear(self, request_id: str) -> bool:
+        """It gave an output, or ended: nothing is held against it any more. True if it was the one on trial."""
+        self._suspects.pop(request_id, None)
+        if self._on_trial != request_id:
+            return False
+        self._on_trial = None
+        return True
+
+    def judge(self, death: CoreDeath, journal: Journal) -> JournalEntry | None:
+        """Take in the death of a core; the request that is found guilty by it, if one is. Nobody is on trial then."""
+        members = _members(death, journal)
+        repeaters = _count_deaths(members) if death.cause in ("killed", "lost") else []
+        tried, self._on_trial = self._on_trial, None
+        if tried is not None:
+            entry = journal.get(tried)
+            if entry is not None and self._convicts(death, entry, members, repeaters):
+                self.clear(tried)
+                return entry
+        if death.cause in ("crash", "hang"):
+            self._accuse(_candidates(members, journal) if tried is None else ())
+        else:
+            self._accuse(repeaters)
+        return None
+
+    def _convicts(
+        self,
+        death: CoreDeath,
+        tried: JournalEntry,
+        members: Sequence[JournalEntry],
+        repeaters: Sequence[JournalEntry],
+    ) -> bool:
+        """Whether a death during the trial of `tried` proves its guilt.
+
+        Not if a request of another client was, or may have been, the reason. A kill proves it only for one that was
+        accused by kills.
+        """
+        if death.request_ids is not None:
+            is_alone = all(wire_id == tried.wire_id for wire_id in death.request_ids)
+            if not is_alone or (self._is_shared and not death.request_ids):
+                return False
+        if death.cause in ("crash", "hang"):
+            return True
+        return death.cause != "start" and tried in members and tried in repeaters
+
+    def _accuse(self, entries: Iterable[JournalEntry]) -> None:
+        for entry in entries:
+            self._suspects[entry.request_id] = None
+
+
+def _members(death: CoreDeath, journal: Journal) -> list[JournalEntry]:
+    """The requests of this client in the fatal step; where that is unknown, all it had with the core."""
+    if death.request_ids is None:
+        return list(journal.on_core.values())
+    return [entry for wire_id in death.request_ids if (entry := journal.on_core.get(wire_id)) is not None]
+
+
+def _candidates(members: Sequence[JournalEntry], journal: Journal) -> list[JournalEntry]:
+    """Whom a crash accuses, those never tried first: the step's members and the newcomers; all, if that was tried
+    before in vain."""
+    if any(entry.num_acquittals for entry in members):
+        everyone = list(journal.on_core.values())
+    else:
+        everyone = [*members, *_newcomers(journal)]
+    return sorted(everyone, key=lambda entry: entry.num_acquittals)
+
+
+def _newcomers(journal: Journal) -> list[JournalEntry]:
+    """The latest requests the core was given and no core has ever answered."""
+    unanswered = (entry for entry in reversed(journal.on_core.values()) if not entry.has_output)
+    return list(islice(unanswered, MAX_NEWCOMERS))
+
+
+def _count_deaths(members: Sequence[JournalEntry]) -> list[JournalEntry]:
+    """Count one against each; those with too many."""
+    for entry in members:
+        entry.num_deaths += 1
+    return [entry for entry in members if entry.num_deaths >= MAX_DEATHS_WITHOUT_TOKEN]

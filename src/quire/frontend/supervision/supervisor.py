@@ -1,0 +1,252 @@
+"""Keeping an engine core alive: a thread that starts it, watches it, and starts it again (promises P1, P3).
+
+Death is seen at once, through the process's own descriptor; a hang through the heartbeat page, which the core writes
+at each turn of its loop. The thread lives as long as the engine: the system ends a core together with the thread that
+started it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from quire.config.lifecycle import LifecycleConfig
+from quire.errors import EngineDeadError, QuireError
+from quire.frontend.client.wakeup import Wakeup
+from quire.frontend.supervision.core_death import CoreDeath, cause_of_exit, describe_exit, was_asked_to_end
+from quire.frontend.supervision.launch import KILL_TIMEOUT_S, CoreLaunch, CoreProcess
+from quire.logger import init_logger
+from quire.wire.heartbeat import Heartbeat, HeartbeatPage
+
+logger = init_logger(__name__)
+
+WATCH_INTERVAL_S = 0.5
+"""How often the heartbeat page is looked at."""
+NEED_INTERVAL_S = 0.02
+"""How often it is looked at whether a core that has died is to be followed by another."""
+HANG_FACTOR = 5.0
+"""A phase may take this many times what the core expects of it."""
+FIRST_BACKOFF_S = 0.05
+"""Before the second restart within the window; doubled for each one more. The first comes at once."""
+MAX_BACKOFF_S = 5.0
+TERMINATE_TIMEOUT_S = 5.0
+"""How long a core that was asked to stop may take, beyond the time it has for its requests."""
+
+
+class RestartBudget:
+    """How many restarts are left, and how long to wait before the next one."""
+
+    def __init__(self, limit: int, window_s: float) -> None:
+        self._limit = limit
+        self._window_s = window_s
+        self._restarts: deque[float] = deque()
+
+    def take(self, now: float) -> float | None:
+        """Use one restart: seconds to wait before it; None if there is none left."""
+        while self._restarts and now - self._restarts[0] >= self._window_s:
+            self._restarts.popleft()
+        num_recent = len(self._restarts)
+        if num_recent >= self._limit:
+            return None
+        self._restarts.append(now)
+        return 0.0 if num_recent == 0 else min(FIRST_BACKOFF_S * 2.0 ** (num_recent - 1), MAX_BACKOFF_S)
+
+    def __str__(self) -> str:
+        return f"{self._limit} restarts in {self._window_s:g} s"
+
+
+class HangWatch:
+    """Whether a heartbeat is that of a core that hangs. Time in which we did not run ourselves does not count."""
+
+    def __init__(self, timeout_s: float, now: float) -> None:
+        self._timeout_s = timeout_s
+        self._grace_start = self._last_look = now
+
+    def check_hang(self, beat: Heartbeat, now: float) -> float | None:
+        """Seconds without progress, if they are too many; None while all is well."""
+        if now - self._last_look > 4 * WATCH_INTERVAL_S:
+            self._grace_start = now  # we were stopped, and so was the core, perhaps
+        self._last_look = now
+        age = now - max(beat.phase_start, self._grace_start)
+        return age if age > max(self._timeout_s, HANG_FACTOR * beat.expected_s) else None
+
+
+class CoreSupervisor(threading.Thread):
+    """Runs one core after the other until it is stopped or the restart budget is used up.
+
+    `on_death` hears of each death, `on_gone` why there will be no core any more; both on this thread. An error of the
+    first start is given to `on_gone` as it is: nothing is tried again that has never worked. `was_connected` tells of
+    an incarnation whether the client has heard of it, `has_live_requests` whether anybody waits for a core.
+    """
+
+    def __init__(
+        self,
+        launch: CoreLaunch,
+        config: LifecycleConfig,
+        handshake: zmq.Socket[Any],
+        directory: Path,
+        *,
+        on_death: Callable[[CoreDeath], None],
+        on_gone: Callable[[QuireError], None],
+        was_connected: Callable[[int], bool],
+        has_live_requests: Callable[[], bool],
+    ) -> None:
+        super().__init__(name="EngineCoreSupervisor", daemon=True)
+        self._launch = launch
+        self._config = config
+        self._handshake = handshake
+        self._directory = directory
+        self._on_death = on_death
+        self._on_gone = on_gone
+        self._was_connected = was_connected
+        self._has_live_requests = has_live_requests
+        self._budget = RestartBudget(config.core_restart_limit, config.core_restart_window_s)
+        self._wakeup = Wakeup()
+        self._is_stopping = False
+        self._is_draining = False
+        self._has_spawned = threading.Event()
+        self.restarts: dict[str, int] = {}
+        """By cause of the death before it."""
+        self.core_pid: int | None = None
+        """Of the core that lives now."""
+
+    @property
+    def end_timeout_s(self) -> float:
+        """The longest the thread may live after `stop`."""
+        return self._config.shutdown_timeout + TERMINATE_TIMEOUT_S + 2 * KILL_TIMEOUT_S
+
+    def set_engine_config(self, engine_config: bytes) -> None:
+        """Start the next core with another configuration. From any thread."""
+        self._launch = dataclasses.replace(self._launch, engine_config=engine_config)
+
+    def expect_stop(self) -> None:
+        """`stop` will come: a core that dies from now on is followed by another only while requests live. From any
+        thread."""
+        self._is_draining = True
+
+    def stop(self) -> None:
+        """Ask the core to end, and this thread with it. From any thread, and from a finalizer."""
+        self._is_stopping = True
+        self._wakeup.set()
+
+    def wait_spawned(self) -> None:
+        """Until the first core's process runs, or there will be none: work that holds the GIL would delay it."""
+        self._has_spawned.wait()
+
+    def run(self) -> None:
+        """The thread's body."""
+        try:
+            self._supervise()
+        except QuireError as e:
+            self._on_gone(e)
+        except Exception as e:
+            logger.exception("the supervisor of the engine core has failed")
+            self._on_gone(EngineDeadError(f"the supervisor of the engine core has failed: {e}"))
+        finally:
+            self._has_spawned.set()
+            self._handshake.close(linger=0)
+            self._wakeup.close()
+
+    def _supervise(self) -> None:
+        incarnation = 0
+        while (death := self._run_core(incarnation)) is not None:
+            logger.log(
+                logging.WARNING if death.was_asked else logging.ERROR,
+                "engine core %d %s",
+                incarnation,
+                death.description,
+            )
+            self._on_death(death)
+            if not self._wait_for_need(death):
+                return
+            backoff_s = self._budget.take(time.monotonic())
+            if backoff_s is None:
+                raise EngineDeadError(
+                    f"the engine core {death.description}, and its budget of {self._budget} is used up; restart the "
+                    "engine, or raise --core-restart-limit"
+                )
+            if self._sleep(backoff_s):
+                return
+            self.restarts[death.cause] = self.restarts.get(death.cause, 0) + 1
+            incarnation += 1
+            logger.warning("starting engine core %d", incarnation)
+
+    def _run_core(self, incarnation: int) -> CoreDeath | None:
+        """The whole life of one core; None if it was ended because we are stopping."""
+        path = self._directory / f"heartbeat-{incarnation}"
+        page = HeartbeatPage.create(path)
+        try:
+            core = CoreProcess(self._launch, self._handshake, incarnation, path)
+            self.core_pid = core.pid
+            self._has_spawned.set()
+            try:
+                return self._follow(core, page)
+            finally:
+                self.core_pid = None
+                core.close()
+        except QuireError as e:
+            if incarnation == 0:
+                raise
+            return CoreDeath("start", f"could not be started again: {e}")
+        finally:
+            page.close()
+            path.unlink(missing_ok=True)
+
+    def _follow(self, core: CoreProcess, page: HeartbeatPage) -> CoreDeath | None:
+        try:
+            if not core.wait_ready(self._wakeup.fd):
+                core.kill()
+                return None
+        except EngineDeadError:
+            if core.returncode is None or not self._was_connected(core.incarnation):
+                raise
+            return _read_death(core, page.get_heartbeat())  # it did serve; only its word of it has not arrived
+        watch = HangWatch(self._config.core_hang_timeout_s, time.monotonic())
+        while not core.wait(WATCH_INTERVAL_S, self._wakeup.fd):
+            if self._is_stopping:
+                self._end(core)
+                return None
+            beat = page.get_heartbeat()
+            age = watch.check_hang(beat, time.monotonic())
+            if age is not None:
+                core.kill()
+                description = f"made no progress for {age:.1f} s in phase {beat.phase.name} and was killed"
+                return CoreDeath("hang", description, beat.suspects)
+        return None if self._is_stopping else _read_death(core, page.get_heartbeat())
+
+    def _end(self, core: CoreProcess) -> None:
+        core.terminate()
+        if not core.wait(self._config.shutdown_timeout + TERMINATE_TIMEOUT_S):
+            logger.warning("engine core %d did not end when it was asked to, and is killed", core.incarnation)
+            core.kill()
+
+    def _wait_for_need(self, death: CoreDeath) -> bool:
+        """Until another core is needed; False if we are to stop first."""
+        start = time.monotonic()
+        while not death.calls_for_successor(
+            time.monotonic() - start, is_draining=self._is_draining, has_live_requests=self._has_live_requests()
+        ):
+            if self._sleep(NEED_INTERVAL_S):
+                return False
+        return True
+
+    def _sleep(self, duration_s: float) -> bool:
+        """Wait; whether we are to stop."""
+        poller = zmq.Poller()
+        poller.register(self._wakeup.fd, zmq.POLLIN)
+        return bool(poller.poll(int(duration_s * 1000))) or self._is_stopping
+
+
+def _read_death(core: CoreProcess, beat: Heartbeat) -> CoreDeath:
+    returncode = core.returncode
+    assert returncode is not None  # it has ended
+    description = f"{describe_exit(returncode)} in phase {beat.phase.name}"
+    return CoreDeath(cause_of_exit(returncode), description, beat.suspects, was_asked_to_end(returncode))

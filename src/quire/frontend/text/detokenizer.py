@@ -1,0 +1,222 @@
+"""Incremental detokenization: token ids to text as they arrive, and the stop strings in that text.
+
+`TextStream` turns ids into text, `TextDetokenizer` adds stop strings and what a request may show. The text of a request
+is the same however its tokens arrive: one at a time, several in a step, or all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.frontend.text.stop_strings import StopMatch, StopStrings
+from quire.frontend.text.tokenizer import CONTEXT_TOKENS, REPLACEMENT, Tokenizer
+from quire.sampling_params import SamplingParams
+
+MAX_PENDING_TOKENS = 16
+"""A character is complete after four bytes: what is still undecodable then is garbage and not held back for ever."""
+
+MAX_KEPT_CHARS = 256
+"""Of a text whose reader has seen it."""
+
+
+class TextStream:
+    """Decodes one token after another.
+
+    A token's text depends on its neighbours: a character may be spread over several tokens, and some decoders treat the
+    first token of a text or a run of byte tokens specially. So a short window is decoded each time: `_context`, tokens
+    whose text is out already, and `_pending`, tokens whose text is not complete. Most tokens need no window: where the
+    tokenizer's decoder gives a token the same text after any other, that text is looked up.
+
+    (The `tokenizers` library has a DecodeStream of the same idea. It raises when a byte-fallback decoder rewrites text
+    that is out, and its window grows without bound over invalid bytes.)
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special: bool = True, spaces: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.skipped_ids if skip_special else frozenset()
+        self._added = {} if skip_special or spaces else tokenizer.added_token_ids
+        self._last_was_added = False
+        self._look_up = tokenizer.has_fixed_texts and not self._added
+        self._plain_texts = tokenizer.plain_texts if self._look_up else {}
+        self._pending: list[int] = []
+        self._context = self._prompt_context(prompt_ids)
+
+    def _prompt_context(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The end of the prompt, so that the output's first token keeps its leading space."""
+        tail = [i for i in prompt_ids[-8 * CONTEXT_TOKENS :] if i not in self._skipped]
+        for length in (CONTEXT_TOKENS, 2 * CONTEXT_TOKENS, 4 * CONTEXT_TOKENS):
+            text = self._decode(tail[-length:])
+            if not text.endswith(REPLACEMENT):
+                return tail[-length:] if text else []  # ids that have no text are no context
+        return []
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.backend.decode(ids, skip_special_tokens=False)
+
+    def push(self, token_id: int) -> str:
+        """The text that is complete now that `token_id` has come; often "" in the middle of a character."""
+        if self._context and not self._pending:
+            plain = self._plain_texts.get(token_id)
+            if plain is not None:
+                self._context = [token_id]
+                return plain
+        if token_id in self._skipped:
+            return ""
+        if self._look_up and self._context and not self._pending:
+            text = self._tokenizer.token_text(token_id)
+            if text and REPLACEMENT not in text:
+                self._context = [token_id]
+                return text
+        if self._added and self._is_second_added(token_id):
+            flushed = self.flush()
+            self._context = [token_id]
+            return flushed + self._added[token_id]
+        self._pending.append(token_id)
+        text = self._text_after_context(self._pending)
+        if text and not text.endswith(REPLACEMENT):
+            self._take(len(self._pending))
+            return text
+        return self._push_overflow() if len(self._pending) > MAX_PENDING_TOKENS else ""
+
+    def _is_second_added(self, token_id: int) -> bool:
+        """Added tokens in a row, and no spaces wanted between them?"""
+        was_added, self._last_was_added = self._last_was_added, token_id in self._added
+        return was_added and self._last_was_added
+
+    def flush(self) -> str:
+        """The text of what is pending, replacement characters and all: no more tokens will complete it."""
+        text = self._text_after_context(self._pending) if self._pending else ""
+        self._take(len(self._pending))
+        return text
+
+    def _text_after_context(self, ids: list[int]) -> str:
+        before = self._decode(self._context) if self._context else ""
+        text = self._decode(self._context + ids)
+        if text.startswith(before):
+            return text[len(before) :]
+        return self._decode(ids)  # a byte-fallback decoder now reads the context as garbage: what is out stays out
+
+    def _take(self, count: int) -> None:
+        """The text of the first `count` pending tokens is out: they become the context."""
+        if count:
+            self._context, self._pending = self._pending[:count], self._pending[count:]
+
+    def _push_overflow(self) -> str:
+        """Let go of all pending tokens but the last few, which may still become a character."""
+        whole = self._text_after_context(self._pending)
+        for kept in range(1, CONTEXT_TOKENS):
+            text = self._text_after_context(self._pending[:-kept])
+            if text + self._decode(self._pending[-kept:]) == whole:
+                self._take(len(self._pending) - kept)
+                return text
+        return self.flush()
+
+
+class IncrementalDetokenizer:
+    """Collects the output token ids of a request. This base class makes no text: `detokenize=False`."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+
+    @staticmethod
+    def from_params(
+        tokenizer: Tokenizer | None, params: SamplingParams, prompt_ids: Sequence[int]
+    ) -> IncrementalDetokenizer:
+        """The detokenizer a request asks for; without a tokenizer there is no text."""
+        if tokenizer is None or not params.detokenize:
+            return IncrementalDetokenizer()
+        return TextDetokenizer(tokenizer, params, prompt_ids)
+
+    def update(self, new_token_ids: Sequence[int], stop_terminated: bool = False) -> str | None:
+        """Take in new tokens; the stop string they complete, if any.
+
+        Tokens after one that completes a stop string are dropped. `stop_terminated`: the last token is a stop token and
+        ended the request; it stays in `token_ids` and out of the text.
+        """
+        self.token_ids.extend(new_token_ids)
+        return None
+
+    def get_next_output_text(self, finished: bool, delta: bool) -> str:
+        """The text to show: all of it, or with `delta` what was not shown before."""
+        return ""
+
+
+class TextDetokenizer(IncrementalDetokenizer):
+    """Makes the text of a request and watches it for stop strings.
+
+    Text that may be the beginning of a stop string is not shown before that is decided, so a stream never shows a
+    character it would have to take back. A stop string counts once more than `min_tokens` tokens are there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+        super().__init__()
+        self._stream = TextStream(
+            tokenizer,
+            prompt_ids,
+            skip_special=params.skip_special_tokens,
+            spaces=params.spaces_between_special_tokens,
+        )
+        self._stops = StopStrings(params.stop or ())
+        self._has_stops = bool(self._stops)
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._shows_undecided = self._include_stop and not params.min_tokens
+        """A stop string is part of the output and found as soon as it is there. With `min_tokens` it may not be: the
+        text held back may hold a whole one, at which a later token ends the text."""
+        self._text = ""
+        self._decided = 0
+        """Text before this is no part of a stop string and never will be."""
+        self._shown = 0
+
+    def update(self, new_token_ids: Sequence[int], stop_terminated: bool = False) -> str | None:
+        if not self._has_stops and not stop_terminated:
+            self.token_ids.extend(new_token_ids)
+            for token_id in new_token_ids:
+                self._text += self._stream.push(token_id)
+            self._decided = len(self._text)
+            return None
+        hide_last = stop_terminated and not self._include_stop
+        last = len(new_token_ids) - 1
+        for position, token_id in enumerate(new_token_ids):
+            self.token_ids.append(token_id)
+            if hide_last and position == last:
+                continue
+            match = self._append(self._stream.push(token_id))
+            if match is not None:
+                return match.stop
+        return None
+
+    def _append(self, chunk: str) -> StopMatch | None:
+        self._text += chunk
+        if not self._has_stops:
+            self._decided = len(self._text)
+            return None
+        if len(self.token_ids) > self._min_tokens:
+            match = self._stops.find(self._text, self._decided)
+            if match is not None:
+                self._text = self._text[: match.end if self._include_stop else match.start]
+                self._decided = len(self._text)
+                self._stream.flush()  # what follows the stop string is dropped
+                return match
+        self._decided = len(self._text) - self._stops.held_back(self._text, self._decided)
+        return None
+
+    def get_next_output_text(self, finished: bool, delta: bool) -> str:
+        if finished:
+            self._text += self._stream.flush()
+        end = len(self._text) if finished or self._shows_undecided else self._decided
+        start = self._shown if delta else 0
+        self._shown = max(self._shown, end)
+        text = self._text[start:end]
+        if delta and self._decided > MAX_KEPT_CHARS:
+            self._forget_shown()
+        return text
+
+    def _forget_shown(self) -> None:
+        """Who reads deltas never reads again what was shown: a long text is not kept, nor copied for each token."""
+        count = min(self._shown, self._decided)
+        self._text = self._text[count:]
+        self._shown -= count
+        self._decided -= count

@@ -1,0 +1,183 @@
+"""The files of a tokenizer: `tokenizer.json` and what stands beside it.
+
+`read_tokenizer_dir` gives the `tokenizers` backend, the special tokens and the chat templates of a directory. The rules
+(which file wins, which tokens are added to the backend, in which order) are those of transformers 5, so that ids come
+out the same: `tests/unit/frontend/text/test_tokenizer.py` compares the two. In particular the post-processor of
+`tokenizer.json` decides whether a BOS or EOS is added; `add_bos_token` in `tokenizer_config.json` is of the time before
+that file existed and is not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from quire.config.repository import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, find_file, read_object, read_text
+from quire.errors import ModelLoadError
+from quire.frontend.text.hf_tokenizer import load_with_transformers
+
+MAX_TEMPLATES = 64
+NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a tokenizer directory holds."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]
+    """Named special tokens: bos_token, eos_token, ... and the model's own (image_token, ...)."""
+    extra_special_tokens: list[str] = field(default_factory=list)
+    chat_templates: dict[str, str] = field(default_factory=dict)
+    """By name; a repository with one template has `default`."""
+
+
+def read_tokenizer_dir(directory: Path, mode: str = "auto") -> TokenizerFiles:
+    """Read a tokenizer. `mode` "auto" reads tokenizer.json; "hf" (or a directory without one) asks transformers.
+
+    Truncation and padding that a tokenizer.json may carry are for training, and switched off. Raises ModelLoadError
+    naming the file, or ConfigError when transformers is needed and absent.
+    """
+    config = read_object(directory, "tokenizer_config.json") or {}
+    path = find_file(directory, "tokenizer.json", MAX_TOKENIZER_BYTES)
+    if mode == "hf" or path is None:
+        backend, names, others = load_with_transformers(directory)
+        templates = _chat_templates(directory, config)
+    else:
+        backend = _read_backend(path)
+        try:
+            named, extra, decoder = _special_tokens(directory, config, backend)
+            _add_missing_tokens(backend, named, extra, decoder)
+            names, others = {name: _content(token) for name, token in named.items()}, [_content(t) for t in extra]
+            templates = _chat_templates(directory, config)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as e:
+            if isinstance(e, ModelLoadError):
+                raise
+            raise ModelLoadError(
+                f"the tokenizer configuration in {directory} cannot be read ({type(e).__name__}: {e}); its special "
+                "tokens or chat templates are not of the usual form"
+            ) from e
+    backend.no_truncation()
+    backend.no_padding()
+    return TokenizerFiles(backend, names, others, templates)
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as e:  # the Rust side raises plain Exception
+        raise ModelLoadError(f"{path} cannot be read as a tokenizer: {e}") from None
+
+
+def _special_tokens(
+    directory: Path, config: dict[str, Any], backend: tokenizers.Tokenizer
+) -> tuple[dict[str, str | AddedToken], list[str | AddedToken], dict[int, AddedToken]]:
+    """(named special tokens, further special tokens, tokens to add by id).
+
+    `added_tokens_decoder` in tokenizer_config.json supersedes the older special_tokens_map.json, added_tokens.json and
+    the list inside tokenizer.json.
+    """
+    settings = _without_additional(config)
+    if "added_tokens_decoder" in config:
+        decoder = {int(token_id): _added_token(value) for token_id, value in config["added_tokens_decoder"].items()}
+    else:
+        for name, value in _without_additional(read_object(directory, "special_tokens_map.json") or {}).items():
+            settings[name] = {**value, "special": True} if isinstance(value, dict) and "content" in value else value
+        special = {_content(v) for k, v in settings.items() if k in NAMED_SPECIAL_TOKENS and v}
+        special |= {_content(v) for v in _values(settings.get("extra_special_tokens"))}
+        decoder = {
+            int(token_id): AddedToken(content, normalized=content not in special, special=content in special)
+            for content, token_id in (read_object(directory, "added_tokens.json") or {}).items()
+        }
+        decoder.update(backend.get_added_tokens_decoder())
+    known = {token.content: token for token in decoder.values()}
+    named = {name: settings[name] for name in NAMED_SPECIAL_TOKENS if settings.get(name) is not None}
+    tokens = {name: known.get(_content(value), _token(value)) for name, value in named.items()}
+    own = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        own, extra = {**own, **extra}, None
+    tokens.update({name: _token(value) for name, value in own.items() if name not in NAMED_SPECIAL_TOKENS})
+    return tokens, [_token(value) for value in _values(extra)], decoder
+
+
+def _without_additional(settings: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which `additional_special_tokens` goes by its newer name, `extra_special_tokens`."""
+    settings = dict(settings)
+    additional = settings.pop("additional_special_tokens", None)
+    if additional and not settings.get("extra_special_tokens"):
+        settings["extra_special_tokens"] = additional
+    return settings
+
+
+def _values(tokens: Any) -> list[Any]:
+    """The tokens of a list or of a map from name to token."""
+    return list(tokens.values() if isinstance(tokens, dict) else tokens or ())
+
+
+def _token(value: Any) -> str | AddedToken:
+    """A token as configuration files write it: a string, or an object with `content` and its flags."""
+    return _added_token(value) if isinstance(value, dict) else str(value)
+
+
+def _added_token(value: dict[str, Any]) -> AddedToken:
+    flags = {k: bool(v) for k, v in value.items() if k in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+    return AddedToken(value["content"], **flags)
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(value["content"])
+    return value.content if isinstance(value, AddedToken) else str(value)
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer,
+    named: dict[str, str | AddedToken],
+    extra: list[str | AddedToken],
+    decoder: dict[int, AddedToken],
+) -> None:
+    """Add what the configuration names and tokenizer.json does not: first by id, then by name, then the rest."""
+    present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    contents = {token.content for token in backend.get_added_tokens_decoder().values()}
+    wanted: list[str | AddedToken] = [decoder[i] for i in sorted(decoder) if repr(decoder[i]) not in present]
+    contents |= {_content(token) for token in wanted}
+    for token in (*named.values(), *extra):
+        if _content(token) not in contents:
+            contents.add(_content(token))
+            wanted.append(token)
+    names = {_content(token) for token in named.values()}
+    for position, token in enumerate(wanted):
+        if isinstance(token, str):
+            wanted[position] = AddedToken(token, special=True)
+        elif token.content in names:
+            token.special = True
+    backend.add_tokens(wanted)
+
+
+def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name. Template files win over tokenizer_config.json, where one template is text and several are a list."""
+    files = {path.stem: f"additional_chat_templates/{path.name}" for path in _additional_templates(directory)}
+    files["default"] = "chat_template.jinja"
+    texts = {name: read_text(directory, file, MAX_TEMPLATE_BYTES) for name, file in files.items()}
+    templates = {name: text for name, text in texts.items() if text is not None}
+    if templates:
+        return templates
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, dict):
+        return {str(k): str(v) for k, v in value.items()}
+    return {str(item["name"]): str(item["template"]) for item in value or ()}
+
+
+def _additional_templates(directory: Path) -> list[Path]:
+    found = sorted(islice(directory.glob("additional_chat_templates/*.jinja"), MAX_TEMPLATES + 1))
+    if len(found) > MAX_TEMPLATES:
+        raise ModelLoadError(f"{directory} holds more than {MAX_TEMPLATES} additional chat templates")
+    return found

@@ -1,0 +1,340 @@
+"""`quire serve --api-server-count N`: several processes in front of one core, and what the death of each costs."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.testing.metrics_audit import MetricsAudit, read_exposition
+
+from .api_clients import TIME_LIMIT_S, Client, Stream, client_of, clients_of_each, closing_clients, stopped, wait_until
+from .serving import SRC, ServerProcess, environment, serve_command, serving
+
+KEY = "secret"
+FLAGS = ("--api-key", KEY, "--enable-admin", "--admin-port", "0")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[ServerProcess]:
+    """Two API processes in front of a fake model of 20 ms a step. A test leaves it as it was, but for pids."""
+    with serving("--api-server-count", "2", *FLAGS, executor="Leisurely") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def no_client_is_left() -> Iterator[None]:
+    with closing_clients():
+        yield
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def free_blocks(client: Client) -> bool:
+    """Whether every block of the cache is held by nobody."""
+    cache = client.ask("GET", "/debug/state")[1]["kv_cache"]
+    return bool(cache["free"] == cache["total"] - 1)
+
+
+def wait_whole(server: ServerProcess, core: int, num: int = 2) -> None:
+    """Until all processes serve, and the core is the one it was."""
+    wait_until(lambda: len(server.api_pids()) == num)
+    for pid in server.api_pids():
+        client = client_of(server, pid, KEY)
+        wait_until(lambda asked=client: asked.ask("GET", "/health/ready")[0] == 200)  # type: ignore[misc]
+    assert server.core_pid() == core
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_request_is_answered_as_by_one_process(count: int) -> None:
+    with serving("--api-server-count", str(count), executor="Steady") as server:
+        assert len(server.api_pids()) == count
+        clients = list(clients_of_each(server).values())
+        streams = [Stream(Client(server.url), [40 + number, 50], 5 + number % 40, n=1) for number in range(30)] + [
+            Stream(client, [90 + index, 51], 40) for index, client in enumerate(clients)
+        ]
+        for stream in streams:
+            assert stream.read() == stream.expected
+        names = {client.ask("GET", "/v1/models")[1]["data"][0]["created"] for client in clients}
+        assert len(names) == 1
+        assert all(client.ask("GET", "/load")[1] == {"server_load": 0} for client in clients)
+        assert free_blocks(clients[0])
+
+
+def test_the_death_of_one_process_costs_its_own_streams_only(pair: ServerProcess) -> None:
+    victim, other = pair.api_pids()
+    core = pair.core_pid()
+    theirs = [Stream(client_of(pair, victim, KEY), [60 + i], 400) for i in range(3)]
+    ours = [Stream(client_of(pair, other, KEY), [70 + i], 120) for i in range(3)]
+    for stream in (*theirs, *ours):
+        stream.read(2)
+    observer = client_of(pair, other, KEY)
+    assert observer.ask("GET", "/load")[1] == {"server_load": 6}
+    os.kill(victim, signal.SIGKILL)
+    for stream in theirs:
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            stream.read()
+        assert stream.tokens == stream.expected[: len(stream.tokens)]
+    for stream in ours:
+        assert stream.read() == stream.expected
+    wait_until(lambda: observer.ask("GET", "/load")[1] == {"server_load": 0})
+    wait_until(lambda: free_blocks(observer))
+    wait_whole(pair, core)
+    (again,) = set(pair.api_pids()) - {other}
+    assert again != victim
+    late = Stream(client_of(pair, again, KEY), [80], 30)
+    assert late.read() == late.expected
+
+
+def test_a_server_whose_processes_die_again_and_again_serves_on(pair: ServerProcess) -> None:
+    """One after the other, at every moment of their lives."""
+    core = pair.core_pid()
+    for number in range(4):
+        victim = pair.api_pids()[0]
+        client = client_of(pair, pair.api_pids()[-1], KEY)
+        stream = Stream(client, [90 + number], 40)
+        os.kill(victim, signal.SIGKILL)
+        assert stream.read() == stream.expected
+        wait_until(lambda gone=victim: gone not in pair.api_pids())  # type: ignore[misc]
+        wait_until(lambda: len(pair.api_pids()) == 2)
+    wait_whole(pair, core)
+
+
+def test_streams_of_all_processes_survive_the_death_of_the_core(pair: ServerProcess) -> None:
+    core = pair.core_pid()
+    streams = [
+        Stream(client_of(pair, pid, KEY), [100 + 10 * index + i], 60)
+        for index, pid in enumerate(pair.api_pids())
+        for i in range(3)
+    ]
+    for stream in streams:
+        stream.read(3)
+    os.kill(core, signal.SIGKILL)
+    for stream in streams:
+        assert stream.read() == stream.expected
+    assert pair.core_pid() != core
+    wait_until(lambda: all(c.ask("GET", "/health/ready")[0] == 200 for c in clients_of_each(pair, KEY).values()))
+
+
+def test_limits_hold_for_all_processes_together() -> None:
+    with serving(
+        "--api-server-count", "2", "--api-key", KEY, "--max-requests-per-key", "3", "--max-num-reserved-tokens", "900",
+        executor="Leisurely",
+    ) as server:  # fmt: skip
+        first, second = server.api_pids()
+        running = [Stream(client_of(server, pid, KEY), [50], 100) for pid in (first, second, first)]
+        assert [stream.status for stream in running] == [200] * 3
+        for pid in (first, second):
+            status, error = client_of(server, pid, KEY).ask("POST", "/v1/completions", {"prompt": [1], "max_tokens": 1})
+            assert status == 429, error
+            assert "3 requests of this key are under way" in error["error"]["message"]
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: client_of(server, second, KEY).ask("GET", "/load")[1] == {"server_load": 1})
+        status, error = client_of(server, second, KEY).ask(
+            "POST", "/v1/completions", {"prompt": [1], "max_tokens": 850}
+        )
+        assert status == 503, "what the dead one had is free again, what the living one has is not"
+        assert "101 tokens of prompts and outputs" in error["error"]["message"]
+        assert running[1].read() == running[1].expected
+
+
+def test_stored_responses_are_found_by_every_process(pair: ServerProcess) -> None:
+    maker, other = clients_of_each(pair, KEY).values()
+    stranger = Client(pair.url)
+    body = {"input": "Hi", "max_output_tokens": 4}
+    for_ever = body | {"background": True, "stream": True, "max_output_tokens": 1500, "ignore_eos": True}
+    status, made = maker.ask("POST", "/v1/responses", body)
+    assert status == 200, made
+    path = f"/v1/responses/{made['id']}"
+    assert other.ask("GET", path) == (200, made)
+    assert stranger.ask("GET", path)[0] == 401
+    status, follower = other.ask("POST", "/v1/responses", body | {"previous_response_id": made["id"]})
+    assert status == 200, follower
+    assert follower["usage"]["input_tokens"] > made["usage"]["input_tokens"]
+    assert other.ask("DELETE", path) == (200, {"id": made["id"], "object": "response", "deleted": True})
+    for client in (maker, other):
+        status, error = client.ask("GET", path)
+        assert (status, error["error"]["param"]) == (404, "response_id")
+
+    begun = maker.begin("POST", "/v1/responses", for_ever)
+    assert begun.readline().startswith(b"event: response.created")
+    data = begun.readline().decode()
+    response_id = data.split('"id":"')[1].split('"')[0]
+    following = other.begin("GET", f"/v1/responses/{response_id}?stream=true&starting_after=0")
+    assert following.readline().startswith(b"event: response.queued")
+    canceller = client_of(pair, pair.api_pids()[1], KEY)
+    status, cancelled = canceller.ask("POST", f"/v1/responses/{response_id}/cancel")
+    assert (status, cancelled["status"]) == (200, "cancelled")
+    lines = following.read().decode().splitlines()
+    numbers = [int(line.split('"sequence_number":')[1].split(",")[0].rstrip("}")) for line in lines if "data:" in line]
+    assert numbers == list(range(1, len(numbers) + 1)), "each event once, in order, from the first that was asked for"
+
+
+def test_what_a_dead_process_kept_is_said_to_be_gone(pair: ServerProcess) -> None:
+    core = pair.core_pid()
+    victim, other = pair.api_pids()
+    _, made = client_of(pair, victim, KEY).ask("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 2})
+    client = client_of(pair, other, KEY)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: client.ask("GET", f"/v1/responses/{made['id']}")[0] == 404)
+    wait_whole(pair, core)
+
+
+def test_operators_reach_every_request_from_every_process(pair: ServerProcess) -> None:
+    """Seen in the state, aborted by id, counted as load."""
+    first, second = pair.api_pids()
+    stream = Stream(client_of(pair, first, KEY), [50] * 30, 1000, request_id="watched")
+    stream.read(2)
+    for pid in (first, second):
+        admin = client_of(pair, pid, KEY, is_admin=True)
+        (request,) = admin.ask("GET", "/debug/state")[1]["requests"]
+        assert request["id"] == "cmpl-watched"
+        assert request["first_token_time"] is not None
+        assert client_of(pair, pid, KEY).ask("GET", "/load")[1] == {"server_load": 1}
+    admin = client_of(pair, second, KEY, is_admin=True)
+    before = [ended["number"] for ended in admin.ask("GET", "/debug/state")[1]["ended"]]
+    assert before == sorted(before)
+    assert admin.ask("POST", "/abort_requests", {"request_ids": ["cmpl-watched"]})[0] == 200
+    stream.read()
+    assert len(stream.tokens) < 1000
+    after: list[dict[str, Any]] = []
+    while not after:
+        after = admin.ask("GET", f"/debug/state?after={before[-1] if before else 0}")[1]["ended"]
+    assert [ended["id"] for ended in after] == ["cmpl-watched"]
+
+
+def test_a_pause_is_of_the_whole_server_and_survives_the_core_and_the_process(pair: ServerProcess) -> None:
+    def is_paused(pid: int) -> bool:
+        return bool(client_of(pair, pid, KEY, is_admin=True).ask("GET", "/is_paused")[1]["is_paused"])
+
+    victim, other = pair.api_pids()
+    assert client_of(pair, victim, KEY, is_admin=True).ask("POST", "/pause?mode=keep")[0] == 200
+    assert is_paused(victim)
+    assert is_paused(other)
+    os.kill(victim, signal.SIGKILL)
+    core = pair.core_pid()
+    os.kill(core, signal.SIGKILL)
+    wait_until(lambda: len(pair.api_pids()) == 2 and pair._children("quire.engine.proc") not in ([], [core]))
+    wait_whole(pair, pair.core_pid())
+    assert all(is_paused(pid) for pid in pair.api_pids()), "whoever restored it was not the one who was asked"
+    stream = Stream(client_of(pair, other, KEY), [50], 5)
+    assert client_of(pair, other, KEY, is_admin=True).ask("POST", "/resume")[0] == 200
+    assert stream.read() == stream.expected
+
+
+def test_metrics_of_any_process_tell_of_all_of_them_and_of_the_dead(pair: ServerProcess) -> None:
+    audit = MetricsAudit(one_clock=False)
+    core = pair.core_pid()
+    victim, other = pair.api_pids()
+    for pid in (victim, other):
+        stream = Stream(client_of(pair, pid, KEY), [50], 7)
+        assert stream.read() == stream.expected
+
+    def scrape(pid: int) -> float:
+        text = client_of(pair, pid, KEY).ask("GET", "/metrics")[1]
+        exposition = read_exposition(text)
+        # A process that was started again has the number of the one before it, and has used less time than that.
+        exposition.families = [f for f in exposition.families if not f.name.startswith(("process_", "python_"))]
+        audit.check(exposition)
+        (total,) = re.findall(r"(?m)^vllm:generation_tokens_total\{.*\} (\S+)$", text)
+        return float(total)
+
+    total = scrape(victim)
+    assert scrape(other) == total
+    os.kill(victim, signal.SIGKILL)
+    wait_whole(pair, core)
+    for pid in pair.api_pids():
+        assert scrape(pid) == total
+    stream = Stream(client_of(pair, pair.api_pids()[-1], KEY), [51], 9)
+    assert stream.read() == stream.expected
+    assert scrape(other) == total + 9
+
+
+def test_sigterm_gives_the_streams_of_all_processes_their_time() -> None:
+    with serving("--api-server-count", "2", "--shutdown-timeout", "30", executor="Leisurely") as server:
+        core, processes = server.core_pid(), server.api_pids()
+        streams = [Stream(client, [50 + i], 60) for i, client in enumerate(clients_of_each(server).values())]
+        for stream in streams:
+            stream.read(1)
+        late = clients_of_each(server)
+        server.process.send_signal(signal.SIGTERM)
+        for client in late.values():
+            wait_until(lambda asked=client: asked.ask("GET", "/health/ready")[0] == 503)  # type: ignore[misc]
+            assert client.ask("POST", "/v1/completions", {"prompt": [1]})[0] == 503
+        for stream in streams:
+            assert stream.read() == stream.expected
+        assert server.process.wait(TIME_LIMIT_S) == 0
+        assert not any(is_alive(pid) for pid in (core, *processes))
+
+
+def test_a_second_signal_ends_all_streams_with_an_error() -> None:
+    with serving("--api-server-count", "2", "--shutdown-timeout", "600", executor="Leisurely") as server:
+        clients = clients_of_each(server)
+        begun = [c.begin("POST", "/v1/completions", LONG) for c in clients.values()]
+        for response in begun:
+            response.readline()
+        late = clients_of_each(server)
+        server.process.send_signal(signal.SIGTERM)
+        for client in late.values():
+            wait_until(lambda asked=client: asked.ask("GET", "/health/ready")[0] == 503)  # type: ignore[misc]
+        server.process.send_signal(signal.SIGINT)
+        for response in begun:
+            *_, error, end = (line for line in response.read().decode().splitlines() if line)
+            assert '"code":503' in error
+            assert end == "data: [DONE]"
+        assert server.process.wait(TIME_LIMIT_S) == 0
+
+
+LONG = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_the_server(signum: int) -> None:
+    """However it ends, and also while one of them is stopped."""
+    with serving("--api-server-count", "2", executor="Leisurely") as server:
+        everyone = [server.core_pid(), *server.api_pids()]
+        for client in clients_of_each(server).values():
+            client.begin("POST", "/v1/completions", LONG).readline()
+        if signum == signal.SIGKILL:
+            with stopped(everyone[1:2]):
+                server.process.kill()
+                server.process.wait()
+                wait_until(lambda: not any(is_alive(pid) for pid in everyone))
+        else:
+            server.process.terminate()
+            server.process.wait(TIME_LIMIT_S)
+            assert not any(is_alive(pid) for pid in everyone)
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    with serving("--api-server-count", "2", "--uds", str(path), executor="Quick") as server:
+        for client in clients_of_each(server).values():
+            stream = Stream(client, [50, 51], 9)
+            assert stream.read() == stream.expected
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(TIME_LIMIT_S) == 0
+        assert not path.exists()
+
+
+def test_what_keeps_a_process_from_serving_is_said_in_words() -> None:
+    command = serve_command("--port", "0", "--api-server-count", "2", "--middleware", "json.loads")
+    command += ["--distributed-executor-backend", "tests.process.executors:Quick"]
+    ended = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, cwd=SRC.parent, timeout=TIME_LIMIT_S
+    )
+    assert ended.returncode == 2
+    assert "quire: error: --middleware json.loads is neither a class nor an async function" in ended.stderr
+    assert "Traceback" not in ended.stderr

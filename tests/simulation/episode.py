@@ -1,0 +1,51 @@
+"""One seed, one episode: the engine, its traffic, and in one of fifty a frontend whose metrics are audited."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from tests.simulation.audited import AuditedSimulation
+from tests.simulation.harness import Simulation, SimulationError
+from tests.simulation.world import World, draw_operations
+
+AUDITED = 50
+"""One episode in so many has a frontend: a scrape costs three times what an operation does."""
+
+
+def is_audited(seed: int) -> bool:
+    """Whether the metrics of this episode are scraped after each operation."""
+    return seed % AUDITED == AUDITED - 1
+
+
+def run_episode(
+    seed: int,
+    num_operations: int,
+    *,
+    keep: Callable[[int], bool] | None = None,
+    log: Callable[[str], None] | None = None,
+    audited: bool | None = None,
+) -> Counter[str]:
+    """Run the operations that follow from `seed`, then drain; `keep` picks a part of them by index.
+
+    `audited` of None is what `is_audited` says. Returns how often each situation was met, "operations" among them.
+    Raises SimulationError.
+    """
+    rng = random.Random(seed)
+    world = World.draw(rng)
+    operations = draw_operations(rng, world, num_operations)
+    if log is not None:
+        log(str(world))
+    has_frontend = is_audited(seed) if audited is None else audited
+    simulation = AuditedSimulation(world, log, seed=seed) if has_frontend else Simulation(world, log)
+    for index, operation in enumerate([*operations, ("drain", 0)]):
+        if keep is not None and index < num_operations and not keep(index):
+            continue
+        try:
+            simulation.apply(operation)
+        except Exception as e:
+            raise SimulationError(seed, index, e) from e
+        simulation.seen["operations"] += 1
+    simulation.close()
+    return simulation.seen

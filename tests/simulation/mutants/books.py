@@ -1,0 +1,73 @@
+"""Planted bugs in what a frontend counts: every answer is right, and the metrics are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.frontend.client import link
+from quire.frontend.metrics.frontend_stats import FrontendStats
+from quire.frontend.metrics.ledger import Receipt, RequestLedger
+from quire.frontend.metrics.stats import IterationStats, SessionStats
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.supervision.journal import JournalEntry
+from tests.simulation.mutants.registry import Patch, frontend_mutant, wrap
+
+
+@frontend_mutant
+def ends_are_not_booked(patch: Patch) -> None:
+    """A request ends, and the ledger does not hear of it."""
+    patch.setattr(RequestLedger, "finish", lambda *args: None)
+
+
+@frontend_mutant
+def refusals_are_not_booked(patch: Patch) -> None:
+    """A request is refused and stays in admission for ever."""
+    patch.setattr(Receipt, "reject", lambda *args: None)
+
+
+@frontend_mutant
+def aborts_are_not_observed(patch: Patch) -> None:
+    """What is counted outside a step gets lost."""
+    patch.setattr(FrontendStats, "close_iteration", lambda *args: None)
+
+
+@frontend_mutant
+def last_token_not_delivered(patch: Patch) -> None:
+    """The token that ends a request is generated, and not counted as delivered."""
+
+    def take_text(original: Any, self: OutputProcessor, state: Any, output: Any, stop_terminated: bool) -> Any:
+        stop_string = original(self, state, output, stop_terminated)
+        self._ledger.num_delivered_tokens -= output.finish_reason is not None and bool(output.new_token_ids)
+        return stop_string
+
+    wrap(patch, OutputProcessor, "_take_text", take_text)
+
+
+@frontend_mutant
+def queued_again_after_a_restart(patch: Patch) -> None:
+    """The events of a resumed request are taken for those of a new one: it was queued after it was scheduled."""
+    patch.setattr(link, "_strip_first_output", lambda output: None)
+
+
+@frontend_mutant
+def segments_are_requests(patch: Patch) -> None:
+    """Each segment of a session is observed as a finished request."""
+    patch.setattr(IterationStats, "take_segment", lambda self, session: session.add(self.finished_requests[-1]))
+
+
+@frontend_mutant
+def earlier_segments_forgotten(patch: Patch) -> None:
+    """The books of a session hold its last segment only."""
+    patch.setattr(SessionStats, "add", lambda self, segment: setattr(self, "total", segment))
+
+
+@frontend_mutant
+def journal_loses_the_last_token(patch: Patch) -> None:
+    """A resumed request goes on one token too early."""
+
+    def make_requests(original: Any, self: JournalEntry) -> Any:
+        requests = original(self)
+        requests[0].output_token_ids[-1:] = []
+        return requests
+
+    wrap(patch, JournalEntry, "make_requests", make_requests)

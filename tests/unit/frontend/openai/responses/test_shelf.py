@@ -1,0 +1,119 @@
+"""Stored responses of several processes: each is found from each, and is its key's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.errors import NotFoundError, ValidationError
+from quire.frontend.openai.fleet.peers import Membership, Peers
+from quire.frontend.openai.responses.shelf import FleetShelf, LocalShelf, make_response_id
+from quire.frontend.openai.responses.store import ResponseStore, StoredResponse
+
+
+class Neighbours(Peers):
+    """The shelves of all processes, called as over a wire: what crosses is JSON or bytes."""
+
+    def __init__(self) -> None:
+        self.shelves: dict[int, LocalShelf] = {}
+        self.calls: list[tuple[int, str]] = []
+
+    async def call(self, index: int, method: str, *args: Any) -> Any:
+        self.calls.append((index, method))
+        shelf = self.shelves[index]
+        table: dict[str, Callable[..., Any]] = {
+            "show_response": shelf.show,
+            "cancel_response": shelf.cancel,
+            "delete_response": shelf.delete,
+            "response_events": shelf.events_from,
+            "conversation": shelf.conversation,
+        }
+        return await table[method](*args)
+
+
+class Server:
+    """Two processes."""
+
+    def __init__(self) -> None:
+        self.peers = Neighbours()
+        self.members = {i: Membership(i, 2, self.peers) for i in (1, 2)}
+        self.stores = {i: ResponseStore(8, 1 << 20) for i in (1, 2)}
+        self.peers.shelves = {i: LocalShelf(store) for i, store in self.stores.items()}
+        self.shelves = {i: FleetShelf(self.peers.shelves[i], self.members[i]) for i in (1, 2)}
+
+    def keep(self, index: int) -> StoredResponse:
+        stored = StoredResponse(b"me", make_response_id(self.members[index]))
+        stored.body, stored.conversation = b'{"n":1}', b'[{"role":"user"}]'
+        self.stores[index].put(stored)
+        return stored
+
+    def begin(self, index: int) -> StoredResponse:
+        stored = StoredResponse(b"me", make_response_id(self.members[index]))
+        stored.is_background, stored.events = True, []
+        stored.describe = lambda: {"status": "in_progress"}
+        self.stores[index].begin(stored)
+        return stored
+
+
+@pytest.mark.parametrize("asked", [1, 2])
+def test_it_is_found_by_every_process_and_for_its_owner_only(asked: int) -> None:
+    async def run() -> None:
+        server = Server()
+        shelf = server.shelves[asked]
+        for home in (1, 2):
+            response_id = server.keep(home).response_id
+            assert json.loads(await shelf.show(b"me", response_id)) == {"n": 1}
+            assert json.loads(await shelf.conversation(b"me", response_id)) == [{"role": "user"}]
+            for method in (shelf.show, shelf.conversation, shelf.delete, shelf.cancel):
+                with pytest.raises(NotFoundError):
+                    await method(b"other", response_id)
+            with pytest.raises(ValidationError, match="background: true can be cancelled"):
+                await shelf.cancel(b"me", response_id)
+            with pytest.raises(ValidationError, match="stream: true are kept"):
+                await shelf.follow(b"me", response_id, 0)
+            await shelf.delete(b"me", response_id)
+            with pytest.raises(NotFoundError):
+                await shelf.show(b"me", response_id)
+        assert {index for index, _ in server.peers.calls} == {3 - asked}, "nobody asks itself"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("asked", [1, 2])
+def test_events_are_followed_from_anywhere(asked: int) -> None:
+    async def run() -> None:
+        server = Server()
+        stored = server.begin(1)
+        assert stored.events is not None
+        stored.events += [b"e0", b"e1", b"e2"]
+        events = await server.shelves[asked].follow(b"me", stored.response_id, 1)
+        seen = [await anext(events), await anext(events)]
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        stored.events.append(b"e3")
+        stored.note_news()
+        seen.append(await waiting)
+        stored.events.append(b"e4")
+        stored.describe = None
+        stored.note_news()
+        seen += [event async for event in events]
+        assert seen == [b"e1", b"e2", b"e3", b"e4"]
+
+    asyncio.run(run())
+
+
+def test_ids_of_a_single_process_tell_nothing_and_foreign_ones_lead_nowhere() -> None:
+    assert make_response_id(Membership()).count("_") == 1
+
+    async def run() -> None:
+        server = Server()
+        for response_id in ("resp_3_x", "resp_0_x", "resp_999999999999999_x", "resp_x", "", "resp_1_" + "x" * 10_000):
+            with pytest.raises(NotFoundError):
+                await server.shelves[1].show(b"me", response_id)
+        assert not server.peers.calls
+
+    asyncio.run(run())

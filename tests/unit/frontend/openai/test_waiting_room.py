@@ -1,0 +1,90 @@
+"""Who comes while a model loads: every kind of visitor gets an answer or the door; the sockets stay the server's."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from quire.frontend.openai.waiting_room import MAX_HEAD_BYTES, WaitingRoom
+
+TIME_LIMIT_S = 30
+
+
+def visit(address: tuple[str, int], *pieces: bytes) -> bytes:
+    """All that comes back on one connection."""
+    with socket.create_connection(address, TIME_LIMIT_S) as visitor:
+        for piece in pieces:
+            visitor.sendall(piece)
+        answer = b""
+        while got := visitor.recv(1 << 16):
+            answer += got
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET /health/live HTTP/1.1", 200),
+        (b"GET /health/live?x=1 HTTP/1.1", 200),
+        (b"GET /api/health/live HTTP/1.1", 200),
+        (b"GET /health/ready HTTP/1.1", 503),
+        (b"GET /health HTTP/1.1", 503),
+        (b"POST /v1/completions HTTP/1.1", 503),
+        (b"nonsense", 503),
+        (b"", 503),
+    ],
+)
+def test_an_answer_to_everyone(request_line: bytes, status: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, WaitingRoom([listener], root_path="/api"):
+        half = len(request_line) // 2
+        answer = visit(listener.getsockname(), request_line[:half], request_line[half:], b"\r\nhost: x\r\n\r\n")
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d" % status)
+        assert f"content-length: {len(body)}".encode() in head
+        assert (b"retry-after" in head) == (status == 503)
+
+
+def test_a_body_is_not_waited_for() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1000000\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener, WaitingRoom([listener]):
+        assert visit(listener.getsockname(), head, b"x" * 1000).startswith(b"HTTP/1.1 503")
+
+
+def test_a_head_without_end_is_shown_the_door() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        WaitingRoom([listener]),
+        pytest.raises(ConnectionError),
+    ):
+        visit(listener.getsockname(), b"x" * (MAX_HEAD_BYTES + 1), b"x" * (1 << 22))
+
+
+def test_the_socket_is_the_servers_afterwards() -> None:
+    """Also one on which somebody stands at the counter without a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with WaitingRoom([listener]), socket.create_connection(listener.getsockname(), TIME_LIMIT_S) as silent:
+            assert visit(listener.getsockname(), b"GET /health HTTP/1.1\r\n\r\n")
+        with pytest.raises(OSError):
+            silent.getpeername()
+        with socket.create_connection(listener.getsockname(), TIME_LIMIT_S) as visitor:
+            listener.setblocking(True)
+            accepted, _ = listener.accept()
+            with accepted:
+                accepted.sendall(b"served")
+            assert visitor.recv(100) == b"served"
+
+
+def test_two_doors_and_a_unix_socket(tmp_path: object) -> None:
+    path = f"{tmp_path}/socket"
+    with socket.socket(socket.AF_UNIX) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        first.bind(path)
+        first.listen()
+        with WaitingRoom([first, second]), socket.socket(socket.AF_UNIX) as visitor:
+            visitor.settimeout(TIME_LIMIT_S)
+            visitor.connect(path)
+            visitor.sendall(b"GET /health/live HTTP/1.1\r\n\r\n")
+            assert visitor.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            assert visit(second.getsockname(), b"GET / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 503")
+        with socket.socket(socket.AF_UNIX) as later:  # the file is there still
+            later.connect(path)

@@ -1,0 +1,71 @@
+"""The supervisor's two judgements; the thread itself is tried with real processes in tests/process."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.frontend.supervision.supervisor import WATCH_INTERVAL_S, HangWatch, RestartBudget
+from quire.wire.heartbeat import Heartbeat, Phase
+
+
+def test_a_budget_is_counted_over_a_sliding_window() -> None:
+    budget = RestartBudget(3, 60.0)
+    assert [budget.take(now) for now in (0.0, 1.0, 2.0, 3.0)] == [0.0, 0.05, 0.1, None]
+    assert budget.take(60.5) is not None, "the first is long ago"
+    assert budget.take(60.6) is None
+    assert str(budget) == "3 restarts in 60 s"
+
+
+def test_the_wait_grows_and_has_an_end() -> None:
+    budget = RestartBudget(20, 60.0)
+    waits = [budget.take(i / 10) for i in range(20)]
+    assert waits[:5] == [0.0, 0.05, 0.1, 0.2, 0.4]
+    assert waits[-1] == 5.0
+
+
+def test_no_budget() -> None:
+    assert RestartBudget(0, 60.0).take(0.0) is None
+
+
+def beat(phase_start: float, expected_s: float = 0.0, phase: Phase = Phase.EXECUTE) -> Heartbeat:
+    return Heartbeat(0, phase, 1, phase_start, expected_s, ())
+
+
+def look(watch: HangWatch, beats: dict[float, Heartbeat]) -> dict[float, float | None]:
+    return {now: watch.check_hang(heartbeat, now) for now, heartbeat in beats.items()}
+
+
+def every_interval(start: float, end: float, heartbeat: Heartbeat) -> dict[float, Heartbeat]:
+    count = int((end - start) / WATCH_INTERVAL_S)
+    return {start + i * WATCH_INTERVAL_S: heartbeat for i in range(count + 1)}
+
+
+@pytest.mark.parametrize("phase", [Phase.IDLE, Phase.INPUT, Phase.SCHEDULE, Phase.EXECUTE, Phase.UPDATE])
+def test_a_phase_longer_than_the_limit_is_a_hang(phase: Phase) -> None:
+    watch = HangWatch(10.0, now=0.0)
+    seen = look(watch, every_interval(0.0, 10.5, beat(0.0, phase=phase)))
+    assert [now for now, age in seen.items() if age is not None] == [10.5]
+
+
+def test_a_long_step_is_no_hang() -> None:
+    watch = HangWatch(10.0, now=0.0)
+    seen = look(watch, every_interval(0.0, 41.0, beat(0.0, expected_s=8.0)))
+    assert [now for now, age in seen.items() if age is not None] == [40.5, 41.0]
+
+
+def test_a_core_that_moves_never_hangs() -> None:
+    watch = HangWatch(10.0, now=0.0)
+    assert not any(watch.check_hang(beat(now - 9.9), now) for now in (i * WATCH_INTERVAL_S for i in range(200)))
+
+
+def test_time_in_which_we_stood_still_ourselves_does_not_count() -> None:
+    """The whole machine was suspended, or the container paused: the core had no chance to stamp its page."""
+    watch = HangWatch(10.0, now=0.0)
+    assert watch.check_hang(beat(0.0), 0.5) is None
+    assert watch.check_hang(beat(0.0), 3600.0) is None
+    seen = look(watch, every_interval(3600.5, 3612.0, beat(0.0)))
+    assert next(now for now, age in seen.items() if age is not None) == 3610.5
+
+
+def test_a_page_never_written_is_measured_from_when_we_began_to_look() -> None:
+    assert HangWatch(10.0, now=1000.0).check_hang(beat(0.0, phase=Phase.STARTING), 1001.0) is None
