@@ -96,6 +96,13 @@ def _is_running(pid: int) -> bool:
 # -- readers -------------------------------------------------------------------------------------------------------
 
 
+async def check_free(engine: Engine) -> None:
+    """No request is anywhere. The call to the core comes back after aborts before it have been sent."""
+    assert await engine.llm.reset_prefix_cache(), "blocks are still held"
+    assert engine.llm.get_num_unfinished_requests() == 0
+    assert engine.client.mp.num_live_requests == 0
+
+
 async def read(
     engine: Engine,
     history: History,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from quire.testing.history import History
 
 from . import harness
-from .harness import Engine, FakeLoad, fake_args, read, running
+from .harness import Engine, FakeLoad, check_free, fake_args, read, running
 
 NUM_STREAMS = 32
 
@@ -69,8 +69,7 @@ async def _round(engine: Engine, rng: random.Random, num_requests: int) -> None:
 
     await asyncio.gather(*(worker(number) for number in range(NUM_STREAMS)))
     assert not [problem for problem in history.problems() if "0 ends" not in problem]
-    assert engine.llm.get_num_unfinished_requests() == 0
-    assert engine.client.mp.num_live_requests == 0
+    await check_free(engine)
 
 
 async def _soak(num_rounds: int, num_requests: int, num_restarts: int, max_growth_mib: float) -> None:

@@ -19,7 +19,7 @@ from quire.failpoints import FAILPOINTS
 from quire.testing.failpoints import injected
 from quire.testing.history import History
 
-from .harness import Engine, fake_args, read, running
+from .harness import Engine, check_free, fake_args, read, running
 
 HOLD_S = 0.03
 """How long the core stays at the failpoint."""
@@ -51,12 +51,6 @@ async def _abort_one(engine: Engine, name: str, kind: RequestOutputKind, n: int,
         await asyncio.gather(reader, return_exceptions=True)
 
 
-async def _check_free(engine: Engine) -> None:
-    assert await engine.llm.reset_prefix_cache(), "blocks are still held"
-    assert engine.llm.get_num_unfinished_requests() == 0
-    assert engine.client.mp.num_live_requests == 0
-
-
 def test_every_failpoint_is_among_them() -> None:
     elsewhere = ["core.shutdown", "kernels.trial", "frontend.stats.record"]  # no moment in the life of a request
     assert sorted([*IN_CORE, *IN_CLIENT, *AT_RESTART, *elsewhere]) == sorted(FAILPOINTS)
@@ -72,7 +66,7 @@ def test_aborted_in_the_core(place: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
             for number, (kind, n) in enumerate(VARIANTS):
                 before = _size(tally)
                 await _abort_one(engine, f"r{number}", kind, n, partial(_has_grown, tally, before))
-                await _check_free(engine)
+                await check_free(engine)
 
     asyncio.run(run())
 
@@ -94,7 +88,7 @@ def test_aborted_in_the_frontend(place: str) -> None:
             for number, (kind, n) in enumerate(VARIANTS):
                 hits.clear()
                 await _abort_one(engine, f"r{number}", kind, n, lambda: bool(hits))
-                await _check_free(engine)
+                await check_free(engine)
 
     with injected(place, lambda name, _: hits.append(name)):
         asyncio.run(run())
@@ -120,7 +114,7 @@ def test_aborted_while_the_core_is_being_replaced(place: str, monkeypatch: pytes
 
                 await _abort_one(engine, f"r{number}", kind, n, is_there)
                 deaths.unlink()
-                await _check_free(engine)
+                await check_free(engine)
 
     with injected("client.resume", lambda *_: deaths.exists() and place == "client.resume" and _add_byte(tally)):
         asyncio.run(run())
@@ -147,7 +141,7 @@ def test_aborted_while_the_core_drains(kind: RequestOutputKind, n: int, monkeypa
 
             await _abort_one(engine, "r", kind, n, is_there)
             await _poll(lambda: engine.core_pid not in (None, drained) and engine.llm.is_ready)
-            await _check_free(engine)
+            await check_free(engine)
 
     asyncio.run(run())
 
@@ -163,6 +157,6 @@ def test_the_check_can_fail() -> None:
             await anext(stream)
             assert not await engine.llm.reset_prefix_cache()
             await stream.aclose()
-            await _check_free(engine)
+            await check_free(engine)
 
     asyncio.run(run())
