@@ -3,7 +3,8 @@
 Two numbers. How long a scrape takes, 20 times a second, beside 256 running requests whose outputs are processed all the
 while (goal: p99 within 10 ms). And how much longer the frontend works on the outputs of a step with statistics than
 without, as a share of what a step takes (goal: 1 %). With --model also what statistics cost many short requests
-(W4), core and frontend on one thread: its CPU time, in pairs of short runs with and without (goal: 1 %).
+(W4), core and frontend on one thread: its CPU time, in pairs of short runs with and without (goal: 1 %), with the
+model, which is most of it and of the noise, and without: the same work of the engine around a fake one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import os
 import random
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 os.environ["QUIRE_ENABLE_MULTIPROCESSING"] = "0"  # before the engine is imported
 
@@ -26,6 +29,7 @@ from quire.config.engine_args import EngineArgs
 from quire.frontend.metrics.process import ProcessMetrics
 from quire.frontend.request_pipeline import RequestPipeline
 from quire.sampling_params import SamplingParams
+from quire.testing.fake_executor import FakeExecutor
 from quire.wire.engine_core import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -121,23 +125,49 @@ def measure_scrapes(num_requests: int, num_scrapes: int) -> dict[str, float]:
     }
 
 
-def measure_throughput(model: str, num_requests: int, num_pairs: int) -> dict[str, object]:
-    """CPU microseconds per token of the thread that runs core and frontend, with statistics and without.
+class QuickExecutor(FakeExecutor):
+    """A fake model with room for all requests of W4 at once."""
+
+    available_bytes: ClassVar[int] = 1 << 24
+    vocab_size: ClassVar[int] = 8192
+
+
+@dataclass(frozen=True)
+class Costs:
+    """CPU microseconds per token, in pairs of runs with statistics and without."""
+
+    with_statistics: list[float]
+    without: list[float]
+
+    @property
+    def differences(self) -> list[float]:
+        """Of each pair."""
+        return [a - b for a, b in zip(self.with_statistics, self.without, strict=True)]
+
+    def summary(self, whole: float) -> dict[str, object]:
+        """The median of the pairs' differences, with the bounds of its 95 % confidence interval (bootstrap), in
+        microseconds per token and as a share of `whole`, what a token costs."""
+        rng = random.Random(0)
+        differences = self.differences
+        medians = sorted(statistics.median(rng.choices(differences, k=len(differences))) for _ in range(2000))
+        return {
+            "pairs": len(differences),
+            "with_statistics_us": statistics.median(self.with_statistics),
+            "without_us": statistics.median(self.without),
+            "cost_us": statistics.median(differences),
+            "cost": statistics.median(differences) / whole,
+            "cost_95_percent_interval": (medians[50] / whole, medians[-51] / whole),
+        }
+
+
+def measure_throughput(num_requests: int, num_pairs: int, **engine_args: Any) -> Costs:
+    """What W4 costs the thread that runs core and frontend.
 
     Many short runs, each beside one of the other kind: with the same prompts, the order changing from pair to pair, so
-    that what disturbs the machine for longer than a second falls on both. `cost` is the median of the pairs' relative
-    differences, with the bounds of its 95 % confidence interval (bootstrap).
+    that what disturbs the machine for longer than a second falls on both.
     """
-    path = make_checkpoint(model, Path.home() / ".cache" / "quire-benchmarks") if model in SHAPES else Path(model)
     engines = {
-        log_stats: LLM(
-            str(path),
-            dtype="bfloat16",
-            max_num_seqs=256,
-            kv_cache_memory_bytes=1 << 29,
-            disable_log_stats=not log_stats,
-        )
-        for log_stats in (False, True)
+        log_stats: LLM(**engine_args, max_num_seqs=256, disable_log_stats=not log_stats) for log_stats in (False, True)
     }
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
     times: dict[bool, list[float]] = {False: [], True: []}
@@ -150,16 +180,23 @@ def measure_throughput(model: str, num_requests: int, num_pairs: int) -> dict[st
             engines[log_stats].generate(prompts, params, use_tqdm=False)
             if pair >= 0:
                 times[log_stats].append((time.thread_time() - start) / (64 * num_requests) * 1e6)
-    differences = [stats / without - 1 for stats, without in zip(times[True], times[False], strict=True)]
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(differences, k=num_pairs)) for _ in range(2000))
-    return {
-        "pairs": num_pairs,
-        "with_statistics_us": statistics.median(times[True]),
-        "without_us": statistics.median(times[False]),
-        "cost": statistics.median(differences),
-        "cost_95_percent_interval": (medians[50], medians[-51]),
-    }
+    for engine in engines.values():
+        engine.shutdown()
+    return Costs(times[True], times[False])
+
+
+def measure_both(model: str, num_requests: int, num_pairs: int) -> dict[str, object]:
+    """W4 with the model, and the engine's work on it alone, as shares of what W4 costs with the model."""
+    path = make_checkpoint(model, Path.home() / ".cache" / "quire-benchmarks") if model in SHAPES else Path(model)
+    whole = measure_throughput(
+        num_requests, num_pairs, model=str(path), dtype="bfloat16", kv_cache_memory_bytes=1 << 29
+    )
+    executor = f"{QuickExecutor.__module__}:{QuickExecutor.__name__}"
+    alone = measure_throughput(
+        num_requests, num_pairs, model="demo", distributed_executor_backend=executor, skip_tokenizer_init=True
+    )
+    per_token = statistics.median(whole.without)
+    return {"throughput": whole.summary(per_token), "engine_alone": alone.summary(per_token)}
 
 
 def main() -> None:
@@ -181,7 +218,7 @@ def main() -> None:
         "scrape": measure_scrapes(args.requests, args.scrapes),
     }
     if args.model:
-        cost["throughput"] = measure_throughput(args.model, args.throughput_requests, args.pairs)
+        cost |= measure_both(args.model, args.throughput_requests, args.pairs)
     print(json.dumps(cost, indent=2))
 
 

@@ -24,6 +24,7 @@ GREEDY_TEMPERATURE = 1e-5
 MIN_TEMPERATURE = 0.01
 """A sampling temperature below this is raised to it: smaller ones overflow in half precision."""
 MAX_BAD_WORDS = 128
+MAX_BIAS = 100.0
 MAX_LOGPROB_TOKEN_IDS = 128
 
 
@@ -229,16 +230,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
 
     @staticmethod
     def from_optional(**fields: Any) -> SamplingParams:
-        """As the constructor, with None meaning the default, and logit_bias clamped to [-100, 100]."""
+        """As the constructor, with None meaning the default, and logit_bias clamped to ±`MAX_BIAS`."""
         bias = fields.pop("logit_bias", None)
         if bias is not None:
             try:
-                bias = {int(k): float(v) for k, v in bias.items()}
+                bias = dict(zip(map(int, bias), map(float, bias.values()), strict=True))
             except (AttributeError, TypeError, ValueError, OverflowError):
                 bias = {0: math.nan}
-            if any(math.isnan(v) for v in bias.values()):
+            if any(map(math.isnan, bias.values())):
                 raise ValidationError("logit_bias must be a map from token id to a finite number", param="logit_bias")
-            bias = {k: min(100.0, max(-100.0, v)) for k, v in bias.items()}
+            if bias and (max(bias.values()) > MAX_BIAS or min(bias.values()) < -MAX_BIAS):
+                bias = {k: min(MAX_BIAS, max(-MAX_BIAS, v)) for k, v in bias.items()}
         nullable = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
         given = {k: v for k, v in fields.items() if v is not None or k in nullable}
         return SamplingParams(**given, logit_bias=bias)
@@ -298,17 +300,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
         ids: dict[str, Sequence[int]] = {
             "stop_token_ids": self.stop_token_ids or (),
             "allowed_token_ids": self.allowed_token_ids or (),
-            "logit_bias": list(self.logit_bias or ()),
+            "logit_bias": tuple(self.logit_bias or ()),
             "logprob_token_ids": self.logprob_token_ids or (),
         }
         for name, values in ids.items():
-            for token_id in values:
-                if not 0 <= token_id < vocab_size:
-                    raise ValidationError(
-                        f"{name} holds token id {token_id}, outside the vocabulary [0, {vocab_size})",
-                        param=name,
-                        value=token_id,
-                    )
+            if values and not (min(values) >= 0 and max(values) < vocab_size):
+                token_id = next(value for value in values if not 0 <= value < vocab_size)
+                raise ValidationError(
+                    f"{name} holds token id {token_id}, outside the vocabulary [0, {vocab_size})",
+                    param=name,
+                    value=token_id,
+                )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is None or max_logprobs == -1:

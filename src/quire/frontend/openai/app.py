@@ -20,7 +20,7 @@ from quire.config.server import ServerConfig
 from quire.errors import ConfigError
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint
-from quire.frontend.openai.errors import error_response, http_status_error, unknown_route
+from quire.frontend.openai.errors import error_response, http_status_error, unknown_route, wrong_method
 from quire.frontend.openai.routes import (
     admin,
     batch,
@@ -133,9 +133,12 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     if status == 404:
         return error_response(unknown_route(request.scope["path"]))
-    response = error_response(http_status_error(status))
-    if isinstance(error, HTTPException) and error.headers:
-        response.headers.update(error.headers)
+    headers = getattr(error, "headers", None) or {}
+    refusal = http_status_error(status)
+    if status == 405 and "Allow" in headers:
+        refusal = wrong_method(request.method, request.scope["path"], headers["Allow"])
+    response = error_response(refusal)
+    response.headers.update(headers)
     return response
 
 

@@ -13,7 +13,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
-from quire.errors import NotFoundError, OverloadedError, ValidationError
+from quire.errors import ClientError, NotFoundError, OverloadedError, ValidationError
 from quire.frontend.admission import Reservation
 from quire.frontend.metrics.exchange import HttpExchange
 from quire.frontend.openai.auth import Access, shown_key
@@ -51,6 +51,8 @@ PROBES = frozenset(
 _MAX_LENGTH_DIGITS = 16
 OBJECT_VALUES = 4
 """An object takes the time of so many values more."""
+LARGE_BODY_BYTES = 1 << 16
+"""Turning a larger one into what the engine reads may take the loop long enough for others to notice."""
 GONE = 499
 """Logged where the client left before the answer; nobody receives it."""
 
@@ -64,6 +66,7 @@ class RequestContext:
         given = request.headers.get("x-request-id", "")
         self._places: deque[Reservation] = deque()
         self._content: bytes | None = None
+        self._own_names: Mapping[str, str] = {}
         self._share: TenantPlace | None = None
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16]
 
@@ -139,6 +142,11 @@ class RequestContext:
 
     async def read(self, reader: BodyReader[Body]) -> Body:
         """The checked body. Raises HttpError or ValidationError."""
+        body = await self._read(reader)
+        self._own_names = body.own_names
+        return body
+
+    async def _read(self, reader: BodyReader[Body]) -> Body:
         content = await self.read_bytes()
         limit = max(MIN_VALUES, VALUES_PER_CONTEXT_TOKEN * self.state.max_model_len)
         if len(content) <= limit:
@@ -150,6 +158,18 @@ class RequestContext:
         body = reader.read(content)
         await asyncio.sleep(0)
         return body
+
+    def in_own_words(self, error: BaseException) -> BaseException:
+        """The error, naming the field as the body that was read does."""
+        if isinstance(error, ClientError) and error.param is not None:
+            error.param = self._own_names.get(error.param, error.param)
+        return error
+
+    async def work_on_body(self, work: Callable[[], Result]) -> Result:
+        """The result of work on what was read: at once, or on the renderer's thread where that was large."""
+        if self._content is None or len(self._content) <= LARGE_BODY_BYTES:
+            return work()
+        return await self.state.renderer.run_aside(work)
 
     async def read_bytes(self) -> bytes:
         """The body as it came; it may be asked for again. Raises HttpError: 408, 413, 415."""
@@ -270,7 +290,7 @@ class Endpoint:
         except Exception as e:
             context.release_places(e)
             note_error(e, context.request_id)
-            return error_response(e, self.shape_error)
+            return error_response(context.in_own_words(e), self.shape_error)
 
 
 class _Exchange:

@@ -103,6 +103,11 @@ def unknown_route(path: str) -> NotFoundError:
     return NotFoundError(f"there is no route {path[:200]}; GET /openapi.json lists them all")
 
 
+def wrong_method(method: str, path: str, allowed: str) -> HttpError:
+    """For a path that has endpoints, but none for this method."""
+    return HttpError(405, f"{path[:200]} does not take {method[:20]}; it takes {allowed}")
+
+
 def http_status_error(status: int) -> HttpError:
     """For what the HTTP framework refuses itself."""
     return HttpError(status, HTTPStatus(status).phrase)

@@ -194,6 +194,6 @@ def stream_response(
         request_id=context.request_id,
         keep_alive_s=state.config.sse_keep_alive_interval,
         stall_s=state.stall_s,
-        encode_error=encode_error,
-        shape_error=shape_error,
+        encode_error=lambda error: encode_error(context.in_own_words(error)),
+        shape_error=lambda error: shape_error(context.in_own_words(error)),
     )

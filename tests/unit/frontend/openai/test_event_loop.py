@@ -16,64 +16,14 @@ from typing import Any
 
 import pytest
 
+from quire.testing.large_bodies import LARGE_BODIES
+
 from .serving import Server, check
 from .test_field_fuzzer import post
 
 LIMIT_S = 0.05
 LIMIT_IN_TEXTS = 4
 NUM_TRIES = 12
-SIZE = 27_000_000
-TEXT = "The quick brown fox jumps over the lazy dog. " * (SIZE // 45)
-
-
-def chat(**fields: Any) -> tuple[str, Any]:
-    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
-
-
-def tool(number: int) -> dict[str, Any]:
-    properties = {f"p{j}": {"type": "string", "description": "what it is"} for j in range(20)}
-    return {"type": "function", "function": {"name": f"f{number}", "parameters": {"properties": properties}}}
-
-
-def schema(num_properties: int) -> dict[str, Any]:
-    properties = {f"p{i}": {"type": "string"} for i in range(num_properties)}
-    return {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "properties": properties}}}
-
-
-BODIES: dict[str, Callable[[], tuple[str, Any]]] = {
-    "text": lambda: ("/v1/completions", {"prompt": TEXT}),
-    "one word": lambda: ("/v1/completions", {"prompt": "x" * SIZE}),
-    "text that is cut": lambda: ("/v1/completions", {"prompt": TEXT, "truncate_prompt_tokens": 10}),
-    "escapes": lambda: ("/v1/completions", {"prompt": "Ж" * (SIZE // 6)}),
-    "many texts": lambda: ("/v1/completions", {"prompt": ["x" * 13_000] * 2_000}),
-    "ids": lambda: ("/v1/completions", {"prompt": [1] * 250_000}),
-    "a conversation": lambda: chat(messages=[{"role": "user", "content": TEXT}]),
-    "many messages": lambda: chat(messages=[{"role": "user", "content": "x" * 80}] * 32_768),
-    "parts": lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * 99}] * 40_000}]),
-    "tools": lambda: chat(tools=[tool(i) for i in range(800)]),
-    "arguments": lambda: chat(
-        messages=[
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": str(list(range(200_000)))}}]},
-        ]
-    ),
-    "a schema": lambda: chat(response_format=schema(500)),
-    "too large a schema": lambda: chat(response_format=schema(80_000)),
-    "biases": lambda: ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(65_000)}}),
-    "a wrong field": lambda: ("/v1/completions", {"prompt": "x", "temperature": TEXT}),
-    "tokens to count": lambda: ("/tokenize", {"prompt": TEXT}),
-    "tokens to read": lambda: ("/detokenize", {"tokens": [50] * 250_000}),
-    "a response": lambda: ("/v1/responses", {"input": TEXT}),
-    "many items": lambda: ("/v1/responses", {"input": [{"role": "user", "content": "x" * 80}] * 65_000}),
-    "many turns": lambda: (
-        "/v1/messages",
-        {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "x" * 80}] * 32_768},
-    ),
-    "a message": lambda: (
-        "/v1/messages",
-        {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": TEXT}]},
-    ),
-}
 
 
 class LoopMonitor:
@@ -103,7 +53,7 @@ class LoopMonitor:
 def test_no_body_holds_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(server: Server) -> None:
         monitor, blocked, limit_s = LoopMonitor(monkeypatch), {}, LIMIT_S
-        for name, make in BODIES.items():
+        for name, make in LARGE_BODIES.items():
             path, value = make()
             body = json.dumps(value).encode()
             tries = []

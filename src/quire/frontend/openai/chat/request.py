@@ -37,8 +37,9 @@ async def prepare_chats(context: RequestContext, bodies: Sequence[ChatBody], *, 
     All fields but `messages` are read of the first. With `reserves` their room in the queue is taken before any work.
     """
     state, body = context.state, bodies[0]
-    params = make_sampling_params(
-        body, state.engine.model_config.sampling_defaults, max_tokens=body.output_limit, logprobs=body.num_logprobs
+    defaults = state.engine.model_config.sampling_defaults
+    params = await context.work_on_body(
+        lambda: make_sampling_params(body, defaults, max_tokens=body.output_limit, logprobs=body.num_logprobs)
     )
     state.check_num_outputs(len(bodies) * params.n)
     plan = state.chat_format.plan(body)

@@ -75,6 +75,15 @@ class ChatBody(GenerationBody, kw_only=True):
     }
 
     @property
+    def own_names(self) -> Mapping[str, str]:
+        names = dict(super().own_names)
+        if self.logprobs:
+            names["logprobs"] = "top_logprobs"
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
+
+    @property
     def output_limit(self) -> int | None:
         """The most tokens asked for; None for as many as fit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -53,6 +53,11 @@ class RequestBody(msgspec.Struct, kw_only=True):
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {}
     """Fields that exist elsewhere, are taken here and change nothing, and why. The log tells of the first use."""
 
+    @property
+    def own_names(self) -> Mapping[str, str]:
+        """What fields that the engine may refuse are called in this body, where they have another name."""
+        return {}
+
 
 Body = TypeVar("Body", bound=RequestBody)
 

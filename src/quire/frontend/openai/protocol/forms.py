@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -30,6 +31,11 @@ class FormBody(RequestBody, kw_only=True):
     guided_grammar: Text | None = None
     """As structured_outputs.grammar."""
 
+    @property
+    def own_names(self) -> Mapping[str, str]:
+        given = [name for name in _FORMS if getattr(self, name)]
+        return {"structured_outputs": given[0]} if given else {}
+
     def form(self) -> StructuredOutputsParams | None:
         """What was asked for; None for any text. Raises ValidationError."""
         forms: dict[str, Any] = {
@@ -51,6 +57,7 @@ class FormBody(RequestBody, kw_only=True):
 
 
 _GUIDED_KINDS = ("json", "regex", "choice", "grammar")
+_FORMS = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind in _GUIDED_KINDS))
 
 
 def _guided(kind: str, value: Any) -> dict[str, Any] | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from quire.errors import ClientError, ValidationError
+from quire.errors import ValidationError
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.fields import (
     Count,
@@ -190,6 +189,10 @@ class ResponsesBody(RequestBody, kw_only=True):
     }
 
     @property
+    def own_names(self) -> Mapping[str, str]:
+        return _FIELDS if self.structured_outputs else {**_FIELDS, "structured_outputs": "text"}
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities are to be given."""
         return LOGPROBS in (self.include or ())
@@ -255,16 +258,6 @@ _FIELDS = {
     "reasoning_effort": "reasoning",
 }
 """Fields of a chat request that have another name here."""
-
-
-@contextmanager
-def in_own_words() -> Iterator[None]:
-    """What is refused in the chat request is told of by the name that its field has here."""
-    try:
-        yield
-    except ClientError as e:
-        e.param = _FIELDS.get(e.param or "", e.param)
-        raise
 
 
 def _chat_tools(tools: Sequence[ResponseTool]) -> list[Tool]:

@@ -47,7 +47,8 @@ async def prepare_completion(
     """(the prompts, what is asked of each). With `reserves` their room in the queue is taken before any work."""
     state = context.state
     texts = body.prompts(state.config.max_prompts_per_request)
-    params = _sampling_params(body, state.engine.model_config.sampling_defaults)
+    defaults = state.engine.model_config.sampling_defaults
+    params = await context.work_on_body(lambda: _sampling_params(body, defaults))
     state.check_num_outputs(len(texts) * params.n)
     if reserves:
         check_admission(context, texts, params.n, params.max_tokens)

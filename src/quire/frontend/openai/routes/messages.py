@@ -38,7 +38,7 @@ async def create_message(context: RequestContext) -> Response:
     """Answer a conversation in Anthropic's form."""
     body = await context.read(MESSAGES)
     model = context.state.check_model(body.model)
-    chat = await prepare_chats(context, [body.as_chat()])
+    chat = await prepare_chats(context, [await context.work_on_body(body.as_chat)])
     request_id = f"msg_{context.request_id}"
     writer = MessageWriter(request_id, model, chat.plan.make_parser(chat.prompt.get("prompt")))
     submission = await Submission.submit(context, chat.prompts, chat.params, request_id)
@@ -56,7 +56,7 @@ async def count_tokens(context: RequestContext) -> Response:
     """How many tokens a conversation has, tools included."""
     body = await context.read(COUNT_TOKENS)
     context.state.check_model(body.model)
-    chat = body.as_chat()
+    chat = await context.work_on_body(body.as_chat)
     prompt = await render_prompt(context, chat, context.state.chat_format.plan(chat))
     num_tokens = len(prompt["prompt_token_ids"])
     return json_response({"input_tokens": num_tokens, "context_management": {"original_input_tokens": num_tokens}})

@@ -21,7 +21,6 @@ from quire.frontend.openai.errors import ErrorShape, HttpError, error_body
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.response_items import messages_of, with_instructions
-from quire.frontend.openai.protocol.responses import in_own_words
 from quire.frontend.openai.protocol.sampling import GenerationBody
 from quire.frontend.openai.routes.chat import CHAT
 from quire.frontend.openai.routes.completions import COMPLETION, prepare_completion
@@ -53,7 +52,8 @@ async def render_chat_completion(context: RequestContext) -> dict[str, Any]:
 
 async def render_message(context: RequestContext) -> dict[str, Any]:
     """What /v1/messages would generate from."""
-    return await _render_chat(context, (await context.read(MESSAGES)).as_chat(), f"msg_{context.request_id}")
+    chat = await context.work_on_body((await context.read(MESSAGES)).as_chat)
+    return await _render_chat(context, chat, f"msg_{context.request_id}")
 
 
 async def render_response(context: RequestContext) -> dict[str, Any]:
@@ -63,10 +63,9 @@ async def render_response(context: RequestContext) -> dict[str, Any]:
         raise ValidationError(
             "rendering knows no stored responses; send the whole conversation as input", param="previous_response_id"
         )
-    with in_own_words():
-        messages = await context.state.renderer.run_sized(body.input, lambda: messages_of(body.input))
-        chat = body.as_chat(with_instructions(body.instructions, messages))
-        return await _render_chat(context, chat, f"resp_{context.request_id}")
+    messages = await context.state.renderer.run_sized(body.input, lambda: messages_of(body.input))
+    chat = body.as_chat(with_instructions(body.instructions, messages))
+    return await _render_chat(context, chat, f"resp_{context.request_id}")
 
 
 async def _render_chat(context: RequestContext, body: ChatBody, request_id: str) -> dict[str, Any]:

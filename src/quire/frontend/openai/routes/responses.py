@@ -16,7 +16,7 @@ from quire.frontend.openai.chat.request import prepare_chats
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.response_items import Message, messages_of, with_instructions
-from quire.frontend.openai.protocol.responses import ResponsesBody, in_own_words
+from quire.frontend.openai.protocol.responses import ResponsesBody
 from quire.frontend.openai.responses.shelf import blame, make_response_id
 from quire.frontend.openai.responses.store import StoredResponse
 from quire.frontend.openai.responses.writer import ResponseWriter
@@ -33,11 +33,10 @@ async def create_response(context: RequestContext) -> Response:
     model = context.state.check_model(body.model)
     _check_background(context, body)
     response_id = make_response_id(context.state.member)
-    with in_own_words():
-        messages = await _conversation(context, body)
-        chat = await prepare_chats(context, [body.as_chat(with_instructions(body.instructions, messages))])
-        writer = ResponseWriter(context.state, body, model, response_id, chat)
-        submission = await Submission.submit(context, chat.prompts, chat.params, response_id, priority=body.priority)
+    messages = await _conversation(context, body)
+    chat = await prepare_chats(context, [body.as_chat(with_instructions(body.instructions, messages))])
+    writer = ResponseWriter(context.state, body, model, response_id, chat)
+    submission = await Submission.submit(context, chat.prompts, chat.params, response_id, priority=body.priority)
     if body.background:
         return await _answer_later(context, body, writer, submission, messages)
 
