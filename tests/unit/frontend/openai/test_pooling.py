@@ -53,7 +53,7 @@ def serve(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Serv
                 assert (engine.admission.num_reqs, engine.admission.num_tokens) == (0, 0)
                 server.state.renderer.close()
 
-        asyncio.run(asyncio.wait_for(with_server(), 60))
+        asyncio.run(asyncio.wait_for(with_server(), 180))
 
     return run
 
