@@ -306,17 +306,32 @@ def test_a_second_signal_ends_all_streams_with_an_error() -> None:
 LONG = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("order", ["server first", "core first", "API processes first"])
+@pytest.mark.parametrize(
+    ("order", "signum"),
+    [
+        ("server first", signal.SIGINT),
+        ("core first", signal.SIGTERM),
+        ("API processes first", signal.SIGTERM),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("server first", signal.SIGTERM),
+                ("core first", signal.SIGINT),
+                ("API processes first", signal.SIGINT),
+            )
+        ),
+    ],
+)
 def test_a_signal_to_every_process_starts_no_other(order: str, signum: int) -> None:
     """As systemd and a container's stop send it. What is under way has its time all the same."""
-    with serving("--api-server-count", "2", "--shutdown-timeout", "30", executor="Leisurely") as server:
+    with serving("--api-server-count", "2", "--shutdown-timeout", "120", executor="Leisurely") as server:
         pids = signal_order(server, order)
-        streams = [Stream(client, [50 + i], 60) for i, client in enumerate(clients_of_each(server).values())]
+        streams = [Stream(client, [50 + i], 1000) for i, client in enumerate(clients_of_each(server).values())]
         for stream in streams:
             stream.read(1)
         for pid in pids:
             os.kill(pid, signum)
+        server.pace.hurry()
         for stream in streams:
             assert stream.read() == stream.expected
         assert server.process.wait(TIME_LIMIT_S) == 0
@@ -368,15 +383,16 @@ def test_an_api_process_asked_to_end_alone_is_followed_by_another(pair: ServerPr
 def test_a_poison_costs_two_cores_and_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many processes have requests beside it."""
     monkeypatch.setenv("QUIRE_FAILPOINTS", "core.step.execute=exit(3),key=poison")
-    with serving("--api-server-count", "3", executor="Steady") as server:
+    with serving("--api-server-count", "3", executor="Leisurely") as server:
         clients = list(clients_of_each(server).values())
         victim = client_of(server, server.api_pids()[1])
-        streams = [Stream(Client(server.url), [40 + i], 300) for i in range(9)]
-        streams += [Stream(client, [80 + i], 300) for i, client in enumerate(clients)]
+        streams = [Stream(Client(server.url), [40 + i], 1000) for i in range(9)]
+        streams += [Stream(client, [80 + i], 1000) for i, client in enumerate(clients)]
         for stream in streams:
             stream.read(1)
         status, error = victim.ask("POST", "/v1/completions", {"prompt": [9], "request_id": "poison"})
         assert status == 500, error
+        server.pace.hurry()
         for stream in streams:
             assert stream.read() == stream.expected
         last = Stream(victim, [99], 5)
@@ -393,11 +409,12 @@ def test_a_process_that_stands_still_delays_a_restart_by_seconds_only() -> None:
     """It is not heard when the core dies; the others go on without it, and it goes on when it can."""
     with serving("--api-server-count", "2", executor="Leisurely") as server:
         still, other = server.api_pids()
-        streams = [Stream(client_of(server, pid), [50], 60) for pid in (still, other)]
+        streams = [Stream(client_of(server, pid), [50], 1000) for pid in (still, other)]
         for stream in streams:
             stream.read(2)
         with stopped([still]):
             os.kill(server.core_pid(), signal.SIGKILL)
+            server.pace.hurry()
             assert streams[1].read() == streams[1].expected
         assert streams[0].read() == streams[0].expected
 
