@@ -6,21 +6,22 @@ import json
 import math
 import os
 
-import httpx
 import openai
+import requests
 
 BASE_URL = os.environ["QUIRE_URL"]
 API_KEY = os.environ["QUIRE_API_KEY"]
 MESSAGES = [{"role": "user", "content": "What is prefix caching?"}]
 PROMPT = "Prefix caching is"
 
-http = httpx.Client(base_url=BASE_URL, headers={"Authorization": f"Bearer {API_KEY}"}, timeout=60)
+http = requests.Session()
+http.headers["Authorization"] = f"Bearer {API_KEY}"
 client = openai.OpenAI(base_url=f"{BASE_URL}/v1", api_key=API_KEY, timeout=60)
 
 # Is it there, and what does it serve?
-assert http.get("/health").status_code == 200
-assert http.get("/version").json()["version"]
-assert http.get("/load").json() == {"server_load": 0}
+assert http.get(f"{BASE_URL}/health").status_code == 200
+assert http.get(f"{BASE_URL}/version").json()["version"]
+assert http.get(f"{BASE_URL}/load").json() == {"server_load": 0}
 model = client.models.list().data[0]
 name, max_model_len = model.id, model.max_model_len
 assert max_model_len > 0
@@ -67,9 +68,9 @@ without = client.completions.create(
 assert banned not in without.choices[0].text
 
 # Tokens in, tokens out, and their log-probabilities.
-ids = http.post("/tokenize", json={"model": name, "prompt": PROMPT}).json()
+ids = http.post(f"{BASE_URL}/tokenize", json={"model": name, "prompt": PROMPT}).json()
 assert (ids["count"], ids["max_model_len"]) == (len(ids["tokens"]), max_model_len)
-text = http.post("/detokenize", json={"model": name, "tokens": ids["tokens"]}).json()["prompt"]
+text = http.post(f"{BASE_URL}/detokenize", json={"model": name, "tokens": ids["tokens"]}).json()["prompt"]
 assert PROMPT in text
 from_ids = client.completions.create(
     model=name, prompt=ids["tokens"], temperature=0, max_tokens=8, logprobs=1,
@@ -92,10 +93,11 @@ stopped = client.completions.create(
 assert (stopped.choices[0].finish_reason, stopped.choices[0].stop_reason) == ("stop", choice.token_ids[2])
 
 # The form of an answer.
+SCHEMA = {"type": "object", "properties": {"good": {"type": "boolean"}}, "required": ["good"]}
 for structured, holds in (
     ({"choice": ["positive", "negative"]}, lambda text: text in ("positive", "negative")),
     ({"regex": r"\d{3}-\d{2}"}, lambda text: len(text) == 6 and text[3] == "-"),
-    ({"json": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}}, json.loads),
+    ({"json": SCHEMA, "disable_additional_properties": True}, json.loads),
     ({"grammar": 'root ::= "SELECT " ("a" | "b")'}, lambda text: text in ("SELECT a", "SELECT b")),
 ):
     formed = client.chat.completions.create(
@@ -141,7 +143,7 @@ except openai.BadRequestError as e:
     assert str(max_model_len) in e.message
 else:
     raise AssertionError("a prompt that is too long was taken")
-metrics = http.get("/metrics").text
+metrics = http.get(f"{BASE_URL}/metrics").text
 for series in ("vllm:num_requests_running{", "vllm:time_to_first_token_seconds_bucket{", "vllm:prompt_tokens_total{"):
     assert series in metrics
 print("everything as it was")
