@@ -60,7 +60,8 @@ def time_steps(worker: Worker, reqs: int, length: int, seconds: float) -> dict[i
     blocks = -(-length // size)
     table = torch.arange(1, reqs * blocks + 1, dtype=torch.int32).view(reqs, blocks)
     slots = (table[:, (length - 1) // size] * size + (length - 1) % size).long()
-    batch = AttentionBatch(np.ones(reqs, np.int64), np.full(reqs, length), table, slots)
+    ones = np.ones(reqs, np.int64)
+    batch = AttentionBatch(ones, np.full(reqs, length), table, slots)
     ids, positions = torch.arange(reqs), torch.full((reqs,), length - 1)
     times: dict[int, list[float]] = {PLANNED: [], BY_MODULES: []}
     deadline = time.perf_counter() + seconds
@@ -69,7 +70,7 @@ def time_steps(worker: Worker, reqs: int, length: int, seconds: float) -> dict[i
             for limit, taken in times.items():
                 step_planner.MAX_NUM_TOKENS = limit
                 start = Clock.now()
-                hidden = runner._forward(ids, positions, [batch] * len(runner.kv_cache.specs), runner.kv_cache)
+                hidden = runner._forward(ids, positions, ones, [batch] * len(runner.kv_cache.specs), runner.kv_cache)
                 runner.model.compute_logits(hidden)
                 taken.append(Clock.now() - start)
     return times

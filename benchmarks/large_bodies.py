@@ -2,8 +2,9 @@
 
     python -m benchmarks.large_bodies [--only NAME ...] [--seconds 6]
 
-Starts `quire serve` on the loopback interface, and a client in a process of its own for each kind of body; asks `/health` over a
-connection that stays open, each time 5 ms after the last answer. Prints the percentiles, also of a server that is left in peace.
+Starts `quire serve` on the loopback interface, and a client in a process of its own for each kind of body; asks
+`/health` over a connection that stays open, each time 5 ms after the last answer. Prints the percentiles, also of a
+server that is left in peace.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What every test has: a cache directory of its own run, so that nothing is found of, or left in, the user's."""
+"""What every test has: a cache directory of its own run, so that nothing is found of, or left in, the user's.
+
+Properties are tried on the same examples in every run, and a slow machine fails none of them:
+`--hypothesis-profile=explore` tries others.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+_UNTIMED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", _UNTIMED)
+settings.register_profile("same", _UNTIMED, derandomize=True, database=None)
+settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,6 +7,7 @@ vocabulary) is checked by the two `validate_*` methods.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from enum import Enum
@@ -181,6 +182,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
     """The form the output must have."""
 
     def __post_init__(self) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Bring every field into its usual form, and check it. Raises ValidationError; may be repeated."""
         if self.seed == -1:
             self.seed = None
         if self.stop is None:
@@ -222,14 +227,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
         return self.logprobs
 
     def clone(self) -> SamplingParams:
-        """An independent copy. Containers are copied one level deep; their items are immutable."""
+        """An independent copy, which nobody checks. Containers are copied one level deep; their items are immutable."""
         if self.skip_clone:
             return self
-        fields: dict[str, Any] = {
-            name: value.copy() if isinstance(value := getattr(self, name), list | dict) else value
-            for name in self.__struct_fields__
-        }
-        return SamplingParams(**fields)
+        clone = copy.copy(self)
+        for name in _CONTAINERS:
+            value = getattr(clone, name)
+            if isinstance(value, list | dict):
+                setattr(clone, name, value.copy())
+        return clone
 
     @staticmethod
     def from_optional(**fields: Any) -> SamplingParams:
@@ -252,8 +258,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
 
     def validate_fields(self) -> None:
         """Check every field against its declared bound, then fields against each other. Raises ValidationError."""
-        for bound in SAMPLING_FIELDS:
-            bound.validate(getattr(self, bound.name))
+        for bound, default in _BOUNDS_AND_DEFAULTS:
+            value = getattr(self, bound.name)
+            if value is not default:
+                bound.validate(value)
         max_n = int(envs.MAX_N_SEQUENCES.number())
         if self.n > max_n:
             raise ValidationError(
@@ -326,6 +334,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
                     param=name,
                     value=count,
                 )
+
+
+_DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
+_BOUNDS_AND_DEFAULTS = [(bound, _DEFAULTS[bound.name]) for bound in SAMPLING_FIELDS]
+"""What a request left as it was need not be checked: most of the fields of most requests."""
+_CONTAINERS = ("stop", "stop_token_ids", "logprob_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
+               "extra_args", "bad_words_token_ids")  # fmt: skip
+"""Fields that may hold a list or a dict."""
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):

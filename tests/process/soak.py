@@ -34,10 +34,10 @@ def _own_usage() -> Usage:
     """Of this process, without what it only keeps for later."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return _usage("self")
+    return usage("self")
 
 
-def _usage(pid: int | str) -> Usage:
+def usage(pid: int | str) -> Usage:
     status = dict(
         line.split(":", 1)
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
@@ -79,12 +79,12 @@ async def _soak(num_rounds: int, num_requests: int, num_restarts: int, max_growt
             await _round(engine, rng, num_requests)
         core_pid = engine.core_pid
         assert core_pid is not None
-        before = _own_usage(), _usage(core_pid)
+        before = _own_usage(), usage(core_pid)
         for _ in range(num_rounds):
             await _round(engine, rng, num_requests)
         assert engine.core_pid == core_pid
         _check_flat(before[0], _own_usage(), max_growth_mib)
-        _check_flat(before[1], _usage(core_pid), max_growth_mib)
+        _check_flat(before[1], usage(core_pid), max_growth_mib)
 
         for _ in range(num_restarts):
             dead = engine.signal_core()
@@ -92,7 +92,7 @@ async def _soak(num_rounds: int, num_requests: int, num_restarts: int, max_growt
             assert engine.core_pid != dead
         _check_flat(before[0], _own_usage(), max_growth_mib)
         assert engine.core_pid is not None
-        _check_flat(before[1], _usage(engine.core_pid), max_growth_mib)
+        _check_flat(before[1], usage(engine.core_pid), max_growth_mib)
 
 
 def _check_flat(before: Usage, after: Usage, max_growth_mib: float) -> None:

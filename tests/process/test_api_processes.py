@@ -300,6 +300,118 @@ def test_a_second_signal_ends_all_streams_with_an_error() -> None:
 LONG = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("order", ["server first", "core first", "API processes first"])
+def test_a_signal_to_every_process_starts_no_other(order: str, signum: int) -> None:
+    """As systemd and a container's stop send it. What is under way has its time all the same."""
+    with serving("--api-server-count", "2", "--shutdown-timeout", "30", executor="Leisurely") as server:
+        pids = signal_order(server, order)
+        streams = [Stream(client, [50 + i], 60) for i, client in enumerate(clients_of_each(server).values())]
+        for stream in streams:
+            stream.read(1)
+        for pid in pids:
+            os.kill(pid, signum)
+        for stream in streams:
+            assert stream.read() == stream.expected
+        assert server.process.wait(TIME_LIMIT_S) == 0
+        check_log_of_the_end(server)
+
+
+@pytest.mark.parametrize("order", ["server first", "core first", "API processes first"])
+def test_a_signal_to_every_process_of_a_server_without_time(order: str) -> None:
+    """Idle processes end in a moment, those with streams tell their clients; nobody is followed by another."""
+    with serving("--api-server-count", "2", executor="Leisurely") as server:
+        pids = signal_order(server, order)
+        begun = client_of(server, server.api_pids()[0]).begin("POST", "/v1/completions", LONG)
+        begun.readline()
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        *_, error, end = (line for line in begun.read().decode().splitlines() if line)
+        assert '"code":503' in error
+        assert end == "data: [DONE]"
+        assert server.process.wait(TIME_LIMIT_S) == 0
+        check_log_of_the_end(server)
+
+
+def signal_order(server: ServerProcess, first: str) -> list[int]:
+    """Every process of a server, in some order."""
+    parts = {"server": [server.process.pid], "core": [server.core_pid()], "API": server.api_pids()}
+    begin = parts.pop(first.split()[0])
+    return [*begin, *(pid for pids in parts.values() for pid in pids)]
+
+
+def check_log_of_the_end(server: ServerProcess) -> None:
+    """Nothing was started again, and nothing called an error."""
+    log = server.program.read_log()
+    assert "starting engine core" not in log, log
+    assert "starting API process" not in log, log
+    assert " ERROR " not in log, log
+
+
+def test_an_api_process_asked_to_end_alone_is_followed_by_another(pair: ServerProcess) -> None:
+    core = pair.core_pid()
+    victim, other = pair.api_pids()
+    stream = Stream(client_of(pair, other, KEY), [77], 20)
+    os.kill(victim, signal.SIGTERM)
+    assert stream.read() == stream.expected
+    wait_until(lambda: victim not in pair.api_pids())
+    wait_whole(pair, core)
+    assert other in pair.api_pids()
+
+
+def test_a_poison_costs_two_cores_and_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many processes have requests beside it."""
+    monkeypatch.setenv("QUIRE_FAILPOINTS", "core.step.execute=exit(3),key=poison")
+    with serving("--api-server-count", "3", executor="Steady") as server:
+        clients = list(clients_of_each(server).values())
+        victim = client_of(server, server.api_pids()[1])
+        streams = [Stream(Client(server.url), [40 + i], 300) for i in range(9)]
+        streams += [Stream(client, [80 + i], 300) for i, client in enumerate(clients)]
+        for stream in streams:
+            stream.read(1)
+        status, error = victim.ask("POST", "/v1/completions", {"prompt": [9], "request_id": "poison"})
+        assert status == 500, error
+        for stream in streams:
+            assert stream.read() == stream.expected
+        last = Stream(victim, [99], 5)
+        assert last.read() == last.expected
+        text = victim.ask("GET", "/metrics")[1]
+        (poisoned,) = re.findall(r"(?m)^quire_requests_poisoned_total\{.*\} (\S+)$", text)
+        assert float(poisoned) == 1
+        server.process.terminate()
+        log = server.program.read_log()
+    assert log.count("starting engine core") == 2, log
+
+
+def test_a_process_that_stands_still_delays_a_restart_by_seconds_only() -> None:
+    """It is not heard when the core dies; the others go on without it, and it goes on when it can."""
+    with serving("--api-server-count", "2", executor="Leisurely") as server:
+        still, other = server.api_pids()
+        streams = [Stream(client_of(server, pid), [50], 60) for pid in (still, other)]
+        for stream in streams:
+            stream.read(2)
+        with stopped([still]):
+            os.kill(server.core_pid(), signal.SIGKILL)
+            assert streams[1].read() == streams[1].expected
+        assert streams[0].read() == streams[0].expected
+
+
+def test_a_stat_logger_is_made_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the parent is told of the scheduler, that of an API process of its own requests."""
+    monkeypatch.setenv("NOTED_STATS", str(notes := tmp_path / "notes"))
+    with serving(
+        "--api-server-count", "2", "--stat-loggers", "tests.process.stat_loggers:NotedStats", executor="Quick"
+    ) as server:
+        for client in clients_of_each(server).values():
+            stream = Stream(client, [50], 9)
+            assert stream.read() == stream.expected
+        told = {(server.process.pid, "scheduler"), *((pid, "requests") for pid in server.api_pids())}
+        wait_until(lambda: told <= {(int(pid), of) for pid, of in map(str.split, notes.read_text().splitlines())})
+        server.process.terminate()
+        assert server.process.wait(TIME_LIMIT_S) == 0
+    assert told == {(int(pid), of) for pid, of in map(str.split, notes.read_text().splitlines())}
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_no_process_outlives_the_server(signum: int) -> None:
     """However it ends, and also while one of them is stopped."""

@@ -211,6 +211,33 @@ def test_all_stop_token_ids() -> None:
     assert params.all_stop_token_ids == {5}
 
 
+def vars_of(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in params.__struct_fields__}
+
+
+def test_every_default_is_within_its_bound() -> None:
+    """They are not checked for each request."""
+    params = SamplingParams()
+    for bound in SAMPLING_FIELDS:
+        bound.validate(getattr(params, bound.name))
+
+
+def test_a_field_that_was_changed_is_settled_again() -> None:
+    params = SamplingParams(top_p=0.5, top_k=7)
+    params.temperature, params.seed, params.stop = 0.0, -1, "end"
+    clone = params.clone()
+    clone.settle()
+    assert clone == SamplingParams(temperature=0.0, stop=["end"])
+    settled = clone.clone()
+    settled.settle()
+    assert settled == clone
+    for name, value in (("n", 0), ("n", True), ("temperature", math.nan), ("stop", [1]), ("max_tokens", 0)):
+        wrong = params.clone()
+        setattr(wrong, name, value)
+        with pytest.raises(ValidationError, match=name):
+            wrong.settle()
+
+
 def test_clone_is_independent() -> None:
     params = SamplingParams(stop=["a"], logit_bias={1: 1.0}, seed=3)
     clone = params.clone()
@@ -219,6 +246,24 @@ def test_clone_is_independent() -> None:
     clone.logit_bias[2] = 1.0  # type: ignore[index]
     assert params.stop == ["a"]
     assert params.logit_bias == {1: 1.0}
+    full = {
+        "stop": ["a"],
+        "stop_token_ids": [1],
+        "logprob_token_ids": [2],
+        "logit_bias": {3: 1.0},
+        "allowed_token_ids": [4],
+        "bad_words": ["b"],
+        "extra_args": {"c": 1},
+        "bad_words_token_ids": [[5]],
+    }
+    params = SamplingParams(**full)  # type: ignore[arg-type]
+    clone = params.clone()
+    for name, value in vars_of(params).items():
+        copied = getattr(clone, name)
+        assert copied == value
+        if isinstance(value, list | dict):
+            assert copied is not value, name
+            assert name in full
     assert SamplingParams(skip_clone=True).clone() is not None
     shared = SamplingParams(skip_clone=True)
     assert shared.clone() is shared

@@ -222,7 +222,7 @@ FULL: dict[str, Any] = {
     ),
     "DraftTokenIds": DraftTokenIds(["r"], [[1, 2]]),
     "EngineZmqAddresses": ADDRESSES,
-    "ClientAddresses": ClientAddresses(1, "ipc:///a", "ipc:///b"),
+    "ClientAddresses": ClientAddresses(1, "ipc:///a", "ipc:///b", True),
     "ApiLaunch": ApiLaunch(
         2,
         3,
@@ -232,7 +232,7 @@ FULL: dict[str, Any] = {
         (b"d" * 32,),
         b"s" * 32,
         1700000000,
-        ClientAddresses(2, "ipc:///a", "ipc:///b"),
+        ClientAddresses(2, "ipc:///a", "ipc:///b", True),
         7,
         8,
         ("http://0.0.0.0:8000", "http://127.0.0.1:8001"),

@@ -116,13 +116,13 @@ def _sent(frames: list[Frame]) -> list[bytes]:
     return [bytes(frame) for frame in frames]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(REQUESTS)
 def test_requests_come_back_equal(request: EngineCoreRequest) -> None:
     assert_same(MsgpackDecoder(EngineCoreRequest).decode(_sent(MsgpackEncoder().encode(request))), request)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(STEPS)
 def test_outputs_come_back_equal(outputs: EngineCoreOutputs) -> None:
     assert_same(MsgpackDecoder(EngineCoreOutputs).decode(_sent(MsgpackEncoder().encode(outputs))), outputs)

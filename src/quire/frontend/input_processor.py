@@ -270,7 +270,7 @@ class InputProcessor:
     def _sampling_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """A copy of `params` with everything the model decides filled in (checklist S2-IN-008…011)."""
         params = params.clone()
-        params.validate_fields()  # the object may have been changed since it was made
+        params.settle()  # the object may have been changed since it was made
         params.validate_for_model(self._vocab_size, self._max_logprobs)
         if params.flat_logprobs:
             raise ValidationError(

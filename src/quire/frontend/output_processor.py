@@ -217,11 +217,15 @@ class OutputProcessor:
         iteration_stats: IterationStats | None,
         result: OutputProcessorOutput,
     ) -> None:
-        if iteration_stats is not None and state.stats is not None:
-            owner = _owner(state) if state.is_prefilling else None
-            iteration_stats.update_from_output(
-                output, engine_timestamp, state.is_prefilling, state.stats, state.num_context_tokens, owner
-            )
+        stats = state.stats
+        if iteration_stats is not None and stats is not None:
+            if state.is_prefilling or output.events or output.num_nans_in_logits:
+                owner = _owner(state) if state.is_prefilling else None
+                iteration_stats.update_from_output(
+                    output, engine_timestamp, state.is_prefilling, stats, state.num_context_tokens, owner
+                )
+            elif output.new_token_ids:
+                iteration_stats.add_tokens(len(output.new_token_ids), engine_timestamp, stats)
         if state.is_prefilling:
             state.note_prefill(output)
         finish_reason, stop_reason = output.finish_reason, output.stop_reason

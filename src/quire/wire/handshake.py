@@ -46,6 +46,8 @@ class ClientAddresses(msgspec.Struct, frozen=True):
     client_index: int
     input_address: str
     output_address: str
+    is_judged: bool = False
+    """Whoever starts the core reports its deaths, and tries the suspects (`MemberLink`)."""
 
 
 class EngineStatus(msgspec.Struct):

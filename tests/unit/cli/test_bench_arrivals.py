@@ -16,7 +16,7 @@ def gaps(times: list[float]) -> list[float]:
     return [b - a for a, b in pairwise([0.0, *times])]
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.floats(0.1, 100.0), st.integers(0, 1000))
 def test_arrivals_are_those_of_a_poisson_process(rate: float, seed: int) -> None:
     times = arrival_times(rate, 400, seed)
@@ -26,13 +26,13 @@ def test_arrivals_are_those_of_a_poisson_process(rate: float, seed: int) -> None
     assert arrival_times(ALL_AT_ONCE, 3, seed) == [0.0, 0.0, 0.0]
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.floats(0.1, 100.0), st.integers(1, 50))
 def test_equal_gaps(rate: float, count: int) -> None:
     assert gaps(arrival_times(rate, count, 0, EVENLY)) == pytest.approx([1 / rate] * count)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.integers(0, 1000))
 def test_burstiness_is_the_inverse_of_the_squared_variation(seed: int) -> None:
     """A gamma distribution of shape k has a coefficient of variation of 1/sqrt(k)."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cli.bench.charts import HEIGHT, WIDTH, Axis, Chart, Series, to_svg
@@ -18,7 +18,6 @@ values = st.just(0.0) | st.floats(1e-6, 1e9)
 points = st.lists(st.tuples(values, values), min_size=1, max_size=30).map(sorted)
 
 
-@settings(deadline=None)
 @given(st.lists(points, min_size=1, max_size=7), st.booleans(), st.booleans(), st.none() | values)
 def test_everything_is_inside(
     lines: list[list[tuple[float, float]]], is_log: bool, steps: bool, bound: float | None
@@ -33,7 +32,6 @@ def test_everything_is_inside(
         assert 0 <= float(circle.get("cy", "nan")) <= HEIGHT
 
 
-@settings(deadline=None)
 @given(st.lists(values, min_size=1, max_size=20), st.booleans())
 def test_ticks_enclose_the_values_and_are_few(found: list[float], is_log: bool) -> None:
     axis = Axis(found, 0, 100, is_log=is_log, from_zero=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cli.bench.datasets import (
@@ -68,7 +68,6 @@ def dataset(**options: Any) -> RandomDataset:
     return RandomDataset(**{"material": MATERIAL, "as_text": False, **lengths, **options})
 
 
-@settings(deadline=None)
 @given(st.integers(0, 9), st.integers(0, 40), st.integers(1, 4))
 def test_random_requests(seed: int, prefix_len: int, num_prefixes: int) -> None:
     data = dataset(seed=seed, prefix_len=prefix_len, num_prefixes=num_prefixes, max_model_len=128)

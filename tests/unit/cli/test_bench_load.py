@@ -83,7 +83,7 @@ def test_a_closed_loop_is_due_when_there_is_room() -> None:
     assert [o.e2e_s for o in result.outcomes] == pytest.approx([1.0] * 5)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.integers(1, 6), st.lists(st.floats(0.0, 3.0), min_size=1, max_size=25), st.booleans())
 def test_the_limit_holds(limit: int, arrivals: list[float], is_closed: bool) -> None:
     running = peak = 0

@@ -71,7 +71,7 @@ def test_latencies_count_from_the_intended_time() -> None:
     assert (numbers["wall_s"], numbers["requests_per_s"], numbers["output_tokens_per_s"]) == (4.0, 0.25, 0.8)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(outcomes_st, st.floats(1.0, 1e5), st.floats(1.0, 1e5), st.floats(1.0, 1e5))
 def test_goodput_is_the_share_within_all_bounds(outcomes: list[Outcome], ttft: float, tpot: float, e2e: float) -> None:
     level = ServiceLevel({"ttft": ttft, "tpot": tpot, "e2e": e2e})
@@ -88,7 +88,7 @@ def test_goodput_is_the_share_within_all_bounds(outcomes: list[Outcome], ttft: f
     assert level.share(result) <= wider.share(result) <= ServiceLevel({"ttft": 1e9}).share(result) <= 1
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(outcomes_st)
 def test_figures_count_every_request_once(outcomes: list[Outcome]) -> None:
     numbers = figures(result_of(outcomes), ServiceLevel({"ttft": 100.0}))
@@ -106,7 +106,7 @@ def test_figures_count_every_request_once(outcomes: list[Outcome]) -> None:
     assert all(math.isfinite(value) for value in numbers["client"]["lag_ms"].values())
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(outcomes_st)
 def test_in_flight_against_counting(outcomes: list[Outcome]) -> None:
     steps = in_flight(outcomes)
@@ -118,7 +118,7 @@ def test_in_flight_against_counting(outcomes: list[Outcome]) -> None:
     assert not steps or steps[-1][1] == 0
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.floats(0.5, 50.0), st.floats(0.1, 3.0), st.integers(40, 200))
 def test_keeping_up_is_being_slower_than_the_server(capacity: float, load: float, count: int) -> None:
     """One server, one request at a time, equal service times and gaps: it keeps up exactly while load <= 1."""

@@ -17,7 +17,7 @@ def search(first: float, tolerance: float, is_sustained: Callable[[float], bool]
     return found
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.floats(0.01, 1e4), st.floats(0.01, 1e4), st.floats(0.01, 1.0))
 def test_it_encloses_the_threshold(threshold: float, first: float, tolerance: float) -> None:
     found = search(first, tolerance, lambda rate: rate <= threshold)
@@ -27,7 +27,7 @@ def test_it_encloses_the_threshold(threshold: float, first: float, tolerance: fl
     assert found.failed <= found.sustained * (1 + tolerance)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.lists(st.booleans(), min_size=16, max_size=16), st.floats(0.01, 100.0))
 def test_whatever_the_verdicts_it_ends_and_keeps_its_order(verdicts: list[bool], first: float) -> None:
     answers = iter(verdicts)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cli.command_line import CommandLine
@@ -74,7 +74,6 @@ NUMBERS = {
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_numbers_survive_the_round_trip(data: st.DataObject) -> None:
     spec = data.draw(st.sampled_from(list(NUMBERS.values())))
     low = int(spec.minimum) if spec.minimum is not None and spec.minimum >= 1 else 0
@@ -87,7 +86,6 @@ def test_numbers_survive_the_round_trip(data: st.DataObject) -> None:
 
 
 @given(st.text(min_size=1).filter(lambda s: "\x00" not in s))
-@settings(deadline=None)
 def test_texts_survive_the_round_trip(text: str) -> None:
     assert line().parse([f"--served-model-name={text}"])["served_model_name"] == text
     assert line(positional=PROMPTS).parse(["--", text])["prompt"] == [text]

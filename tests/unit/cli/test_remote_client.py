@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cli.remote.address import ServerAddress
@@ -154,7 +154,6 @@ def test_bodies_of_all_kinds(ending: str) -> None:
         assert texts(server.url) == ["é", "b"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(max_size=8), max_size=6), st.lists(st.integers(1, 40), min_size=1, max_size=20))
 def test_events_do_not_depend_on_where_the_pieces_end(words: list[str], cuts: list[int]) -> None:
     import json

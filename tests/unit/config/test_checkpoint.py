@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config.checkpoint import MAX_HEADER_BYTES, CheckpointIndex, read_header
@@ -71,7 +71,6 @@ def test_shards(tmp_path: Path) -> None:
     assert index.total_bytes == 10
 
 
-@settings(deadline=None)  # the first example imports torch
 @given(
     st.lists(
         st.tuples(st.sampled_from(["F32", "BF16", "I64", "U8"]), st.lists(st.integers(0, 4), max_size=3)), max_size=6

@@ -143,7 +143,7 @@ class BatchMachine(RuleBasedStateMachine):
                 assert row not in batch.sampling.histories
 
 
-BatchMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+BatchMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestBatch = BatchMachine.TestCase
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.frontend.client.base import AsyncEngineCoreClient
 from quire.frontend.client.control_state import REMEMBERED_VERBS
+from quire.frontend.client.link import EngineLink
 from quire.frontend.client.mailbox import LoopMailbox
 from quire.frontend.client.mp import MPClient
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
@@ -32,6 +33,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
         client_count: int = 1,
         directory: SocketDirectory | None = None,
         meanwhile: Callable[[], object] | None = None,
+        link: EngineLink | None = None,
     ) -> None:
         """As `MPClient`."""
         self._sink = LoopMailbox()
@@ -43,6 +45,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
             client_count=client_count,
             directory=directory,
             meanwhile=meanwhile,
+            link=link,
         )
         self.control_relay: ControlRelay | None = None
         """Who makes the calls that change the core, so that whoever starts it again knows of them; None: we do."""

@@ -76,9 +76,9 @@ class ControlCalls:
         """The calls that bring a new core into the state of the last one."""
         return [self.begin(method, args, Purpose.RESTORE) for method, args in self._state.calls()]
 
-    def begin_admission(self) -> None:
+    def begin_admission(self) -> int:
         """The call that tells a core in its state to let its other clients begin."""
-        self.begin("admit_clients", (), Purpose.ADMISSION)
+        return self.begin("admit_clients", (), Purpose.ADMISSION)
 
     def ids(self) -> list[int]:
         """Of the calls without an answer, oldest first."""

@@ -58,6 +58,13 @@ class Message(NamedTuple):
     payload: Any
 
 
+class Verdict(NamedTuple):
+    """A request that kills the core, and what its user is told."""
+
+    request_id: str
+    message: str
+
+
 class EngineLink:
     """One client's side. Single-threaded. Take `messages`, `deliveries` and `answers` after each call.
 
@@ -86,6 +93,11 @@ class EngineLink:
     def num_live_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._journal)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a core that dies is to be followed by another although the server ends."""
+        return self.num_live_requests > 0
 
     # -- the caller -----------------------------------------------------------------------------------------------
 
@@ -188,13 +200,20 @@ class EngineLink:
             return
         if death.cause != "start":
             self.counts["deaths"] += 1
-        guilty = self._quarantine.judge(death, self._journal)
-        if guilty is not None:
-            self.counts["poisoned_requests"] += 1
-            logger.error("request %s is failed alone: the engine core %s", guilty.request_id, death.description)
-            self._fail([guilty], _verdict(guilty, death))
+        self._judge(death)
         self.state = LinkState.DOWN
         self.answers += self._calls.end_unrepeatable(death)
+
+    def _judge(self, death: CoreDeath) -> Verdict | None:
+        """Find out whose fault it was; the verdict that has been carried out, if there is one."""
+        guilty = self._quarantine.judge(death, self._journal)
+        if guilty is None:
+            return None
+        self.counts["poisoned_requests"] += 1
+        logger.error("request %s is failed alone: the engine core %s", guilty.request_id, death.description)
+        verdict = Verdict(guilty.request_id, _explain(guilty, death))
+        self._fail([guilty], verdict.message)
+        return verdict
 
     def on_gone(self, reason: str) -> None:
         """No core will come any more: everything live ends with an error that gives the reason."""
@@ -356,7 +375,7 @@ def _name(entry: JournalEntry) -> str:
     return entry.request.external_req_id or entry.request_id
 
 
-def _verdict(guilty: JournalEntry, death: CoreDeath) -> str:
+def _explain(guilty: JournalEntry, death: CoreDeath) -> str:
     return (
         f"request {_name(guilty)} was in the last step of an engine core that failed, and when it was computed alone "
         f"the engine core {death.description}: it is ended so that other requests go on; do not send it again unchanged"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -24,6 +25,7 @@ from quire.config.serial import encode_config
 from quire.errors import ConfigError, EngineDeadError, ServerError, ValidationError
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread, OutputSink
+from quire.frontend.client.shared_links import MemberLink
 from quire.frontend.supervision.launch import KILL_TIMEOUT_S, CoreLaunch
 from quire.frontend.supervision.supervisor import CoreSupervisor
 from quire.timeline import stamp
@@ -31,6 +33,8 @@ from quire.wire.engine_core import EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.handshake import ClientAddresses, EngineZmqAddresses
 from quire.wire.serial import Frame, MsgpackEncoder
 from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bound_address, make_zmq_socket
+
+T = TypeVar("T")
 
 IO_THREADS = 2
 """Of the zmq context (checklist S2-CL-007)."""
@@ -104,16 +108,18 @@ class MPClient:
         client_count: int = 1,
         directory: SocketDirectory | None = None,
         meanwhile: Callable[[], object] | None = None,
+        link: EngineLink | None = None,
     ) -> None:
         """`meanwhile` is called once while the core starts; what it raises ends the start. `directory` is where the
-        sockets of a new core are to be, this client's from now on; None for one of its own."""
+        sockets of a new core are to be, this client's from now on; None for one of its own. `link` is our side of the
+        protocol with a new core; None for that of a client with requests."""
         self.resources = BackgroundResources()
         self.resources.directory = directory
         self._encoder = MsgpackEncoder()
         self._encoder_lock = threading.Lock()
         try:
             if client_addresses is None:
-                self._link_thread = self._launch(config, sink, log_stats, client_count)
+                self._link_thread = self._launch(config, sink, log_stats, client_count, link)
             else:
                 self._link_thread = self._attach(client_addresses, sink)
             self.resources.link_thread = self._link_thread
@@ -132,7 +138,9 @@ class MPClient:
 
     # -- start ----------------------------------------------------------------------------------------------------
 
-    def _launch(self, config: EngineConfig, sink: OutputSink, log_stats: bool, client_count: int) -> LinkThread:
+    def _launch(
+        self, config: EngineConfig, sink: OutputSink, log_stats: bool, client_count: int, link: EngineLink | None
+    ) -> LinkThread:
         """Bind everything, and make the supervisor that will start the core (S2-CL-009)."""
         host, context = config.parallel_config.engine_host, self.resources.context
         if host is not None and client_count > 1:
@@ -152,7 +160,9 @@ class MPClient:
             [bound_address(input_socket), *(other.input_address for other in others)],
             [bound_address(output_socket), *(other.output_address for other in others)],
         )
-        thread = LinkThread(EngineLink(is_shared=client_count > 1, is_owner=True), input_socket, output_socket, sink)
+        if link is None:
+            link = EngineLink(is_shared=client_count > 1, is_owner=True)
+        thread = LinkThread(link, input_socket, output_socket, sink)
         launch = CoreLaunch(
             addresses,
             encode_config(config),
@@ -169,7 +179,7 @@ class MPClient:
             on_death=lambda death: thread.post(lambda: thread.report_death(death)),
             on_gone=lambda error: thread.post(lambda: thread.fail(error)),
             was_connected=thread.was_connected,
-            has_live_requests=lambda: thread.link.num_live_requests > 0,
+            has_live_requests=lambda: thread.link.is_needed,
         )
         thread.on_gone = supervisor.stop
         return thread
@@ -179,7 +189,10 @@ class MPClient:
         context = self.resources.context
         input_socket = make_zmq_socket(context, addresses.input_address, zmq.ROUTER, bind=True)
         output_socket = make_zmq_socket(context, addresses.output_address, zmq.PULL, bind=True)
-        link = EngineLink(addresses.client_index, is_shared=True)
+        index = addresses.client_index
+        if addresses.is_judged:  # we are told when there is none any more; until then others' suspects may be tried
+            return AttachedLinkThread(MemberLink(index), input_socket, output_socket, sink, math.inf)
+        link = EngineLink(index, is_shared=True)
         return AttachedLinkThread(link, input_socket, output_socket, sink, envs.ENGINE_READY_TIMEOUT_S.number())
 
     def _wait_started(self) -> None:
@@ -256,6 +269,22 @@ class MPClient:
         thread = self._link_thread
         thread.post(lambda: thread.add_request(request, frames))
 
+    @property
+    def link(self) -> EngineLink:
+        """Our side of the protocol. It belongs to a thread: `ask_link`."""
+        return self._link_thread.link
+
+    def ask_link(self, command: Callable[[], T]) -> Future[T]:
+        """Have the thread that owns the link call `command`, which must not raise; its result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(command())
+
+        self._link_thread.post(run)
+        return future
+
     def note_gone(self, reason: str) -> None:
         """Whoever looks after the core says that there will be none any more. From any thread."""
         thread = self._link_thread
@@ -288,8 +317,11 @@ class MPClient:
             raise EngineDeadError(self._link_thread.link.gone_reason or "the engine has been shut down")
 
 
-def make_client_addresses(directory: SocketDirectory, client_index: int) -> ClientAddresses:
+def make_client_addresses(directory: SocketDirectory, client_index: int, *, is_judged: bool = False) -> ClientAddresses:
     """Where client `client_index` of the core in this directory listens. Raises ConfigError for too long a path."""
     return ClientAddresses(
-        client_index, directory.endpoint(f"input-{client_index}"), directory.endpoint(f"output-{client_index}")
+        client_index,
+        directory.endpoint(f"input-{client_index}"),
+        directory.endpoint(f"output-{client_index}"),
+        is_judged,
     )

@@ -8,7 +8,6 @@ Here are vLLM's names, so that dashboards and autoscalers made for it work; `cat
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 
 from quire.frontend.metrics.catalog_quire import HTTP, LEDGER
 from quire.frontend.metrics.facts import FrontendFacts
@@ -382,7 +381,7 @@ HISTOGRAMS: tuple[MetricSpec, ...] = (
         name="kv_block_reuse_gap_seconds",
         kind="histogram",
         help="Between two uses of a sampled block, of the last few before its eviction.",
-        values=lambda stats: chain.from_iterable(event.reuse_gaps_s for event in stats.kv_cache_eviction_events),
+        values=lambda stats: [gap for event in stats.kv_cache_eviction_events for gap in event.reuse_gaps_s],
         family="kv_residency",
         condition=KV_SAMPLING,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ class MetricSpec:
     kind: Kind
     help: str
     source: type
-    values: Callable[[Any], Iterable[float]] | None = None
+    values: Callable[[Any], Sequence[float]] | None = None
     samples: Callable[[Any], Iterable[Sample]] | None = None
     prefix: str = VLLM
     base_labels: tuple[str, ...] = ENGINE_LABELS
@@ -53,7 +53,7 @@ class MetricSpec:
     """Label values whose series are there from the start."""
     family: str = ""
     """Of its buckets (`buckets.FAMILIES`)."""
-    owners: Callable[[Any], Iterable[RequestOwner]] | None = None
+    owners: Callable[[Any], Iterable[RequestOwner | None]] | None = None
     """Whose the values are, for exemplars."""
     is_total: bool = False
     condition: Condition = ""

@@ -122,18 +122,22 @@ class IterationStats:
             self._add_prompt_tokens(output.prefill_stats, num_context_tokens)
             stats.first_token_ts = stats.last_token_ts = engine_timestamp
         num_tokens = len(output.new_token_ids)
-        if not num_tokens:
-            return
-        self.num_generation_tokens += num_tokens
-        stats.num_generation_tokens += num_tokens
-        if is_prefilling:
+        if num_tokens and not is_prefilling:
+            self.add_tokens(num_tokens, engine_timestamp, stats)
+        elif num_tokens:
+            self.num_generation_tokens += num_tokens
+            stats.num_generation_tokens += num_tokens
             self._add_prompt_tokens(output.prefill_stats, num_context_tokens)
             stats.first_token_latency = self._time_since(stats.arrival_time)
             self.time_to_first_tokens.append(stats.first_token_latency)
             self.first_token_owners.append(owner)
-            stats.first_token_ts = engine_timestamp
-        else:
-            self.inter_token_latencies.append(engine_timestamp - stats.last_token_ts)
+            stats.first_token_ts = stats.last_token_ts = engine_timestamp
+
+    def add_tokens(self, num_tokens: int, engine_timestamp: float, stats: RequestStateStats) -> None:
+        """Tokens of a request that are not its first: what nearly every output is, and nothing else."""
+        self.num_generation_tokens += num_tokens
+        stats.num_generation_tokens += num_tokens
+        self.inter_token_latencies.append(engine_timestamp - stats.last_token_ts)
         stats.last_token_ts = engine_timestamp
 
     def _add_prompt_tokens(self, new: PrefillStats | None, num_context_tokens: int) -> None:

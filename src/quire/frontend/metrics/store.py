@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import zip_longest
 
 import msgspec
 
@@ -18,6 +18,10 @@ from quire.frontend.metrics.spec import Condition, InfoSpec, MetricSpec, Sample
 
 MAX_SERIES = 1000
 """Per metric. Labels come from tables, so this is never reached; should it be, what is new is left out."""
+
+
+FEW = 8
+"""Values that are put into their buckets one by one; of more, equal ones are counted first."""
 
 
 class MetricsStore:
@@ -254,11 +258,16 @@ class _HistogramRow(CountedRow):
         series = self._plain.get(engine_index) or self.find(engine_index, ())
         if spec.owners is None:
             bounds, counts = self._bounds, series.counts
+            if len(values) < FEW:
+                for value in values:
+                    counts[bisect_left(bounds, value)] += 1
+                    series.value += value
+                return
             for value, number in Counter(values).items():  # requests that take part in the same steps wait as long
                 counts[bisect_left(bounds, value)] += number
                 series.value += value * number
             return
-        for value, owner in zip(values, chain(spec.owners(event), repeat(None)), strict=False):
+        for value, owner in zip_longest(values, spec.owners(event)):
             bucket = bisect_left(self._bounds, value)
             series.counts[bucket] += 1
             series.value += value

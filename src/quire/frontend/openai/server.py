@@ -127,24 +127,37 @@ class StopRequests:
         self.asked = asyncio.Event()
         self.hurried = asyncio.Event()
 
-    def note(self) -> None:
-        """Somebody asks; the second time they are in a hurry."""
-        (self.hurried if self.asked.is_set() else self.asked).set()
+    def ask(self) -> None:
+        """Somebody asks. Idempotent."""
+        self.asked.set()
+
+    def hurry(self) -> None:
+        """At once."""
+        self.asked.set()
+        self.hurried.set()
 
 
 class StopSignals(StopRequests):
-    """SIGTERM and SIGINT, while it is entered."""
+    """SIGTERM and SIGINT, while it is entered: the second signal is a hurry, whoever else has asked meanwhile."""
 
     _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_signal = False
+
     def __enter__(self) -> Self:
         for number in self._SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self.note)
+            asyncio.get_running_loop().add_signal_handler(number, self._note_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number in self._SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _note_signal(self) -> None:
+        (self.hurry if self._has_signal else self.ask)()
+        self._has_signal = True
 
 
 async def serve(
@@ -153,8 +166,10 @@ async def serve(
     *,
     shutdown_timeout_s: float,
     on_ready: Callable[[], None] = lambda: None,
+    stop: StopSignals | None = None,
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT, drain, and return. A second signal ends what still runs at once.
+    """Answer requests until SIGTERM or SIGINT, drain, and return. A second signal ends what still runs at once. Others
+    ask by `stop`.
 
     Raises ConfigError for a middleware that cannot be used. The engine is the caller's to shut down.
     """
@@ -164,7 +179,7 @@ async def serve(
     if listeners.admin is not None:
         servers.append(_make_server(state, listeners.url, is_admin=True))
         sockets.append(listeners.admin)
-    with StopSignals() as stop:
+    with stop or StopSignals() as stop:
         running = [
             asyncio.ensure_future(server.serve(sockets=[listener]))
             for server, listener in zip(servers, sockets, strict=True)

@@ -46,6 +46,11 @@ class Quarantine:
         """The request that is alone with the core now."""
         return self._on_trial
 
+    @property
+    def suspects(self) -> list[str]:
+        """In the order of their trials."""
+        return list(self._suspects)
+
     def begin_trial(self, journal: Journal) -> JournalEntry | None:
         """The next suspect, to be sent alone; None if there is none."""
         while (request_id := next(iter(self._suspects), None)) is not None:
@@ -88,9 +93,9 @@ class Quarantine:
                 self.clear(tried)
                 return entry
         if death.cause in ("crash", "hang"):
-            self._accuse(_candidates(members, journal) if tried is None else ())
+            self.accuse(_candidates(members, journal) if tried is None else ())
         else:
-            self._accuse(repeaters)
+            self.accuse(repeaters)
         return None
 
     def _convicts(
@@ -113,7 +118,8 @@ class Quarantine:
             return True
         return death.cause != "start" and tried in members and tried in repeaters
 
-    def _accuse(self, entries: Iterable[JournalEntry]) -> None:
+    def accuse(self, entries: Iterable[JournalEntry]) -> None:
+        """They are to be tried, after those who are suspects already."""
         for entry in entries:
             self._suspects[entry.request_id] = None
 

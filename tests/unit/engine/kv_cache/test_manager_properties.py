@@ -235,7 +235,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.world.check_stats()
 
 
-KVCacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+KVCacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, derandomize=True)
 TestKVCacheMachine = KVCacheMachine.TestCase
 
 

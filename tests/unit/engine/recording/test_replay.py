@@ -62,7 +62,7 @@ def live(seed: int, num_actions: int = 150) -> RecordedLife:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 def test_random_lives_replay(seed: int) -> None:
     life = live(seed)
     reader = read(encode(life.header, life.events))

@@ -185,7 +185,7 @@ def live(seed: int, num_actions: int) -> Life:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 def test_every_request_gets_its_own_tokens(seed: int) -> None:
     live(seed, 120)
 

@@ -172,7 +172,7 @@ def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(st.recursive(LEAVES, branches, max_leaves=5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_tree_is_a_grammar_or_the_clients_error(form: Any) -> None:
     params = StructuredOutputsParams(structural_tag=json.dumps({"format": form}))
     with contextlib.suppress(ValidationError):

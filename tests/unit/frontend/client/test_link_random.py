@@ -129,7 +129,7 @@ class LinkMachine(RuleBasedStateMachine):
 
 
 TestLinkMachine = LinkMachine.TestCase
-TestLinkMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None, derandomize=True)
+TestLinkMachine.settings = settings(max_examples=150, stateful_step_count=60, derandomize=True)
 
 
 @pytest.mark.parametrize("seed", range(200))

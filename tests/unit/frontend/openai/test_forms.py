@@ -91,5 +91,11 @@ def test_answers_have_the_form_and_bad_forms_are_a_400() -> None:
             error = await server.refusal(PATH, prompt="x", structured_outputs={"regex": "("}, stream=stream)
             assert "unclosed group" in error["message"]
             assert (error["type"], error["param"]) == ("BadRequestError", "structured_outputs")
+            error = await server.refusal(PATH, prompt="x", guided_regex="(", stream=stream)
+            assert "unclosed group" in error["message"]
+            assert error["param"] == "guided_regex"
+            wrong = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "nothing"}}}
+            error = await server.refusal(CHAT, **body | {"response_format": wrong}, stream=stream)
+            assert error["param"] == "response_format"
 
     check(test)

@@ -317,7 +317,7 @@ def test_arguments_that_are_no_object_are_not_lost() -> None:
     assert cut["stop_reason"] == "max_tokens"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     text=st.lists(st.sampled_from([*THOUGHT.split("<"), "<", "{}", "é", "<think>", "</think>"])).map("".join),
     size=st.integers(1, 9),

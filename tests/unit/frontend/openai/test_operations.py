@@ -113,6 +113,8 @@ def test_unknown_routes_and_methods_answer_in_openais_shape() -> None:
             response = await server.client.request(method, path)
             assert response.status_code == status
             assert response.json()["error"]["code"] == status
+        assert response.headers["allow"] == "POST"
+        assert response.json()["error"]["message"] == "/v1/completions does not take GET; it takes POST"
 
     check(test)
 

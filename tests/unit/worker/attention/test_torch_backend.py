@@ -123,14 +123,14 @@ def run_paged(
     return out, np.concatenate(expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases())
 def test_equals_dense_attention(case: Case) -> None:
     out, expected = run_paged(case)
     np.testing.assert_allclose(out.double().numpy(), expected, rtol=2e-5, atol=2e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cases())
 def test_bfloat16_accumulates_in_float32(case: Case) -> None:
     """Inputs are rounded to bfloat16 for both sides, so what is left is the rounding of weights and output."""

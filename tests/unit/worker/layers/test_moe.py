@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -38,7 +38,6 @@ def one_token(moe: MoE, x: Tensor) -> Tensor:
     return answer
 
 
-@settings(deadline=None)
 @given(
     num_tokens=st.integers(0, 20),
     num_experts=st.integers(1, 9),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config.hf_config import HFConfig, RopeConfig
@@ -50,7 +50,6 @@ PARAMS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
 }
 
 
-@settings(deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("rope_type", PARAMS)
 def test_frequencies_are_those_of_transformers(rope_type: str, data: st.DataObject) -> None:

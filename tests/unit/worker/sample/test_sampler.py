@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.sampling_params import SamplingParams
@@ -89,7 +89,6 @@ def run(
     return sampler.sample(logits.clone(), table.select(np.arange(len(requests)), CPU), lens, kernel)
 
 
-@settings(deadline=None)
 @given(requests=requests_strategy, seed=st.integers(0, 2**32 - 1))
 def test_equals_the_book_and_does_not_depend_on_neighbours(
     sampling: SamplingKernel, requests: list[tuple[SamplingParams, list[int], list[int]]], seed: int

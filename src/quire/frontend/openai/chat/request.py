@@ -11,6 +11,7 @@ from quire.frontend.openai.chat.format import ChatPlan
 from quire.frontend.openai.endpoint import RequestContext
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.sampling import make_sampling_params
+from quire.frontend.openai.state import ServerState
 from quire.frontend.openai.submission import check_admission
 from quire.frontend.prompts import TokensPrompt
 from quire.sampling_params import SamplingParams
@@ -37,13 +38,8 @@ async def prepare_chats(context: RequestContext, bodies: Sequence[ChatBody], *, 
     All fields but `messages` are read of the first. With `reserves` their room in the queue is taken before any work.
     """
     state, body = context.state, bodies[0]
-    defaults = state.engine.model_config.sampling_defaults
-    params = await context.work_on_body(
-        lambda: make_sampling_params(body, defaults, max_tokens=body.output_limit, logprobs=body.num_logprobs)
-    )
+    params, plan = await context.work_on_body(lambda: _plan(state, body))
     state.check_num_outputs(len(bodies) * params.n)
-    plan = state.chat_format.plan(body)
-    plan.adjust(params)
     if reserves:
         check_admission(context, [sample_text(b.messages) for b in bodies], params.n, params.max_tokens)
     prompts: list[TokensPrompt] = []
@@ -54,6 +50,14 @@ async def prepare_chats(context: RequestContext, bodies: Sequence[ChatBody], *, 
         state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
         prompts.append(prompt)
     return PreparedChat(prompts, params, plan)
+
+
+def _plan(state: ServerState, body: ChatBody) -> tuple[SamplingParams, ChatPlan]:
+    defaults = state.engine.model_config.sampling_defaults
+    params = make_sampling_params(body, defaults, max_tokens=body.output_limit, logprobs=body.num_logprobs)
+    plan = state.chat_format.plan(body)
+    plan.adjust(params)
+    return params, plan
 
 
 async def render_prompt(

@@ -10,6 +10,8 @@ from quire.wire.shared_counts import SharedCount, SharedCounts
 
 _QUEUE_ROOMS = 3
 """Requests, their tokens, and tokens promised (`AdmissionControl`)."""
+_RESERVED_TOKENS = 2
+"""Which of them is the last: some as long as a request lives."""
 _KEY_ROOMS = 2
 """Of each API key: requests and tokens under way (`Tenants`)."""
 
@@ -39,6 +41,10 @@ class FleetCounts:
     def share_admission(self, admission: AdmissionControl) -> None:
         """Have the limits of `admission` hold for all processes together."""
         admission.share(*self._queue_rooms)
+
+    def are_others_busy(self) -> bool:
+        """Whether other processes have requests that live."""
+        return self._queue_rooms[_RESERVED_TOKENS].taken_by_others() > 0
 
     def clear(self, index: int) -> None:
         """Process `index` is gone."""

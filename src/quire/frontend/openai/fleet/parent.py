@@ -8,31 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.config.engine import EngineConfig
 from quire.config.serial import encode_config
 from quire.config.server import ServerConfig
-from quire.errors import QuireError, ServerError, make_error
+from quire.errors import NotFoundError, QuireError, ServerError, make_error
 from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.client.mp import make_client_addresses
+from quire.frontend.client.shared_links import OwnerLink
 from quire.frontend.engine_watch import EngineWatch
 from quire.frontend.metrics.hub import MetricsHub
 from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.frontend.openai.errors import UnavailableError
 from quire.frontend.openai.fleet.counts import FleetCounts
+from quire.frontend.openai.fleet.inquest import Inquest
 from quire.frontend.openai.fleet.peer_link import PeerLink
 from quire.frontend.openai.fleet.peers import Membership
 from quire.frontend.openai.fleet.process import KILL_TIMEOUT_S, ApiProcess
-from quire.frontend.openai.server import END_GRACE_S, Listeners, StopSignals, log_stats_regularly
+from quire.frontend.openai.server import END_GRACE_S, Listeners, StopRequests, StopSignals, log_stats_regularly
 from quire.frontend.openai.waiting_room import WaitingRoom
-from quire.frontend.supervision.core_death import describe_exit
+from quire.frontend.supervision.core_death import SAME_SIGNAL_GRACE_S, describe_exit, was_asked_to_end
 from quire.frontend.supervision.supervisor import RestartBudget
 from quire.logger import init_logger
 from quire.wire.api_process import EVERYBODY, PARENT, ApiLaunch, PeerMessage
@@ -46,6 +49,8 @@ RESTART_WINDOW_S = 60.0
 """How often each process is started again within which time; then the server ends."""
 END_MARGIN_S = 5.0
 """What the processes get to end, beyond the time their requests have."""
+ANSWER_TIMEOUT_S = 2.0
+"""How long a call of all processes waits for one of them, which may have been stopped."""
 
 
 class ApiProcesses:
@@ -59,13 +64,16 @@ class ApiProcesses:
         self._on_death = on_death
         self._indices = range(1, num_processes + 1)
         self._processes: dict[int, ApiProcess] = {}
-        self._links: dict[int, PeerLink] = {}
+        self._connections: dict[int, PeerLink] = {}
         """To those that live."""
+        self._links: dict[int, PeerLink] = {}
+        """To those that have joined: before that they answer nothing."""
         self._failures: dict[int, QuireError] = {}
         """What a process has said that keeps it from serving."""
         self._waiting = set(self._indices)
         """Those that have never served yet."""
         self._stopping = asyncio.Event()
+        self._is_hurried = False
         self._core_gone = ""
         self.are_ready = asyncio.Event()
         self.call_core: Callable[..., Any] | None = None
@@ -86,19 +94,25 @@ class ApiProcesses:
         ended, too."""
         keepers = [asyncio.ensure_future(self._keep(index)) for index in self._indices]
         done, others = await asyncio.wait(keepers, return_when=asyncio.FIRST_EXCEPTION)
-        if others:
-            self.stop()
-            _, late = await asyncio.wait(others, timeout=END_MARGIN_S)
-            for keeper in late:
-                keeper.cancel()
+        for _ in range(2):
+            if others:
+                self.stop()
+                _, others = await asyncio.wait(others, timeout=END_MARGIN_S)
+        for keeper in others:
+            keeper.cancel()
         for keeper in done:
             keeper.result()
 
     def stop(self) -> None:
         """Ask them to end, once more if they were asked before: then at once."""
+        self._is_hurried = self._stopping.is_set()
         self._stopping.set()
-        for process in self._processes.values():
-            process.signal(signal.SIGTERM)
+        for index, process in self._processes.items():
+            link = self._links.get(index)
+            if link is None:
+                process.signal(signal.SIGTERM)  # it has no requests
+            else:  # a signal could be its second: who ends a group of processes has sent one to each
+                link.tell("stop", self._is_hurried)
 
     def note_core_gone(self, reason: str) -> None:
         """There will be no core any more: requests are answered with an error from now on."""
@@ -112,7 +126,8 @@ class ApiProcesses:
         budget = RestartBudget(RESTART_LIMIT, RESTART_WINDOW_S)
         while True:
             code = await self._follow(index)
-            if self._stopping.is_set():
+            was_asked = was_asked_to_end(code)
+            if await self._is_stopping_within(SAME_SIGNAL_GRACE_S if was_asked else 0.0):
                 return
             failure = self._failures.pop(index, None)
             if index in self._waiting:
@@ -121,32 +136,39 @@ class ApiProcesses:
                     "standard error"
                 )
             how = describe_exit(code)
-            logger.error("API process %d %s: its connections are lost, and its requests end", index, how)
+            level = logging.WARNING if was_asked else logging.ERROR
+            logger.log(level, "API process %d %s: its connections are lost, and its requests end", index, how)
             backoff_s = budget.take(time.monotonic())
             if backoff_s is None:
                 raise ServerError(
                     f"API process {index} {how}{'' if failure is None else f' ({failure})'}, and its "
                     f"budget of {budget} is used up: the server ends"
                 )
-            await asyncio.sleep(backoff_s)
-            if self._stopping.is_set():
+            if await self._is_stopping_within(backoff_s):
                 return
             logger.warning("starting API process %d again", index)
             self._processes[index] = ApiProcess(self._make_launch(index))
+
+    async def _is_stopping_within(self, duration_s: float) -> bool:
+        """Wait so long, or until all are to end: whether they are."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), duration_s)
+        return self._stopping.is_set()
 
     async def _follow(self, index: int) -> int:
         """The whole life of a process; its exit code."""
         process = self._processes[index]
         link = PeerLink(partial(self._handle, index))
         await link.connect(process.connection)
-        self._links[index] = link
+        self._connections[index] = link
         try:
             await link.run()
         except WireError:
             logger.exception("API process %d speaks in tongues, and is ended", index)
-            process.kill()
+            process.signal(signal.SIGKILL)
         finally:
-            del self._links[index]
+            del self._connections[index]
+            self._links.pop(index, None)
         code = await process.wait_end(KILL_TIMEOUT_S)
         self._on_death(index)
         return code
@@ -157,22 +179,36 @@ class ApiProcesses:
         if call.target == PARENT:
             return await self._handle_own(source, call)
         if call.target == EVERYBODY:
-            return await self._gather(source, call)
+            return list((await self._ask(call.method, call.args, apart_from=source)).values())
+        if call.target not in self._indices:
+            raise NotFoundError(f"this server has no process {call.target}")
         link = self._links.get(call.target)
         if link is None:
             raise UnavailableError(f"API process {call.target} is being started again")
         return await link.call(call.method, *call.args)
 
-    async def _gather(self, source: int, call: PeerMessage) -> list[Any]:
-        links = [link for index, link in self._links.items() if index != source]
-        results = await asyncio.gather(*(link.call(call.method, *call.args) for link in links), return_exceptions=True)
-        return [result for result in results if not isinstance(result, BaseException)]
+    async def ask_all(self, method: str, *args: Any) -> dict[int, Any]:
+        """What each process answers, by its number. One that is gone is left out, and with a line in the log one that
+        fails, or takes longer than `ANSWER_TIMEOUT_S`."""
+        return await self._ask(method, args)
+
+    async def _ask(self, method: str, args: tuple[Any, ...], *, apart_from: int | None = None) -> dict[int, Any]:
+        links = {index: link for index, link in self._links.items() if index != apart_from}
+        calls = (asyncio.wait_for(link.call(method, *args), ANSWER_TIMEOUT_S) for link in links.values())
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        answers = {}
+        for index, result in zip(links, results, strict=True):
+            if not isinstance(result, BaseException):
+                answers[index] = result
+            elif not isinstance(result, UnavailableError):
+                words = f"no answer within {ANSWER_TIMEOUT_S:g} s" if isinstance(result, TimeoutError) else result
+                logger.warning("API process %d is left out of %s: %s", index, method, words)
+        return answers
 
     async def _handle_own(self, source: int, call: PeerMessage) -> Any:
         match call.method, call.args:
             case "join", ():
-                if self._core_gone:
-                    self._links[source].tell("core_gone", self._core_gone)
+                self._note_joined(source)
             case "ready", ():
                 self._note_ready(source)
             case "failed", (error_type, message):
@@ -182,6 +218,13 @@ class ApiProcesses:
             case _:
                 raise ServerError(f"the parent has no call {call.method!r}")
         return None
+
+    def _note_joined(self, index: int) -> None:
+        link = self._links[index] = self._connections[index]
+        if self._core_gone:
+            link.tell("core_gone", self._core_gone)
+        if self._stopping.is_set():
+            link.tell("stop", self._is_hurried)
 
     def _note_ready(self, index: int) -> None:
         if index not in self._waiting:
@@ -219,7 +262,7 @@ def serve_with_processes(
             key_digests=key_digests,
             salt_secret=member.salt_secret,
             created=member.created,
-            client=make_client_addresses(directory, index),
+            client=make_client_addresses(directory, index, is_judged=True),
             listener=listeners.main.fileno(),
             admin_listener=None if listeners.admin is None else listeners.admin.fileno(),
             urls=(listeners.url, listeners.admin_url),
@@ -228,16 +271,26 @@ def serve_with_processes(
         )
 
     processes = ApiProcesses(count, make_launch, counts.clear)
+    owner = OwnerLink(counts.are_others_busy)
     log_stats = not config.observability_config.disable_log_stats
     try:
         with WaitingRoom(listeners.sockets, listeners.tls, server.root_path or ""):
             client = AsyncMPClient(
-                config, log_stats=log_stats, client_count=count + 1, directory=directory, meanwhile=processes.start
+                config,
+                log_stats=log_stats,
+                client_count=count + 1,
+                directory=directory,
+                meanwhile=processes.start,
+                link=owner,
             )
         processes.call_core = client.call_utility_async
-        watch = EngineWatch(config, client, log_stats=log_stats)
+        core = _SharedCore(
+            client,
+            EngineWatch(config, client, log_stats=log_stats),
+            Inquest(owner, client.mp.ask_link, processes.ask_all),
+        )
         drain_s = server.drain_accept_s + config.lifecycle_config.shutdown_timeout
-        asyncio.run(_run(processes, watch, directory.path / "metrics", drain_s, on_ready))
+        asyncio.run(_run(processes, core, directory.path / "metrics", drain_s, on_ready))
     finally:
         processes.kill()
         listeners.close()  # before the core ends: whoever comes now should go elsewhere at once
@@ -246,17 +299,27 @@ def serve_with_processes(
         directory.remove()
 
 
+class _SharedCore(NamedTuple):
+    """What the parent has of the core."""
+
+    client: AsyncMPClient
+    watch: EngineWatch
+    inquest: Inquest
+
+
 async def _run(
-    processes: ApiProcesses, watch: EngineWatch, metrics_path: Path, drain_s: float, on_ready: Callable[[], None]
+    processes: ApiProcesses, core: _SharedCore, metrics_path: Path, drain_s: float, on_ready: Callable[[], None]
 ) -> None:
-    hub = MetricsHub(metrics_path, ServerMetrics(watch.stats, "0").take, get_load=watch.stats.get_load)
+    stats = core.watch.stats
+    hub = MetricsHub(metrics_path, ServerMetrics(stats, "0").take, get_load=stats.get_load)
     await hub.start()
     with StopSignals() as stop:
         helpers = [
             asyncio.create_task(_tell_when_ready(processes, on_ready)),
-            asyncio.create_task(_stop_when_asked(processes, stop, drain_s)),
-            asyncio.create_task(_watch_core(processes, watch)),
-            asyncio.create_task(log_stats_regularly(watch.stats.loggers)),
+            asyncio.create_task(_stop_when_asked(processes, core.client, stop, drain_s)),
+            asyncio.create_task(_watch_core(processes, core.watch)),
+            asyncio.create_task(core.inquest.run()),
+            asyncio.create_task(log_stats_regularly(stats.loggers)),
         ]
         try:
             await processes.run()
@@ -271,10 +334,11 @@ async def _tell_when_ready(processes: ApiProcesses, on_ready: Callable[[], None]
     on_ready()
 
 
-async def _stop_when_asked(processes: ApiProcesses, stop: StopSignals, drain_s: float) -> None:
+async def _stop_when_asked(processes: ApiProcesses, client: AsyncMPClient, stop: StopRequests, drain_s: float) -> None:
     """Pass both signals on; who does not follow them in time is killed."""
     await stop.asked.wait()
     logger.info("shutting down the API processes")
+    client.expect_shutdown()
     processes.stop()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(stop.hurried.wait(), drain_s + END_GRACE_S + END_MARGIN_S)

@@ -21,7 +21,7 @@ class Peers:
         return []
 
     async def call(self, index: int, method: str, *args: Any) -> Any:
-        """What process `index` answers. Raises what it raised, by class; UnavailableError where it is being started
+        """What process `index` answers. Raises what it raised, by class; OverloadedError where it is being started
         again, NotFoundError where there is no such process."""
         raise NotFoundError(f"this server has no process {index}")
 

@@ -33,7 +33,7 @@ from quire.frontend.openai.fleet.counts import FleetCounts
 from quire.frontend.openai.fleet.peer_link import PeerLink
 from quire.frontend.openai.fleet.peers import FleetPeers, Membership
 from quire.frontend.openai.fleet.services import PeerServices
-from quire.frontend.openai.server import Listeners, serve
+from quire.frontend.openai.server import Listeners, StopSignals, serve
 from quire.frontend.openai.state import ServerState
 from quire.frontend.openai.tls import make_tls_context
 from quire.logger import init_logger
@@ -61,6 +61,7 @@ class ApiServer:
         self._recent = RecentRequests(clock=_now_us)
         self.engine.pipeline.stat_loggers.add(self._recent)
         self.engine.pipeline.stat_loggers.drop(LoggingStatLogger)  # the parent's speaks for all
+        self._stop = StopSignals()
         self._services: PeerServices | None = None
 
     async def run(self, connection: socket.socket) -> None:
@@ -86,7 +87,7 @@ class ApiServer:
         assert isinstance(client, AsyncMPClient)  # it was made with addresses
         client.control_relay = partial(link.call, "control")
         state = self._make_state(link)
-        self._services = PeerServices(state, client)
+        self._services = PeerServices(state, client, self._stop)
         await link.call("join")
         async with self._exchanging_metrics(state.metrics):
             await serve(
@@ -94,6 +95,7 @@ class ApiServer:
                 self._listeners(),
                 shutdown_timeout_s=self._lifecycle.shutdown_timeout,
                 on_ready=partial(_note_ready, link),
+                stop=self._stop,
             )
         state.renderer.close()
 

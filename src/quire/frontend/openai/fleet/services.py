@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from quire.errors import NotFoundError
 from quire.frontend.client.async_mp import AsyncMPClient
+from quire.frontend.client.link import Verdict
+from quire.frontend.client.shared_links import MemberLink
+from quire.frontend.openai.fleet.inquest import EncodedSuspect, encode_suspects
+from quire.frontend.openai.server import StopRequests
 from quire.frontend.openai.state import ServerState
+from quire.frontend.supervision.core_death import CoreDeath, DeathCause
 from quire.wire.api_process import PeerMessage
 
 
 class PeerServices:
     """The table of calls. Arguments are what the callers, in this package and in `responses/`, send."""
 
-    def __init__(self, state: ServerState, client: AsyncMPClient) -> None:
+    def __init__(self, state: ServerState, client: AsyncMPClient, stop: StopRequests) -> None:
         self._state = state
         self._client = client
+        self._stop = stop
         shelf = state.shelf.local
         self._table: dict[str, Callable[..., Awaitable[Any]]] = {
             "abort": self._abort,
             "watch": self._watch,
+            "core_died": self._report_death,
+            "convict": self._convict,
             "core_gone": self._note_core_gone,
+            "stop": self._end,
             "show_response": shelf.show,
             "cancel_response": shelf.cancel,
             "delete_response": shelf.delete,
@@ -44,3 +54,29 @@ class PeerServices:
 
     async def _note_core_gone(self, reason: str) -> None:
         self._client.note_gone(reason)
+
+    async def _report_death(
+        self,
+        incarnation: int,
+        cause: DeathCause,
+        description: str,
+        request_ids: list[str] | None,
+        was_asked: bool,
+    ) -> list[EncodedSuspect]:
+        death = CoreDeath(cause, description, None if request_ids is None else tuple(request_ids), was_asked)
+        link = self._link
+        suspects = await asyncio.wrap_future(self._client.mp.ask_link(lambda: link.report_death(incarnation, death)))
+        return await asyncio.to_thread(encode_suspects, suspects) if suspects else []
+
+    async def _convict(self, request_id: str, message: str) -> None:
+        link, verdict = self._link, Verdict(request_id, message)
+        await asyncio.wrap_future(self._client.mp.ask_link(lambda: link.convict(verdict)))
+
+    @property
+    def _link(self) -> MemberLink:
+        link = self._client.mp.link
+        assert isinstance(link, MemberLink)  # the parent has given it such addresses
+        return link
+
+    async def _end(self, is_hurried: bool) -> None:
+        (self._stop.hurry if is_hurried else self._stop.ask)()

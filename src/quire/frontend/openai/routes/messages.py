@@ -57,7 +57,8 @@ async def count_tokens(context: RequestContext) -> Response:
     body = await context.read(COUNT_TOKENS)
     context.state.check_model(body.model)
     chat = await context.work_on_body(body.as_chat)
-    prompt = await render_prompt(context, chat, context.state.chat_format.plan(chat))
+    plan = await context.work_on_body(lambda: context.state.chat_format.plan(chat))
+    prompt = await render_prompt(context, chat, plan)
     num_tokens = len(prompt["prompt_token_ids"])
     return json_response({"input_tokens": num_tokens, "context_management": {"original_input_tokens": num_tokens}})
 

@@ -34,7 +34,7 @@ def parser() -> ChatParser:
     return PLAN.make_parser("")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXTS, cuts=CUTS)
 def test_events_add_up_to_what_the_chat_route_says(text: str, cuts: list[int]) -> None:
     reader, seen = BlockReader(parser()), dict[int, str]()

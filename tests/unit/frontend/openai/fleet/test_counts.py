@@ -56,6 +56,21 @@ def test_what_a_dead_process_had_is_free(counts: Callable[[int], FleetCounts]) -
     controls[1].reserve(1, 1)
 
 
+def test_the_parent_sees_whether_requests_live(counts: Callable[[int], FleetCounts]) -> None:
+    """Not whether they wait: a core that dies while they are answered is needed, too."""
+    control = AdmissionControl()
+    counts(1).share_admission(control)
+    assert not counts(0).are_others_busy()
+    reservation = control.reserve(1, 10, 20)
+    reservation.release_one()
+    assert counts(0).are_others_busy()
+    reservation.end_one(waits=False)
+    assert not counts(0).are_others_busy()
+    control.reserve(1, 1)
+    counts(0).clear(1)
+    assert not counts(0).are_others_busy()
+
+
 def test_a_key_has_its_share_once(counts: Callable[[int], FleetCounts]) -> None:
     tenants = [Tenants(2, None, Counter(), counts(index).rooms_of_keys) for index in (1, 2)]
     place = tenants[0].take(KEYS[0], 1, 5)

@@ -102,7 +102,7 @@ class Store(RuleBasedStateMachine):
 
 
 TestStore = Store.TestCase
-TestStore.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStore.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_who_keeps_most_loses_first() -> None:

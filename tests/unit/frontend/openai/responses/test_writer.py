@@ -110,7 +110,7 @@ def accumulate(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=TEXTS, cuts=CUTS, reason=st.sampled_from(["stop", "length"]), wants_logprobs=st.booleans())
 def test_however_an_answer_comes_its_events_are_the_whole_one(
     text: str, cuts: list[int], reason: str, wants_logprobs: bool

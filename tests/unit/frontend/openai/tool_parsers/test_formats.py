@@ -45,7 +45,7 @@ def test_a_text_means_the_same_however_it_is_cut(name: str, text: str, meaning: 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), text=hostile_texts)
 def test_hostile_text_means_the_same_however_it_is_cut(name: str, data: st.DataObject, text: str) -> None:
     program = TOOL_PARSERS[name].program
@@ -58,7 +58,7 @@ def test_hostile_text_means_the_same_however_it_is_cut(name: str, data: st.DataO
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "pythonic"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(arguments=json_objects, size=st.integers(1, 9), indent=st.none() | st.integers(0, 2))
 def test_arguments_are_the_text_the_model_wrote(name: str, arguments: object, size: int, indent: int | None) -> None:
     text = json.dumps(arguments, ensure_ascii=False, indent=indent)
@@ -73,7 +73,7 @@ def test_arguments_are_the_text_the_model_wrote(name: str, arguments: object, si
     assert read(TOOL_PARSERS[name].program, split(written, size)) == [("call", "f"), ("arguments", text)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(arguments=json_objects, size=st.integers(1, 9))
 def test_python_literals_become_json(arguments: dict[str, object], size: int) -> None:
     keywords = {f"k{i}": value for i, value in enumerate(arguments.values())}

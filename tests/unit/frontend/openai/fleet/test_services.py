@@ -1,0 +1,119 @@
+"""What an API process does when the others, or its parent, ask it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from quire.errors import NotFoundError
+from quire.frontend.client.async_mp import AsyncMPClient
+from quire.frontend.client.shared_links import MemberLink
+from quire.frontend.openai.fleet.inquest import decode_suspects
+from quire.frontend.openai.fleet.services import PeerServices
+from quire.frontend.openai.server import StopRequests
+from quire.frontend.openai.state import ServerState
+from quire.wire.api_process import PeerMessage
+from tests.unit.frontend.client.model_core import make_ready, make_request
+
+T = TypeVar("T")
+
+
+class Process:
+    """The services of a process of which only they are there, and what they were heard to do."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.stop = StopRequests()
+        self.link = MemberLink(1)
+        shelf = {name: self._note(name) for name in ("show", "cancel", "delete", "events_from", "conversation")}
+        state = SimpleNamespace(
+            engine=SimpleNamespace(abort=self._note("abort")),
+            watch=SimpleNamespace(look_here=lambda *args: ["seen", *args]),
+            shelf=SimpleNamespace(local=SimpleNamespace(**shelf)),
+        )
+        client = SimpleNamespace(
+            mp=SimpleNamespace(link=self.link, ask_link=_at_once),
+            note_gone=lambda reason: self.heard.append(("gone", reason)),
+        )
+        self.services = PeerServices(cast("ServerState", state), cast("AsyncMPClient", client), self.stop)
+
+    def _note(self, name: str) -> Callable[..., Any]:
+        async def note(*args: Any) -> Any:
+            self.heard.append((name, *args))
+            return f"{name} was done"
+
+        return note
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return asyncio.run(self.services.handle(PeerMessage(1, method, args=args)))
+
+
+def _at_once(command: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(command())
+    return future
+
+
+def test_each_call_reaches_what_does_it() -> None:
+    process = Process()
+    assert process.ask("abort", ["a", "b"]) is None
+    assert process.ask("watch", ["a"], 7) == ["seen", ["a"], 7]
+    assert process.ask("core_gone", "it is used up") is None
+    for call, method in (
+        ("show_response", "show"),
+        ("cancel_response", "cancel"),
+        ("delete_response", "delete"),
+        ("response_events", "events_from"),
+        ("conversation", "conversation"),
+    ):
+        assert process.ask(call, "owner", "id") == f"{method} was done"
+    assert process.heard == [
+        ("abort", ["a", "b"]),
+        ("gone", "it is used up"),
+        *[(name, "owner", "id") for name in ("show", "cancel", "delete", "events_from", "conversation")],
+    ]
+
+
+def test_what_is_no_call_is_refused() -> None:
+    with pytest.raises(NotFoundError, match="no call 'handle'"):
+        Process().ask("handle")
+    with pytest.raises(TypeError):
+        Process().ask("abort")
+
+
+def test_the_wish_to_end_and_the_hurry() -> None:
+    process = Process()
+    for _ in range(2):
+        process.ask("stop", False)
+        assert process.stop.asked.is_set()
+        assert not process.stop.hurried.is_set(), "asked twice is not hurried: a signal may have come, too"
+    process.ask("stop", True)
+    assert process.stop.hurried.is_set()
+
+
+def test_a_death_is_answered_with_suspects_and_a_verdict_carried_out() -> None:
+    process = Process()
+    link = process.link
+    link.on_ready(make_ready(0))
+    for name in ("a", "b", "c"):
+        link.add_request(make_request(name))
+    assert process.ask("core_died", 1, "crash", "exited", ["a"], False) == [], "that one we never knew"
+    encoded = process.ask("core_died", 0, "crash", "exited with code 1", ["b", "theirs"], False)
+    assert [suspect.request.request_id for suspect in decode_suspects(encoded)] == ["b~t", "c~t", "a~t"]
+    process.ask("convict", "b~t", "it kills")
+    process.ask("convict", "theirs", "it kills")
+    ((end,),) = [outputs.outputs for outputs in link.deliveries]
+    assert (end.request_id, end.error_message) == ("b", "it kills")
+
+
+def test_nobody_is_asked_who_was_in_no_step_of_a_core_that_was_killed() -> None:
+    process = Process()
+    process.link.on_ready(make_ready(0))
+    process.link.add_request(make_request("a"))
+    assert process.ask("core_died", 0, "killed", "was killed by SIGKILL", ["a"], False) == []
+    assert process.link.num_live_requests == 1
