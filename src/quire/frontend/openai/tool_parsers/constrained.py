@@ -27,7 +27,7 @@ def parse_required(source: TextSource, sink: EventSink) -> Step[None]:
 
 
 def required_schema(functions: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> dict[str, Any]:
-    """The JSON schema of what `parse_required` reads: one or more calls of `functions`, with arguments that these name."""
+    """The JSON schema of what `parse_required` reads: one or more calls of `functions`, arguments closed."""
     parameters = {
         f"function_{i}": closed({"type": "object", **(function.get("parameters") or {})})
         for i, function in enumerate(functions)
@@ -52,8 +52,8 @@ def required_schema(functions: Sequence[Mapping[str, Any]], *, is_parallel: bool
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema without properties that it does not name, unless it speaks of them: a model that forgets to end an
-    object would write them until it may write no more. Where schemas meet in one object it stays as it is, since closing
-    one would forbid what another asks for; what is allowed afterwards was allowed before."""
+    object would write them until it may write no more. Where schemas meet in one object it stays as it is, since
+    closing one would forbid what another asks for; what is allowed afterwards was allowed before."""
     meets = any(
         _MEETING & node.keys() or ({"$ref", "anyOf"} & node.keys() and {"properties", "required"} & node.keys())
         for node in _objects(schema)
