@@ -7,6 +7,7 @@ Properties are tried on the same examples in every run, and a slow machine fails
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,14 @@ def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["QUIRE_CACHE_ROOT"]
     else:
         os.environ["QUIRE_CACHE_ROOT"] = before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_is_heard() -> Iterator[None]:
+    """By the tests and by what they start: a shell that runs them in the background has made it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 MAKE_LLM = """
 import os, signal, sys, threading, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
 from quire import LLM, SamplingParams
 llm = LLM("demo", distributed_executor_backend="tests.process.executors:Steady", max_model_len=4096,
           num_gpu_blocks_override=2000)

@@ -42,6 +42,7 @@ def press_ctrl_c_at(text: str, monkeypatch: pytest.MonkeyPatch) -> threading.Thr
         return count
 
     def press() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         assert reached.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -129,6 +130,19 @@ def test_ctrl_c_hangs_up(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> No
         assert main(["complete", "p", "--url", server.url]) == 130
         presser.join()
         assert server.hung_up.wait(60)
+    assert capsys.readouterr() == ("some\n", "")
+
+
+def test_ctrl_c_that_comes_just_before_the_wait_is_heard(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells a thread that waits of a signal only once: as if it had told another one, this one waits on."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with serving(FakeServer(answer=endless("some"))) as server:
+            presser = press_ctrl_c_at("some", monkeypatch)
+            assert main(["complete", "p", "--url", server.url]) == 130
+            presser.join()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     assert capsys.readouterr() == ("some\n", "")
 
 

@@ -22,6 +22,8 @@ from quire.cli.remote.client import HttpClient, ModelCard, given_api_key
 from quire.cli.remote.events import Chunk
 
 T = TypeVar("T")
+CTRL_C_HEARD_S = 0.2
+"""A signal that comes just before the interpreter begins to wait ends no wait: it is looked for so often."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ class RemoteServer:
         """What comes of these streams, until all have ended. What is late of others is dropped."""
         left = set(keys)
         while left:
-            arrival = self._arrivals.get()
+            try:
+                arrival = self._arrivals.get(timeout=CTRL_C_HEARD_S)
+            except queue.Empty:
+                continue
             if arrival.key in left:
                 if arrival.chunk is None:
                     left.remove(arrival.key)
