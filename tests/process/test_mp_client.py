@@ -359,6 +359,19 @@ def test_a_client_that_is_garbage_ends_its_core(kind: Any) -> None:
     assert not is_running(pid)
 
 
+def test_an_engine_that_ends_on_a_thread_of_another_does_not_hold_that_up(start: Clients) -> None:
+    """Garbage is collected by whichever thread comes to it, that of an engine included, which has work to do."""
+    garbage, other = start(), start()
+    resources, ended_on = garbage.mp.resources, []
+    end = resources._close
+    resources._close = lambda: (ended_on.append(threading.current_thread().name), end())  # type: ignore[method-assign]
+    assert other.mp.resources.link_thread is not None
+    other.mp.resources.link_thread.post(resources.close)
+    wait_until(lambda: resources.directory is not None and not resources.directory.path.exists())
+    assert ended_on == ["EngineCoreCloser"]
+    assert other.is_sleeping() is False
+
+
 def test_a_fork_neither_uses_nor_ends_the_engine(start: Clients) -> None:
     client = start()
     child = os.fork()
