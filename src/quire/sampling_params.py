@@ -139,6 +139,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
     stop_token_ids: list[int] | None = None
     """Token ids that end the output; kept in token_ids, left out of the text unless include_stop_str_in_output."""
     ignore_eos: bool = False
+    """Go on after the token that ends an answer."""
     max_tokens: int | None = 16
     """None: as many as the context holds."""
     min_tokens: int = 0
@@ -152,8 +153,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
     flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
     """Emit an update at most every so many tokens; None takes the engine's."""

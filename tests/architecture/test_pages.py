@@ -87,8 +87,8 @@ def test_pages_hold_no_script_and_every_reference_leads_somewhere(path: Path) ->
     page = Page(path)
     assert page.problems == []
     assert page.open == []
-    names = {reference.removeprefix("ui/").removeprefix("../") for reference in page.references if reference[0] != "#"}
-    assert names <= {file.name for file in FILES} | {"ui", "dashboard"}
+    names = {re.sub(r"^(ui/|docs/|\.\./)", "", reference) for reference in page.references if reference[0] != "#"}
+    assert names <= {file.name for file in FILES} | {"ui", "dashboard", "docs", "openapi.json"}
     assert len(page.ids) == len(set(page.ids))
     targets = {reference[1:] for reference in page.references if reference[0] == "#"} | set(page.targets)
     assert targets <= set(page.ids)

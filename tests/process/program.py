@@ -21,7 +21,9 @@ from quire.frontend.client.mp import ClientAddresses
 from .harness import fake_args
 
 NUM_STREAMS = 32
-MAX_TOKENS = 900
+MAX_MODEL_LEN = 8192
+MAX_TOKENS = 8000
+"""More than it will ever have time for."""
 
 
 def say(**fields: Any) -> None:
@@ -46,7 +48,7 @@ async def read(llm: AsyncLLM, request_id: str, begun: list[str]) -> None:
 
 
 async def main(argv: list[str]) -> None:
-    config = fake_args().create_engine_config("serving")
+    config = fake_args(max_model_len=MAX_MODEL_LEN).create_engine_config("serving")
     addresses = ClientAddresses(1, argv[1], argv[2]) if argv[:1] == ["attach"] else None
     client = AsyncMPClient(config, log_stats=True, client_addresses=addresses)
     llm = AsyncLLM(config, client=client)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from .background import BackgroundProgram, running
+from .pace import Pace
 
 START_TIMEOUT_S = 120
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -20,16 +22,22 @@ _URL = re.compile(r"serving \S+ on ((?:https?://|unix:)\S+?)(?:; admin routes on
 class ServerProcess:
     """The process, and where it listens."""
 
-    def __init__(self, program: BackgroundProgram, url: str, admin_url: str | None) -> None:
+    def __init__(self, program: BackgroundProgram, pace: Pace, url: str, admin_url: str | None) -> None:
         self.program = program
         self.process = program.process
+        self.pace = pace
+        """Of the model, where its executor is `Leisurely`."""
         self.url = url
         self.admin_url = admin_url
 
     def core_pid(self) -> int:
-        """Of the engine core."""
-        (core,) = self._children("quire.engine.proc")
+        """Of the engine core. A ValueError where there is none at the moment."""
+        (core,) = self.core_pids()
         return core
+
+    def core_pids(self) -> list[int]:
+        """Of the engine core; between two there is none."""
+        return self._children("quire.engine.proc")
 
     def api_pids(self) -> list[int]:
         """Of the API processes of a server that has several, oldest first."""
@@ -38,15 +46,15 @@ class ServerProcess:
     def _children(self, module: str) -> list[int]:
         """Children that run this module. Each hangs below the thread that has started it."""
         tasks = Path(f"/proc/{self.process.pid}/task")
-        children = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-        return [pid for pid in children if module in _command_line(pid)]
+        children = [int(pid) for task in tasks.iterdir() for pid in _read(task / "children").split()]
+        return [pid for pid in children if module in _read(Path(f"/proc/{pid}/cmdline")).split("\0")]
 
 
-def _command_line(pid: int) -> list[str]:
+def _read(path: Path) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:  # it has just ended
-        return []
+        return path.read_text()
+    except OSError:  # the process or thread has just ended
+        return ""
 
 
 def serve_command(*flags: str) -> list[str]:
@@ -62,20 +70,33 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def serving(
-    *flags: str, executor: str | None = None, while_loading: Callable[[ServerProcess], None] | None = None
+    *flags: str,
+    executor: str | None = None,
+    while_loading: Callable[[ServerProcess], None] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
     """A server with these flags, ended with SIGKILL if it has not ended by itself. `while_loading` meets it before."""
     command = serve_command("--port", "0", *flags)
     if executor is not None:
         command += ["--distributed-executor-backend", f"tests.process.executors:{executor}"]
-    with running(command, cwd=SRC.parent, env=environment()) as program:
+    with tempfile.TemporaryDirectory(prefix="quire-test-") as directory:
+        pace = Pace(Path(directory) / "pace")
+        variables = {**environment(), **pace.environment, **(env or {})}
+        with running(command, cwd=SRC.parent, env=variables) as program:
+            yield _wait_for(program, pace, while_loading)
 
-        def is_ready(line: str) -> bool:
-            loading = _LOADING.search(line)
-            if loading is not None and while_loading is not None:
-                while_loading(ServerProcess(program, loading[1], None))
-            return _URL.search(line) is not None
 
-        found = _URL.search(program.wait_for(is_ready, START_TIMEOUT_S))
-        assert found is not None
-        yield ServerProcess(program, found[1], found[2])
+def _wait_for(
+    program: BackgroundProgram, pace: Pace, while_loading: Callable[[ServerProcess], None] | None
+) -> ServerProcess:
+    """Until it serves."""
+
+    def is_ready(line: str) -> bool:
+        loading = _LOADING.search(line)
+        if loading is not None and while_loading is not None:
+            while_loading(ServerProcess(program, pace, loading[1], None))
+        return _URL.search(line) is not None
+
+    found = _URL.search(program.wait_for(is_ready, START_TIMEOUT_S))
+    assert found is not None
+    return ServerProcess(program, pace, found[1], found[2])

@@ -23,6 +23,8 @@ from .harness import Engine, check_free, fake_args, read, running
 
 HOLD_S = 0.03
 """How long the core stays at the failpoint."""
+MAX_MODEL_LEN = 8192
+"""A stream of that length lasts much longer than it takes to abort it."""
 VARIANTS = [(kind, n) for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY) for n in (1, 4)]
 """Streaming or not, one output or four."""
 IN_CORE = [f for f in FAILPOINTS if f.startswith("core.") and f not in ("core.start", "core.ready", "core.shutdown")]
@@ -31,7 +33,7 @@ AT_RESTART = ["core.start", "core.ready", "client.resume"]
 
 
 async def _poll(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -39,7 +41,7 @@ async def _poll(condition: Callable[[], bool]) -> None:
 async def _abort_one(engine: Engine, name: str, kind: RequestOutputKind, n: int, is_there: Callable[[], bool]) -> None:
     """Start a request, and abort it when `is_there`."""
     history = History(kind)
-    params = SamplingParams(max_tokens=500, n=n, temperature=1.0, ignore_eos=True, output_kind=kind)
+    params = SamplingParams(max_tokens=8000, n=n, temperature=1.0, ignore_eos=True, output_kind=kind)
     reader = asyncio.create_task(read(engine, history, name, {"prompt_token_ids": [1, 2, 3] * 20}, params))
     await _poll(is_there)
     if n == 1:  # one way to leave, and the other
@@ -62,7 +64,7 @@ def test_aborted_in_the_core(place: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("QUIRE_FAILPOINTS", f"{place}=sleep({HOLD_S}),tally={tally}")
 
     async def run() -> None:
-        async with running(fake_args()) as engine:
+        async with running(fake_args(max_model_len=MAX_MODEL_LEN)) as engine:
             for number, (kind, n) in enumerate(VARIANTS):
                 before = _size(tally)
                 await _abort_one(engine, f"r{number}", kind, n, partial(_has_grown, tally, before))
@@ -84,7 +86,7 @@ def test_aborted_in_the_frontend(place: str) -> None:
     hits: list[str] = []
 
     async def run() -> None:
-        async with running(fake_args()) as engine:
+        async with running(fake_args(max_model_len=MAX_MODEL_LEN)) as engine:
             for number, (kind, n) in enumerate(VARIANTS):
                 hits.clear()
                 await _abort_one(engine, f"r{number}", kind, n, lambda: bool(hits))
@@ -102,7 +104,7 @@ def test_aborted_while_the_core_is_being_replaced(place: str, monkeypatch: pytes
         monkeypatch.setenv("QUIRE_FAILPOINTS", f"{place}=sleep({5 * HOLD_S}),after={deaths},tally={tally}")
 
     async def run() -> None:
-        async with running(fake_args()) as engine:
+        async with running(fake_args(max_model_len=MAX_MODEL_LEN)) as engine:
             for number, (kind, n) in enumerate(VARIANTS):
                 before = _size(tally)
 
@@ -130,7 +132,7 @@ def test_aborted_while_the_core_drains(kind: RequestOutputKind, n: int, monkeypa
     """A core that was told to stop by somebody else, and waits for its last request, need not wait any more."""
 
     async def run() -> None:
-        async with running(fake_args(shutdown_timeout=60.0)) as engine:
+        async with running(fake_args(max_model_len=MAX_MODEL_LEN, shutdown_timeout=60.0)) as engine:
             drained = engine.core_pid
 
             def is_there() -> bool:
@@ -150,9 +152,9 @@ def test_the_check_can_fail() -> None:
     """With a live request the cache is not reset, so what is read above says something."""
 
     async def run() -> None:
-        async with running(fake_args()) as engine:
+        async with running(fake_args(max_model_len=MAX_MODEL_LEN)) as engine:
             stream = engine.llm.generate(
-                {"prompt_token_ids": [1]}, SamplingParams(max_tokens=900, ignore_eos=True), "r"
+                {"prompt_token_ids": [1]}, SamplingParams(max_tokens=8000, ignore_eos=True), "r"
             )
             await anext(stream)
             assert not await engine.llm.reset_prefix_cache()

@@ -20,11 +20,11 @@ MAX_MODEL_LEN = 512
 TIME_LIMIT_S = 60
 
 
-def make_args(executor: str = "Quick") -> EngineArgs:
+def make_args(executor: str = "Quick", max_model_len: int = MAX_MODEL_LEN) -> EngineArgs:
     return EngineArgs(
         "demo",
         distributed_executor_backend=f"tests.process.executors:{executor}",
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         max_num_seqs=64,
     )
 
@@ -41,21 +41,20 @@ def test_a_crowd_with_one_id(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_day_in_its_life() -> None:
     """Sessions, pauses, deadlines and aborts over the wire."""
     delta = SamplingParams(max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    endless = SamplingParams(max_tokens=8000, ignore_eos=True)
 
     async def ask() -> AsyncGenerator[StreamingInput, None]:
         for number in range(3):
             yield StreamingInput([60 + number])
 
     async def run() -> None:
-        async with AsyncLLM.from_engine_args(make_args("Steady")) as llm:
+        async with AsyncLLM.from_engine_args(make_args("Steady", 8192)) as llm:
             await llm.check_health()
             ends = [o.outputs[0].finish_reason async for o in llm.generate(ask(), delta, "session")]
             assert [end for end in ends if end is not None] == ["length"] * 3
 
             with pytest.raises(DeadlineExceededError):
-                async for _ in llm.generate(
-                    [60], SamplingParams(max_tokens=500, ignore_eos=True), "late", timeout_s=0.1
-                ):
+                async for _ in llm.generate([60], endless, "late", timeout_s=0.1):
                     pass
 
             await llm.pause_generation(mode="keep")
@@ -66,7 +65,7 @@ def test_a_day_in_its_life() -> None:
             await llm.resume_generation()
             await asyncio.wait_for(waiting, TIME_LIMIT_S)
 
-            stream = llm.generate([60], SamplingParams(max_tokens=500, ignore_eos=True), "aborted")
+            stream = llm.generate([60], endless, "aborted")
             await anext(stream)
             await llm.abort("aborted")
             *_, last = [output async for output in stream]

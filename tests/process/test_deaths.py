@@ -12,6 +12,7 @@ import pytest
 
 from quire.errors import EngineDeadError
 from quire.failpoints import FAILPOINTS
+from quire.frontend.supervision.supervisor import WATCH_INTERVAL_S
 from quire.sampling_params import SamplingParams
 from quire.testing.history import History
 
@@ -123,7 +124,7 @@ def test_an_idle_core_that_is_stopped_is_replaced(faults: Faults) -> None:
     history, load = History(), FakeLoad(random.Random(1))
 
     async def run() -> None:
-        async with running(fake_args(core_hang_timeout_s=2.0)) as engine:
+        async with running(fake_args(core_hang_timeout_s=HANG_TIMEOUT_S)) as engine:
             await _read_all(engine, history, load, 4)
             stopped = engine.signal_core(19)
             await _read_all(engine, history, load, 4)
@@ -135,7 +136,8 @@ def test_an_idle_core_that_is_stopped_is_replaced(faults: Faults) -> None:
 
 
 def test_a_slow_step_is_no_hang(faults: Faults) -> None:
-    _survive(faults, "core.step.execute=sleep(0.6),times=4", num_deaths=0, hang_timeout_s=1.0)
+    """It takes longer than the time between two looks."""
+    _survive(faults, f"core.step.execute=sleep({1.2 * WATCH_INTERVAL_S}),times=4", num_deaths=0, hang_timeout_s=20.0)
 
 
 def test_a_core_that_dies_over_its_own_restart_is_tried_again(faults: Faults, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx2
 
@@ -16,6 +17,8 @@ TIME_LIMIT_S = 60
 SERVES, COMES_BACK, LOADS_OR_IS_GONE = (200, 200, 200), (200, 200, 503), (503, 200, 503)
 """/health, /health/live, /health/ready."""
 FOREVER = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+CORES_STOP = {"QUIRE_FAILPOINTS": "core.start=stop"}
+"""Each core stops itself before it loads anything, until it is told to go on."""
 
 
 def probes(url: str) -> tuple[int, ...]:
@@ -31,21 +34,20 @@ def wait_for(url: str, expected: tuple[int, ...]) -> None:
 
 @contextmanager
 def next_core_stopped(server: ServerProcess, *, instead_of: int | None = None) -> Iterator[None]:
-    """The core that is being started comes no further meanwhile."""
+    """A core is being started, which comes no further meanwhile."""
     deadline = time.monotonic() + TIME_LIMIT_S
-    while True:
+    while not (stopped := [pid for pid in server.core_pids() if pid != instead_of and is_stopped(pid)]):
         assert time.monotonic() < deadline, "no core is being started"
-        try:
-            core = server.core_pid()
-        except (StopIteration, ValueError, OSError):  # between two cores there is none
-            continue
-        if core != instead_of:
-            break
-    os.kill(core, signal.SIGSTOP)
+        time.sleep(0.005)
+    yield
+    os.kill(stopped[0], signal.SIGCONT)
+
+
+def is_stopped(pid: int) -> bool:
     try:
-        yield
-    finally:
-        os.kill(core, signal.SIGCONT)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has just ended
+        return False
 
 
 def loads(server: ServerProcess) -> None:
@@ -59,9 +61,9 @@ def loads(server: ServerProcess) -> None:
 
 
 def test_the_probes_tell_the_truth() -> None:
-    flags = ("--max-num-seqs", "2", "--core-hang-timeout-s", "1", "--shutdown-timeout", "60")
+    flags = ("--max-num-seqs", "2", "--core-hang-timeout-s", "2", "--shutdown-timeout", "60")
     with (
-        serving(*flags, executor="Leisurely", while_loading=loads) as server,
+        serving(*flags, executor="Leisurely", while_loading=loads, env=CORES_STOP) as server,
         httpx2.Client(base_url=server.url, timeout=TIME_LIMIT_S, limits=httpx2.Limits(max_connections=None)) as client,
     ):
         assert probes(server.url) == SERVES
@@ -78,11 +80,13 @@ def test_the_probes_tell_the_truth() -> None:
             core = server.core_pid()
             os.kill(core, signal.SIGKILL)
             with next_core_stopped(server, instead_of=core):
-                assert probes(server.url) == COMES_BACK
+                wait_for(server.url, COMES_BACK)
             wait_for(server.url, SERVES)
 
-            os.kill(server.core_pid(), signal.SIGSTOP)  # hung: found out, ended and replaced
-            wait_for(server.url, COMES_BACK)
+            core = server.core_pid()
+            os.kill(core, signal.SIGSTOP)  # hung: found out, ended and replaced
+            with next_core_stopped(server, instead_of=core):
+                wait_for(server.url, COMES_BACK)
             wait_for(server.url, SERVES)
 
             server.process.send_signal(signal.SIGTERM)

@@ -27,12 +27,15 @@ from quire.wire.serial import MsgpackDecoder, MsgpackEncoder, WireError
 from tests.wire import golden
 from tests.wire.mutate import mutate
 
-from .harness import FAKE_MODEL_LEN, Engine, fake_args, read, running
-from .peer import ABORT, ADD, UTILITY, Peer
+from .harness import Engine, fake_args, read, running
+from .pace import Pace
+from .peer import ABORT, ADD, UTILITY, Peer, make_config
 
 NUM_MESSAGES = 50_000
 """Per direction."""
 PROMPT = [5, 6, 7]
+MAX_MODEL_LEN = 8192
+"""A stream of that length lasts minutes."""
 RECORDED = {name: frames for name, frames in golden.read().items() if name != "PROTOCOL_VERSION"}
 ALL_FRAMES = [frame for frames in RECORDED.values() for frame in frames]
 
@@ -71,10 +74,10 @@ def _wrong_messages_to_the_core(rng: random.Random, count: int) -> Iterator[list
             yield [kind, *frames] if rng.random() < 0.99 else [b""]
 
 
-def test_wrong_messages_to_the_core(tmp_path: Path) -> None:
+def test_wrong_messages_to_the_core(tmp_path: Path, pace: Pace) -> None:
     rng = random.Random(1)
     with Peer(tmp_path) as peer:
-        peer.start()
+        peer.start(make_config("Leisurely"))
         client = peer.client
         client.add("canary", prompt=PROMPT, max_tokens=4000)
         client.wait_for(lambda: len(client.tokens("canary")) > 10)
@@ -83,9 +86,10 @@ def test_wrong_messages_to_the_core(tmp_path: Path) -> None:
             if number % 1000 == 0:  # an ADD again, for a request that lives
                 client.add("canary", prompt=[1], max_tokens=1)
                 client.receive(0)
-        assert client.finish_reason("canary") is None, "it ended too soon to be a canary"
         _, failure, dropped, *_ = client.call("get_dropped_messages")
         assert failure is None
+        assert client.finish_reason("canary") is None, "it ended too soon to be a canary"
+        pace.hurry()
         assert dropped["corrupt"] + dropped["unknown type"] == NUM_MESSAGES
         assert dropped["replayed"] == NUM_MESSAGES // 1000
         client.wait_finished("canary")
@@ -171,10 +175,10 @@ def _num_dropped(engine: Engine) -> int:
 
 def test_wrong_messages_to_the_frontend() -> None:
     history = History()
-    params = SamplingParams(max_tokens=900, ignore_eos=True)
+    params = SamplingParams(max_tokens=MAX_MODEL_LEN - len(PROMPT), ignore_eos=True)
 
     async def run() -> None:
-        async with running(fake_args("Leisurely")) as engine:
+        async with running(fake_args("Leisurely", max_model_len=MAX_MODEL_LEN)) as engine:
             canary = asyncio.create_task(read(engine, history, "canary", {"prompt_token_ids": PROMPT}, params))
             while history.num_tokens < 10:
                 await asyncio.sleep(0.01)
@@ -195,7 +199,7 @@ def test_wrong_messages_to_the_frontend() -> None:
 
     asyncio.run(run())
     assert history.problems() == []
-    tokens = expected_output(FakeModel(), PROMPT, params, FAKE_MODEL_LEN).token_ids
+    tokens = expected_output(FakeModel(), PROMPT, params, MAX_MODEL_LEN).token_ids
     assert history.token_differences({("canary", 0): tokens, ("after", 0): tokens[:20]}) == []
 
 

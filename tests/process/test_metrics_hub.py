@@ -17,8 +17,8 @@ from tests.unit.frontend.metrics.books import Books
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
-TIMEOUT_S = 1.0
-"""What the hub gives the processes to answer."""
+TIMEOUT_S = 2.0
+"""What the hub gives the processes to answer when one of them is stopped; else it has more patience than a test."""
 
 
 class ApiProcess:
@@ -71,7 +71,7 @@ def test_any_process_tells_of_all_whatever_becomes_of_them(tmp_path: Path) -> No
 
 async def check_a_server(directory: Path) -> None:
     parent, audit, path = Books("0"), MetricsAudit(), directory / "hub"
-    hub = MetricsHub(path, parent.take, timeout_s=TIMEOUT_S)
+    hub = MetricsHub(path, parent.take, timeout_s=10 * DEADLINE_S)
     started = [asyncio.create_task(ApiProcess.start(path, name, audit)) for name in "12"]
     await asyncio.sleep(0)  # they may look for the hub before it listens
     await hub.start()
@@ -92,14 +92,14 @@ async def check_a_server(directory: Path) -> None:
         assert {series.labels for series in seen.find("memory").series} == {("0",), ("1",), ("2",)}
 
     two.signal(signal.SIGSTOP)
+    hub.timeout_s = TIMEOUT_S
     start = time.monotonic()
     seen = await one.scrape()
     assert time.monotonic() - start >= TIMEOUT_S * 0.9, "it was waited for"
     assert (seen.value("quire_requests_accepted"), seen.value("quire_api_processes", "late")) == (7, 1)
-    start = time.monotonic()
+    hub.timeout_s = 10 * DEADLINE_S
     for _ in range(3):
-        await one.scrape()
-    assert time.monotonic() - start < 3 * TIMEOUT_S, "and then no more"
+        await one.scrape()  # and it is waited for no more: `say` has less patience than the hub
     two.signal(signal.SIGCONT)
     await two.say("receive 1")
     seen = await two.scrape()

@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx2
@@ -19,6 +20,7 @@ from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.testing.metrics_audit import MetricsAudit, read_exposition
 
+from .api_clients import wait_until
 from .serving import ServerProcess, serving
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -30,6 +32,12 @@ def server() -> Iterator[ServerProcess]:
     """One with a fake model of 20 ms a step, and the admin routes."""
     with serving("--enable-admin", "--admin-port", "0", "--api-key", "secret", executor="Leisurely") as running:
         yield running
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture
@@ -81,7 +89,7 @@ def test_the_admin_listener(server: ServerProcess) -> None:
 def test_its_state_is_shown_across_the_death_of_the_core(server: ServerProcess) -> None:
     """A request and its blocks, in the core that dies and in the next; and on the admin listener, which can abort."""
     headers = {"authorization": "Bearer secret"}
-    body = {"prompt": [50] * 40, "max_tokens": 200, "ignore_eos": True, "stream": True, "request_id": "watched"}
+    body = {"prompt": [50] * 40, "max_tokens": 1500, "ignore_eos": True, "stream": True, "request_id": "watched"}
 
     def look(client: httpx2.Client, url: str) -> dict[str, Any]:
         while not (state := client.get(f"{url}/debug/state").json()).get("requests"):
@@ -107,14 +115,18 @@ def test_its_state_is_shown_across_the_death_of_the_core(server: ServerProcess) 
         assert '"finish_reason":"abort"' in "".join(lines)
 
 
-def test_a_stream_survives_the_death_of_the_core(client: openai.OpenAI, server: ServerProcess) -> None:
+def test_a_stream_survives_the_death_of_the_core(
+    client: openai.OpenAI, server: ServerProcess, stack: ExitStack
+) -> None:
     """Unnoticed by its reader: the same text as undisturbed, and one end."""
-    options = {"model": "demo", "prompt": [50, 51], "max_tokens": 60, "extra_body": {"ignore_eos": True}}
-    expected = client.completions.create(**options)  # type: ignore[call-overload]
+    options = {"model": "demo", "prompt": [50, 51], "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
+    with server.pace.hurried():
+        expected = client.completions.create(**options)  # type: ignore[call-overload]
     texts, ends = [], []
     for number, chunk in enumerate(client.completions.create(**options, stream=True)):  # type: ignore[call-overload]
         if number == 5:
             os.kill(server.core_pid(), signal.SIGKILL)
+            stack.enter_context(server.pace.hurried())
         texts.append(chunk.choices[0].text)
         ends.append(chunk.choices[0].finish_reason)
     assert "".join(texts) == expected.choices[0].text
@@ -158,16 +170,16 @@ def test_a_crowd_some_of_whom_leave_while_the_core_dies(server: ServerProcess) -
             while (await client.get("/load")).json() != {"server_load": 0}:
                 pass
 
-    asyncio.run(asyncio.wait_for(run(), TIME_LIMIT_S))
+    asyncio.run(asyncio.wait_for(run(), 5 * TIME_LIMIT_S))
 
 
 def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:
     """One request ends within --shutdown-timeout; a new one is refused; the exit code is 0 and no core is left."""
     audit = MetricsAudit()
-    with serving("--shutdown-timeout", "30", executor="Leisurely") as server:
+    with serving("--shutdown-timeout", "120", executor="Leisurely") as server:
         core = server.core_pid()
         with httpx2.Client(base_url=server.url, timeout=TIME_LIMIT_S) as client:
-            body = {"prompt": [50], "max_tokens": 100, "ignore_eos": True, "stream": True}
+            body = {"prompt": [50], "max_tokens": 1000, "ignore_eos": True, "stream": True}
             with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
                 next(lines)
@@ -176,6 +188,7 @@ def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:
                     audit.check(read_exposition(client.get("/metrics").text))
                 refused = client.post("/v1/completions", json={"prompt": "x"})
                 assert refused.status_code == 503, (ready.text, refused.text)
+                server.pace.hurry()
                 *_, end = (line for line in lines if line)
                 assert end == "data: [DONE]"
         assert server.process.wait(TIME_LIMIT_S) == 0
@@ -198,7 +211,7 @@ def test_a_second_signal_ends_streams_with_an_error() -> None:
         reader.start()
         assert begun.wait(TIME_LIMIT_S)
         server.process.send_signal(signal.SIGTERM)
-        while httpx2.get(f"{server.url}/health/ready").status_code == 200:
+        while httpx2.get(f"{server.url}/health/ready", timeout=TIME_LIMIT_S).status_code == 200:
             pass
         server.process.send_signal(signal.SIGTERM)
         reader.join(TIME_LIMIT_S)
@@ -211,14 +224,15 @@ def test_a_second_signal_ends_streams_with_an_error() -> None:
 @pytest.mark.parametrize("first", ["server", "core"])
 def test_sigterm_to_every_process_starts_no_other_core(first: str) -> None:
     """As systemd and a container's stop send it. What is under way has its time all the same."""
-    with serving("--shutdown-timeout", "30", executor="Leisurely") as server:
+    with serving("--shutdown-timeout", "120", executor="Leisurely") as server:
         pids = [server.process.pid, server.core_pid()]
-        body = {"prompt": [50], "max_tokens": 60, "ignore_eos": True, "stream": True}
+        body = {"prompt": [50], "max_tokens": 1000, "ignore_eos": True, "stream": True}
         with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=TIME_LIMIT_S) as response:
             lines = response.iter_lines()
             next(lines)
             for pid in pids if first == "server" else reversed(pids):
                 os.kill(pid, signal.SIGTERM)
+            server.pace.hurry()
             *_, last, end = (line for line in lines if line)
         assert '"finish_reason":"length"' in last
         assert end == "data: [DONE]"
@@ -241,10 +255,8 @@ def test_sigterm_to_the_core_alone_is_a_restart() -> None:
     with serving(executor="Quick") as server:
         core = server.core_pid()
         os.kill(core, signal.SIGTERM)
-        while httpx2.get(f"{server.url}/health/ready").status_code == 200:
-            pass
+        wait_until(lambda: server.core_pids() not in ([], [core]))
         answer = httpx2.post(
             f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=TIME_LIMIT_S
         )
         assert answer.status_code == 200
-        assert server.core_pid() != core

@@ -36,7 +36,7 @@ class Pair:
             config = fake_args().create_engine_config("serving")
             starting = thread.submit(SyncMPClient, config, log_stats=False, client_addresses=addresses)
             self.engine = FakeEngine(self._addresses)
-            self.client = starting.result(timeout=20)
+            self.client = starting.result(timeout=60)
 
     def add(self, request_id: str = "r", prompt: tuple[int, ...] = (1, 2)) -> None:
         """Send a request, and see it arrive."""
@@ -138,8 +138,12 @@ def test_a_core_that_forgets_its_incarnation_is_not_listened_to(pair: Pair) -> N
     pair.engine.send_ready()
     pair.engine.send_tokens("r", [1])
     pair.engine.incarnation, pair.engine.sequence[0] = 2, 0
-    pair.engine.send_tokens("r", [5], finish_reason=FinishReason.LENGTH)
-    assert pair.outputs() == [("r", [5], FinishReason.LENGTH)]
+    pair.engine.send_tokens("r", [5])
+    assert pair.outputs() == [("r", [5], None)]
+    pair.engine.send_ready()  # behind the one of a former core, and known by its request being sent again
+    assert pair.engine.receive().payload.output_token_ids == [5]
+    pair.engine.send_tokens("r", [6], finish_reason=FinishReason.LENGTH)
+    assert pair.outputs() == [("r", [6], FinishReason.LENGTH)]
     assert pair.client.mp.counts["stale"] == 2
 
 

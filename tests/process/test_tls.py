@@ -15,6 +15,7 @@ from quire.cli.main import main
 
 from .serving import serving
 
+TIME_LIMIT_S = 60
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
 
@@ -43,19 +44,19 @@ def test_https(directory: Path, num_processes: str) -> None:
     with serving(*files, *flags, executor="Quick") as server:
         assert server.url.startswith("https://127.0.0.1:")
         trusting = ssl.create_default_context(cafile=str(directory / "server.pem"))
-        with httpx2.Client(base_url=server.url, verify=trusting) as http:
+        with httpx2.Client(base_url=server.url, verify=trusting, timeout=TIME_LIMIT_S) as http:
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0, http_client=http)
             chunks = client.completions.create(model="demo", prompt="x", max_tokens=5, stream=True)
             assert [chunk.choices[0].finish_reason for chunk in chunks][-1] is not None
         with pytest.raises(httpx2.ConnectError, match=r"(?i)certificate"):
-            httpx2.get(f"{server.url}/health")
+            httpx2.get(f"{server.url}/health", timeout=TIME_LIMIT_S)
         with pytest.raises(httpx2.HTTPError):
-            httpx2.get(f"{server.url.replace('https', 'http')}/health")
+            httpx2.get(f"{server.url.replace('https', 'http')}/health", timeout=TIME_LIMIT_S)
         old = ssl.create_default_context(cafile=str(directory / "server.pem"))
         with pytest.warns(DeprecationWarning, match="TLSv1"):
             old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
         with pytest.raises(httpx2.ConnectError):
-            httpx2.get(f"{server.url}/health", verify=old)
+            httpx2.get(f"{server.url}/health", verify=old, timeout=TIME_LIMIT_S)
 
 
 def test_clients_may_have_to_show_a_certificate(directory: Path) -> None:
@@ -67,7 +68,7 @@ def test_clients_may_have_to_show_a_certificate(directory: Path) -> None:
             if name is not None:
                 context.load_cert_chain(directory / f"{name}.pem", directory / f"{name}.key")
             try:
-                answer = httpx2.get(f"{server.url}/health", verify=context)
+                answer = httpx2.get(f"{server.url}/health", verify=context, timeout=TIME_LIMIT_S)
                 assert is_let_in
                 assert answer.status_code == 200
             except httpx2.TransportError:

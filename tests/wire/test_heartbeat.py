@@ -132,13 +132,14 @@ def test_a_reading_is_never_half_of_two(path: Path, deaths: int) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], env={"PYTHONPATH": str(SRC)}) as process:
         try:
             reader = HeartbeatPage.open(path)
-            deadline = time.monotonic() + 30
-            while reader.get_heartbeat().step < 10 and time.monotonic() < deadline:
+            deadline = time.monotonic() + 60
+            while reader.get_heartbeat().step < 10:
+                assert time.monotonic() < deadline, "it does not write"
                 time.sleep(0.001)
             last = 0
             for _ in range(3000):
                 last = _check(reader.get_heartbeat(), last)
-            assert last > 10
+            assert last >= 10
         finally:
             process.kill()
     _check(HeartbeatPage.open(path).get_heartbeat(), last)
@@ -160,5 +161,5 @@ def test_a_reader_never_waits_for_a_writer(path: Path) -> None:
     done = threading.Event()
     thread = threading.Thread(target=lambda: (HeartbeatPage.open(path).get_heartbeat(), done.set()))
     thread.start()
-    assert done.wait(10)
+    assert done.wait(60)
     thread.join()

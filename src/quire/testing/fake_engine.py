@@ -46,7 +46,7 @@ from quire.wire.handshake import (
 from quire.wire.serial import Frame, MsgpackDecoder, MsgpackEncoder
 from quire.wire.sockets import CurveKeys, make_zmq_socket
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 READY = EngineCoreReadyResponse(
     max_model_len=4096,
     num_gpu_blocks=1001,

@@ -215,7 +215,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield server
     finally:

@@ -221,7 +221,7 @@ def test_ctrl_c_reports_what_there_is(capsys: Capture) -> None:
         yield "x"
 
     def press() -> None:
-        assert reached.wait(30)
+        assert reached.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
 
     with serving(FakeServer(answer=stuck)) as server:
@@ -230,7 +230,7 @@ def test_ctrl_c_reports_what_there_is(capsys: Capture) -> None:
         flags = ["--num-prompts", "9", "--max-concurrency", "1", "--output-len", "1"]
         content = figures(server, capsys, *flags, code=130)
         presser.join()
-        assert server.hung_up.wait(10)
+        assert server.hung_up.wait(60)
     assert content["was_interrupted"]
     assert (content["loads"][0]["num_requests"], content["loads"][0]["num_unfinished"]) == (3, 6)
 

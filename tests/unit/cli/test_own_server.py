@@ -16,6 +16,7 @@ SERVING = "say('INFO quire 0.1.0: serving a model on http://127.0.0.1:4321 (1.0 
 
 def play(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(module, "_PROGRAM", SAY + program)
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
 
 
 def test_its_url_its_key_and_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_leaving_a_stream_hangs_up() -> None:
 
     with serving(FakeServer(answer=endless)) as server:
         ask(server.url, leave)
-        assert server.hung_up.wait(10)
+        assert server.hung_up.wait(60)
 
 
 # -- failures -----------------------------------------------------------------------------------------------------

@@ -28,24 +28,35 @@ def server() -> Iterator[FakeServer]:
         yield server
 
 
-def press_ctrl_c_when(reached: threading.Event) -> threading.Thread:
+def press_ctrl_c_at(text: str, monkeypatch: pytest.MonkeyPatch) -> threading.Thread:
+    """Another thread presses it as soon as `text` has been printed."""
+    reached = threading.Event()
+    shown: list[str] = []
+    write = sys.stdout.write
+
+    def watch(piece: str) -> int:
+        shown.append(piece)
+        count = write(piece)
+        if "".join(shown) == text:
+            reached.set()
+        return count
+
     def press() -> None:
-        assert reached.wait(30)
+        assert reached.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
 
+    monkeypatch.setattr(sys.stdout, "write", watch)
     presser = threading.Thread(target=press)
     presser.start()
     return presser
 
 
-def endless(reached: threading.Event, *pieces: str) -> Callable[[dict[str, Any]], AsyncIterator[str]]:
+def endless(*pieces: str) -> Callable[[dict[str, Any]], AsyncIterator[str]]:
     """These pieces, and then nothing more."""
 
     async def answer(body: dict[str, Any]) -> AsyncIterator[str]:
         for piece in pieces:
             yield piece
-        await asyncio.sleep(0.05)  # for them to arrive
-        reached.set()
         await asyncio.Event().wait()
         yield ""
 
@@ -112,13 +123,12 @@ def test_a_server_without_extensions_is_not_asked_for_them(capsys: Capture) -> N
     assert "does not serve 'other' but m" in capsys.readouterr().err
 
 
-def test_ctrl_c_hangs_up(capsys: Capture) -> None:
-    reached = threading.Event()
-    with serving(FakeServer(answer=endless(reached, "some"))) as server:
-        presser = press_ctrl_c_when(reached)
+def test_ctrl_c_hangs_up(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(FakeServer(answer=endless("some"))) as server:
+        presser = press_ctrl_c_at("some", monkeypatch)
         assert main(["complete", "p", "--url", server.url]) == 130
         presser.join()
-        assert server.hung_up.wait(10)
+        assert server.hung_up.wait(60)
     assert capsys.readouterr() == ("some\n", "")
 
 
@@ -221,19 +231,20 @@ def test_reasoning_is_shown_and_not_remembered(chat: Callable[..., int], capsys:
     assert capsys.readouterr().out == "Hm.\n\nYes\n" * 2
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_chat(chat: Callable[..., int], capsys: Capture) -> None:
-    reached = threading.Event()
-    stuck = endless(reached, "some", " words")
+def test_ctrl_c_ends_the_answer_and_not_the_chat(
+    chat: Callable[..., int], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = endless("some", " words")
 
     async def answer(body: dict[str, Any]) -> AsyncIterator[str]:
         async for piece in stuck(body) if len(body["messages"]) == 1 else saying("more")(body):
             yield piece
 
     with serving(FakeServer(answer=answer)) as server:
-        presser = press_ctrl_c_when(reached)
+        presser = press_ctrl_c_at("some words", monkeypatch)
         assert chat(server, "x\ny\n") == 0
         presser.join()
-        assert server.hung_up.wait(10)
+        assert server.hung_up.wait(60)
         assert server.bodies(CHAT)[1]["messages"][1]["content"] == "some words"
     out, err = capsys.readouterr()
     assert out == "some words\nmore\n"
@@ -263,5 +274,5 @@ def test_neither_torch_nor_a_tokenizer_is_loaded(server: FakeServer) -> None:
     )
     for command in (["complete", "p"], ["chat"], ["bench", "serve", "--num-prompts", "2", "--output-len", "2"]):
         command = [sys.executable, "-c", program, *command, "--url", server.url]
-        done = subprocess.run(command, input="hi\n", capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, input="hi\n", capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, (done.stdout, done.stderr)

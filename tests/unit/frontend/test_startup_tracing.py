@@ -50,6 +50,8 @@ def test_a_core_in_the_same_process_has_no_process_of_its_own() -> None:
 
 
 def test_times_are_the_walls() -> None:
+    before = time.time()
     now = time.monotonic()
+    after = time.time()
     start = make_start_phases([Stamp("process", now, 0.0), Stamp("engine ready", now + 1, 0.0)], [])
-    assert start.start_time == pytest.approx(time.time(), abs=1.0)
+    assert before - 1 < start.start_time < after + 1

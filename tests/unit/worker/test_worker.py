@@ -282,10 +282,10 @@ def test_cache_memory_is_reserved_not_taken() -> None:
     spec = FullAttentionSpec(16, 8, 128, "bfloat16")
     num_blocks = 8 * GIB // spec.page_size_bytes
     config = KVCacheConfig(num_blocks, [KVCacheTensor(8 * GIB, ["a"])], [KVCacheGroupSpec(["a"], spec)])
-    resident, start = _resident_bytes(), time.monotonic()
+    resident, start = _resident_bytes(), time.thread_time()
     memory = allocate_kv_cache(config, TorchAttentionBackend(), torch.device("cpu"))
     memory.caches["a"].key[5] = 1
-    assert time.monotonic() - start < 1
+    assert time.thread_time() - start < 1
     assert _resident_bytes() - resident < 64 * MIB
 
 

@@ -2,7 +2,7 @@
 
 import { el, setText } from "./dom.js";
 
-const BASE = new URL("..", import.meta.url);
+export const BASE = new URL("..", import.meta.url);
 const KEY = "quire-api-key";
 
 export class ApiError extends Error {
@@ -16,9 +16,9 @@ export class ApiError extends Error {
 export const getKey = () => sessionStorage.getItem(KEY) ?? "";
 
 /** fetch with the key. Throws ApiError for every answer that is not good, in the server's words. */
-export async function call(path, { body, signal, accept = "application/json" } = {}) {
+export async function call(path, { body, signal, accept = "application/json", key = getKey() } = {}) {
   const headers = { accept };
-  if (getKey()) headers.authorization = `Bearer ${getKey()}`;
+  if (key) headers.authorization = `Bearer ${key}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   let response;
   try {
@@ -37,6 +37,12 @@ export async function call(path, { body, signal, accept = "application/json" } =
   }
   if (!response.ok) throw await describe(response);
   return response;
+}
+
+/** Show a link to a page that the operator may have switched off. */
+export async function offer(link) {
+  const answer = await fetch(link.href, { method: "HEAD", credentials: "omit" }).catch(() => null);
+  link.hidden = !answer?.ok;
 }
 
 async function describe(response) {

@@ -1,7 +1,7 @@
 // The chat page: a conversation with the model, streamed.
 
 import { Answer, hideCard } from "./answer.js";
-import { call, events, wireKey } from "./api.js";
+import { call, events, offer, wireKey } from "./api.js";
 import { byId, el, setText, wireTheme } from "./dom.js";
 import { Settings } from "./settings.js";
 
@@ -11,6 +11,7 @@ let running = null; // the AbortController of the answer that is being written
 let model = "the model";
 
 wireTheme(byId("theme-button"));
+offer(byId("docs-link"));
 const askKey = wireKey(byId("key-button"), loadModel);
 
 async function loadModel() {

@@ -1,6 +1,6 @@
 // The dashboard: asks for /debug/state and /metrics once a second, and shows what they say.
 
-import { call, wireKey } from "./api.js";
+import { call, offer, wireKey } from "./api.js";
 import { BlockMap } from "./blockmap.js";
 import { LineChart } from "./chart.js";
 import { byId, count, duration, el, percent, plural, rate, setText, wireTheme } from "./dom.js";
@@ -17,6 +17,7 @@ const readings = new Readings();
 let lastEnded = 0, isHeld = false, keyAsked = false;
 
 wireTheme(byId("theme-button"));
+offer(byId("docs-link"));
 const askKey = wireKey(byId("key-button"), () => {
   keyAsked = false;
   poll();

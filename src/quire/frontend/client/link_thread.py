@@ -280,7 +280,7 @@ class AttachedLinkThread(LinkThread):
         patience_s: float,
     ) -> None:
         super().__init__(link, input_socket, output_socket, sink)
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._monitor = input_socket.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
         self._connections: set[int] = set()
         self._down_since: float | None = None
@@ -308,8 +308,8 @@ class AttachedLinkThread(LinkThread):
             return _LOOK_INTERVAL_MS
         now = time.monotonic()
         self._down_since = self._down_since or now
-        if now - self._down_since > self._patience_s:
-            self.fail(EngineDeadError(f"no engine core was there for {self._patience_s:g} s; restart the engine"))
+        if now - self._down_since > self.patience_s:
+            self.fail(EngineDeadError(f"no engine core was there for {self.patience_s:g} s; restart the engine"))
             self._flush()
         return _LOOK_INTERVAL_MS
 

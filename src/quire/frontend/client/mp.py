@@ -14,7 +14,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import zmq
@@ -26,7 +26,7 @@ from quire.errors import ConfigError, EngineDeadError, ServerError, ValidationEr
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread, OutputSink
 from quire.frontend.client.shared_links import MemberLink
-from quire.frontend.supervision.launch import KILL_TIMEOUT_S, CoreLaunch
+from quire.frontend.supervision.launch import CoreLaunch
 from quire.frontend.supervision.supervisor import CoreSupervisor
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreReadyResponse, EngineCoreRequest
@@ -39,6 +39,8 @@ T = TypeVar("T")
 IO_THREADS = 2
 """Of the zmq context (checklist S2-CL-007)."""
 THREAD_END_S = 5.0
+LOOK_INTERVAL_S = 1.0
+"""How often it is looked at, while a core starts, whether the thread that sees to it is there."""
 
 
 class BackgroundResources:
@@ -68,7 +70,8 @@ class BackgroundResources:
         if self._is_closed or self.is_foreign:
             return
         self._is_closed = True
-        if threading.current_thread() in (self.link_thread, self.supervisor):  # a finalizer runs wherever it likes
+        # A finalizer runs wherever it likes: threads of this engine would wait for themselves, those of another for us.
+        if isinstance(threading.current_thread(), (LinkThread, CoreSupervisor)):
             threading.Thread(target=self._close, name="EngineCoreCloser", daemon=True).start()
         else:
             self._close()
@@ -196,12 +199,17 @@ class MPClient:
         return AttachedLinkThread(link, input_socket, output_socket, sink, envs.ENGINE_READY_TIMEOUT_S.number())
 
     def _wait_started(self) -> None:
-        """Until the core is ready (S2-CL-011). Raises what keeps it from that."""
-        timeout_s = envs.ENGINE_READY_TIMEOUT_S.number() + KILL_TIMEOUT_S + THREAD_END_S
-        try:
-            self._link_thread.started.result(timeout_s)
-        except TimeoutError:
-            raise EngineDeadError(f"no engine core was ready within {timeout_s:g} s") from None
+        """Until the core is ready (S2-CL-011). Raises what keeps it from that.
+
+        Whoever looks after the core keeps the time, and knows why it is up. A clock of our own would race with theirs,
+        and win where the whole machine stood still.
+        """
+        started, watcher = self._link_thread.started, self.resources.supervisor or self._link_thread
+        while watcher.is_alive() and not started.done():
+            wait([started], LOOK_INTERVAL_S)
+        if not started.done() and not wait([started], THREAD_END_S).done:
+            raise EngineDeadError(f"the thread {watcher.name} has ended, and no engine core is ready")
+        started.result()
 
     def _pin_model_len(self, config: EngineConfig) -> None:
         """A restarted core fits the context to no less than this one has: live requests were promised it."""

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -228,6 +228,15 @@ async def _disconnect(receive: Receive) -> None:
 Handler = Callable[[RequestContext], Awaitable[Response]]
 
 
+@dataclass(frozen=True)
+class QueryParameter:
+    """A parameter of the query, for the documents; the handler reads it."""
+
+    name: str
+    schema: Mapping[str, Any] = field(hash=False)
+    description: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """A row of a routes file. The handler's docstring is its description in the OpenAPI document."""
@@ -238,6 +247,8 @@ class Endpoint:
     methods: tuple[str, ...] = ("POST",)
     body: BodyReader[Any] | None = None
     """What it reads, for the documents."""
+    query: tuple[QueryParameter, ...] = ()
+    """What may be said in the query."""
     task: str | tuple[str, ...] | None = None
     """What the model must be for, or one of several: "generate", "embed", ...; of another the route does not exist."""
     is_work: bool = False

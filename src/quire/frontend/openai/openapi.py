@@ -1,18 +1,36 @@
-"""The OpenAPI document and the page of request fields, both derived from the table of routes and its bodies."""
+"""The OpenAPI document and the page of request fields, both derived from the table of routes and its bodies.
+
+Operations say in `x-access` who may call them (`Access`), and fields in `x-support` whether they are *refused* or have
+*no effect* here.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint
+from quire.frontend.openai.field_notes import field_notes, structs_of
+from quire.frontend.openai.protocol.fields import RequestBody
 from quire.version import __version__
 
 REF = "#/components/schemas/{name}"
+TAGS: Mapping[str, tuple[str, ...]] = {
+    "Generation": ("chat", "completions", "responses", "messages", "batch", "invocations"),
+    "Embeddings, classes and scores": ("embeddings", "cohere", "scores"),
+    "Tokens and prompts": ("tokens", "render"),
+    "The server": ("models", "health", "metrics", "documents", "debug", "pages"),
+    "Administration": ("admin",),
+}
+"""What belongs together: files of `routes/`. Routes of elsewhere are under OTHER_TAG."""
+OTHER_TAG = "Further routes"
+ROUTES_PACKAGE = "quire.frontend.openai.routes"
+REFUSED = "refused"
+NO_EFFECT = "no effect"
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -35,7 +53,7 @@ def make_openapi(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """The document. Bodies are described by the structs that read them."""
     endpoints = list(endpoints)
     kinds = list(dict.fromkeys(endpoint.body.kind for endpoint in endpoints if endpoint.body is not None))
-    schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
+    schemas, components = _describe(kinds)
     by_kind = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     names: set[str] = set()
@@ -47,9 +65,11 @@ def make_openapi(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
                 operation["operationId"] = re.sub(r"\W+", "_", f"{path}_{method.lower()}").strip("_")
             names.add(operation["operationId"])
             paths.setdefault(path, {})[method.lower()] = operation
+    found = {operation["tags"][0] for operations in paths.values() for operation in operations.values()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__},
+        "tags": [{"name": tag} for tag in (*TAGS, OTHER_TAG) if tag in found],
         "paths": paths,
         "components": {
             "schemas": {**components, "Error": ERROR_SCHEMA},
@@ -58,28 +78,64 @@ def make_openapi(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     }
 
 
+def _describe(kinds: Sequence[type[RequestBody]]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+    """The schemas of the structs and of what they hold, with a note for each field that has one."""
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
+    for kind in structs_of(kinds):
+        properties = components[kind.__name__]["properties"]
+        for name, note in field_notes(kind).items():
+            properties[name]["description"] = note
+        if issubclass(kind, RequestBody):
+            for name in kind.NEUTRAL:
+                properties[name]["x-support"] = REFUSED
+            for name, why in kind.WITHOUT_EFFECT.items():
+                properties[name] |= {"x-support": NO_EFFECT, "description": f"{why[:1].upper()}{why[1:]}."}
+    return schemas, components
+
+
+def tag_of(endpoint: Endpoint) -> str:
+    """Under what the route is found."""
+    package, _, name = endpoint.handler.__module__.rpartition(".")
+    own = package == ROUTES_PACKAGE
+    return next((tag for tag, files in TAGS.items() if own and name in files), OTHER_TAG)
+
+
 def _operation(endpoint: Endpoint, path: str, method: str, schemas: Mapping[type, Any]) -> dict[str, Any]:
     error = {"content": {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}}
     operation: dict[str, Any] = {
         "operationId": f"{endpoint.handler.__name__}_{method.lower()}",
-        "summary": (endpoint.handler.__doc__ or "").strip(),
+        "summary": " ".join((endpoint.handler.__doc__ or "").split()),
+        "tags": [tag_of(endpoint)],
+        "x-access": endpoint.access.value,
         "responses": {
-            "200": {"description": "The answer."},
+            "200": {"description": _good_answer(endpoint)},
             "4XX": {"description": "The request is at fault.", **error},
             "5XX": {"description": "The server is at fault.", **error},
         },
     }
-    names = re.findall(r"{(\w+)}", path)
-    if names:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += [
+        {"name": one.name, "in": "query", "schema": one.schema, "description": one.description}
+        for one in endpoint.query
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if endpoint.access is not Access.OPEN:
         operation["security"] = [{"key": []}, {}]
     if endpoint.body is not None:
-        schema = schemas[endpoint.body.kind]
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        content = {"schema": schemas[endpoint.body.kind], "example": endpoint.body.kind.EXAMPLE}
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     return operation
+
+
+def _good_answer(endpoint: Endpoint) -> str:
+    kind = endpoint.body.kind if endpoint.body is not None else RequestBody
+    if "stream" in kind.__struct_fields__ and "stream" not in kind.NEUTRAL:
+        return "The answer; with `stream` server-sent events."
+    return "The answer."
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -105,18 +161,19 @@ def make_fields_page(endpoints: Iterable[Endpoint]) -> str:
         if first_of.setdefault(kind, title) != title:
             lines.append(f"As {first_of[kind]}.")
             continue
-        _, components = msgspec.json.schema_components([kind], ref_template=REF)
-        schema = components[kind.__name__]
+        schema = _describe([kind])[1][kind.__name__]
         lines += [
-            "| field | type and bounds | default |",
-            "|---|---|---|",
+            "| field | type and bounds | default | |",
+            "|---|---|---|---|",
         ]
         for name, described in schema["properties"].items():
             required = name in schema["required"]
-            note = " *refused*" if name in kind.NEUTRAL else " *no effect*" if name in kind.WITHOUT_EFFECT else ""
+            support = f" *{described['x-support']}*" if "x-support" in described else ""
             default = "" if required else f"`{msgspec.json.encode(described.get('default')).decode()}`"
             shown = f"**{name}**" if required else name
-            lines.append(f"| {shown}{note} | {_words(described)} | {default} |")
+            note = described.get("description", "").replace("|", "\\|")
+            cells = (shown + support, _words(described), default, note)
+            lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
     return "\n".join(lines) + "\n"
 
 

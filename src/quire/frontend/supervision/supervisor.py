@@ -68,14 +68,18 @@ class HangWatch:
 
     def __init__(self, timeout_s: float, now: float) -> None:
         self._timeout_s = timeout_s
-        self._grace_start = self._last_look = now
+        self._start = self._last_look = now
+        self._phase_start = 0.0
+        self._lost_s = 0.0
+        """By how much our looks have come too late in this phase: then the core, perhaps, did not run either."""
 
     def check_hang(self, beat: Heartbeat, now: float) -> float | None:
         """Seconds without progress, if they are too many; None while all is well."""
-        if now - self._last_look > 4 * WATCH_INTERVAL_S:
-            self._grace_start = now  # we were stopped, and so was the core, perhaps
+        if beat.phase_start != self._phase_start:
+            self._phase_start, self._lost_s = beat.phase_start, 0.0
+        self._lost_s += max(0.0, now - self._last_look - WATCH_INTERVAL_S)
         self._last_look = now
-        age = now - max(beat.phase_start, self._grace_start)
+        age = now - max(beat.phase_start, self._start) - self._lost_s
         return age if age > max(self._timeout_s, HANG_FACTOR * beat.expected_s) else None
 
 

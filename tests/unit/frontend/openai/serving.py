@@ -91,7 +91,7 @@ def check(
     executor: str | None = "Quick",
     keys: Sequence[bytes] = (),
     engine_flags: dict[str, Any] | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = 180,
     in_process: bool = True,
     **flags: Any,
 ) -> None:

@@ -65,8 +65,10 @@ async def begun(server: Server, body: dict[str, Any], headers: dict[str, str]) -
 
 def test_one_keys_requests_do_not_shut_others_out() -> None:
     async def test(server: Server) -> None:
+        await server.engine.pause_generation(mode="keep")
         running = await begun(server, {**FOREVER, "n": 2, "temperature": 1}, shown("first"))
         refused = await server.post("/v1/completions", FOREVER, headers=shown("first"))
+        await server.engine.resume_generation()
         assert refused.status_code == 429
         assert refused.json()["error"]["type"] == "RateLimitError"
         assert refused.json()["error"]["param"] == "max_requests_per_key"
@@ -119,9 +121,11 @@ def test_outputs_are_reserved_as_long_as_they_may_be(route: str) -> None:
 def test_a_response_in_the_background_holds_its_keys_share() -> None:
     async def test(server: Server) -> None:
         body = {"input": "x", "max_output_tokens": 100, "background": True}
+        await server.engine.pause_generation(mode="keep")
         assert (await server.post("/v1/responses", body, headers=shown("first"))).status_code == 200
         assert (await server.post("/v1/responses", body, headers=shown("first"))).status_code == 429
         assert (await server.post("/v1/responses", body, headers=shown("second"))).status_code == 200
+        await server.engine.resume_generation()
         await server.state.lifecycle.wait_idle()
         assert (await server.post("/v1/responses", body, headers=shown("first"))).status_code == 200
         await server.state.lifecycle.wait_idle()

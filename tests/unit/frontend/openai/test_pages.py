@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from urllib.parse import urljoin
 
 import pytest
 
@@ -18,7 +20,8 @@ PARTS = sorted(path.name for path in DIRECTORY.iterdir() if path.suffix != ".htm
 
 def test_every_file_is_sent_as_it_is() -> None:
     async def test(server: Server) -> None:
-        pages = {"/ui": "chat.html", "/ui/dashboard": "dashboard.html", **{f"/ui/{name}": name for name in PARTS}}
+        pages = {"/ui": "chat.html", "/ui/dashboard": "dashboard.html", "/docs": "docs.html"}
+        pages |= {f"{home}/{name}": name for name in PARTS for home in ("/ui", "/docs")}
         for path, name in pages.items():
             response = await server.get(path)
             assert response.status_code == 200, path
@@ -36,13 +39,33 @@ def test_every_file_is_sent_as_it_is() -> None:
     check(test)
 
 
-@pytest.mark.parametrize(("root_path", "where"), [(None, "/ui"), ("/models", "/models/ui")])
-def test_the_address_alone_leads_to_the_first_page(root_path: str | None, where: str) -> None:
+@pytest.mark.parametrize("root_path", ["", "/models"])
+def test_other_addresses_lead_to_the_pages(root_path: str) -> None:
     async def test(server: Server) -> None:
-        response = await server.get("/")
-        assert (response.status_code, response.headers["location"]) == (307, where)
+        for path, where in (("/", "/ui"), ("/redoc", "/docs")):
+            response = await server.get(path)
+            assert (response.status_code, response.headers["location"]) == (307, root_path + where)
 
-    check(test, root_path=root_path)
+    check(test, root_path=root_path or None)
+
+
+@pytest.mark.parametrize("path", ["/ui", "/ui/dashboard", "/docs"])
+def test_all_that_a_page_asks_for_is_here(path: str) -> None:
+    """Links, images, styles and scripts, and what these import."""
+
+    async def test(server: Server) -> None:
+        asked, wanted = set(), [f"http://localhost/models{path}"]
+        while wanted:
+            url = wanted.pop()
+            asked.add(url)
+            assert url.startswith("http://localhost/models/")
+            response = await server.get(url)
+            assert response.status_code == 200, url
+            found = re.findall(r'(?:src|href|from)[= ]"([^"#]+)"', response.text)
+            wanted += {urljoin(url, name) for name in found} - asked - set(wanted)
+        assert len(asked) > 5
+
+    check(test, root_path="/models")
 
 
 def test_a_browser_that_has_a_file_is_not_sent_it_again() -> None:
@@ -87,8 +110,34 @@ def test_the_switch_takes_them_away() -> None:
     async def test(server: Server) -> None:
         for path in ("/", "/ui", "/ui/dashboard", "/ui/style.css", "/debug/state"):
             assert (await server.get(path)).status_code == 404
+        for path in ("/docs", "/docs/docs.js", "/docs/style.css", "/openapi.json"):
+            assert (await server.get(path)).status_code == 200, "it is not for this page"
 
     check(test, disable_ui=True)
+
+
+def test_the_page_of_the_api_has_a_switch_of_its_own() -> None:
+    async def test(server: Server) -> None:
+        for path in ("/docs", "/docs/docs.js", "/redoc", "/openapi.json"):
+            assert (await server.get(path)).status_code == 404
+        assert (await server.get("/ui")).status_code == 200
+
+    check(test, disable_fastapi_docs=True)
+
+
+def test_the_page_of_the_api_needs_no_key_and_the_document_does() -> None:
+    async def test(server: Server) -> None:
+        assert (await server.get("/docs")).status_code == 200
+        assert (await server.get("/openapi.json")).status_code == 401
+        response = await server.get("/openapi.json", headers={"authorization": "Bearer first"})
+        assert "/pause" not in response.json()["paths"]
+        async with client_of(build_app(server.state, is_admin=True)) as admin:
+            assert (await admin.get("/docs")).status_code == 200
+            found = await admin.get("/openapi.json", headers={"authorization": "Bearer first"})
+            assert {"/pause", "/health"} <= found.json()["paths"].keys()
+            assert "/v1/completions" not in found.json()["paths"]
+
+    check(test, keys=KEYS, enable_admin=True)
 
 
 def test_the_admin_listener_has_a_dashboard_that_can_abort() -> None:

@@ -16,7 +16,7 @@ import pytest
 from quire.config.engine_args import EngineArgs
 from quire.config.server import ServerConfig
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.openai.routes.cohere import PROMPT_NAMES, prefix_of
+from quire.frontend.openai.routes.cohere import PROMPT_NAMES, encode_vectors, prefix_of
 from quire.testing.tiny_models import make_tiny_checkpoint
 
 from .serving import Server
@@ -53,7 +53,7 @@ def serve(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Serv
                 assert (engine.admission.num_reqs, engine.admission.num_tokens) == (0, 0)
                 server.state.renderer.close()
 
-        asyncio.run(asyncio.wait_for(with_server(), 60))
+        asyncio.run(asyncio.wait_for(with_server(), 180))
 
     return run
 
@@ -114,6 +114,7 @@ def test_refusals_name_the_field(serve: Serve) -> None:
             ({"input": "a", "dimensions": 0}, "dimensions", "0"),
             ({"input": "a", "encoding_format": "hex"}, "encoding_format", "hex"),
             ({"input": "a", "embed_dtype": "fp8"}, "embed_dtype", "not supported"),
+            ({"input": "a", "endianness": "big"}, "endianness", "not supported"),
             ({"input": ["a"] * 9}, "input", "--max-prompts-per-request"),
         ):
             if param is None:  # an empty text still has its special tokens
@@ -292,6 +293,32 @@ def test_cohere_s_form_of_embeddings(serve: Serve) -> None:
     serve("embed", test)
 
 
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 48, 385])
+def test_bits_of_embeddings(size: int) -> None:
+    """Against the definition: bit by bit, the first number in the highest bit, zeros behind the last."""
+    rng = np.random.default_rng(size)
+    vectors = [rng.standard_normal(size).astype(np.float32), np.zeros(size, np.float32), -np.zeros(size, np.float32)]
+    vectors.append(np.full(size, np.finfo(np.float32).smallest_subnormal))
+    expected = []
+    for vector in vectors:
+        bits = "".join("1" if number > 0 else "0" for number in vector.tolist()).ljust(-(-size // 8) * 8, "0")
+        expected.append([int(bits[i : i + 8], 2) for i in range(0, len(bits), 8)])
+    assert encode_vectors(vectors, "ubinary") == expected
+    assert encode_vectors(vectors, "binary") == [[byte - 128 for byte in row] for row in expected]
+    assert all(-128 <= byte <= 127 for row in encode_vectors(vectors, "binary") for byte in row)
+
+
+@pytest.mark.parametrize("model", ["embed", "classify", "score"])
+def test_the_documents_examples_are_answered(serve: Serve, model: str) -> None:
+    async def test(server: Server) -> None:
+        found = [e for e in server.app.state.endpoints if e.body is not None and e.task != "generate"]
+        answered = [(await server.post(e.path, e.body.kind.EXAMPLE)).status_code for e in found if e.task is not None]
+        assert set(answered) <= {200, 404}, "404: not for this model"
+        assert answered.count(200) >= {"embed": 3, "classify": 2, "score": 5}[model]
+
+    serve(model, test)
+
+
 def test_cohere_s_truncation_and_refusals(serve: Serve) -> None:
     async def test(server: Server) -> None:
         long = " ".join(f"w{i}" for i in range(400))
@@ -322,7 +349,9 @@ def test_cohere_s_truncation_and_refusals(serve: Serve) -> None:
             ({"texts": [long], "truncate": "NONE"}, "texts", "takes 320"),
             ({"texts": ["a"], "truncate": "NONE", "max_tokens": 3}, "max_tokens", "forbids"),
             ({"texts": ["a"], "input_type": "poem"}, "input_type", "one of search_query, search_document"),
-            ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types", "int8"),
+            ({"texts": ["a"], "embedding_types": ["float", "int8"]}, "embedding_types", "ask for float, base64"),
+            ({"texts": ["a"], "embedding_types": ["uint8"]}, "embedding_types", "holds uint8"),
+            ({"texts": ["a"], "embedding_types": ["int4"]}, "embedding_types", "int4"),
             ({"texts": ["a"], "images": ["data:"]}, "images", "not supported"),
             ({"texts": ["a"], "output_dimension": 49}, "output_dimension", "at most 48"),
         ):

@@ -64,7 +64,21 @@ def test_time_in_which_we_stood_still_ourselves_does_not_count() -> None:
     assert watch.check_hang(beat(0.0), 0.5) is None
     assert watch.check_hang(beat(0.0), 3600.0) is None
     seen = look(watch, every_interval(3600.5, 3612.0, beat(0.0)))
-    assert next(now for now, age in seen.items() if age is not None) == 3610.5
+    assert next(now for now, age in seen.items() if age is not None) == 3609.5
+
+
+def test_looks_that_come_late_do_not_count_either() -> None:
+    """A machine that gives us a processor late gives the core one no sooner."""
+    watch = HangWatch(10.0, now=0.0)
+    late = WATCH_INTERVAL_S * 1.5
+    looks = [i * (WATCH_INTERVAL_S + late) for i in range(1, 30)]
+    ages = [watch.check_hang(beat(0.0), now) for now in looks]
+    assert [age is not None for age in ages] == [i * WATCH_INTERVAL_S > 10.0 for i in range(1, 30)]
+    assert watch.check_hang(beat(looks[-1]), looks[-1] + 10.0 - WATCH_INTERVAL_S) is None
+    watch = HangWatch(10.0, now=0.0)
+    watch.check_hang(beat(0.0), late)
+    seen = look(watch, every_interval(late + WATCH_INTERVAL_S, 30.0, beat(late)))
+    assert next(now for now, age in seen.items() if age is not None) == late + 10.5, "of another phase"
 
 
 def test_a_page_never_written_is_measured_from_when_we_began_to_look() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -281,7 +280,9 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
 ) -> None:
     path = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model"))
     monkeypatch.setattr(
-        packed_module.CacheWriter, "__init__", with_side_effect(lambda: (path / "model.safetensors").touch())
+        packed_module.CacheWriter,
+        "__init__",
+        with_side_effect(lambda: os.utime(path / "model.safetensors", (9e8, 9e8))),
     )
     Start(path).end()
     assert cache.files() == []
@@ -291,7 +292,6 @@ def with_side_effect(effect: Callable[[], object]) -> Callable[..., None]:
     real = packed_module.CacheWriter.__init__
 
     def init(self: packed_module.CacheWriter, *args: Any) -> None:
-        time.sleep(0.01)  # past the clock tick of the file's last change
         effect()
         real(self, *args)
 

@@ -14,6 +14,8 @@ class AbortBody(RequestBody, kw_only=True):
 
     request_ids: Annotated[list[Name], Meta(max_length=65536)]
 
+    EXAMPLE = {"request_ids": ["chatcmpl-1"]}  # noqa: RUF012 - a ClassVar of the base class
+
 
 class UpdateWeightsBody(RequestBody, kw_only=True):
     """Where new weights are."""
@@ -21,6 +23,9 @@ class UpdateWeightsBody(RequestBody, kw_only=True):
     path: Word
     """A checkpoint directory of the server's machine."""
     version: Name | None = None
+    """What /weight_info is to say from then on."""
+
+    EXAMPLE = {"path": "/models/new"}  # noqa: RUF012
 
 
 class CollectiveRpcBody(RequestBody, kw_only=True):
@@ -30,6 +35,9 @@ class CollectiveRpcBody(RequestBody, kw_only=True):
     args: Annotated[list[Any], Meta(max_length=1024)] | None = None
     kwargs: Object | None = None
     timeout: Annotated[float, Meta(gt=0, le=86400)] | None = None
+    """In seconds."""
+
+    EXAMPLE = {"method": "check_health"}  # noqa: RUF012
 
 
 class ProfileBody(RequestBody, kw_only=True):

@@ -16,7 +16,11 @@ class BatchChatBody(ChatBody, kw_only=True):
     messages: Annotated[list[Messages], Meta(max_length=MAX_MESSAGES)]  # type: ignore[assignment]  # read, never passed on
     """One list of messages for each conversation."""
 
-    NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base class
+    EXAMPLE = {  # noqa: RUF012 - a ClassVar of the base class
+        "messages": [[{"role": "user", "content": "What is a quire?"}], [{"role": "user", "content": "And a choir?"}]],
+        "max_tokens": 40,
+    }
+    NEUTRAL = {  # noqa: RUF012
         **ChatBody.NEUTRAL,
         "stream": (False,),
         "stream_options": (),

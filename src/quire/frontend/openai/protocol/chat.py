@@ -48,16 +48,21 @@ class ChatBody(GenerationBody, kw_only=True):
     echo: bool = False
     """Give back the last message before its continuation."""
     add_generation_prompt: bool = True
+    """Let the chat template open the answer."""
     continue_final_message: bool = False
+    """Go on with the last message; with add_generation_prompt false."""
     add_special_tokens: bool = False
     documents: Annotated[list[Object], Meta(max_length=4096)] | None = None
+    """A variable of the chat template."""
     chat_template: Text | None = None
     """Refused unless the server trusts it (--trust-request-chat-template)."""
     chat_template_kwargs: Object | None = None
     """Further variables of the template."""
     include_reasoning: bool = True
+    """False: the answer does not show it."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     return_prompt_text: bool | None = None
+    """Show the prompt that the chat template made."""
 
     tools: Tools | None = None
     """Functions the model may call."""
@@ -68,6 +73,7 @@ class ChatBody(GenerationBody, kw_only=True):
     media_io_kwargs: Object | None = None
     mm_processor_kwargs: Object | None = None
 
+    EXAMPLE = {"messages": [{"role": "user", "content": "What is a quire?"}], "max_tokens": 40}  # noqa: RUF012
     NEUTRAL = {  # noqa: RUF012
         **GenerationBody.NEUTRAL,
         "media_io_kwargs": ({},),

@@ -29,6 +29,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     best_of: Annotated[int, bound_of("n")] | None = None
     prompt_embeds: Text | Annotated[list[Text], Meta(max_length=1024)] | None = None
 
+    EXAMPLE = {"prompt": "A quire is", "max_tokens": 20}  # noqa: RUF012
     NEUTRAL = {**GenerationBody.NEUTRAL, "suffix": ("",), "prompt_embeds": ([],)}  # noqa: RUF012
 
     def prompts(self, max_num_prompts: int) -> list[Prompt]:

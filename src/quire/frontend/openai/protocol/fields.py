@@ -52,6 +52,8 @@ class RequestBody(msgspec.Struct, kw_only=True):
     """Fields that exist elsewhere and not here (yet), with the values that ask for nothing. Others are refused."""
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {}
     """Fields that exist elsewhere, are taken here and change nothing, and why. The log tells of the first use."""
+    EXAMPLE: ClassVar[Mapping[str, Any]] = {}
+    """A small body that makes sense, for the documents."""
 
     @property
     def own_names(self) -> Mapping[str, str]:

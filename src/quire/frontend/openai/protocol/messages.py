@@ -105,11 +105,15 @@ class ConversationBody(RequestBody, kw_only=True):
     messages: Annotated[list[Turn], Meta(max_length=MAX_MESSAGES)]
     """Where the last one is the assistant's, the answer goes on from it."""
     system: Blocks | None = None
+    """What stands before the conversation."""
     chat_template_kwargs: Object | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None = None
+    """Functions the model may call."""
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+
+    EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "What is a quire?"}]}  # noqa: RUF012
 
     def as_chat(self) -> ChatBody:
         """The same request as /v1/chat/completions would read it. Raises ValidationError."""
@@ -150,6 +154,7 @@ class MessagesBody(ConversationBody, kw_only=True):
 
     max_tokens: PositiveCount
     stream: bool | None = False
+    """Answer with server-sent events, as the text comes."""
     stop_sequences: Annotated[list[Word], Meta(max_length=1024)] | None = None
     temperature: Annotated[float, bound_of("temperature")] | None = None
     top_k: Annotated[int, bound_of("top_k")] | None = None
@@ -164,7 +169,8 @@ class MessagesBody(ConversationBody, kw_only=True):
     kv_transfer_params: Object | None = None
     ec_transfer_params: Object | None = None
 
-    NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base class
+    EXAMPLE = {**ConversationBody.EXAMPLE, "max_tokens": 40}  # noqa: RUF012 - a ClassVar of the base class
+    NEUTRAL = {  # noqa: RUF012
         "watermarking": (False,),
         "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),

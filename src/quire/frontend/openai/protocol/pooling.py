@@ -73,6 +73,7 @@ class InputBody(PoolingBody, kw_only=True):
     media_io_kwargs: Object | None = None
     mm_processor_kwargs: Object | None = None
 
+    EXAMPLE = {"input": ["A quire is a gathering of pages.", "A choir sings."]}  # noqa: RUF012
     NEUTRAL = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}  # noqa: RUF012
 
     @property
@@ -98,7 +99,9 @@ class EmbeddingBody(InputBody, kw_only=True):
     normalize: bool | None = None
     """The older name of use_activation."""
     embed_dtype: Name | None = None
+    """float32 is the only one."""
     endianness: Name | None = None
+    """Of base64: little is the only one."""
 
     NEUTRAL = {  # noqa: RUF012
         **InputBody.NEUTRAL,
@@ -173,6 +176,8 @@ class ScoreBody(PairBody, kw_only=True):
     data_2: Text | TextItem | Items | None = None
     """Another name of text_2."""
 
+    EXAMPLE = {"text_1": "What is a quire?", "text_2": ["A gathering of pages.", "A song."]}  # noqa: RUF012
+
     def texts(self) -> tuple[list[str], list[str]]:
         """Both sides. Raises ValidationError where one is missing."""
         first = self.data_1 if self.text_1 is None else self.text_1
@@ -196,6 +201,8 @@ class RerankBody(PairBody, kw_only=True):
     top_n: Annotated[int, Meta(ge=0, le=INT64_MAX)] | None = None
     """Only so many of the best; 0 or none: all."""
     return_documents: bool | None = True
+
+    EXAMPLE = {"query": "What is a quire?", "documents": ["A gathering of pages.", "A song."]}  # noqa: RUF012
 
     def question(self) -> str:
         """The query's text."""
@@ -225,9 +232,13 @@ class CohereEmbedBody(RequestBody, kw_only=True):
     """What the texts are for: search_document, search_query, classification, clustering. Chooses what is written before
     each, where the model's config_sentence_transformers.json has `prompts`; their names are taken, too."""
     embedding_types: (
-        Annotated[list[Literal["float", "base64", "binary", "ubinary"]], Meta(min_length=1, max_length=16)] | None
+        Annotated[
+            list[Literal["float", "base64", "binary", "ubinary", "int8", "uint8"]], Meta(min_length=1, max_length=16)
+        ]
+        | None
     ) = None
-    """float (the default), base64 of little-endian float32, or a bit per number: bytes with a sign, or without."""
+    """float (the default), base64 of little-endian float32, or a bit per number, set where it is above 0, the first in
+    a byte's highest bit: bytes with a sign (binary, 128 less) or without (ubinary). int8 and uint8 are refused."""
     output_dimension: PositiveCount | None = None
     """Cut embeddings to so many numbers, where the model was trained for it."""
     max_tokens: PositiveCount | None = None
@@ -237,6 +248,7 @@ class CohereEmbedBody(RequestBody, kw_only=True):
     priority: Int64 = 0
     """Smaller is served first, where the server schedules by priority."""
 
+    EXAMPLE = {"texts": ["A quire is a gathering of pages."]}  # noqa: RUF012
     NEUTRAL = {"images": ([],)}  # noqa: RUF012
 
     def given_texts(self) -> list[str]:
@@ -248,6 +260,18 @@ class CohereEmbedBody(RequestBody, kw_only=True):
             name = "texts" if self.inputs is None else "inputs"
             raise ValidationError(f"{name} is empty; give at least one", param=name)
         return texts
+
+    def kinds(self) -> list[str]:
+        """The forms of the embeddings. Raises ValidationError for those that cannot be made."""
+        for kind in self.embedding_types or ():
+            if kind in ("int8", "uint8"):
+                raise ValidationError(
+                    f"embedding_types holds {kind}, which needs the range of each number over many texts, and no model "
+                    "tells it; ask for float, base64, binary or ubinary",
+                    param="embedding_types",
+                    value=kind,
+                )
+        return [*(self.embedding_types or ["float"])]
 
     def as_embedding(self, max_model_len: int) -> EmbeddingBody:
         """All but the texts in our own words. Raises ValidationError."""

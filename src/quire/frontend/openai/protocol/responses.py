@@ -107,9 +107,11 @@ class ResponsesBody(RequestBody, kw_only=True):
     previous_response_id: Name | None = None
     """A stored response whose conversation goes on."""
     store: bool | None = True
+    """Keep it for a while, so that it can be asked for, and followed by another."""
     background: bool | None = False
     """Answer at once, work on, and let the response be asked for."""
     stream: bool | None = False
+    """Answer with server-sent events, as the text comes."""
     metadata: (
         Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
         | None
@@ -121,9 +123,11 @@ class ResponsesBody(RequestBody, kw_only=True):
     max_output_tokens: PositiveCount | None = None
     max_tool_calls: PositiveCount | None = None
     text: TextConfig | None = None
+    """Its form and length."""
     reasoning: ReasoningConfig | None = None
     include_reasoning: bool = True
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    """Functions the model may call."""
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = "auto"
     parallel_tool_calls: bool | None = True
     """False: only the first call of an answer counts."""
@@ -168,7 +172,8 @@ class ResponsesBody(RequestBody, kw_only=True):
     kv_transfer_params: Object | None = None
     ec_transfer_params: Object | None = None
 
-    NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base class
+    EXAMPLE = {"input": "What is a quire?", "max_output_tokens": 40}  # noqa: RUF012 - a ClassVar of the base class
+    NEUTRAL = {  # noqa: RUF012
         "prompt": (),
         "conversation": (),
         "previous_input_messages": ([],),

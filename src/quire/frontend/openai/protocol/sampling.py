@@ -54,7 +54,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class RepetitionDetection(msgspec.Struct):
-    """As `quire.sampling_params.RepetitionDetectionParams`."""
+    """A pattern of tokens, repeated at the end of the answer, ends it."""
 
     max_pattern_size: Count = 0
     min_pattern_size: Count = 0
@@ -69,6 +69,7 @@ class GenerationBody(FormBody, kw_only=True):
     stream: bool | None = False
     """Answer with server-sent events, as the text comes."""
     stream_options: StreamOptions | None = None
+    """Only with stream."""
     frequency_penalty: Annotated[float, bound_of("frequency_penalty")] | None = None
     presence_penalty: Annotated[float, bound_of("presence_penalty")] | None = None
     repetition_penalty: Annotated[float, bound_of("repetition_penalty")] | None = None
@@ -99,12 +100,15 @@ class GenerationBody(FormBody, kw_only=True):
     priority: Int64 = 0
     """Smaller is served first, where the server schedules by priority."""
     request_id: Name | None = None
+    """Part of the answer's id; as the header X-Request-Id."""
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     """Only requests with the same salt share cached prefixes."""
     return_tokens_as_token_ids: bool | None = None
     """Show tokens in log-probabilities as token_id:N."""
     return_token_ids: bool | None = None
+    """Show the token ids of prompt and answer."""
     repetition_detection: RepetitionDetection | None = None
+    """End an answer that repeats itself."""
     stream_interval: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
     """Send a chunk at most every so many tokens."""
 

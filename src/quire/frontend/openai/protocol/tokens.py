@@ -26,6 +26,7 @@ class TokenizeBody(RequestBody, kw_only=True):
     media_io_kwargs: Object | None = None
     mm_processor_kwargs: Object | None = None
 
+    EXAMPLE = {"prompt": "A quire is a gathering of pages."}  # noqa: RUF012
     NEUTRAL = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}  # noqa: RUF012
 
     def check_form(self) -> None:
@@ -39,3 +40,5 @@ class DetokenizeBody(RequestBody, kw_only=True):
 
     model: Name | None = None
     tokens: TokenIds
+
+    EXAMPLE = {"tokens": [100, 101, 102]}  # noqa: RUF012

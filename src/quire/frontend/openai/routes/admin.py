@@ -12,7 +12,7 @@ from starlette.responses import Response
 from quire.config.server import ServerConfig
 from quire.errors import ValidationError
 from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, Handler, RequestContext, json_response
+from quire.frontend.openai.endpoint import Endpoint, Handler, QueryParameter, RequestContext, json_response
 from quire.frontend.openai.protocol.admin import AbortBody, CollectiveRpcBody, ProfileBody, UpdateWeightsBody
 from quire.frontend.openai.protocol.fields import BodyReader
 from quire.wire.engine_core import PauseMode
@@ -24,6 +24,27 @@ PROFILE = BodyReader(ProfileBody)
 MAX_TRACE_S = 3600
 TRACE_NAME = 'attachment; filename="quire-trace.json"'
 PAUSE_MODES = ("abort", "wait", "keep")
+MODE = QueryParameter(
+    "mode",
+    {"enum": PAUSE_MODES, "default": "abort"},
+    "What becomes of requests under way: they end, are let end, or are kept for later.",
+)
+LEVEL = QueryParameter(
+    "level", {"enum": ("0", "1", "2"), "default": "1"}, "What is given back: nothing, the KV cache, the weights, too."
+)
+TAGS = QueryParameter(
+    "tags",
+    {"type": "array", "items": {"enum": ("weights", "kv_cache", "scheduling")}},
+    "What is taken again; may be repeated. Default: all.",
+)
+CLEAR_CACHE = QueryParameter("clear_cache", {"type": "boolean", "default": True}, "Forget cached prefixes, too.")
+RESET_RUNNING = QueryParameter(
+    "reset_running_requests", {"type": "boolean", "default": False}, "Running requests give up their blocks for it."
+)
+RESET_EXTERNAL = QueryParameter("reset_external", {"type": "boolean", "default": False}, "There is no external cache.")
+SECONDS = QueryParameter(
+    "seconds", {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TRACE_S, "default": 10}, "How far back."
+)
 
 
 def _mode(context: RequestContext) -> PauseMode:
@@ -164,20 +185,28 @@ def _is_enabled(config: ServerConfig) -> bool:
     return config.enable_admin
 
 
-def _row(path: str, handler: Handler, method: str = "POST", body: BodyReader[Any] | None = None) -> Endpoint:
+def _row(
+    path: str, handler: Handler, method: str = "POST", *query: QueryParameter, body: BodyReader[Any] | None = None
+) -> Endpoint:
     return Endpoint(
-        path=path, handler=handler, access=Access.ADMIN, methods=(method,), body=body, is_enabled=_is_enabled
+        path=path,
+        handler=handler,
+        access=Access.ADMIN,
+        methods=(method,),
+        body=body,
+        query=query,
+        is_enabled=_is_enabled,
     )
 
 
 ENDPOINTS = (
-    _row("/sleep", sleep),
-    _row("/wake_up", wake_up),
+    _row("/sleep", sleep, "POST", LEVEL, MODE),
+    _row("/wake_up", wake_up, "POST", TAGS),
     _row("/is_sleeping", is_sleeping, "GET"),
-    _row("/pause", pause),
+    _row("/pause", pause, "POST", MODE, CLEAR_CACHE),
     _row("/resume", resume),
     _row("/is_paused", is_paused, "GET"),
-    _row("/reset_prefix_cache", reset_prefix_cache),
+    _row("/reset_prefix_cache", reset_prefix_cache, "POST", RESET_RUNNING, RESET_EXTERNAL),
     _row("/reset_mm_cache", reset_mm_cache),
     _row("/reset_encoder_cache", reset_encoder_cache),
     _row("/release_kv_cache_memory", release_kv_cache_memory),
@@ -187,5 +216,5 @@ ENDPOINTS = (
     _row("/collective_rpc", collective_rpc, body=COLLECTIVE_RPC),
     _row("/start_profile", start_profile, body=PROFILE),
     _row("/stop_profile", stop_profile),
-    _row("/debug/trace", debug_trace, "GET"),
+    _row("/debug/trace", debug_trace, "GET", SECONDS),
 )

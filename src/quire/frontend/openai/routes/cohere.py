@@ -32,6 +32,7 @@ async def embed(context: RequestContext) -> Response:
     state = context.state
     state.check_model(body.model)
     texts, name = body.given_texts(), "texts" if body.inputs is None else "inputs"
+    kinds = body.kinds()
     limit = state.config.max_prompts_per_request
     if len(texts) > limit:
         raise ValidationError(
@@ -48,7 +49,7 @@ async def embed(context: RequestContext) -> Response:
     answer = {
         "id": f"embd-{context.request_id}",
         "response_type": "embeddings_by_type",
-        "embeddings": {kind: encode_vectors(vectors, kind) for kind in body.embedding_types or ["float"]},
+        "embeddings": {kind: encode_vectors(vectors, kind) for kind in kinds},
         "texts": body.texts,
         "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": num_tokens}},
     }

@@ -7,11 +7,14 @@ from starlette.responses import Response
 from quire.config.server import ServerConfig
 from quire.errors import ValidationError
 from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.openai.endpoint import Endpoint, QueryParameter, RequestContext, json_response
 from quire.frontend.openai.engine_view import describe_engine
 from quire.version import __version__
 
 MAX_DIGITS = 18
+AFTER = QueryParameter(
+    "after", {"type": "integer", "minimum": 0, "default": 0}, "The number of a request that has ended."
+)
 
 
 async def debug_state(context: RequestContext) -> Response:
@@ -55,6 +58,7 @@ ENDPOINTS = (
     Endpoint(
         path="/debug/state",
         handler=debug_state,
+        query=(AFTER,),
         access=Access.KEY,
         methods=("GET",),
         is_enabled=has_pages,

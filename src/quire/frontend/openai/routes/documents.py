@@ -1,33 +1,42 @@
-"""/openapi.json and the pages that show it, and /server_info."""
+"""/openapi.json, the page that shows it, and /server_info."""
 
 from __future__ import annotations
 
 import platform
 import sys
+from functools import lru_cache
 
-from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
+import msgspec
 from starlette.responses import Response
 
 from quire.config.server import ServerConfig
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.openapi import make_openapi
+from quire.frontend.openai.routes.pages import page_part, send_asset
 from quire.version import __version__
+
+
+@lru_cache(maxsize=4)
+def _encode_openapi(endpoints: tuple[Endpoint, ...]) -> bytes:
+    return msgspec.json.encode(make_openapi(endpoints))
 
 
 async def openapi(context: RequestContext) -> Response:
     """This API as an OpenAPI document."""
-    return json_response(make_openapi(context.request.app.state.endpoints))
+    endpoints = tuple(context.request.app.state.endpoints)
+    document = await context.state.renderer.run_aside(lambda: _encode_openapi(endpoints))
+    return Response(document, media_type="application/json")
 
 
-async def swagger(context: RequestContext) -> Response:
-    """The API in a browser (Swagger UI, which the browser loads from its maker)."""
-    return get_swagger_ui_html(openapi_url=f"{context.request.scope['root_path']}/openapi.json", title="Quire")
+async def docs_page(context: RequestContext) -> Response:
+    """A page that shows this API."""
+    return send_asset(context, "docs.html")
 
 
 async def redoc(context: RequestContext) -> Response:
-    """The API in a browser (ReDoc, which the browser loads from its maker)."""
-    return get_redoc_html(openapi_url=f"{context.request.scope['root_path']}/openapi.json", title="Quire")
+    """The same page under its other name."""
+    return Response(status_code=307, headers={"location": f"{context.request.scope['root_path']}/docs"})
 
 
 async def server_info(context: RequestContext) -> Response:
@@ -58,8 +67,16 @@ def _has_documents(config: ServerConfig) -> bool:
 
 
 ENDPOINTS = (
-    Endpoint(path="/openapi.json", handler=openapi, access=Access.KEY, methods=("GET",), is_enabled=_has_documents),
-    Endpoint(path="/docs", handler=swagger, access=Access.KEY, methods=("GET",), is_enabled=_has_documents),
-    Endpoint(path="/redoc", handler=redoc, access=Access.KEY, methods=("GET",), is_enabled=_has_documents),
+    Endpoint(
+        path="/openapi.json",
+        handler=openapi,
+        access=Access.KEY,
+        methods=("GET",),
+        is_enabled=_has_documents,
+        is_on_admin=True,
+    ),
+    Endpoint(path="/docs", handler=docs_page, access=Access.OPEN, methods=("GET",), is_enabled=_has_documents),
+    Endpoint(path="/docs/{name}", handler=page_part, access=Access.OPEN, methods=("GET",), is_enabled=_has_documents),
+    Endpoint(path="/redoc", handler=redoc, access=Access.OPEN, methods=("GET",), is_enabled=_has_documents),
     Endpoint(path="/server_info", handler=server_info, access=Access.KEY, methods=("GET",)),
 )

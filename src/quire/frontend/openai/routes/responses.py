@@ -13,7 +13,7 @@ from quire.errors import ClientError, ValidationError
 from quire.frontend.openai.auth import Access
 from quire.frontend.openai.background import BackgroundRun
 from quire.frontend.openai.chat.request import prepare_chats
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.openai.endpoint import Endpoint, QueryParameter, RequestContext, json_response
 from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.response_items import Message, messages_of, with_instructions
 from quire.frontend.openai.protocol.responses import ResponsesBody
@@ -25,6 +25,10 @@ from quire.frontend.openai.submission import Submission, stream_response
 RESPONSES = BodyReader(ResponsesBody)
 PATH = "/v1/responses"
 ONE_PATH = f"{PATH}/{{response_id}}"
+SHOW_QUERY = (
+    QueryParameter("stream", {"type": "boolean", "default": False}, "As events: of a response in the background."),
+    QueryParameter("starting_after", {"type": "integer", "default": -1}, "With stream: only events after this number."),
+)
 
 
 async def create_response(context: RequestContext) -> Response:
@@ -148,7 +152,9 @@ async def _answer_later(
 
 ENDPOINTS = (
     Endpoint(path=PATH, handler=create_response, access=Access.KEY, body=RESPONSES, task="generate", is_work=True),
-    Endpoint(path=ONE_PATH, handler=show_response, access=Access.KEY, methods=("GET",), task="generate"),
+    Endpoint(
+        path=ONE_PATH, handler=show_response, access=Access.KEY, methods=("GET",), task="generate", query=SHOW_QUERY
+    ),
     Endpoint(path=ONE_PATH, handler=delete_response, access=Access.KEY, methods=("DELETE",), task="generate"),
     Endpoint(path=f"{ONE_PATH}/cancel", handler=cancel_response, access=Access.KEY, task="generate"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.frontend.openai.parsing.events import EventSink
@@ -11,6 +11,12 @@ from quire.frontend.openai.tool_parsers.call_object import read_call_array
 
 MAX_CALLS = 64
 """In one answer: a model that finds no end is given one."""
+_SCHEMA_KEYS = ("additionalProperties", "anyOf", "items", "prefixItems")
+_SCHEMA_MAP_KEYS = ("$defs", "definitions", "patternProperties", "properties")
+_MEETING = frozenset(
+    {"$dynamicRef", "allOf", "contains", "dependentRequired", "dependentSchemas", "if", "minProperties", "not", "oneOf"}
+)
+"""Where these are, the same object is judged by several schemas, or by how much it holds."""
 
 
 def parse_required(source: TextSource, sink: EventSink) -> Step[None]:
@@ -21,9 +27,9 @@ def parse_required(source: TextSource, sink: EventSink) -> Step[None]:
 
 
 def required_schema(functions: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> dict[str, Any]:
-    """The JSON schema of what `parse_required` reads: one or more calls of `functions`."""
+    """The JSON schema of what `parse_required` reads: one or more calls of `functions`, arguments closed."""
     parameters = {
-        f"function_{i}": {"type": "object", **(function.get("parameters") or {})}
+        f"function_{i}": closed({"type": "object", **(function.get("parameters") or {})})
         for i, function in enumerate(functions)
     }
     calls = [
@@ -42,6 +48,50 @@ def required_schema(functions: Sequence[Mapping[str, Any]], *, is_parallel: bool
         "items": {"anyOf": calls},
         "$defs": {key: _moved(value, f"#/$defs/{key}") for key, value in parameters.items()},
     }
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without properties that it does not name, unless it speaks of them: a model that forgets to end an
+    object would write them until it may write no more. Where schemas meet in one object it stays as it is, since
+    closing one would forbid what another asks for; what is allowed afterwards was allowed before."""
+    meets = any(
+        _MEETING & node.keys() or ({"$ref", "anyOf"} & node.keys() and {"properties", "required"} & node.keys())
+        for node in _objects(schema)
+    )
+    return schema if meets else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: _closed(value) if key in _SCHEMA_KEYS else value for key, value in schema.items()}
+    for key in _SCHEMA_MAP_KEYS:
+        if isinstance(schema.get(key), dict):
+            result[key] = {name: _closed(part) for name, part in schema[key].items()}
+    names = schema.get("properties")
+    if (
+        isinstance(names, dict)
+        and "patternProperties" not in schema
+        and names.keys() >= _strings(schema.get("required"))
+    ):
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+def _strings(value: Any) -> set[str]:
+    return {item for item in value if isinstance(item, str)} if isinstance(value, list) else set()
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Every object in a JSON value."""
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from _objects(part)
 
 
 def _moved(schema: Any, root: str) -> Any:

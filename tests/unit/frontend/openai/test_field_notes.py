@@ -1,0 +1,69 @@
+"""Docstrings of fields, found in the source of the structs."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from quire.frontend.openai import field_notes as module
+from quire.frontend.openai.field_notes import field_notes, structs_of
+from quire.sampling_params import SamplingParams
+
+
+class Inner(msgspec.Struct):
+    """In the other."""
+
+    depth: int = 0
+    """How
+    deep."""
+
+
+class Base(msgspec.Struct):
+    """What both have."""
+
+    first: int = 0
+    """Of the base."""
+    second: int = 0
+    """Of the base."""
+    temperature: float = 0
+    seed: int = 0
+    """Another seed."""
+
+
+class Outer(Base):
+    """A struct."""
+
+    second: int = 1
+    """Its own."""
+    inner: list[Inner | None] = []
+    others: dict[str, Inner] = {}
+    KIND = "a constant"
+    """Of no field."""
+
+
+def test_notes_are_inherited_and_replaced() -> None:
+    notes = field_notes(Outer)
+    assert notes["first"] == "Of the base."
+    assert notes["second"] == "Its own."
+    assert notes["seed"] == "Another seed."
+    assert notes["temperature"] == field_notes(SamplingParams)["temperature"] == "0 means greedy."
+    assert "others" not in notes
+    assert "KIND" not in notes
+    assert field_notes(Base)["second"] == "Of the base."
+    assert field_notes(Inner) == {"depth": "How deep."}
+
+
+def test_structs_within_structs_are_found_once() -> None:
+    assert structs_of([Outer, Base]) == [Outer, Inner, Base]
+
+
+def test_without_sources_there_are_no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_source(_: ModuleType) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(inspect, "getsource", no_source)
+    monkeypatch.setattr(module, "_notes_in", module._notes_in.__wrapped__)
+    assert field_notes.__wrapped__(Inner) == {}
