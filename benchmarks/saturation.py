@@ -1,8 +1,8 @@
 """Where the knee is, and where `quire_saturation` says it is: `python -m benchmarks.saturation`, with src on the path.
 
 For each shape of requests: first as many at once as the engine takes, which gives the most it can serve, the knee; then
-Poisson arrivals at shares of that. The gauge should show the share, and so cross 0.9 within 10 % of the knee; the rate
-divided by the gauge's share for compute predicts the knee. Nothing else may run on the machine meanwhile.
+Poisson arrivals at shares of that. The gauge should show 0.95 of the share, and so cross 0.9 within 10 % of the knee;
+with the rate its share for compute predicts the knee. Nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 from quire.config.engine_args import EngineArgs
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.metrics.saturation import AT_THE_KNEE
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -38,7 +39,7 @@ SHAPES = (
 
 @dataclass
 class Point:
-    """What was seen at one rate. `predicted_rate` is the rate over what the gauge shows."""
+    """What was seen at one rate. `predicted_rate` is that of the knee, from what the gauge shows."""
 
     offered_rate: float
     served_rate: float
@@ -137,7 +138,7 @@ async def run(args: argparse.Namespace) -> list[dict[str, object]]:
             points = []
             for share in args.shares:
                 served, saturation, compute = await sweep.load(shape, share * most, args.duration_s)
-                predicted = served / compute if compute else 0.0
+                predicted = AT_THE_KNEE * served / compute if compute else 0.0
                 points.append(Point(share * most, served, saturation, compute, predicted, predicted / most - 1))
                 print(
                     f"{shape.name}: {share:.0%} of {most:.1f}/s: served {served:.1f}/s, gauge {saturation:.2f}, "

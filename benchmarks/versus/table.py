@@ -22,15 +22,21 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 
 def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several reports of one machine as one: conditions of the last, rows of all, the last of each title."""
-    rows = {row["title"]: row for report in reports for row in report["rows"]}
+    """Several reports of one machine as one: conditions of the last, rows of all, the last of each title and peers.
+
+    What was measured beside one peer is no row with what was measured beside another at another time.
+    """
+    all_rows = [row for report in reports for row in report["rows"]]
+    places = {row["title"]: place for place, row in reversed(list(enumerate(all_rows)))}
+    last = {(row["title"], *sorted(row["figures"])): row for row in all_rows}
+    rows = sorted(last.values(), key=lambda row: places[row["title"]])
     neighbours = [report["neighbours"] for report in reports if report["neighbours"] is not None]
     return {
         **reports[-1],
         "command": "; ".join(dict.fromkeys(report["command"] for report in reports)),
         "versions": {name: version for report in reports for name, version in report["versions"].items()},
         "neighbours": max(neighbours, default=None),
-        "rows": list(rows.values()),
+        "rows": rows,
     }
 
 

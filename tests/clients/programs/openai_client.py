@@ -53,11 +53,19 @@ assert "".join(shown.tokens) == completion.choices[0].text
 
 stream = client.completions.create(model="demo", prompt="Prefix caching is", max_tokens=6, stream=True, temperature=0)
 parts = [c.text for chunk in stream for c in chunk.choices]
-assert len(parts) > 1
 extra = {"top_k": 1, "min_tokens": 6, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
 same = client.completions.create(model="demo", prompt="Prefix caching is", max_tokens=6, extra_body=extra)
 assert "".join(parts) == same.choices[0].text
 assert len(same.choices[0].token_ids) == 6
+endless = client.completions.create(  # long enough not to be there whole before it is read
+    model="demo",
+    prompt="Prefix caching is",
+    max_tokens=300,
+    stream=True,
+    temperature=0,
+    extra_body={"ignore_eos": True},
+)
+assert len([c.text for chunk in endless for c in chunk.choices]) > 1
 
 
 class Verdict(BaseModel):

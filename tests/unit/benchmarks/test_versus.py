@@ -136,10 +136,18 @@ def test_the_report_survives_json_and_names_losses_and_what_is_missing() -> None
 
 def test_reports_of_two_runs_become_one() -> None:
     newer = {**REPORT, "date": "2026-01-03", "neighbours": 0.5, "versions": {"hf": "transformers 3"}}
-    newer["rows"] = [Row("tiny W4, tokens/s", {"quire": Figure(1.0)}).to_json(), Row("half W1", {}).to_json()]
+    again = dict.fromkeys(REPORT["rows"][1]["figures"], Figure(1.0))
+    beside_another = {"quire": Figure(3.0), "hf": Figure(4.0)}
+    newer["rows"] = [
+        Row("tiny W4, tokens/s", again).to_json(),
+        Row("half W1", {}).to_json(),
+        Row("tiny W2, s", beside_another).to_json(),
+    ]
     merged = merge([REPORT, newer])
-    assert [row["title"] for row in merged["rows"]] == ["tiny W2, s", "tiny W4, tokens/s", "half W1"]
-    assert merged["rows"][1]["figures"]["quire"]["value"] == 1.0
+    assert [row["title"] for row in merged["rows"]] == ["tiny W2, s", "tiny W2, s", "tiny W4, tokens/s", "half W1"]
+    assert [row["figures"].get("quire", {}).get("value") for row in merged["rows"]] == [
+        REPORT["rows"][0]["figures"]["quire"]["value"], 3.0, 1.0, None
+    ]  # fmt: skip
     assert (merged["date"], merged["neighbours"]) == ("2026-01-03", 0.5)
     assert set(merged["versions"]) == {"quire", "vllm", "hf"}
 

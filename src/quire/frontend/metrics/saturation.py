@@ -3,8 +3,8 @@
 Use of the KV cache, or the number of running requests, says little by itself: short answers fill no cache, long prompts
 fill the step's budget with few requests. What ends up binding is time. So the meter learns what a step costs from the
 steps it sees (`StepCosts`), and says which share of the time the present traffic would take if steps were as full as
-they can be: that share is 1 at the most the engine can do, for this mix of prompts and answers. Beside it stand the
-seats, the cache and the queue; the largest of them is the saturation.
+they can be: `AT_THE_KNEE` times that share is 0.95 at the most the engine can do, for this mix of prompts and answers.
+Beside it stand the seats, the cache and the queue, which are 1 when they are full; the largest is the saturation.
 
 Knows no clock: whoever tells it of a step says when that was.
 """
@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+AT_THE_KNEE = 0.95
+"""What `compute` shows when the engine does all it can. Who adds an engine at 0.9 is to do so about there: not long
+before, when there is room left, and not after, when requests wait, which the other resources tell of."""
 WINDOW_S = 15.0
 """Time constant of all averages."""
 STEPS_REMEMBERED = 500.0
@@ -249,7 +252,7 @@ class SaturationMeter:
             most_running = max(1.0, min(most_running, seats / kv_usage))
         scale = keep / elapsed_s
         compute = self._compute_share(self._outputs * scale, self._prompt_tokens * scale, most_running)
-        shares["compute"] = min(1.0, compute)
+        shares["compute"] = AT_THE_KNEE * min(1.0, compute)
         tokens_per_s = (self._outputs + self._prompt_tokens) * scale
         return Saturation(shares, tokens_per_s / compute if compute > 0 else 0.0)
 

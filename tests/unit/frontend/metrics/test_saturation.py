@@ -1,4 +1,4 @@
-"""The saturation meter against an engine whose costs are known: where it says 1 is where the engine can do no more."""
+"""The saturation meter against an engine whose costs are known: where it says 0.95 the engine can do no more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.frontend.metrics.saturation import CostModel, EngineLimits, Saturation, SaturationMeter, StepCosts
+from quire.frontend.metrics.saturation import (
+    AT_THE_KNEE,
+    CostModel,
+    EngineLimits,
+    Saturation,
+    SaturationMeter,
+    StepCosts,
+)
 
 FIXED_S, PER_OUTPUT_S, PER_PROMPT_TOKEN_S = 0.010, 0.0005, 0.0001
 
@@ -148,10 +155,22 @@ def test_the_knee_is_where_the_meter_says(name: str) -> None:
     meter, now, served = shape.serve(rate=0.6 * capacity, duration_s=120)
     assert served == pytest.approx(0.6 * capacity, rel=0.1)
     seen = meter.read(now)
-    assert served / seen.by_resource["compute"] == pytest.approx(capacity, rel=0.1)
-    assert seen.by_resource["compute"] == pytest.approx(0.6, abs=0.08)
+    share = seen.by_resource["compute"] / AT_THE_KNEE
+    assert served / share == pytest.approx(capacity, rel=0.1)
+    assert share == pytest.approx(0.6, abs=0.08)
     tokens_per_s = capacity * (shape.prompt_len + shape.output_len - 1)
     assert seen.limit_tokens_per_s == pytest.approx(tokens_per_s, rel=0.1)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_crosses_nine_tenths_about_the_knee(name: str) -> None:
+    shape = SHAPES[name]
+    _, _, capacity = shape.serve(rate=10_000, duration_s=60)
+    values = []
+    for share in (0.85, 1.1):
+        meter, now, _ = shape.serve(rate=share * capacity, duration_s=240)
+        values.append(meter.read(now).by_resource["compute"])
+    assert values[0] < 0.9 < values[1]
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -1,0 +1,55 @@
+"""The benchmarks that nobody else calls run at all, each on next to nothing: what it measures here says nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.worker.kernels.library import native_library
+
+ROOT = Path(__file__).resolve().parents[3]
+needs_kernels = pytest.mark.skipif(native_library() is None, reason="the native kernels are not built")
+
+
+def run(*words: str) -> str:
+    """What a program of the benchmarks prints, started as their pages say."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_metrics_cost() -> None:
+    assert "cpu_share_at_20_hz" in run("-m", "benchmarks.metrics_cost", "--requests=4", "--scrapes=4", "--steps=8")
+
+
+def test_a_step_of_the_scheduler() -> None:
+    assert "4 decoding requests" in run("benchmarks/scheduler_step.py", "--requests=4", "--steps=8")
+
+
+@needs_kernels
+def test_a_step_of_the_model() -> None:
+    assert "ratio of medians" in run("benchmarks/forward.py", "--reqs=1", "--seconds=0.01", "--threads=1")
+
+
+def test_what_large_bodies_do() -> None:
+    assert "| a schema |" in run("-m", "benchmarks.large_bodies", "--only", "a schema", "--seconds=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("benchmarks/snapshot_cost.py",),
+        ("benchmarks/attention_decode.py", "--reps=1"),
+        pytest.param(("benchmarks/sampling.py", "--reps=1"), marks=needs_kernels),
+        pytest.param(("benchmarks/kernel_speed.py", "--shapes=tiny", "--rows=1", "--threads=1"), marks=needs_kernels),
+    ],
+)
+def test_others(words: tuple[str, ...]) -> None:
+    assert run(*words)
