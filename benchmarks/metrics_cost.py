@@ -3,9 +3,9 @@
 Two numbers. How long a scrape takes, 20 times a second, beside 256 running requests whose outputs are processed all the
 while (goal: p99 within 10 ms). And how much longer the frontend works on the outputs of a step with statistics than
 without, as a share of what a step takes (goal: 1 %). With --model also what statistics cost many short requests
-(W4), core and frontend on one thread: its CPU time, in pairs of short runs with and without (goal: 1 %), with the
-model, which is most of it and of the noise, and without: the same work of the engine around a fake one; and by the clock
-what they cost W4 in two processes, which is how it is run.
+(W4): the CPU time of core and frontend on one thread, in pairs of short runs with and without (goal: 1 %), with the
+model, which is most of it and of the noise, and without: the same work of the engine around a fake one; and, by the
+clock, of two processes, which is how it is run.
 """
 
 from __future__ import annotations
