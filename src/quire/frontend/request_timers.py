@@ -30,7 +30,9 @@ class RequestTimers:
         self._readers: dict[RequestOutputCollector, tuple[int, float] | None] = {}
         """Live requests; of those whose output lies: what their reader had taken when that was first seen, and when."""
         self._next_sweep = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._rings_at = 0.0
+        """When; uvloop's timers do not say, and one that is due is none."""
 
     def watch(self, collector: RequestOutputCollector, start: float = 0.0, timeout_s: float | None = None) -> None:
         """A request has been added. It has `timeout_s` (None: all the time it needs) from `start`, on the loop's clock,
@@ -54,11 +56,11 @@ class RequestTimers:
         due = self._deadlines.next_due
         if self._readers:
             due = self._next_sweep if due is None else min(due, self._next_sweep)
-        if due is None or (self._timer is not None and self._timer.when() <= due):
+        if due is None or (self._timer is not None and self._rings_at <= due):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = loop.call_at(due, self._ring, loop)
+        self._timer, self._rings_at = loop.call_at(due, self._ring, loop), due
 
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None

@@ -37,6 +37,13 @@ def test_a_step_of_the_model() -> None:
     assert "ratio of medians" in run("benchmarks/forward.py", "--reqs=1", "--seconds=0.01", "--threads=1")
 
 
+def test_where_a_first_token_s_time_goes() -> None:
+    model = str(ROOT / "src" / "quire" / "assets" / "demo")
+    table = run("-m", "benchmarks.first_token", "--model", model, "--reps=2", "--pause-ms=1")
+    assert "| 2 process(es), median |" in table
+    assert "| 1 process(es), best |" in table
+
+
 def test_what_large_bodies_do() -> None:
     assert "| a schema |" in run("-m", "benchmarks.large_bodies", "--only", "a schema", "--seconds=1")
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+import uvloop
 
 from quire.errors import DeadlineExceededError, QuireError, SlowClientError
 from quire.frontend.output_collector import RequestOutputCollector
@@ -127,3 +128,18 @@ def test_the_loop_is_what_it_says() -> None:
 
     with pytest.raises(AssertionError, match="will not happen"):
         run_virtually(stuck())
+
+
+def test_a_request_that_comes_when_the_clock_is_about_to_ring_on_uvloop() -> None:
+    """Its loop makes no timer of a moment that has come, only a call, which does not know when."""
+
+    async def run() -> None:
+        log = Log(60.0)
+        for name in "abc":
+            log.timers.watch(collector(name), asyncio.get_running_loop().time() - 1.0, 1.0)
+        while len(log.seen) < 3:
+            await asyncio.sleep(0)
+        log.timers.stop()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())

@@ -85,7 +85,9 @@ class TorchKernels(Kernels):
         self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], activation: str
     ) -> ExpertsKernel:
         """See Kernels.quantized_experts."""
-        return functools.partial(ask_quantized_experts, gate_up=gate_up, down=down, activation=activation)
+        return functools.partial(
+            ask_experts, gate_up=gate_up, down=down, activation=activation, product=quantized_linear
+        )
 
     def sampling(self) -> SamplingKernel:
         """See Kernels.sampling."""
@@ -185,36 +187,17 @@ def ask_experts(
     weights: Tensor,
     residual: Tensor | None = None,
     *,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | Sequence[QuantizedWeight],
+    down: Tensor | Sequence[QuantizedWeight],
     activation: str,
+    product: Callable[..., Tensor] = linear,
 ) -> Tensor:
-    """See ExpertsKernel."""
+    """See ExpertsKernel, and with `quantized_linear` as product Kernels.quantized_experts."""
     inner = LinearSpec(activation=activation, gated=True)
 
     def answer(expert: int, x: Tensor) -> Tensor:
-        between = linear(x, weight=gate_up[expert], bias=None, spec=inner)
-        return linear(between, weight=down[expert], bias=None)
-
-    return combine_answers(x, ids, weights, residual, answer, len(gate_up))
-
-
-def ask_quantized_experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    residual: Tensor | None = None,
-    *,
-    gate_up: Sequence[QuantizedWeight],
-    down: Sequence[QuantizedWeight],
-    activation: str,
-) -> Tensor:
-    """See Kernels.quantized_experts."""
-    inner = LinearSpec(activation=activation, gated=True)
-
-    def answer(expert: int, x: Tensor) -> Tensor:
-        between = quantized_linear(x, weight=gate_up[expert], bias=None, spec=inner)
-        return quantized_linear(between, weight=down[expert], bias=None)
+        between = product(x, weight=gate_up[expert], bias=None, spec=inner)
+        return product(between, weight=down[expert], bias=None)
 
     return combine_answers(x, ids, weights, residual, answer, len(gate_up))
 

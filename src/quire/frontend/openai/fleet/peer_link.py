@@ -19,6 +19,9 @@ from quire.wire.serial import WireError
 
 logger = init_logger(__name__)
 
+MAX_UNREAD_BYTES = 1 << 24
+"""What may lie ready for a process that does not read: one that stands still is asked again and again."""
+
 Handler = Callable[[PeerMessage], Awaitable[Any]]
 """Carries out a call: its result. What it raises is the call's error."""
 
@@ -74,9 +77,12 @@ class PeerLink:
             task.cancel()
 
     async def call(self, method: str, *args: Any, target: int = PARENT) -> Any:
-        """The result of a call. Raises what the other side raised, by class; UnavailableError where it is gone."""
+        """The result of a call. Raises what the other side raised, by class; UnavailableError where it is gone, or does
+        not read."""
         if self._writer is None:
             raise _gone()
+        if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            raise UnavailableError("the process that knows of this does not read what it is asked")
         call_id = next(self._ids)
         future = self._waiting[call_id] = asyncio.get_running_loop().create_future()
         try:

@@ -12,7 +12,7 @@ import pytest
 
 from quire.errors import NotFoundError, ServerError
 from quire.frontend.openai.errors import UnavailableError
-from quire.frontend.openai.fleet.peer_link import Handler, PeerLink
+from quire.frontend.openai.fleet.peer_link import MAX_UNREAD_BYTES, Handler, PeerLink
 from quire.wire.api_process import LENGTH, MAX_PEER_BYTES, PeerMessage
 from quire.wire.serial import WireError
 
@@ -82,6 +82,28 @@ def test_who_waits_is_told_when_the_other_side_is_gone() -> None:
             with pytest.raises(UnavailableError):
                 await here.call("echo")
             here.tell("echo")  # nothing happens
+
+    asyncio.run(run())
+
+
+def test_one_that_does_not_read_is_not_asked_for_ever() -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        link = PeerLink(echo)
+        await link.connect(ours)
+        part = b"x" * (MAX_UNREAD_BYTES // 8)
+        calls = []
+        for _ in range(20):
+            calls.append(asyncio.create_task(link.call("echo", part)))
+            await asyncio.sleep(0)
+        refused = [call for call in calls if call.done()]
+        assert 9 <= len(refused) <= 12, "the system takes some bytes, and the first too much is taken"
+        with pytest.raises(UnavailableError, match="does not read"):
+            refused[0].result()
+        theirs.close()
+        link.close()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await link.end()
 
     asyncio.run(run())
 
