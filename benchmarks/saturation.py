@@ -1,8 +1,9 @@
 """Where the knee is, and where `quire_saturation` says it is: `python -m benchmarks.saturation`, with src on the path.
 
-For each shape of requests: first as many at once as the engine takes, which gives the most it can serve, the knee; then
-Poisson arrivals at shares of that. The gauge should show 0.95 of the share, and so cross 0.9 within 10 % of the knee;
-with the rate its share for compute predicts the knee. Nothing else may run on the machine meanwhile.
+For each shape of requests: first clients that each send the next request when one has ended, twice as many as there are
+seats, which gives the most that is served so; then Poisson arrivals at shares of that. The knee is the most that is
+served of those: more may be offered, and waits. The gauge should cross 0.9 within 10 % of it; with the rate its share
+for compute predicts the knee. Nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -146,14 +147,17 @@ async def run(args: argparse.Namespace) -> list[dict[str, object]]:
                     flush=True,
                 )
             crossing = find_crossing(points)
+            knee = max(point.served_rate for point in points)
             if crossing is not None:
                 print(
-                    f"{shape.name}: the gauge crosses {CROSSING} at {crossing:.1f}/s, {crossing / most:.0%} of the knee"
+                    f"{shape.name}: the gauge crosses {CROSSING} at {crossing:.1f}/s, {crossing / knee:.0%} of the "
+                    f"knee at {knee:.1f}/s, {crossing / most:.0%} of what is served with all seats taken"
                 )
             report.append(
                 {
                     "shape": asdict(shape),
                     "most_per_s": most,
+                    "knee_per_s": knee,
                     "crossing_per_s": crossing,
                     "points": [asdict(point) for point in points],
                 }
