@@ -14,7 +14,7 @@ import pytest
 
 from tests.process.serving import ServerProcess, serving
 
-from .deploy import TARGET_LABELS
+from .deploy import TARGET_LABELS, rules
 from .load import load_on
 from .server import Prometheus, prometheus
 
@@ -82,6 +82,8 @@ def scraped(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> 
         with load_on(server.url, at_once=2 * NUM_SEATS):
             for sign in SIGNS_OF_LOAD:
                 running.wait_for(sign)
+        for name in [rule["record"] for rule in rules() if "record" in rule]:
+            running.wait_for(f"{name} == {name}")  # recorded, and a number, which NaN is not
         running.wait_for("sum(quire_requests_live) + sum(quire_requests_in_admission) == 0")
         running.wait_for("sum(vllm:num_requests_running) + sum(vllm:num_requests_waiting) == 0")
         yield running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,8 +43,11 @@ class Prometheus:
         return [series["metric"] for series in self.get("query", query=expr)["result"]]
 
     def ever(self, expr: str) -> list[dict[str, str]]:
-        """The labels of each series that an expression has had since the beginning, as a picture would show them."""
-        found = self.get("query_range", query=expr, start=self.since, end=time.time(), step=SCRAPE_INTERVAL_S)
+        """The labels of each series that an expression has had since the beginning, as a picture would show them: up to
+        this moment, which is the last of the steps."""
+        end = time.time()
+        start = end - math.ceil((end - self.since) / SCRAPE_INTERVAL_S) * SCRAPE_INTERVAL_S
+        found = self.get("query_range", query=expr, start=start, end=end, step=SCRAPE_INTERVAL_S)
         shown = [series for series in found["result"] if any(value != "NaN" for _, value in series["values"])]
         return [series["metric"] for series in shown]
 
