@@ -69,7 +69,17 @@ END_S = 15.0
 """How long the end may take in all; then the process ends wherever it stands."""
 YIELD_S = 0.001
 """Rest after a step in which no model ran, so that other threads can do what it waits for."""
+FIRST_TOKEN_REST_S = 0.0001
+"""Rest after a step that made a first token: kernels of the next one would take every processor from the threads that
+bring it to its user, for a millisecond."""
+LONG_STEP_S = 0.002
+"""After shorter ones such a rest would be much."""
 SHUTTING_DOWN = "the engine is shutting down"
+
+
+def _have_first(batches: Iterable[EngineCoreOutputs]) -> bool:
+    """Whether there is a first token among these."""
+    return any(output.prefill_stats is not None for batch in batches for output in batch.outputs)
 
 
 class EngineShutdownState(IntEnum):
@@ -160,10 +170,13 @@ class EngineCoreProc(EngineCore):
             thread.check_progress(self._hang_s)
 
     def _process_engine_step(self) -> None:
+        start = time.monotonic()
         outputs, model_executed = self.step_fn()
         for item in (outputs or {}).items():
             self.output_queue.put(item)
         failpoint("core.output.queued")
+        if outputs and time.monotonic() - start > LONG_STEP_S and _have_first(outputs.values()):
+            time.sleep(FIRST_TOKEN_REST_S)
         self.post_step(model_executed)
         if not model_executed and self.scheduler.has_requests():
             time.sleep(YIELD_S)

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -414,10 +415,25 @@ def test_a_loop_that_waits_for_something_outside_rests(
     steps = iter([({}, False), ({}, False)])
     step = loop.core.step_fn
     loop.core.step_fn = lambda: next(steps, None) or step()
-    monkeypatch.setattr("quire.engine.proc.time", SimpleNamespace(sleep=rests.append))
+    monkeypatch.setattr("quire.engine.proc.time", SimpleNamespace(sleep=rests.append, monotonic=lambda: 0.0))
     loop.start()
     loop.wait_finished("a")
     assert rests == [0.001, 0.001]
+
+
+@pytest.mark.parametrize(("step_s", "expected"), [(0.01, [0.0001]), (0.001, [])])
+def test_a_first_token_leaves_before_the_next_step(
+    loops: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, step_s: float, expected: list[float]
+) -> None:
+    """Once for each request, and only where a step takes so long that the rest is little beside it."""
+    rests: list[float] = []
+    moments = count(0.0, step_s)
+    loop = loops()
+    loop.add("a", max_tokens=4)
+    monkeypatch.setattr("quire.engine.proc.time", SimpleNamespace(sleep=rests.append, monotonic=lambda: next(moments)))
+    loop.start()
+    loop.wait_finished("a")
+    assert rests == expected
 
 
 # -- the way out -----------------------------------------------------------------------------------------------
