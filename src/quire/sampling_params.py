@@ -231,7 +231,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
         if self.skip_clone:
             return self
         clone = copy.copy(self)
-        for name in _CONTAINERS:
+        for name in self.__struct_fields__:
             value = getattr(clone, name)
             if isinstance(value, list | dict):
                 setattr(clone, name, value.copy())
@@ -339,9 +339,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
 _DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
 _BOUNDS_AND_DEFAULTS = [(bound, _DEFAULTS[bound.name]) for bound in SAMPLING_FIELDS]
 """What a request left as it was need not be checked: most of the fields of most requests."""
-_CONTAINERS = ("stop", "stop_token_ids", "logprob_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
-               "extra_args", "bad_words_token_ids")  # fmt: skip
-"""Fields that may hold a list or a dict."""
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
