@@ -195,37 +195,45 @@ class OutputProcessor:
         An output of an unknown request is ignored: it was aborted here while the core was still computing it.
         """
         result = OutputProcessorOutput()
+        num_tokens = num_waits = 0
+        last_token_ts = 0.0
         for output in outputs:
             state = self.request_states.get(output.request_id)
             if state is None:
                 self._ledger.num_late_tokens += len(output.new_token_ids)
                 continue
             try:
-                self._process_output(state, output, engine_timestamp, iteration_stats, result)
+                if iteration_stats is not None and (stats := state.stats) is not None:
+                    if state.is_prefilling or output.events or output.num_nans_in_logits:
+                        _count_output(state, stats, output, engine_timestamp, iteration_stats)
+                    elif new_token_ids := output.new_token_ids:  # nearly every output: here, and as little as can be
+                        num_tokens += len(new_token_ids)
+                        stats.num_generation_tokens += len(new_token_ids)
+                        if stats.last_token_ts != last_token_ts:  # else it waited as long as the request before it
+                            if num_waits:
+                                iteration_stats.add_waits(engine_timestamp - last_token_ts, num_waits)
+                            last_token_ts, num_waits = stats.last_token_ts, 0
+                        num_waits += 1
+                        stats.last_token_ts = engine_timestamp
+                self._process_output(state, output, iteration_stats, result)
             except Exception as e:  # a fault in one request's text must not cost the others theirs
                 logger.exception("an output of request %s cannot be processed; it ends with an error", state.request_id)
                 if state.request_id in self.request_states:
                     message = f"an output of the request cannot be processed: {type(e).__name__}: {e}"
                     self._fail(state, output, message, iteration_stats, result)
+        if iteration_stats is not None:
+            iteration_stats.num_generation_tokens += num_tokens
+            if num_waits:
+                iteration_stats.add_waits(engine_timestamp - last_token_ts, num_waits)
         return result
 
     def _process_output(
         self,
         state: RequestState,
         output: EngineCoreOutput,
-        engine_timestamp: float,
         iteration_stats: IterationStats | None,
         result: OutputProcessorOutput,
     ) -> None:
-        stats = state.stats
-        if iteration_stats is not None and stats is not None:
-            if state.is_prefilling or output.events or output.num_nans_in_logits:
-                owner = _owner(state) if state.is_prefilling else None
-                iteration_stats.update_from_output(
-                    output, engine_timestamp, state.is_prefilling, stats, state.num_context_tokens, owner
-                )
-            elif output.new_token_ids:
-                iteration_stats.add_tokens(len(output.new_token_ids), engine_timestamp, stats)
         if state.is_prefilling:
             state.note_prefill(output)
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
@@ -343,6 +351,20 @@ class OutputProcessor:
         self._go_on(state, session)
 
 
+def _count_output(
+    state: RequestState,
+    stats: RequestStateStats,
+    output: EngineCoreOutput,
+    engine_timestamp: float,
+    iteration_stats: IterationStats,
+) -> None:
+    """An output that is more than a few further tokens."""
+    owner = _owner(state) if state.is_prefilling else None
+    iteration_stats.update_from_output(
+        output, engine_timestamp, state.is_prefilling, stats, state.num_context_tokens, owner
+    )
+
+
 def _close_books(
     state: RequestState, stats: RequestStateStats, finish_reason: FinishReason, iteration_stats: IterationStats
 ) -> None:
@@ -359,7 +381,7 @@ def _close_books(
 
 
 def _owner(state: RequestState) -> RequestOwner:
-    return RequestOwner.of(state.external_req_id, state.request.trace_headers)
+    return RequestOwner(state.external_req_id, state.request.trace_headers)
 
 
 def _record_finished(

@@ -158,7 +158,7 @@ def test_statistics_of_a_step(model_dir: Path) -> None:
     assert second is not None
     assert (first.num_prompt_tokens, first.num_generation_tokens) == (2, 1)
     assert first.time_to_first_tokens == [first.iteration_timestamp - 1.0]
-    assert second.inter_token_latencies == [1.0]
+    assert second.inter_token_latencies == {1.0: 1}
     (finished,) = second.finished_requests
     assert (finished.queued_time, finished.prefill_time, finished.decode_time) == (0.25, 0.5, 1.0)
     assert outputs[-1].metrics is not None

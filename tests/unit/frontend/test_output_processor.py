@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -418,12 +421,37 @@ def test_statistics_of_a_request() -> None:
     p.process_outputs([make_output("a-1", [7], events=events, prefill_stats=PrefillStats(3, 1, 2))], 4.0, first)
     p.process_outputs([make_output("a-1", [8], finish_reason=FinishReason.LENGTH)], 6.0, second)
     assert (first.num_prompt_tokens, first.time_to_first_tokens, first.finished_requests) == (3, [3.0], [])
-    assert (second.num_prompt_tokens, second.inter_token_latencies) == (0, [2.0])
+    assert (second.num_prompt_tokens, second.inter_token_latencies) == (0, {2.0: 1})
     (finished,) = second.finished_requests
     assert (finished.request_id, finished.finish_reason) == ("a", FinishReason.LENGTH)
     assert (finished.e2e_latency, finished.queued_time, finished.prefill_time) == (8.0, 1.0, 2.0)
     assert (finished.num_cached_tokens, finished.max_tokens_param) == (2, 9)
     assert (second.max_num_generation_tokens, second.n_params) == ([2], [1])
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 3)), max_size=12), st.randoms())
+def test_waits_are_those_of_each_request(steps: list[dict[str, int]], rng: random.Random) -> None:
+    """Requests take part in steps as they like, in any order: each output but the first waited since the one before."""
+    p = processor()
+    for name in "abcdef":
+        p.add_request(make_request(f"{name}-1", name), None)
+    last_ts: dict[str, float] = {}
+    for step, num_tokens in enumerate(steps, start=1):
+        timestamp = step / 8
+        outputs = [make_output(f"{name}-1", [7] * number) for name, number in num_tokens.items()]
+        rng.shuffle(outputs)
+        iteration = IterationStats()
+        p.process_outputs(outputs, timestamp, iteration)
+        waits = [timestamp - last_ts[name] for name in num_tokens if name in last_ts]
+        assert iteration.inter_token_latencies == Counter(waits)
+        assert len(iteration.first_tokens) == len(num_tokens.keys() - last_ts.keys())
+        assert iteration.num_generation_tokens == sum(num_tokens.values())
+        last_ts |= dict.fromkeys(num_tokens, timestamp)
+    for name in last_ts:
+        stats = p.request_states[f"{name}-1"].stats
+        assert stats is not None
+        assert stats.last_token_ts == last_ts[name]
+        assert stats.num_generation_tokens == sum(num_tokens.get(name, 0) for num_tokens in steps)
 
 
 def test_every_request_is_booked_once_however_it_ends(tokenizer: Tokenizer) -> None:

@@ -51,7 +51,7 @@ class Totals(StatLogger):
             self.counts["prompt"] += iteration_stats.num_prompt_tokens
             self.counts["computed"] += iteration_stats.prompt_tokens.num_computed_tokens
             self.counts["first tokens"] += len(iteration_stats.time_to_first_tokens)
-            self.counts["later tokens"] += len(iteration_stats.inter_token_latencies)
+            self.counts["later tokens"] += sum(iteration_stats.inter_token_latencies.values())
             self.counts["finished"] += len(iteration_stats.finished_requests)
             self.counts["user requests"] += len(iteration_stats.n_params)
 
@@ -375,7 +375,7 @@ def test_the_books_of_a_session() -> None:
     feed(p, [5], last, 54.0, finish_reason=FinishReason.STOP)
 
     assert [s.time_to_first_tokens for s in (first, second, third, last)] == [[1.0], [], [2.0], []]
-    assert [s.inter_token_latencies for s in (first, second, third, last)] == [[], [1.0], [], [4.0]]
+    assert [s.inter_token_latencies for s in (first, second, third, last)] == [{}, {1.0: 1}, {}, {4.0: 1}]
     assert [s.num_prompt_tokens for s in (first, second, third, last)] == [3, 0, 2, 0]
     assert third.prompt_tokens == PrefillStats(2, 2, 0)
     assert [len(s.finished_requests) for s in (first, second, third)] == [0, 0, 0]

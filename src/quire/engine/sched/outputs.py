@@ -224,12 +224,11 @@ class OutputCollector:
 
 def _count_tokens(stats: SchedulerStats, outputs: list[EngineCoreOutput]) -> None:
     """What these outputs bring."""
-    lengths = [len(output.new_token_ids) for output in outputs]
-    firsts = [
-        (len(output.new_token_ids), output.prefill_stats.num_computed_tokens)
-        for output in outputs
-        if output.prefill_stats is not None
-    ]
-    stats.num_generation_tokens += sum(lengths)
-    stats.num_prefilled_tokens += sum([num_tokens for _, num_tokens in firsts])
-    stats.num_decoded_reqs += len(lengths) - lengths.count(0) - sum([length > 0 for length, _ in firsts])
+    decoded = [len(output.new_token_ids) for output in outputs if output.prefill_stats is None]
+    stats.num_generation_tokens += sum(decoded)
+    stats.num_decoded_reqs += len(decoded) - decoded.count(0)
+    if len(decoded) < len(outputs):
+        for output in outputs:
+            if output.prefill_stats is not None:
+                stats.num_generation_tokens += len(output.new_token_ids)
+                stats.num_prefilled_tokens += output.prefill_stats.num_computed_tokens

@@ -7,7 +7,7 @@ Here are vLLM's names, so that dashboards and autoscalers made for it work; `cat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from operator import attrgetter
 
 from quire.frontend.metrics.catalog_quire import HTTP, LEDGER
 from quire.frontend.metrics.facts import FrontendFacts
@@ -25,25 +25,21 @@ from quire.frontend.metrics.spec import (
     Sample,
     each,
     labelled,
+    of_drafts,
+    of_evictions,
     of_facts,
     of_finished,
     of_outputs,
+    of_prefills,
     of_step,
-    some,
 )
-from quire.frontend.metrics.stats import FinishedRequestStats
+from quire.frontend.metrics.stats import FinishedRequestStats, FirstToken
 from quire.wire.engine_core import FINISH_REASON_STRINGS
-from quire.wire.stats import SchedulerStats, SpecDecodingStats
+from quire.wire.stats import SpecDecodingStats
 
 
-def _spec_decode(read: Callable[[SpecDecodingStats], float]) -> Callable[[SchedulerStats], tuple[float, ...]]:
-    return lambda stats: () if stats.spec_decoding_stats is None else (read(stats.spec_decoding_stats),)
-
-
-def _accepted_per_position(stats: SchedulerStats) -> list[Sample]:
-    spec = stats.spec_decoding_stats
-    counts = () if spec is None else spec.num_accepted_tokens_per_pos
-    return [((str(position),), count) for position, count in enumerate(counts)]
+def _accepted_per_position(drafts: SpecDecodingStats) -> list[Sample]:
+    return [((str(position),), count) for position, count in enumerate(drafts.num_accepted_tokens_per_pos)]
 
 
 ENGINE_GAUGES: tuple[MetricSpec, ...] = (
@@ -51,13 +47,13 @@ ENGINE_GAUGES: tuple[MetricSpec, ...] = (
         name="num_requests_running",
         kind="gauge",
         help="Requests that take part in steps, as of the last step.",
-        values=lambda stats: (stats.num_running_reqs,),
+        value=attrgetter("num_running_reqs"),
     ),
     of_step(
         name="num_requests_waiting",
         kind="gauge",
         help="Requests that wait to be scheduled, for whatever reason, as of the last step.",
-        values=lambda stats: (stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,),
+        value=lambda stats: stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
     ),
     of_step(
         name="num_requests_waiting_by_reason",
@@ -85,13 +81,13 @@ ENGINE_GAUGES: tuple[MetricSpec, ...] = (
         name="kv_cache_usage_perc",
         kind="gauge",
         help="Share of the KV cache's blocks that requests hold; 1 is all of them.",
-        values=lambda stats: (stats.kv_cache_usage,),
+        value=attrgetter("kv_cache_usage"),
     ),
     of_step(
         name="gpu_cache_usage_perc",
         kind="gauge",
         help="Deprecated: use vllm:kv_cache_usage_perc, which this equals. Kept because autoscalers ask for it.",
-        values=lambda stats: (stats.kv_cache_usage,),
+        value=attrgetter("kv_cache_usage"),
     ),
     of_facts(
         name="lora_requests_info",
@@ -122,84 +118,80 @@ COUNTERS: tuple[MetricSpec, ...] = (
         name="prefix_cache_queries",
         kind="counter",
         help="Prompt tokens looked up in the prefix cache, at the first admission of each request.",
-        values=lambda stats: (stats.prefix_cache_stats.queries,),
+        value=attrgetter("prefix_cache_stats.queries"),
     ),
     of_step(
         name="prefix_cache_hits",
         kind="counter",
         help="Prompt tokens that were found there.",
-        values=lambda stats: (stats.prefix_cache_stats.hits,),
+        value=attrgetter("prefix_cache_stats.hits"),
     ),
     of_step(
         name="external_prefix_cache_queries",
         kind="counter",
         help="Prompt tokens looked up in caches of other engines. There are none yet: always 0.",
-        values=lambda stats: (),
     ),
     of_step(
         name="external_prefix_cache_hits",
         kind="counter",
         help="Prompt tokens that were found there. Always 0.",
-        values=lambda stats: (),
     ),
     of_step(
         name="mm_cache_queries",
         kind="counter",
         help="Images and sounds looked up in the cache of processed ones. There are none yet: always 0.",
-        values=lambda stats: (),
     ),
     of_step(
         name="mm_cache_hits",
         kind="counter",
         help="Images and sounds that were found there. Always 0.",
-        values=lambda stats: (),
     ),
     of_outputs(
         name="num_preemptions",
         kind="counter",
         help="Times a request lost its blocks to others.",
-        values=lambda stats: (stats.num_preempted_reqs,),
+        value=attrgetter("num_preempted_reqs"),
     ),
-    of_outputs(
+    of_prefills(
         name="prompt_tokens",
         kind="counter",
         help="Prompt tokens of requests with a first token, cached ones among them.",
-        values=lambda stats: (stats.num_prompt_tokens,),
+        value=attrgetter("num_prompt_tokens"),
     ),
-    of_outputs(
+    of_prefills(
         name="prompt_tokens_by_source",
         kind="counter",
         help="The same by where their keys and values came from.",
         labels=("source",),
         known=each(("local_compute", "local_cache_hit", "external_kv_transfer")),
-        samples=lambda stats: (
-            (("local_compute",), stats.prompt_tokens.num_computed_tokens),
-            (("local_cache_hit",), stats.prompt_tokens.num_local_cached_tokens),
-            (("external_kv_transfer",), stats.prompt_tokens.num_external_cached_tokens),
+        samples=lambda prefills: (
+            (("local_compute",), prefills.num_computed_tokens),
+            (("local_cache_hit",), prefills.num_local_cached_tokens),
+            (("external_kv_transfer",), prefills.num_external_cached_tokens),
         ),
     ),
-    of_outputs(
+    of_prefills(
         name="prompt_tokens_cached",
         kind="counter",
         help="Those of them that were not computed.",
-        values=lambda stats: (stats.prompt_tokens.num_cached_tokens,),
+        value=attrgetter("num_cached_tokens"),
     ),
-    of_outputs(
+    of_prefills(
         name="prompt_tokens_cached_by_source",
         kind="counter",
         help="The same by where the cache is. Quire's is the device's.",
         labels=("source",),
         known=each(("device", "host", "p2p", "disk", "external_unspecified")),
-        samples=lambda stats: (
-            (("device",), stats.prompt_tokens.num_local_cached_tokens),
-            (("external_unspecified",), stats.prompt_tokens.num_external_cached_tokens),
+        samples=lambda prefills: (
+            (("device",), prefills.num_local_cached_tokens),
+            (("external_unspecified",), prefills.num_external_cached_tokens),
         ),
     ),
     of_outputs(
         name="generation_tokens",
         kind="counter",
         help="Tokens generated for live requests.",
-        values=lambda stats: (stats.num_generation_tokens,),
+        value=attrgetter("num_generation_tokens"),
     ),
     MetricSpec(
         name="request_success",
@@ -214,7 +206,7 @@ COUNTERS: tuple[MetricSpec, ...] = (
         name="corrupted_requests",
         kind="counter",
         help="Requests with a NaN in their logits.",
-        values=lambda stats: (stats.num_corrupted_reqs,),
+        value=attrgetter("num_corrupted_reqs"),
         condition=NANS,
     ),
     of_facts(
@@ -227,28 +219,28 @@ COUNTERS: tuple[MetricSpec, ...] = (
         samples=lambda facts: labelled(facts.admission_rejections),
         is_total=True,
     ),
-    of_step(
+    of_drafts(
         name="spec_decode_num_drafts",
         kind="counter",
         help="Drafts verified.",
-        values=_spec_decode(lambda spec: spec.num_drafts),
+        value=attrgetter("num_drafts"),
         condition=SPEC_DECODE,
     ),
-    of_step(
+    of_drafts(
         name="spec_decode_num_draft_tokens",
         kind="counter",
         help="Tokens of drafts.",
-        values=_spec_decode(lambda spec: spec.num_draft_tokens),
+        value=attrgetter("num_draft_tokens"),
         condition=SPEC_DECODE,
     ),
-    of_step(
+    of_drafts(
         name="spec_decode_num_accepted_tokens",
         kind="counter",
         help="Tokens of drafts that were accepted.",
-        values=_spec_decode(lambda spec: spec.num_accepted_tokens),
+        value=attrgetter("num_accepted_tokens"),
         condition=SPEC_DECODE,
     ),
-    of_step(
+    of_drafts(
         name="spec_decode_num_accepted_tokens_per_pos",
         kind="counter",
         help="The same by position in the draft.",
@@ -259,129 +251,130 @@ COUNTERS: tuple[MetricSpec, ...] = (
 )
 
 HISTOGRAMS: tuple[MetricSpec, ...] = (
-    of_outputs(
+    MetricSpec(
         name="time_to_first_token_seconds",
         kind="histogram",
         help="From a request's arrival to its first token.",
-        values=lambda stats: stats.time_to_first_tokens,
-        owners=lambda stats: stats.first_token_owners,
+        source=FirstToken,
+        value=attrgetter("latency"),
+        has_owners=True,
         family="time_to_first_token",
     ),
     of_outputs(
         name="inter_token_latency_seconds",
         kind="histogram",
         help="From one output of a request to the next, preemptions included.",
-        values=lambda stats: stats.inter_token_latencies,
+        counted=attrgetter("inter_token_latencies"),
         family="inter_token_latency",
     ),
     of_finished(
         name="request_time_per_output_token_seconds",
         help="Mean time between the tokens of a request that has ended; 0 for one token.",
-        values=lambda finished: (finished.mean_time_per_output_token,),
+        value=attrgetter("mean_time_per_output_token"),
         family="inter_token_latency",
     ),
     of_finished(
         name="e2e_request_latency_seconds",
         help="From a request's arrival to its end, however it ended.",
-        values=lambda finished: (finished.e2e_latency,),
+        value=attrgetter("e2e_latency"),
         family="request_latency",
     ),
     of_finished(
         name="request_queue_time_seconds",
         help="From a request's coming to the scheduler until it was first scheduled; of those that were.",
-        values=lambda finished: some(finished.queued_time),
+        value=attrgetter("queued_time"),
         family="request_latency",
     ),
     of_finished(
         name="request_inference_time_seconds",
         help="From being first scheduled to the last token, preemptions included.",
-        values=lambda finished: some(finished.inference_time),
+        value=attrgetter("inference_time"),
         family="request_latency",
     ),
     of_finished(
         name="request_prefill_time_seconds",
         help="From being first scheduled to the first token, preemptions included.",
-        values=lambda finished: some(finished.prefill_time),
+        value=attrgetter("prefill_time"),
         family="request_latency",
     ),
     of_finished(
         name="request_decode_time_seconds",
         help="From the first token to the last, preemptions included.",
-        values=lambda finished: some(finished.decode_time),
+        value=attrgetter("decode_time"),
         family="request_latency",
     ),
     of_step(
         name="iteration_tokens_total",
         kind="histogram",
         help="Tokens of a step: prompt tokens computed for requests with a first token, and tokens generated.",
-        values=lambda stats: some((stats.num_prefilled_tokens + stats.num_generation_tokens) or None),
+        value=lambda stats: (stats.num_prefilled_tokens + stats.num_generation_tokens) or None,
         family="iteration_tokens",
     ),
     of_finished(
         name="request_prompt_tokens",
         help="Prompt tokens of a request that has ended.",
-        values=lambda finished: (finished.num_prompt_tokens,),
+        value=attrgetter("num_prompt_tokens"),
         family="request_tokens",
     ),
     of_finished(
         name="request_generation_tokens",
         help="Tokens a request that has ended was given.",
-        values=lambda finished: (finished.num_generation_tokens,),
+        value=attrgetter("num_generation_tokens"),
         family="request_tokens",
     ),
     of_outputs(
         name="request_max_num_generation_tokens",
         kind="histogram",
         help="Tokens of the longest output of a user request that has ended.",
-        values=lambda stats: stats.max_num_generation_tokens,
+        values=attrgetter("max_num_generation_tokens"),
         family="request_tokens",
     ),
     of_finished(
         name="request_params_max_tokens",
         help="The max_tokens of a request that has ended, where it had one.",
-        values=lambda finished: some(finished.max_tokens_param),
+        value=attrgetter("max_tokens_param"),
         family="request_tokens",
     ),
     of_finished(
         name="request_prefill_kv_computed_tokens",
         help="Prompt tokens computed for a request that has ended: those not found in the cache.",
-        values=lambda finished: (max(0, finished.num_prompt_tokens - finished.num_cached_tokens),),
+        value=lambda finished: max(0, finished.num_prompt_tokens - finished.num_cached_tokens),
         family="request_tokens",
     ),
     of_outputs(
         name="request_params_n",
         kind="histogram",
         help="The n of a user request that has ended.",
-        values=lambda stats: stats.n_params,
+        values=attrgetter("n_params"),
         family="num_outputs",
     ),
     of_finished(
         name="request_num_preemptions",
         help="Preemptions of a request that has ended.",
-        values=lambda finished: (finished.num_preemptions,),
+        value=attrgetter("num_preemptions"),
         family="num_preemptions",
     ),
-    of_step(
+    of_evictions(
         name="kv_block_lifetime_seconds",
         kind="histogram",
         help="From a sampled block's allocation to its eviction from the prefix cache.",
-        values=lambda stats: [event.lifetime_s for event in stats.kv_cache_eviction_events],
+        value=attrgetter("lifetime_s"),
         family="kv_residency",
         condition=KV_SAMPLING,
     ),
-    of_step(
+    of_evictions(
         name="kv_block_idle_before_evict_seconds",
         kind="histogram",
         help="From a sampled block's last use to its eviction.",
-        values=lambda stats: [event.idle_s for event in stats.kv_cache_eviction_events],
+        value=attrgetter("idle_s"),
         family="kv_residency",
         condition=KV_SAMPLING,
     ),
-    of_step(
+    of_evictions(
         name="kv_block_reuse_gap_seconds",
         kind="histogram",
         help="Between two uses of a sampled block, of the last few before its eviction.",
-        values=lambda stats: [gap for event in stats.kv_cache_eviction_events for gap in event.reuse_gaps_s],
+        values=attrgetter("reuse_gaps_s"),
         family="kv_residency",
         condition=KV_SAMPLING,
     ),
@@ -427,35 +420,35 @@ LEGACY: tuple[MetricSpec, ...] = (
         name="num_requests_swapped",
         kind="gauge",
         help="Deprecated: requests are recomputed, never swapped out. Always 0.",
-        values=lambda facts: (0.0,),
+        value=lambda facts: 0.0,
         condition=LEGACY_NAMES,
     ),
     of_facts(
         name="cpu_cache_usage_perc",
         kind="gauge",
         help="Deprecated: there is no swap space. Always 0. See vllm:kv_cache_usage_perc.",
-        values=lambda facts: (0.0,),
+        value=lambda facts: 0.0,
         condition=LEGACY_NAMES,
     ),
     of_outputs(
         name="tokens",
         kind="counter",
         help="Deprecated: use vllm:prompt_tokens and vllm:generation_tokens, whose sum this is.",
-        values=lambda stats: (stats.num_prompt_tokens + stats.num_generation_tokens,),
+        value=lambda stats: stats.num_prompt_tokens + stats.num_generation_tokens,
         condition=LEGACY_NAMES,
     ),
     of_outputs(
         name="time_per_output_token_seconds",
         kind="histogram",
         help="Deprecated: use vllm:inter_token_latency_seconds, which this equals.",
-        values=lambda stats: stats.inter_token_latencies,
+        counted=attrgetter("inter_token_latencies"),
         family="inter_token_latency",
         condition=LEGACY_NAMES,
     ),
     of_finished(
         name="time_in_queue_requests",
         help="Deprecated: use vllm:request_queue_time_seconds, which this equals.",
-        values=lambda finished: some(finished.queued_time),
+        value=attrgetter("queued_time"),
         family="request_latency",
         condition=LEGACY_NAMES,
     ),

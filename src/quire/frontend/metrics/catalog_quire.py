@@ -12,12 +12,12 @@ LEDGER: tuple[MetricSpec, ...] = (
     of_ledger(
         name="requests_received",
         help="Requests that came, one per output asked for.",
-        values=lambda facts: (facts.ledger.num_received,),
+        value=lambda facts: facts.ledger.num_received,
     ),
     of_ledger(
         name="requests_accepted",
         help="Requests that were taken in.",
-        values=lambda facts: (facts.ledger.num_accepted,),
+        value=lambda facts: facts.ledger.num_accepted,
     ),
     of_ledger(
         name="requests_rejected",
@@ -30,7 +30,7 @@ LEDGER: tuple[MetricSpec, ...] = (
         name="requests_in_admission",
         kind="gauge",
         help="Requests that came and are being read: received = accepted + rejected + in admission.",
-        values=lambda facts: (facts.ledger.num_in_admission,),
+        value=lambda facts: facts.ledger.num_in_admission,
     ),
     of_ledger(
         name="requests_finished",
@@ -50,7 +50,7 @@ LEDGER: tuple[MetricSpec, ...] = (
     of_ledger(
         name="requests_lost",
         help="Requests that were live in an API process when that was killed.",
-        values=lambda facts: (facts.num_lost,),
+        value=lambda facts: facts.num_lost,
     ),
     of_ledger(
         name="api_processes",
@@ -63,18 +63,18 @@ LEDGER: tuple[MetricSpec, ...] = (
     of_ledger(
         name="api_processes_lost",
         help="API processes that were gone without a last report.",
-        values=lambda facts: (facts.num_lost_processes,),
+        value=lambda facts: facts.num_lost_processes,
     ),
     of_ledger(
         name="queue_tokens",
         kind="gauge",
         help="Tokens of the prompts that wait for their first token.",
-        values=lambda facts: (facts.num_queued_tokens,),
+        value=lambda facts: facts.num_queued_tokens,
     ),
     of_ledger(
         name="delivered_tokens",
         help="Tokens that became part of an answer: generation = delivered + discarded.",
-        values=lambda facts: (facts.ledger.num_delivered_tokens,),
+        value=lambda facts: facts.ledger.num_delivered_tokens,
     ),
     of_ledger(
         name="discarded_tokens",
@@ -86,28 +86,28 @@ LEDGER: tuple[MetricSpec, ...] = (
     of_ledger(
         name="late_tokens",
         help="Tokens that came for requests which had ended; in no other count.",
-        values=lambda facts: (facts.ledger.num_late_tokens,),
+        value=lambda facts: facts.ledger.num_late_tokens,
     ),
     of_ledger(
         name="requests_resumed",
         help="Requests that went on after a restart of the engine core.",
-        values=lambda facts: (facts.core_counts.get("resumed_requests", 0),),
+        value=lambda facts: facts.core_counts.get("resumed_requests", 0),
     ),
     of_ledger(
         name="requests_poisoned",
         help="Requests failed alone because they kept ending the engine core.",
-        values=lambda facts: (facts.core_counts.get("poisoned_requests", 0),),
+        value=lambda facts: facts.core_counts.get("poisoned_requests", 0),
     ),
     of_ledger(
         name="restart_recomputed_tokens",
         help="Tokens computed again because the engine core was restarted.",
-        values=lambda facts: (facts.core_counts.get("recomputed_tokens", 0),),
+        value=lambda facts: facts.core_counts.get("recomputed_tokens", 0),
     ),
     of_step(
         name="preemption_recomputed_tokens",
         kind="counter",
         help="Tokens computed again because a request had lost its blocks.",
-        values=lambda stats: (stats.num_recomputed_tokens,),
+        value=lambda stats: stats.num_recomputed_tokens,
         prefix=QUIRE,
     ),
     of_ledger(
@@ -131,13 +131,13 @@ LEDGER: tuple[MetricSpec, ...] = (
         name="engine_ready",
         kind="gauge",
         help="1 if a request would be worked on now; 0 while the engine core is being started again.",
-        values=lambda facts: (float(facts.is_core_ready),),
+        value=lambda facts: float(facts.is_core_ready),
     ),
     of_ledger(
         name="engine_step_age_seconds",
         kind="gauge",
         help="Since the last step, while there is something to compute; else 0.",
-        values=lambda facts: (facts.step_age_s,),
+        value=lambda facts: facts.step_age_s,
     ),
     of_step(
         name="kv_blocks",
@@ -156,7 +156,7 @@ LEDGER: tuple[MetricSpec, ...] = (
         name="saturation",
         kind="gauge",
         help="How near the engine is to the most it can do, in [0, 1], whatever the shape of the requests.",
-        values=lambda facts: (facts.saturation.value,),
+        value=lambda facts: facts.saturation.value,
     ),
     of_ledger(
         name="saturation_by_resource",
@@ -170,7 +170,7 @@ LEDGER: tuple[MetricSpec, ...] = (
         name="saturation_limit_tokens_per_second",
         kind="gauge",
         help="Prompt and output tokens per second at which compute is used up, in the present mix, as measured.",
-        values=lambda facts: (facts.saturation.limit_tokens_per_s,),
+        value=lambda facts: facts.saturation.limit_tokens_per_s,
     ),
     of_ledger(
         name="lora_requests",
@@ -202,7 +202,7 @@ HTTP: tuple[MetricSpec, ...] = (
         name="http_request_duration_highr_seconds",
         kind="histogram",
         help="The same in finer buckets, without labels.",
-        values=lambda done: (done.duration_s,),
+        value=lambda done: done.duration_s,
         family="http_highr",
     ),
     of_exchange(

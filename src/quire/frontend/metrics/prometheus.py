@@ -80,10 +80,15 @@ class PrometheusStatLogger(StatLogger):
         store = self._store
         if scheduler_stats is not None:
             store.record(scheduler_stats, engine_index)
+            store.record_all(scheduler_stats.kv_cache_eviction_events, engine_index)
+            if scheduler_stats.spec_decoding_stats is not None:
+                store.record(scheduler_stats.spec_decoding_stats, engine_index)
         if iteration_stats is not None:
             store.record(iteration_stats, engine_index)
-            for finished in iteration_stats.finished_requests:
-                store.record(finished, engine_index)
+            store.record_all(iteration_stats.first_tokens, engine_index)
+            store.record_all(iteration_stats.finished_requests, engine_index)
+            if iteration_stats.num_prompt_tokens:
+                store.record(iteration_stats.prompt_tokens, engine_index)
 
     def record_operation(self, operation: ControlOperation) -> None:
         self._store.record(operation)

@@ -15,6 +15,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 
@@ -73,12 +74,13 @@ class _Size:
     last_ts: float = 0.0
 
 
-def _parts(num_outputs: float, num_prompt_tokens: float) -> list[float]:
+@lru_cache(maxsize=64)  # a step is mostly like the one before
+def _parts(num_outputs: float, num_prompt_tokens: float) -> tuple[float, ...]:
     """What a step's time is a sum of. Rows count several times: the first ones, which have to wait for the weights, may
     cost more than the later ones, and many may cost more than a few, once the caches are full."""
     first = [min(num_outputs, few) for few in _FEW]
     later = [max(num_outputs - few, 0.0) for few in _FEW]
-    return [1.0, num_outputs, *first, *later, 1.0 if num_prompt_tokens else 0.0, num_prompt_tokens]
+    return (1.0, num_outputs, *first, *later, 1.0 if num_prompt_tokens else 0.0, num_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,10 @@ class StepCosts:
 
     def add(self, timestamp: float, num_outputs: int, num_prompt_tokens: int, duration_s: float) -> None:
         """One more step, which ended at `timestamp`."""
-        size = self._sizes.setdefault((num_outputs.bit_length(), num_prompt_tokens.bit_length()), _Size())
+        key = num_outputs.bit_length(), num_prompt_tokens.bit_length()
+        size = self._sizes.get(key)
+        if size is None:
+            size = self._sizes[key] = _Size()
         keep = 1.0 - 1.0 / STEPS_REMEMBERED
         size.weight = size.weight * keep + 1.0
         size.outputs = size.outputs * keep + num_outputs

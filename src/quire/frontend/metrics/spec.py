@@ -10,8 +10,8 @@ from typing import Any
 from quire.frontend.metrics.exchange import HttpExchange
 from quire.frontend.metrics.facts import FrontendFacts
 from quire.frontend.metrics.snapshot import Kind
-from quire.frontend.metrics.stats import FinishedRequestStats, IterationStats, RequestOwner
-from quire.wire.stats import SchedulerStats
+from quire.frontend.metrics.stats import FinishedRequestStats, IterationStats
+from quire.wire.stats import KVCacheEvictionEvent, PrefillStats, SchedulerStats, SpecDecodingStats
 
 VLLM = "vllm:"
 QUIRE = "quire_"
@@ -32,20 +32,27 @@ LAZY = frozenset({SPEC_DECODE, LORA})
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSpec:
-    """A row. `source` is the event its value is read from, by `values` or, where it has labels, by `samples`.
+    """A row. `source` is the event it is read from, in one of four ways; a row that has none is always 0.
 
     A counter adds what is read and a histogram observes it, at each event. A gauge, and a counter with `is_total`, is
-    what the last event says. `SchedulerStats` come once per step; `IterationStats` for each batch of outputs;
-    `FrontendFacts` are made for each snapshot, of several processes together (`facts.merge_facts`). A gauge of another
-    source must speak of the engine core, which all processes share.
+    what the last event says. `SchedulerStats` come once per step; `IterationStats` for each batch of outputs; what they
+    hold of its own kind (`PrefillStats`, `FinishedRequestStats`) is an event, too, if there is any. `FrontendFacts` are
+    made for each snapshot, of several processes together (`facts.merge_facts`). A gauge of another source must speak
+    of the engine core, which all processes share.
     """
 
     name: str
     kind: Kind
     help: str
     source: type
+    value: Callable[[Any], float | None] | None = None
+    """One, or none."""
     values: Callable[[Any], Sequence[float]] | None = None
+    """Any number."""
+    counted: Callable[[Any], Mapping[float, int]] | None = None
+    """Any number, with how often each is there."""
     samples: Callable[[Any], Iterable[Sample]] | None = None
+    """Any number, with labels."""
     prefix: str = VLLM
     base_labels: tuple[str, ...] = ENGINE_LABELS
     labels: tuple[str, ...] = ()
@@ -53,10 +60,15 @@ class MetricSpec:
     """Label values whose series are there from the start."""
     family: str = ""
     """Of its buckets (`buckets.FAMILIES`)."""
-    owners: Callable[[Any], Iterable[RequestOwner | None]] | None = None
-    """Whose the values are, for exemplars."""
+    has_owners: bool = False
+    """Events have an `owner`, whose the value is: for exemplars."""
     is_total: bool = False
     condition: Condition = ""
+
+    @property
+    def is_zero(self) -> bool:
+        """There is nothing to be read."""
+        return self.value is None and self.values is None and self.counted is None and self.samples is None
 
     @property
     def full_name(self) -> str:
@@ -80,7 +92,10 @@ class InfoSpec:
 
 of_step = partial(MetricSpec, source=SchedulerStats)
 of_outputs = partial(MetricSpec, source=IterationStats)
-of_finished = partial(MetricSpec, source=FinishedRequestStats, kind="histogram", owners=lambda f: (f.owner,))
+of_prefills = partial(MetricSpec, source=PrefillStats)
+of_drafts = partial(MetricSpec, source=SpecDecodingStats)
+of_evictions = partial(MetricSpec, source=KVCacheEvictionEvent)
+of_finished = partial(MetricSpec, source=FinishedRequestStats, kind="histogram", has_owners=True)
 of_facts = partial(MetricSpec, source=FrontendFacts)
 of_ledger = partial(
     MetricSpec, source=FrontendFacts, kind="counter", prefix=QUIRE, base_labels=MODEL_LABEL, is_total=True
@@ -94,7 +109,3 @@ def each(values: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 def labelled(counts: Mapping[str, float]) -> list[Sample]:
     return [((label,), value) for label, value in counts.items()]
-
-
-def some(value: float | None) -> tuple[float, ...]:
-    return () if value is None else (value,)

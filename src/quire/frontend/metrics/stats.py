@@ -11,34 +11,42 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quire.outputs import RequestStateStats
 from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 from quire.wire.stats import BaseCacheStats, PrefillStats
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOwner:
+class RequestOwner(msgspec.Struct, frozen=True, gc=False):
     """Whose an observation is: what leads from a slow bucket to its request."""
 
     request_id: str
     """The user's."""
-    trace_id: str | None = None
-    labels: dict[str, str] = field(init=False, repr=False, compare=False)
-    """Of an exemplar: the trace first, which is never cut."""
+    trace_headers: Mapping[str, str] | None = None
+    """Of the W3C trace context, if the request came with one."""
 
-    def __post_init__(self) -> None:
+    @property
+    def trace_id(self) -> str | None:
+        """If the headers name one."""
+        parts = (self.trace_headers or {}).get("traceparent", "").split("-")
+        return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of an exemplar: the trace first, which is never cut."""
         trace = {} if self.trace_id is None else {"trace_id": self.trace_id}
-        object.__setattr__(self, "labels", {**trace, "request_id": self.request_id})
-
-    @classmethod
-    def of(cls, request_id: str, trace_headers: Mapping[str, str] | None) -> RequestOwner:
-        """`trace_headers` are those of the W3C trace context, if the request came with one."""
-        parts = (trace_headers or {}).get("traceparent", "").split("-")
-        return cls(request_id, parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None)
+        return {**trace, "request_id": self.request_id}
 
 
-@dataclass(slots=True, kw_only=True)
-class FinishedRequestStats:
+class FirstToken(msgspec.Struct, frozen=True, gc=False):
+    """A request's first token came `latency` seconds after the request."""
+
+    latency: float
+    owner: RequestOwner | None = None
+
+
+class FinishedRequestStats(msgspec.Struct, kw_only=True, gc=False):
     """One finished request (checklist S0-ST-010); seconds. A stage it never reached has no duration: None."""
 
     request_id: str
@@ -69,20 +77,24 @@ class IterationStats:
     """Of the prefills completed in this iteration, by source."""
     num_preempted_reqs: int = 0
     num_corrupted_reqs: int = 0
-    time_to_first_tokens: list[float] = field(default_factory=list)
-    inter_token_latencies: list[float] = field(default_factory=list)
+    first_tokens: list[FirstToken] = field(default_factory=list)
+    inter_token_latencies: dict[float, int] = field(default_factory=dict)
+    """From one output of a request to its next, and how many had it: requests of the same steps wait as long."""
     finished_requests: list[FinishedRequestStats] = field(default_factory=list)
     max_num_generation_tokens: list[int] = field(default_factory=list)
     """Per finished user request: its longest output."""
     n_params: list[int] = field(default_factory=list)
     """Per finished user request: the `n` it asked for."""
-    first_token_owners: list[RequestOwner | None] = field(default_factory=list)
-    """Whose `time_to_first_tokens` are."""
 
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens of the prefills completed in this iteration, cached ones among them."""
         return self.prompt_tokens.num_prompt_tokens
+
+    @property
+    def time_to_first_tokens(self) -> list[float]:
+        """Of the requests whose first token came in this iteration."""
+        return [first.latency for first in self.first_tokens]
 
     def _time_since(self, start: float) -> float:
         """Wall seconds from `start` to this iteration; 0 should the wall clock have been set back."""
@@ -122,23 +134,22 @@ class IterationStats:
             self._add_prompt_tokens(output.prefill_stats, num_context_tokens)
             stats.first_token_ts = stats.last_token_ts = engine_timestamp
         num_tokens = len(output.new_token_ids)
-        if num_tokens and not is_prefilling:
-            self.add_tokens(num_tokens, engine_timestamp, stats)
-        elif num_tokens:
-            self.num_generation_tokens += num_tokens
-            stats.num_generation_tokens += num_tokens
-            self._add_prompt_tokens(output.prefill_stats, num_context_tokens)
-            stats.first_token_latency = self._time_since(stats.arrival_time)
-            self.time_to_first_tokens.append(stats.first_token_latency)
-            self.first_token_owners.append(owner)
-            stats.first_token_ts = stats.last_token_ts = engine_timestamp
-
-    def add_tokens(self, num_tokens: int, engine_timestamp: float, stats: RequestStateStats) -> None:
-        """Tokens of a request that are not its first: what nearly every output is, and nothing else."""
+        if not num_tokens:
+            return
         self.num_generation_tokens += num_tokens
         stats.num_generation_tokens += num_tokens
-        self.inter_token_latencies.append(engine_timestamp - stats.last_token_ts)
+        if not is_prefilling:
+            self.add_waits(engine_timestamp - stats.last_token_ts, 1)
+        else:
+            self._add_prompt_tokens(output.prefill_stats, num_context_tokens)
+            stats.first_token_latency = self._time_since(stats.arrival_time)
+            self.first_tokens.append(FirstToken(stats.first_token_latency, owner))
+            stats.first_token_ts = engine_timestamp
         stats.last_token_ts = engine_timestamp
+
+    def add_waits(self, wait: float, number: int) -> None:
+        """`number` outputs came `wait` seconds after those of their requests before."""
+        self.inter_token_latencies[wait] = self.inter_token_latencies.get(wait, 0) + number
 
     def _add_prompt_tokens(self, new: PrefillStats | None, num_context_tokens: int) -> None:
         if new is not None:

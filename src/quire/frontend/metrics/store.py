@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
-from itertools import zip_longest
+from typing import Any
 
 import msgspec
 
@@ -18,10 +17,6 @@ from quire.frontend.metrics.spec import Condition, InfoSpec, MetricSpec, Sample
 
 MAX_SERIES = 1000
 """Per metric. Labels come from tables, so this is never reached; should it be, what is new is left out."""
-
-
-FEW = 8
-"""Values that are put into their buckets one by one; of more, equal ones are counted first."""
 
 
 class MetricsStore:
@@ -50,7 +45,8 @@ class MetricsStore:
         ]
         self._by_source: dict[type, list[CountedRow]] = {}
         for row in self.rows:
-            self._by_source.setdefault(row.spec.source, []).append(row)
+            if not row.spec.is_zero:
+                self._by_source.setdefault(row.spec.source, []).append(row)
         self._infos: dict[str, Family] = {}
 
     def add_info(self, spec: InfoSpec, labels: Mapping[str, str]) -> None:
@@ -60,8 +56,13 @@ class MetricsStore:
 
     def record(self, event: object, engine_index: int = 0) -> None:
         """Count one event."""
-        for row in self._by_source.get(type(event), ()):
-            row.record(event, engine_index)
+        self.record_all((event,), engine_index)
+
+    def record_all(self, events: Sequence[object], engine_index: int = 0) -> None:
+        """Count events of one kind."""
+        if events:
+            for row in self._by_source.get(type(events[0]), ()):
+                row.record_all(events, engine_index)
 
     def snapshot(self) -> MetricsSnapshot:
         """Everything as it is now."""
@@ -103,6 +104,7 @@ class CountedRow(ABC):
         self._clock = clock
         self._engines = engines if "engine" in spec.base_labels or not engines else (0,)
         self._is_hidden = not engines
+        self._is_per_engine = "engine" in spec.base_labels
         self._base: dict[int, tuple[str, ...]] = {
             engine: tuple(str(engine) if name == "engine" else base[name] for name in spec.base_labels)
             for engine in {*engines, 0}
@@ -124,7 +126,7 @@ class CountedRow(ABC):
 
     def find(self, engine_index: int, labels: tuple[str, ...]) -> Series:
         """The series of one engine and these values of the row's own labels, made if there is none yet."""
-        engine_index = engine_index if "engine" in self.spec.base_labels else 0
+        engine_index = engine_index if self._is_per_engine else 0
         series = self._series.get((engine_index, labels))
         if series is None:
             base = self._base.get(engine_index)
@@ -148,8 +150,8 @@ class CountedRow(ABC):
                 return 0
 
     @abstractmethod
-    def record(self, event: object, engine_index: int) -> None:
-        """Take in one event of the row's source."""
+    def record_all(self, events: Sequence[object], engine_index: int) -> None:
+        """Take in events, one at least, of the row's source."""
 
     def family(self) -> Family | None:
         """What was counted, itself; None if the row is hidden and nothing was."""
@@ -166,22 +168,28 @@ class CountedRow(ABC):
         spec = self.spec
         if spec.samples is not None:
             return spec.samples(event)
-        assert spec.values is not None  # a row has one of the two
+        if spec.value is not None:
+            value = spec.value(event)
+            return [] if value is None else [((), value)]
+        assert spec.values is not None  # counted values are a histogram's
         return [((), value) for value in spec.values(event)]
 
 
 class _CounterRow(CountedRow):
     """Adds what each event brings."""
 
-    def record(self, event: object, engine_index: int) -> None:
-        if self.spec.values is not None:
-            for value in self.spec.values(event):
-                if value:
-                    self.changes += 1
-                    self.find(engine_index, ()).value += value
-            return
-        self.changes += 1
-        for labels, value in self._read(event):
+    def record_all(self, events: Sequence[object], engine_index: int) -> None:
+        read = self.spec.value
+        if read is None:
+            counts: dict[tuple[str, ...], float] = {}
+            for event in events:
+                for labels, value in self._read(event):
+                    counts[labels] = counts.get(labels, 0) + value
+        else:
+            value = sum([read(event) or 0 for event in events])
+            counts = {(): value} if value else {}
+        for labels, value in counts.items():
+            self.changes += 1
             self.find(engine_index, labels).value += value
 
 
@@ -190,8 +198,8 @@ class _FactRow(CountedRow):
 
     _samples: list[tuple[int, list[Sample]]] | None = None
 
-    def record(self, event: object, engine_index: int) -> None:
-        found = list(self._read(event))
+    def record_all(self, events: Sequence[object], engine_index: int) -> None:
+        found = list(self._read(events[-1]))
         samples = [(engine, found) for engine in self._engines or (0,)]
         if samples == self._samples:
             return
@@ -222,9 +230,9 @@ class _GaugeRow(CountedRow):
         self._last: dict[int, tuple[object, float]] = {}
         super().__init__(spec, base, bounds, engines, clock)
 
-    def record(self, event: object, engine_index: int) -> None:
+    def record_all(self, events: Sequence[object], engine_index: int) -> None:
         self.changes += 1
-        self._last[engine_index] = event, self._clock()
+        self._last[engine_index] = events[-1], self._clock()
 
     def _get_series(self) -> Collection[Series]:
         if len(self._series) > len(self._engines) * len(self._known):
@@ -239,46 +247,46 @@ class _GaugeRow(CountedRow):
 class _HistogramRow(CountedRow):
     """Observes what each event brings; remembers whose the latest observation of each bucket was."""
 
-    @cached_property
-    def _plain(self) -> dict[int, Series]:
-        """The series without labels of its own, by engine."""
-        return {engine: series for (engine, labels), series in self._series.items() if not labels}
-
-    def record(self, event: object, engine_index: int) -> None:
+    def record_all(self, events: Sequence[object], engine_index: int) -> None:
         spec = self.spec
-        if spec.values is None:
-            self.changes += 1
-            for labels, value in self._read(event):
-                self._observe(self.find(engine_index, labels), value)
-            return
-        values = spec.values(event)
-        if not values:
-            return
-        self.changes += 1
-        series = self._plain.get(engine_index) or self.find(engine_index, ())
-        if spec.owners is None:
-            bounds, counts = self._bounds, series.counts
-            if len(values) < FEW:
-                for value in values:
-                    counts[bisect_left(bounds, value)] += 1
-                    series.value += value
-                return
-            for value, number in Counter(values).items():  # requests that take part in the same steps wait as long
-                counts[bisect_left(bounds, value)] += number
-                series.value += value * number
-            return
-        for value, owner in zip_longest(values, spec.owners(event)):
-            bucket = bisect_left(self._bounds, value)
-            series.counts[bucket] += 1
-            series.value += value
-            if owner is not None:
-                series.exemplars[bucket] = Exemplar(value, self._clock(), owner.labels)
+        if spec.value is not None:
+            self._observe_each(events, spec.value, self.find(engine_index, ()))
+        elif spec.counted is not None:
+            for event in events:
+                self._observe(self.find(engine_index, ()), spec.counted(event))
+        elif spec.values is not None:
+            for event in events:
+                if values := spec.values(event):
+                    self._observe(self.find(engine_index, ()), Counter(values))
+        else:
+            for event in events:
+                for labels, value in self._read(event):
+                    self._observe(self.find(engine_index, labels), {value: 1})
 
-    def _observe(self, series: Series, value: float) -> int:
-        bucket = bisect_left(self._bounds, value) if self.spec.kind == "histogram" else 0
-        series.counts[bucket] += 1
-        series.value += value
-        return bucket
+    def _observe(self, series: Series, values: Mapping[float, int]) -> None:
+        for value, number in values.items():
+            self.changes += 1
+            series.counts[bisect_left(self._bounds, value)] += number
+            series.value += value * number
+
+    def _observe_each(self, events: Sequence[Any], read: Callable[[Any], float | None], series: Series) -> None:
+        """The same for events with one value: a hundred requests may end in one step."""
+        bounds, counts = self._bounds, series.counts
+        latest: dict[int, tuple[float, Any]] = {}
+        total = 0.0
+        for event in events:
+            value = read(event)
+            if value is not None:
+                bucket = bisect_left(bounds, value)
+                counts[bucket] += 1
+                total += value
+                latest[bucket] = value, event
+        series.value += total
+        self.changes += bool(latest)
+        if self.spec.has_owners:
+            for bucket, (value, event) in latest.items():
+                if event.owner is not None:
+                    series.exemplars[bucket] = Exemplar(value, self._clock(), event.owner.labels)
 
 
 _ROWS: dict[str, type[CountedRow]] = {

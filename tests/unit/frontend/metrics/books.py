@@ -7,7 +7,7 @@ from quire.frontend.metrics.ledger import Receipt, RequestLedger
 from quire.frontend.metrics.prometheus import MetricsSetup, PrometheusStatLogger
 from quire.frontend.metrics.report import ProcessReport
 from quire.frontend.metrics.snapshot import Family, MetricsSnapshot, Series
-from quire.frontend.metrics.stats import FinishedRequestStats, IterationStats, RequestOwner
+from quire.frontend.metrics.stats import FinishedRequestStats, FirstToken, IterationStats, RequestOwner
 from quire.wire.engine_core import FinishReason
 from quire.wire.stats import PrefillStats, SchedulerStats
 
@@ -43,9 +43,9 @@ class Books:
             return
         stats = IterationStats(self.now, num_generation_tokens=1)
         if self._tokens[0]:
-            stats.inter_token_latencies.append(0.25)
+            stats.add_waits(0.25, 1)
         else:
-            stats.time_to_first_tokens.append(0.5)
+            stats.first_tokens.append(FirstToken(0.5))
             stats.prompt_tokens = PrefillStats(4, 3, 1)
         self._tokens[0] += 1
         self.ledger.num_delivered_tokens += 1

@@ -94,7 +94,10 @@ def test_rows_are_complete() -> None:
 
 
 def check_row(spec: MetricSpec) -> None:
-    assert (spec.values is None) != (spec.samples is None), spec.name
+    ways = [way is not None for way in (spec.value, spec.values, spec.counted, spec.samples)]
+    assert sum(ways) == (0 if spec.is_zero else 1), spec.name
+    assert not spec.is_zero or "lways 0." in spec.help, spec.name
+    assert spec.counted is None or spec.kind == "histogram", spec.name
     assert (spec.samples is not None) == bool(spec.labels), spec.name
     assert spec.help.endswith("."), spec.name
     assert (spec.kind == "histogram") == bool(spec.family), spec.name

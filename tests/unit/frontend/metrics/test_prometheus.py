@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.frontend.metrics.exchange import HttpExchange
@@ -14,7 +14,7 @@ from quire.frontend.metrics.operations import ControlOperation, ControlOperation
 from quire.frontend.metrics.prometheus import MetricsSetup, PrometheusStatLogger
 from quire.frontend.metrics.saturation import Saturation
 from quire.frontend.metrics.snapshot import MetricsSnapshot
-from quire.frontend.metrics.stats import FinishedRequestStats, IterationStats, RequestOwner
+from quire.frontend.metrics.stats import FinishedRequestStats, FirstToken, IterationStats, RequestOwner
 from quire.wire.engine_core import FinishReason
 from quire.wire.stats import (
     KVCacheEvictionEvent,
@@ -68,8 +68,8 @@ def test_a_step_is_counted() -> None:
                 num_generation_tokens=3,
                 prompt_tokens=PrefillStats(num_prompt_tokens=5, num_computed_tokens=3, num_local_cached_tokens=2),
                 num_preempted_reqs=1,
-                time_to_first_tokens=[0.5],
-                inter_token_latencies=[0.02, 0.2],
+                first_tokens=[FirstToken(0.5)],
+                inter_token_latencies={0.02: 1, 0.2: 1},
                 finished_requests=[FINISHED],
                 max_num_generation_tokens=[3],
                 n_params=[1],
@@ -113,7 +113,7 @@ def test_a_step_is_counted() -> None:
 
 def test_a_value_on_a_bound_is_within_it() -> None:
     logger = make()
-    logger.record(None, IterationStats(time_to_first_tokens=[0.001, 0.0010001, 9999.0]))
+    logger.record(None, IterationStats(first_tokens=[FirstToken(t) for t in (0.001, 0.0010001, 9999.0)]))
     counts = logger.snapshot().find("vllm:time_to_first_token_seconds").series[0].counts
     assert (counts[0], counts[1], counts[-1]) == (1, 1, 1)
 
@@ -121,7 +121,7 @@ def test_a_value_on_a_bound_is_within_it() -> None:
 def test_a_stage_that_was_not_reached_is_not_observed() -> None:
     logger = make()
     stages = ("queued_time", "prefill_time", "decode_time", "inference_time", "max_tokens_param")
-    never_ran = dataclasses.replace(FINISHED, **dict.fromkeys(stages))
+    never_ran = msgspec.structs.replace(FINISHED, **dict.fromkeys(stages))
     logger.record(None, IterationStats(finished_requests=[never_ran]))
     seen = logger.snapshot()
     for stage in ("queue", "prefill", "decode", "inference"):
@@ -176,10 +176,10 @@ def test_drafts_show_themselves_when_there_are_any() -> None:
 
 def test_a_slow_bucket_leads_to_its_request() -> None:
     logger = make(clock=lambda: 1700000000.25)
-    owner = RequestOwner.of("chat-1", {"traceparent": "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"})
-    logger.record(None, IterationStats(time_to_first_tokens=[3.0], first_token_owners=[owner]))
+    owner = RequestOwner("chat-1", {"traceparent": "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"})
+    logger.record(None, IterationStats(first_tokens=[FirstToken(3.0, owner)]))
     logger.record(
-        None, IterationStats(finished_requests=[dataclasses.replace(FINISHED, owner=RequestOwner("y" * 500))])
+        None, IterationStats(finished_requests=[msgspec.structs.replace(FINISHED, owner=RequestOwner("y" * 500))])
     )
     text = logger.exposition("openmetrics")
     expected = f'le="5.0"}} 1.0 # {{trace_id="{"ab" * 16}",request_id="chat-1"}} 3.0 1700000000.250'
@@ -190,7 +190,8 @@ def test_a_slow_bucket_leads_to_its_request() -> None:
 
 @pytest.mark.parametrize("headers", [None, {}, {"traceparent": "junk"}, {"traceparent": "00-short-1-1"}])
 def test_a_request_without_a_trace(headers: dict[str, str] | None) -> None:
-    assert RequestOwner.of("a", headers) == RequestOwner("a")
+    owner = RequestOwner("a", headers)
+    assert (owner.trace_id, owner.labels) == (None, {"request_id": "a"})
 
 
 # -- what is true now ------------------------------------------------------------------------------------------------

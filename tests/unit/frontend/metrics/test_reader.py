@@ -12,7 +12,7 @@ def test_every_kind() -> None:
     spec.record(2, 1)
     logger.record(
         SchedulerStats(num_running_reqs=2, spec_decoding_stats=spec),
-        IterationStats(num_generation_tokens=5, inter_token_latencies=[0.02, 0.7]),
+        IterationStats(num_generation_tokens=5, inter_token_latencies={0.02: 1, 0.7: 1}),
     )
     labels = {"model_name": "m", "engine": "0"}
     metrics = {metric.name: metric for metric in read_metrics(logger.snapshot())}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -17,7 +19,7 @@ def snapshot(tokens: int, latencies: list[float], running: int, stamp: float) ->
     logger = PrometheusStatLogger(MetricsSetup(model_name="m"), clock=lambda: stamp)
     logger.record(
         SchedulerStats(num_running_reqs=running),
-        IterationStats(num_generation_tokens=tokens, inter_token_latencies=latencies),
+        IterationStats(num_generation_tokens=tokens, inter_token_latencies=Counter(latencies)),
     )
     return logger.snapshot()
 

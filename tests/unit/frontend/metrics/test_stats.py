@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.frontend.metrics.stats import CachingMetrics, IterationStats
+from quire.frontend.metrics.stats import CachingMetrics, FirstToken, IterationStats
 from quire.outputs import RequestStateStats
 from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 from quire.wire.stats import PrefillStats, PrefixCacheStats
@@ -38,18 +38,18 @@ def test_life_of_a_request() -> None:
     first.update_from_output(output(1, (QUEUED, 50.0), (SCHEDULED, 52.0), prefill_stats=prefill), 55.0, True, stats)
     assert (first.num_prompt_tokens, first.num_generation_tokens) == (10, 1)
     assert (first.prompt_tokens.num_computed_tokens, first.prompt_tokens.num_local_cached_tokens) == (6, 4)
-    assert first.time_to_first_tokens == [5.5]  # wall clock
-    assert first.inter_token_latencies == []
+    assert first.first_tokens == [FirstToken(5.5)]  # wall clock
+    assert first.inter_token_latencies == {}
     assert stats.first_token_latency == 5.5
     assert (stats.queued_ts, stats.scheduled_ts, stats.first_token_ts, stats.last_token_ts) == (50.0, 52.0, 55.0, 55.0)
 
     second = IterationStats(iteration_timestamp=1006.5)
     second.update_from_output(output(1), 56.0, False, stats)
-    assert second.inter_token_latencies == [1.0]  # engine clock
+    assert second.inter_token_latencies == {1.0: 1}  # engine clock
 
     third = IterationStats(iteration_timestamp=1009.75)
     third.update_from_output(output(2), 59.0, False, stats)
-    assert third.inter_token_latencies == [3.0]  # one sample per output, not per token
+    assert third.inter_token_latencies == {3.0: 1}  # one sample per output, not per token
     assert (third.num_generation_tokens, third.num_prompt_tokens) == (2, 0)
     assert (stats.num_generation_tokens, stats.last_token_ts) == (4, 59.0)
 
@@ -72,7 +72,7 @@ def test_a_preemption_keeps_the_first_scheduled_stamp() -> None:
     iteration.update_from_output(output(1, (QUEUED, 1.0), (SCHEDULED, 2.0)), 3.0, True, stats)
     iteration.update_from_output(output(1, (PREEMPTED, 4.0), (SCHEDULED, 9.0)), 10.0, False, stats)
     assert (stats.scheduled_ts, stats.num_preemptions, iteration.num_preempted_reqs) == (2.0, 1, 1)
-    assert iteration.inter_token_latencies == [7.0]  # a preemption while decoding shows in the gap between tokens
+    assert iteration.inter_token_latencies == {7.0: 1}  # a preemption while decoding shows in the gap between tokens
     finish(iteration, stats)
     assert iteration.finished_requests[0].inference_time == 8.0
     assert iteration.finished_requests[0].num_preemptions == 1
