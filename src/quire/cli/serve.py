@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import logging
 import os
 import re
@@ -144,14 +143,6 @@ async def serve_until_told_to_end(
 ) -> None:
     """The server's life, for `run`. `tell` is called when it serves."""
     state = make_state()
-
-    def note_ready() -> None:
-        gc.freeze()  # start-up's objects stay: walking them would stop the loop for 30 to 65 ms now and then
-        tell()
-
     run_server = resolve("quire.frontend.openai.server:serve")
-    try:
-        await run_server(state, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=note_ready)
-    finally:
-        gc.unfreeze()
+    await run_server(state, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=tell)
     state.renderer.close()

@@ -203,18 +203,18 @@ class OutputProcessor:
                 self._ledger.num_late_tokens += len(output.new_token_ids)
                 continue
             try:
-                if iteration_stats is not None and (stats := state.stats) is not None:
+                if iteration_stats is not None:
                     if state.is_prefilling or output.events or output.num_nans_in_logits:
-                        _count_output(state, stats, output, engine_timestamp, iteration_stats)
-                    elif new_token_ids := output.new_token_ids:  # nearly every output: here, and as little as can be
-                        num_tokens += len(new_token_ids)
-                        stats.num_generation_tokens += len(new_token_ids)
-                        if stats.last_token_ts != last_token_ts:  # else it waited as long as the request before it
+                        _count_output(state, output, engine_timestamp, iteration_stats)
+                    elif num_new := len(output.new_token_ids):  # nearly every output: here, and as little as can be
+                        num_tokens += num_new
+                        state.num_generation_tokens += num_new
+                        if state.last_token_ts != last_token_ts:  # else it waited as long as the request before it
                             if num_waits:
                                 iteration_stats.add_waits(engine_timestamp - last_token_ts, num_waits)
-                            last_token_ts, num_waits = stats.last_token_ts, 0
+                            last_token_ts, num_waits = state.last_token_ts, 0
                         num_waits += 1
-                        stats.last_token_ts = engine_timestamp
+                        state.last_token_ts = engine_timestamp
                 self._process_output(state, output, iteration_stats, result)
             except Exception as e:  # a fault in one request's text must not cost the others theirs
                 logger.exception("an output of request %s cannot be processed; it ends with an error", state.request_id)
@@ -332,8 +332,8 @@ class OutputProcessor:
             parent.child_requests.discard(state.request_id)
             if not parent.child_requests:
                 self.parent_requests.pop(parent.request_id, None)
-        if iteration_stats is not None and state.stats is not None:
-            _record_finished(state, state.stats, finish_reason, iteration_stats)
+        if iteration_stats is not None and (stats := state.stats) is not None:
+            _record_finished(state, stats, finish_reason, iteration_stats)
         if self._tracer is not None:
             self._tracer.note_finished(state, finish_reason, None if error is None else type(error).__name__)
 
@@ -345,24 +345,23 @@ class OutputProcessor:
         if session is None or finish_reason is None:
             raise ValueError(f"an end of a segment came for request {state.request_id}, which is no session")
         session.is_answered = True
-        if iteration_stats is not None and state.stats is not None:
-            _close_books(state, state.stats, finish_reason, iteration_stats)
+        if iteration_stats is not None and (stats := state.stats) is not None:
+            _close_books(state, stats, finish_reason, iteration_stats)
             iteration_stats.take_segment(session.stats)
         self._go_on(state, session)
 
 
 def _count_output(
-    state: RequestState,
-    stats: RequestStateStats,
-    output: EngineCoreOutput,
-    engine_timestamp: float,
-    iteration_stats: IterationStats,
+    state: RequestState, output: EngineCoreOutput, engine_timestamp: float, iteration_stats: IterationStats
 ) -> None:
     """An output that is more than a few further tokens."""
-    owner = _owner(state) if state.is_prefilling else None
-    iteration_stats.update_from_output(
-        output, engine_timestamp, state.is_prefilling, stats, state.num_context_tokens, owner
-    )
+    stats = state.stats
+    if stats is not None:
+        owner = _owner(state) if state.is_prefilling else None
+        iteration_stats.update_from_output(
+            output, engine_timestamp, state.is_prefilling, stats, state.num_context_tokens, owner
+        )
+        state.last_token_ts, state.num_generation_tokens = stats.last_token_ts, stats.num_generation_tokens
 
 
 def _close_books(

@@ -52,7 +52,8 @@ class RequestState:
     detokenizer: IncrementalDetokenizer
     logprobs: LogprobsProcessor | None
     """None where no log-probabilities were asked for."""
-    stats: RequestStateStats | None
+    shown_stats: RequestStateStats | None
+    """To be read as `stats`."""
     queue: OutputQueue | None
     place: QueuePlace | None
     stream_interval: int
@@ -65,6 +66,10 @@ class RequestState:
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache; None before the first output."""
     num_sent_tokens: int = 0
+    num_generation_tokens: int = 0
+    """Counted if there are statistics, as the next one."""
+    last_token_ts: float = 0.0
+    """On the core's clock."""
     session: SessionState | None = None
     """Of a streaming-input session; the rest is the state of its present segment."""
     num_context_tokens: int = 0
@@ -99,7 +104,7 @@ class RequestState:
                 else IncrementalDetokenizer.from_params(tokenizer, params, prompt_ids)
             ),
             logprobs=None if params is None else LogprobsProcessor.from_params(tokenizer, params, prompt_ids),
-            stats=RequestStateStats(arrival_time=request.arrival_time) if log_stats else None,
+            shown_stats=RequestStateStats(arrival_time=request.arrival_time) if log_stats else None,
             queue=queue,
             place=place,
             stream_interval=(params.stream_interval if params is not None else None) or stream_interval,
@@ -120,15 +125,24 @@ class RequestState:
             0,
             queue=self.queue,
             place=self.place,
-            log_stats=self.stats is not None,
+            log_stats=self.shown_stats is not None,
             stream_interval=stream_interval,
         )
         session.is_answered = False
         state.session = session
         state.num_context_tokens = state.num_prompt_tokens - len(segment.prompt_token_ids or ())
-        if state.stats is not None and self.stats is not None:
-            state.stats.is_corrupted = self.stats.is_corrupted  # counted once per request
+        if state.shown_stats is not None and self.shown_stats is not None:
+            state.shown_stats.is_corrupted = self.shown_stats.is_corrupted  # counted once per request
         return state
+
+    @property
+    def stats(self) -> RequestStateStats | None:
+        """What its user is shown of its times and counts: always the same object, brought up to date. None where
+        statistics are off."""
+        stats = self.shown_stats
+        if stats is not None:
+            stats.last_token_ts, stats.num_generation_tokens = self.last_token_ts, self.num_generation_tokens
+        return stats
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -133,9 +133,9 @@ class RequestTracer:
         record.finish_reasons.append(str(reason))
         if reason is FinishReason.ERROR:
             record.error = error or record.error or "GenerationError"
-        if state.stats is not None:
-            record.num_output_tokens += state.stats.num_generation_tokens
-            _add_times(record, state.stats)
+        if (stats := state.stats) is not None:
+            record.num_output_tokens += stats.num_generation_tokens
+            _add_times(record, stats)
         return record
 
 

@@ -125,7 +125,8 @@ class FrontendStats:
     @property
     def exporter_failed(self) -> bool:
         """Whether the exporter has raised, and counts nothing any more."""
-        return self.metrics is not None and self.metrics not in self.loggers.loggers
+        metrics = self.metrics
+        return metrics is not None and (metrics.has_failed or metrics not in self.loggers.loggers)
 
     def open_iteration(self) -> IterationStats | None:
         """Where to count what did not come from a step of the core; None if nothing is counted."""

@@ -38,10 +38,25 @@ class MetricsSetup:
     engines: Sequence[int] = (0,)
 
 
+MAX_UNCOUNTED = 128
+"""Reports that are kept to be counted together."""
+
+
+@dataclass(slots=True)
+class _Uncounted:
+    """What was told of one engine and is not in the store yet."""
+
+    steps: list[SchedulerStats] = field(default_factory=list)
+    batches: list[IterationStats] = field(default_factory=list)
+    last_time: float = 0.0
+
+
 class PrometheusStatLogger(StatLogger):
     """Counts everything in the catalog. Belongs to the thread that records; `snapshot` is to be called there, too.
 
-    `get_facts` says what is true now; without it the metrics that are read from there stay at 0.
+    Steps are counted many at a time, and whenever somebody looks: a step of the model empties the caches, and counting
+    one step then takes as long as counting ten more. `get_facts` says what is true now; without it the metrics that are
+    read from there stay at 0.
     """
 
     def __init__(
@@ -51,6 +66,11 @@ class PrometheusStatLogger(StatLogger):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._get_facts = get_facts
+        self._clock = clock
+        self._uncounted: dict[int, _Uncounted] = {}
+        self._counted_time: float | None = None
+        self.has_failed = False
+        """Something was told that could not be counted."""
         hidden = LAZY - setup.conditions
         specs = [spec for spec in METRICS if not spec.condition or spec.condition in setup.conditions | hidden]
         make_store = partial(
@@ -58,7 +78,7 @@ class PrometheusStatLogger(StatLogger):
             base={"model_name": setup.model_name},
             bounds=make_bounds(setup.max_model_len, setup.custom_buckets),
             engines=setup.engines,
-            clock=clock,
+            clock=self._get_time,
             hidden=hidden,
         )
         self._store = make_store(spec for spec in specs if spec.source is not FrontendFacts)
@@ -76,19 +96,46 @@ class PrometheusStatLogger(StatLogger):
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:
-        """Count what a step, or a batch of its outputs, brought."""
-        store = self._store
+        """Count what a step, or a batch of its outputs, brought: now or later, but before anybody looks."""
+        found = self._uncounted.get(engine_index)
+        if found is None:
+            found = self._uncounted[engine_index] = _Uncounted()
         if scheduler_stats is not None:
-            store.record(scheduler_stats, engine_index)
-            store.record_all(scheduler_stats.kv_cache_eviction_events, engine_index)
-            if scheduler_stats.spec_decoding_stats is not None:
-                store.record(scheduler_stats.spec_decoding_stats, engine_index)
+            found.steps.append(scheduler_stats)
         if iteration_stats is not None:
-            store.record(iteration_stats, engine_index)
-            store.record_all(iteration_stats.first_tokens, engine_index)
-            store.record_all(iteration_stats.finished_requests, engine_index)
-            if iteration_stats.num_prompt_tokens:
-                store.record(iteration_stats.prompt_tokens, engine_index)
+            found.batches.append(iteration_stats)
+        found.last_time = self._clock()
+        if len(found.steps) + len(found.batches) >= MAX_UNCOUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        try:
+            for engine_index, found in self._uncounted.items():
+                self._counted_time = found.last_time
+                self._count_engine(engine_index, found.steps, found.batches)
+        except Exception:
+            self.has_failed = True
+            raise
+        finally:
+            self._counted_time = None
+            self._uncounted.clear()
+
+    def _count_engine(
+        self, engine_index: int, steps: Sequence[SchedulerStats], batches: Sequence[IterationStats]
+    ) -> None:
+        kinds: tuple[list[Any], ...] = (
+            [event for step in steps for event in step.kv_cache_eviction_events],
+            [step.spec_decoding_stats for step in steps if step.spec_decoding_stats is not None],
+            [batch.prompt_tokens for batch in batches if batch.num_prompt_tokens],
+            [first for batch in batches for first in batch.first_tokens],
+            [finished for batch in batches for finished in batch.finished_requests],
+        )
+        for events in (steps, batches, *kinds):
+            self._store.record_all(events, engine_index)
+
+    def _get_time(self) -> float:
+        """When what is being counted happened."""
+        return self._clock() if self._counted_time is None else self._counted_time
 
     def record_operation(self, operation: ControlOperation) -> None:
         self._store.record(operation)
@@ -99,10 +146,12 @@ class PrometheusStatLogger(StatLogger):
 
     def snapshot(self) -> MetricsSnapshot:
         """All metrics of this process at this moment."""
+        self._count()
         return self._arrange(self._store.snapshot(), None if self._get_facts is None else self._get_facts())
 
     def exposition(self, format: Format = "text") -> str:
         """The same as text, without OpenMetrics' end mark."""
+        self._count()
         if self._get_facts is not None:
             self._facts.record(self._get_facts())
         return self._live.write(format) + self._exposition.write(self._store.infos, format)
@@ -110,6 +159,7 @@ class PrometheusStatLogger(StatLogger):
     def report(self, process: MetricsSnapshot) -> ProcessReport:
         """The same for others to merge with theirs; `process` is what `ProcessMetrics` say."""
         assert self._get_facts is not None  # FrontendStats gives them
+        self._count()
         return ProcessReport(self._store.snapshot(), self._get_facts(), process)
 
     def write(self, report: ProcessReport, format: Format = "text") -> str:

@@ -109,7 +109,8 @@ class RequestWatch:
 
 
 def _stamps_of(state: RequestState) -> Stamps:
-    return [getattr(state.stats, f"{name}_ts", 0.0) for name in STAMPS]
+    stats = state.stats
+    return [getattr(stats, f"{name}_ts", 0.0) for name in STAMPS]
 
 
 def describe_request(request: RequestSnapshot, stamps: Stamps | None, wall_offset: float) -> dict[str, Any]:

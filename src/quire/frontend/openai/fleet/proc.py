@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -94,7 +93,7 @@ class ApiServer:
                 state,
                 self._listeners(),
                 shutdown_timeout_s=self._lifecycle.shutdown_timeout,
-                on_ready=partial(_note_ready, link),
+                on_ready=partial(link.tell, "ready"),
                 stop=self._stop,
             )
         state.renderer.close()
@@ -144,11 +143,6 @@ class ApiServer:
     async def _handle(self, call: PeerMessage) -> Any:
         assert self._services is not None  # nobody is asked before it has joined
         return await self._services.handle(call)
-
-
-def _note_ready(link: PeerLink) -> None:
-    gc.freeze()  # start-up's objects stay, and need not be walked
-    link.tell("ready")
 
 
 def _now_us() -> int:

@@ -1,0 +1,127 @@
+"""How far off `quire replay` is: `python -m benchmarks.what_if`, with Quire importable.
+
+A load is served and recorded with 16 seats. What it would have been with 48 is predicted, and served again with 48: the
+error is that of the prediction. It is also served again with 16: by as much two runs of one load differ, and no
+prediction can be told to be better than that. Several rounds, one after the other; nothing else may run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FIGURES = {
+    "mean TTFT, ms": ("ttft_ms", "mean"),
+    "median TTFT, ms": ("ttft_ms", "p50"),
+    "mean TPOT, ms": ("tpot_ms", "mean"),
+    "output tokens/s": ("output_tokens_per_s", None),
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests, as `quire bench serve` is asked for them."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+LOADS = (
+    Load("300 requests at once, 32 to 256 in, 16 to 96 out",
+         ("--num-prompts", "300", "--input-len", "32-256", "--output-len", "16-96")),
+    Load("75 a second, 32 to 96 in, 16 to 96 out",
+         ("--num-prompts", "1500", "--request-rate", "75", "--input-len", "32-96", "--output-len", "16-96")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Round:
+    """One figure of one round."""
+
+    recorded: float
+    again: float
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction for other settings."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def spread(self) -> float:
+        """Between two runs with the same settings."""
+        return self.again / self.recorded - 1
+
+
+def run_quire(*args: str) -> str:
+    """What it writes to standard output."""
+    command = [sys.executable, "-m", "quire", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def read(figures: dict[str, Any], name: str) -> float:
+    """One of `FIGURES`."""
+    field, place = FIGURES[name]
+    value: float = figures[field] if place is None else figures[field][place]
+    return value
+
+
+def run_round(model: str, flags: Sequence[str], seats: tuple[int, int]) -> dict[str, Round]:
+    """Record, serve again, predict and serve what was predicted."""
+    few, many = (str(count) for count in seats)
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "recording")
+        run_quire("bench", "serve", model, *flags, "--max-num-seqs", few, "--record", path)
+        same = json.loads(run_quire("replay", path, "--rerun", model, "--json"))
+        other = json.loads(run_quire("replay", path, "--max-num-seqs", many, "--rerun", model, "--json"))
+    if not (same["reproduced"] and other["reproduced"]):
+        raise SystemExit(f"a decision of the recording was not reproduced: {same['first_difference']}")
+    columns = same["recorded"], same["rerun"], other["what_if"], other["rerun"]
+    return {name: Round(*(read(figures, name) for figures in columns)) for name in FIGURES}
+
+
+def make_row(load: Load, name: str, rounds: Sequence[Round]) -> str:
+    """Of the table."""
+    predicted = ", ".join(f"{r.predicted:.4g}" for r in rounds)
+    measured = ", ".join(f"{r.measured:.4g}" for r in rounds)
+    errors = ", ".join(f"{100 * r.error:+.0f}" for r in rounds)
+    spreads = ", ".join(f"{100 * r.spread:+.0f}" for r in rounds)
+    median = statistics.median(abs(r.error) for r in rounds)
+    return f"| {load.name} | {name} | {predicted} | {measured} | {errors} % (median {median:.0%}) | {spreads} % |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seats", type=int, nargs=2, default=(16, 48), help="recorded with, predicted for")
+    parser.add_argument("--num-prompts", type=int, help="requests of each load, instead of 300 and 1500")
+    parser.add_argument("--load", default="", help="only loads whose name holds this")
+    args = parser.parse_args()
+    print("| load | | predicted | served again | error | same settings, served again |", flush=True)
+    print("|---|---|---|---|---|---|")
+    for load in LOADS:
+        if args.load in load.name:
+            count = () if args.num_prompts is None else ("--num-prompts", str(args.num_prompts))
+            flags = (*load.flags, *count)
+            rounds = [
+                run_round(args.model, (*flags, "--seed", str(seed)), tuple(args.seats)) for seed in range(args.rounds)
+            ]
+            for name in FIGURES:
+                print(make_row(load, name, [figures[name] for figures in rounds]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
