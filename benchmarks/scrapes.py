@@ -42,7 +42,7 @@ def measure(model: str, num_processes: int, num_requests: int, rate: float, seco
     """Of one server."""
     flags = [model, "--max-num-seqs", str(num_requests), "--api-server-count", str(num_processes)]
     with own_server(flags) as (url, key):
-        command = [sys.executable, "-m", "quire", "bench", "serve", model, "--url", url, "--api-key", key]
+        command = [sys.executable, "-m", "quire", "bench", "serve", "--model", model, "--url", url, "--api-key", key]
         lengths = ["--input-len", "32", "--output-len", "400"]
         amount = [
             "--num-prompts",

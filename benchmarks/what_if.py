@@ -83,7 +83,7 @@ def run_round(model: str, flags: Sequence[str], seats: tuple[int, int]) -> dict[
     few, many = (str(count) for count in seats)
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "recording")
-        run_quire("bench", "serve", model, *flags, "--max-num-seqs", few, "--record", path)
+        run_quire("bench", "serve", "--model", model, *flags, "--max-num-seqs", few, "--record", path)
         same = json.loads(run_quire("replay", path, "--rerun", model, "--json"))
         other = json.loads(run_quire("replay", path, "--max-num-seqs", many, "--rerun", model, "--json"))
     if not (same["reproduced"] and other["reproduced"]):

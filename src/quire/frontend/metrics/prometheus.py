@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from quire.errors import ServerError
 from quire.frontend.metrics.buckets import make_bounds
 from quire.frontend.metrics.catalog import BUILD_INFO, CACHE_CONFIG_INFO, METRICS
 from quire.frontend.metrics.exchange import HttpExchange
@@ -20,6 +21,7 @@ from quire.frontend.metrics.snapshot import MetricsSnapshot
 from quire.frontend.metrics.spec import LAZY
 from quire.frontend.metrics.stats import IterationStats
 from quire.frontend.metrics.store import MetricsStore
+from quire.logger import init_logger
 from quire.version import __version__
 from quire.wire.stats import SchedulerStats
 
@@ -38,6 +40,9 @@ class MetricsSetup:
     engines: Sequence[int] = (0,)
 
 
+logger = init_logger(__name__)
+
+HAS_FAILED = "the metrics exporter has failed and counts nothing any more; the log says why"
 MAX_UNCOUNTED = 128
 """Reports that are kept to be counted together."""
 
@@ -96,7 +101,10 @@ class PrometheusStatLogger(StatLogger):
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:
-        """Count what a step, or a batch of its outputs, brought: now or later, but before anybody looks."""
+        """Count what a step, or a batch of its outputs, brought: now or later, but before anybody looks.
+
+        Raises ServerError for what cannot be counted, as the methods that look do.
+        """
         found = self._uncounted.get(engine_index)
         if found is None:
             found = self._uncounted[engine_index] = _Uncounted()
@@ -113,9 +121,10 @@ class PrometheusStatLogger(StatLogger):
             for engine_index, found in self._uncounted.items():
                 self._counted_time = found.last_time
                 self._count_engine(engine_index, found.steps, found.batches)
-        except Exception:
+        except Exception as e:
             self.has_failed = True
-            raise
+            logger.exception("what the engine did cannot be counted")
+            raise ServerError(HAS_FAILED) from e
         finally:
             self._counted_time = None
             self._uncounted.clear()

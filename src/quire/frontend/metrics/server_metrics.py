@@ -6,7 +6,7 @@ from quire.errors import NotFoundError, ServerError
 from quire.frontend.metrics.exposition import Format
 from quire.frontend.metrics.frontend_stats import FrontendStats
 from quire.frontend.metrics.process import END_MARK, ProcessMetrics
-from quire.frontend.metrics.prometheus import PrometheusStatLogger
+from quire.frontend.metrics.prometheus import HAS_FAILED, PrometheusStatLogger
 from quire.frontend.metrics.report import ProcessReport, ReportSource
 
 
@@ -36,5 +36,5 @@ class ServerMetrics:
         if self._stats.metrics is None:
             raise NotFoundError("there are no metrics: the server was started with --disable-log-stats")
         if self._stats.exporter_failed:
-            raise ServerError("the metrics exporter has failed and counts nothing any more; the log says why")
+            raise ServerError(HAS_FAILED)
         return self._stats.metrics

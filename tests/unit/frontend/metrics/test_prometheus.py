@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from quire.errors import ServerError
 from quire.frontend.metrics.exchange import HttpExchange
 from quire.frontend.metrics.facts import OTHER_ADAPTERS, AdapterLoad, FrontendFacts
 from quire.frontend.metrics.ledger import RequestLedger
 from quire.frontend.metrics.operations import ControlOperation, ControlOperations
-from quire.frontend.metrics.prometheus import MetricsSetup, PrometheusStatLogger
+from quire.frontend.metrics.prometheus import MAX_UNCOUNTED, MetricsSetup, PrometheusStatLogger
 from quire.frontend.metrics.saturation import Saturation
 from quire.frontend.metrics.snapshot import MetricsSnapshot
 from quire.frontend.metrics.stats import FinishedRequestStats, FirstToken, IterationStats, RequestOwner
@@ -172,6 +176,64 @@ def test_drafts_show_themselves_when_there_are_any() -> None:
     assert seen.value("vllm:spec_decode_num_draft_tokens") == 6
     assert seen.value("vllm:spec_decode_num_accepted_tokens") == 2
     assert seen.value("vllm:spec_decode_num_accepted_tokens_per_pos", "1") == 1
+
+
+# -- counted together ------------------------------------------------------------------------------------------------
+
+SUBSTANCE = st.builds(
+    lambda tokens, waits, running: (
+        SchedulerStats(num_running_reqs=running, num_generation_tokens=tokens) if running else None,
+        IterationStats(1.0, num_generation_tokens=tokens, inter_token_latencies=waits, finished_requests=[FINISHED])
+        if tokens
+        else None,
+    ),
+    st.integers(0, 3),
+    st.dictionaries(st.sampled_from([0.25, 0.5, 4.0]), st.integers(1, 3)),
+    st.integers(0, 3),
+)
+
+
+@given(st.lists(st.tuples(SUBSTANCE, st.integers(0, 1), st.booleans()), max_size=12))
+def test_it_makes_no_difference_who_looks_when(
+    reports: list[tuple[tuple[SchedulerStats | None, IterationStats | None], int, bool]],
+) -> None:
+    watched, alone = make(clock=lambda: 1.0), make(clock=lambda: 1.0)
+    for (step, batch), engine_index, somebody_looks in reports:
+        for logger in (watched, alone):
+            logger.record(step, batch, engine_index)
+        if somebody_looks:
+            watched.snapshot()
+    assert alone.snapshot() == watched.snapshot()
+    assert alone.exposition() == watched.exposition()
+
+
+def test_what_nobody_looks_at_is_counted_in_the_end() -> None:
+    logger = make()
+    batches = [IterationStats(num_generation_tokens=1) for _ in range(MAX_UNCOUNTED)]
+    before = sys.getrefcount(batches[0])
+    for batch in batches:
+        logger.record(None, batch)
+    after = sys.getrefcount(batches[0])
+    assert after == before, "nothing is kept of it"
+    assert logger.snapshot().value("vllm:generation_tokens") == MAX_UNCOUNTED
+
+
+def test_a_gauge_is_of_the_time_it_was_told() -> None:
+    times = iter([1.0, 2.0])
+    logger = make(clock=lambda: next(times, 99.0))
+    logger.record(SchedulerStats(num_running_reqs=3), None)
+    logger.record(SchedulerStats(num_running_reqs=4), None)
+    (series,) = logger.snapshot().find("vllm:num_requests_running").series
+    assert (series.value, series.stamp) == (4.0, 2.0)
+
+
+def test_what_cannot_be_counted_is_a_failure() -> None:
+    logger = make()
+    nonsense: Any = IterationStats(num_generation_tokens="a few")  # type: ignore[arg-type]
+    logger.record(None, nonsense)
+    with pytest.raises(ServerError, match="has failed"):
+        logger.exposition()
+    assert logger.has_failed
 
 
 def test_a_slow_bucket_leads_to_its_request() -> None:
