@@ -1,8 +1,9 @@
 """How far off `quire replay` is: `python -m benchmarks.what_if`, with Quire importable.
 
-A load is served and recorded with 16 seats. What it would have been with 48 is predicted, and served again with 48: the
-error is that of the prediction. It is also served again with 16: by as much two runs of one load differ, and no
-prediction can be told to be better than that. Several rounds, one after the other; nothing else may run meanwhile.
+A server with 16 seats is loaded and recorded, and what it would have been with 48 is predicted from that. Then the same
+load is sent to a server with 48: the error is that of the prediction. It is sent to one with 16 again, too: by as much
+two runs of one load differ, and nobody can tell whether a prediction is better than that. All are measured from their
+own recordings. Several rounds, one after the other; nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -78,17 +79,33 @@ def read(figures: dict[str, Any], name: str) -> float:
     return value
 
 
+def serve(model: str, flags: Sequence[str], seats: int, path: Path) -> None:
+    """Load a server with so many seats, and record it to `path`."""
+    run_quire("bench", "serve", "--model", model, *flags, "--max-num-seqs", str(seats), "--record", str(path))
+
+
+def replay(path: Path, *flags: str) -> dict[str, Any]:
+    """What a recording says."""
+    found: dict[str, Any] = json.loads(run_quire("replay", str(path), *flags, "--json"))
+    if not found["reproduced"]:
+        raise SystemExit(f"a decision of the recording was not reproduced: {found['first_difference']}")
+    return found
+
+
 def run_round(model: str, flags: Sequence[str], seats: tuple[int, int]) -> dict[str, Round]:
-    """Record, serve again, predict and serve what was predicted."""
-    few, many = (str(count) for count in seats)
+    """Record, predict, and serve what was predicted."""
+    few, many = seats
     with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "recording")
-        run_quire("bench", "serve", "--model", model, *flags, "--max-num-seqs", few, "--record", path)
-        same = json.loads(run_quire("replay", path, "--rerun", model, "--json"))
-        other = json.loads(run_quire("replay", path, "--max-num-seqs", many, "--rerun", model, "--json"))
-    if not (same["reproduced"] and other["reproduced"]):
-        raise SystemExit(f"a decision of the recording was not reproduced: {same['first_difference']}")
-    columns = same["recorded"], same["rerun"], other["what_if"], other["rerun"]
+        first, again, other = (Path(directory) / name for name in ("first", "again", "other"))
+        for path, num_seats in ((first, few), (other, many), (again, few)):
+            serve(model, flags, num_seats, path)
+        predicted = replay(first, "--max-num-seqs", str(many))
+        columns = (
+            predicted["recorded"],
+            replay(again)["recorded"],
+            predicted["what_if"],
+            replay(other)["recorded"],
+        )
     return {name: Round(*(read(figures, name) for figures in columns)) for name in FIGURES}
 
 

@@ -25,6 +25,12 @@ from quire.logger import init_logger
 from quire.version import __version__
 from quire.wire.stats import SchedulerStats
 
+logger = init_logger(__name__)
+
+HAS_FAILED = "the metrics exporter has failed and counts nothing any more; the log says why"
+MAX_UNCOUNTED = 128
+"""Reports that are kept to be counted together."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSetup:
@@ -38,13 +44,6 @@ class MetricsSetup:
     """Labels of `vllm:cache_config_info`."""
     custom_buckets: Mapping[str, Any] | None = None
     engines: Sequence[int] = (0,)
-
-
-logger = init_logger(__name__)
-
-HAS_FAILED = "the metrics exporter has failed and counts nothing any more; the log says why"
-MAX_UNCOUNTED = 128
-"""Reports that are kept to be counted together."""
 
 
 @dataclass(slots=True)
@@ -73,7 +72,6 @@ class PrometheusStatLogger(StatLogger):
         self._get_facts = get_facts
         self._clock = clock
         self._uncounted: dict[int, _Uncounted] = {}
-        self._counted_time: float | None = None
         self.has_failed = False
         """Something was told that could not be counted."""
         hidden = LAZY - setup.conditions
@@ -83,7 +81,7 @@ class PrometheusStatLogger(StatLogger):
             base={"model_name": setup.model_name},
             bounds=make_bounds(setup.max_model_len, setup.custom_buckets),
             engines=setup.engines,
-            clock=self._get_time,
+            clock=clock,
             hidden=hidden,
         )
         self._store = make_store(spec for spec in specs if spec.source is not FrontendFacts)
@@ -119,32 +117,14 @@ class PrometheusStatLogger(StatLogger):
     def _count(self) -> None:
         try:
             for engine_index, found in self._uncounted.items():
-                self._counted_time = found.last_time
-                self._count_engine(engine_index, found.steps, found.batches)
+                for events in _get_events(found.steps, found.batches):
+                    self._store.record_all(events, engine_index, found.last_time)
         except Exception as e:
             self.has_failed = True
             logger.exception("what the engine did cannot be counted")
             raise ServerError(HAS_FAILED) from e
         finally:
-            self._counted_time = None
             self._uncounted.clear()
-
-    def _count_engine(
-        self, engine_index: int, steps: Sequence[SchedulerStats], batches: Sequence[IterationStats]
-    ) -> None:
-        kinds: tuple[list[Any], ...] = (
-            [event for step in steps for event in step.kv_cache_eviction_events],
-            [step.spec_decoding_stats for step in steps if step.spec_decoding_stats is not None],
-            [batch.prompt_tokens for batch in batches if batch.num_prompt_tokens],
-            [first for batch in batches for first in batch.first_tokens],
-            [finished for batch in batches for finished in batch.finished_requests],
-        )
-        for events in (steps, batches, *kinds):
-            self._store.record_all(events, engine_index)
-
-    def _get_time(self) -> float:
-        """When what is being counted happened."""
-        return self._clock() if self._counted_time is None else self._counted_time
 
     def record_operation(self, operation: ControlOperation) -> None:
         self._store.record(operation)
@@ -187,3 +167,16 @@ class PrometheusStatLogger(StatLogger):
         families = counted.families + self._facts.snapshot().families
         families.sort(key=lambda family: self._order.get(family.name, len(self._order)))
         return MetricsSnapshot(families)
+
+
+def _get_events(steps: Sequence[SchedulerStats], batches: Sequence[IterationStats]) -> tuple[Sequence[object], ...]:
+    """All there is to count, by kind."""
+    return (
+        steps,
+        batches,
+        [event for step in steps for event in step.kv_cache_eviction_events],
+        [step.spec_decoding_stats for step in steps if step.spec_decoding_stats is not None],
+        [batch.prompt_tokens for batch in batches if batch.num_prompt_tokens],
+        [first for batch in batches for first in batch.first_tokens],
+        [finished for batch in batches for finished in batch.finished_requests],
+    )

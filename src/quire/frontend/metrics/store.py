@@ -37,10 +37,9 @@ class MetricsStore:
         clock: Callable[[], float] = time.time,
         hidden: frozenset[Condition] = frozenset(),
     ) -> None:
+        self._clock = clock
         self.rows: list[CountedRow] = [
-            _ROWS[_row_kind(spec)](
-                spec, base, bounds.get(spec.family, ()), () if spec.condition in hidden else engines, clock
-            )
+            _ROWS[_row_kind(spec)](spec, base, bounds.get(spec.family, ()), () if spec.condition in hidden else engines)
             for spec in specs
         ]
         self._by_source: dict[type, list[CountedRow]] = {}
@@ -58,11 +57,12 @@ class MetricsStore:
         """Count one event."""
         self.record_all((event,), engine_index)
 
-    def record_all(self, events: Sequence[object], engine_index: int = 0) -> None:
-        """Count events of one kind."""
+    def record_all(self, events: Sequence[object], engine_index: int = 0, time: float | None = None) -> None:
+        """Count events of one kind, which happened at `time` if not now."""
         if events:
+            time = self._clock() if time is None else time
             for row in self._by_source.get(type(events[0]), ()):
-                row.record_all(events, engine_index)
+                row.record_all(events, engine_index, time)
 
     def snapshot(self) -> MetricsSnapshot:
         """Everything as it is now."""
@@ -97,11 +97,9 @@ class CountedRow(ABC):
         base: Mapping[str, str],
         bounds: tuple[float, ...],
         engines: Sequence[int],
-        clock: Callable[[], float],
     ) -> None:
         self.spec = spec
         self._bounds = bounds
-        self._clock = clock
         self._engines = engines if "engine" in spec.base_labels or not engines else (0,)
         self._is_hidden = not engines
         self._is_per_engine = "engine" in spec.base_labels
@@ -150,8 +148,8 @@ class CountedRow(ABC):
                 return 0
 
     @abstractmethod
-    def record_all(self, events: Sequence[object], engine_index: int) -> None:
-        """Take in events, one at least, of the row's source."""
+    def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
+        """Take in events, one at least, of the row's source; the last of them happened at `time`."""
 
     def family(self) -> Family | None:
         """What was counted, itself; None if the row is hidden and nothing was."""
@@ -178,7 +176,7 @@ class CountedRow(ABC):
 class _CounterRow(CountedRow):
     """Adds what each event brings."""
 
-    def record_all(self, events: Sequence[object], engine_index: int) -> None:
+    def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
         read = self.spec.value
         if read is None:
             counts: dict[tuple[str, ...], float] = {}
@@ -198,7 +196,7 @@ class _FactRow(CountedRow):
 
     _samples: list[tuple[int, list[Sample]]] | None = None
 
-    def record_all(self, events: Sequence[object], engine_index: int) -> None:
+    def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
         found = list(self._read(events[-1]))
         samples = [(engine, found) for engine in self._engines or (0,)]
         if samples == self._samples:
@@ -225,14 +223,13 @@ class _GaugeRow(CountedRow):
         base: Mapping[str, str],
         bounds: tuple[float, ...],
         engines: Sequence[int],
-        clock: Callable[[], float],
     ) -> None:
         self._last: dict[int, tuple[object, float]] = {}
-        super().__init__(spec, base, bounds, engines, clock)
+        super().__init__(spec, base, bounds, engines)
 
-    def record_all(self, events: Sequence[object], engine_index: int) -> None:
+    def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
         self.changes += 1
-        self._last[engine_index] = events[-1], self._clock()
+        self._last[engine_index] = events[-1], time
 
     def _get_series(self) -> Collection[Series]:
         if len(self._series) > len(self._engines) * len(self._known):
@@ -247,10 +244,10 @@ class _GaugeRow(CountedRow):
 class _HistogramRow(CountedRow):
     """Observes what each event brings; remembers whose the latest observation of each bucket was."""
 
-    def record_all(self, events: Sequence[object], engine_index: int) -> None:
+    def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
         spec = self.spec
         if spec.value is not None:
-            self._observe_each(events, spec.value, self.find(engine_index, ()))
+            self._observe_each(events, spec.value, self.find(engine_index, ()), time)
         elif spec.counted is not None:
             for event in events:
                 self._observe(self.find(engine_index, ()), spec.counted(event))
@@ -269,7 +266,9 @@ class _HistogramRow(CountedRow):
             series.counts[bisect_left(self._bounds, value)] += number
             series.value += value * number
 
-    def _observe_each(self, events: Sequence[Any], read: Callable[[Any], float | None], series: Series) -> None:
+    def _observe_each(
+        self, events: Sequence[Any], read: Callable[[Any], float | None], series: Series, time: float
+    ) -> None:
         """The same for events with one value: a hundred requests may end in one step."""
         bounds, counts = self._bounds, series.counts
         latest: dict[int, tuple[float, Any]] = {}
@@ -286,7 +285,7 @@ class _HistogramRow(CountedRow):
         if self.spec.has_owners:
             for bucket, (value, event) in latest.items():
                 if event.owner is not None:
-                    series.exemplars[bucket] = Exemplar(value, self._clock(), event.owner.labels)
+                    series.exemplars[bucket] = Exemplar(value, time, event.owner.labels)
 
 
 _ROWS: dict[str, type[CountedRow]] = {
