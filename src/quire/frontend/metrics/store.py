@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -92,11 +93,7 @@ class CountedRow(ABC):
     """One metric."""
 
     def __init__(
-        self,
-        spec: MetricSpec,
-        base: Mapping[str, str],
-        bounds: tuple[float, ...],
-        engines: Sequence[int],
+        self, spec: MetricSpec, base: Mapping[str, str], bounds: tuple[float, ...], engines: Sequence[int]
     ) -> None:
         self.spec = spec
         self._bounds = bounds
@@ -217,15 +214,10 @@ class _GaugeRow(CountedRow):
     Series that are not there from the start last as long as events name them.
     """
 
-    def __init__(
-        self,
-        spec: MetricSpec,
-        base: Mapping[str, str],
-        bounds: tuple[float, ...],
-        engines: Sequence[int],
-    ) -> None:
-        self._last: dict[int, tuple[object, float]] = {}
-        super().__init__(spec, base, bounds, engines)
+    @cached_property
+    def _last(self) -> dict[int, tuple[object, float]]:
+        """By engine, with its time."""
+        return {}
 
     def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
         self.changes += 1
