@@ -6,7 +6,9 @@ checked; whether a schema or a grammar makes sense is found out by whoever compi
 
 from __future__ import annotations
 
+import copy
 import json as json_text
+import reprlib
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,6 +41,14 @@ class GrammarSource(NamedTuple):
     text: str
 
 
+class ReasoningTokens(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tokens a model puts around what it thinks before it answers."""
+
+    close: int
+    open: int | None = None
+    """None: the prompt ends with it, and the reasoning has begun."""
+
+
 class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """The form an output must have: exactly one of the first five fields, or `structural_tag`.
 
@@ -63,6 +73,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """What may stand between the parts of JSON, as a regular expression; replaces the bounded default."""
     structural_tag: str | None = None
     """Free text with tags, as JSON: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
+    reasoning: ReasoningTokens | None = None
+    """The form begins behind these, if the model reasons. A server finds out by itself (--reasoning-parser)."""
 
     def __post_init__(self) -> None:
         if self.json is not None:
@@ -77,6 +89,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
         for text in self.choice or ():
             _validate_text(text)
         self._validate_one_kind()
+        _validate_reasoning(self.reasoning)
 
     def _validate_one_kind(self) -> None:
         given = [name for name in ("json", "regex", "choice", "grammar", "structural_tag") if self._has(name)]
@@ -97,6 +110,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def _has(self, name: str) -> bool:
         return getattr(self, name) is not None
 
+    def behind(self, reasoning: ReasoningTokens) -> StructuredOutputsParams:
+        """The same form behind the model's reasoning."""
+        other = copy.copy(self)  # nothing that has been checked is checked again
+        msgspec.structs.force_setattr(other, "reasoning", reasoning)
+        return other
+
     @property
     def source(self) -> GrammarSource:
         """What was asked for."""
@@ -116,11 +135,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def make_structured_outputs(fields: dict[str, Any]) -> StructuredOutputsParams:
     """Of an object with those names, whatever else it holds. Raises ValidationError."""
-    unknown = fields.keys() - set(StructuredOutputsParams.__struct_fields__) - {"_backend", "_backend_was_auto"}
+    known = [name for name in StructuredOutputsParams.__struct_fields__ if name != "reasoning"]
+    unknown = fields.keys() - {*known, "_backend", "_backend_was_auto"}
     if unknown:
         raise ValidationError(
             f"structured_outputs cannot hold {', '.join(map(repr, sorted(map(str, unknown))))}; it may hold "
-            f"{', '.join(StructuredOutputsParams.__struct_fields__)}",
+            f"{', '.join(known)}",
             param="structured_outputs",
         )
     given = {k: v for k, v in fields.items() if not str(k).startswith("_")}
@@ -142,6 +162,14 @@ def _validate_text(text: object) -> None:
             raise ValidationError(
                 "structured_outputs is not valid text: it holds a lone surrogate", param="structured_outputs"
             ) from None
+
+
+def _validate_reasoning(reasoning: object) -> None:
+    if reasoning is None:
+        return
+    ids = (reasoning.close, reasoning.open or 0) if isinstance(reasoning, ReasoningTokens) else (None,)
+    if not all(type(token_id) is int and 0 <= token_id < 1 << 31 for token_id in ids):
+        raise _error("reasoning", f"{reprlib.repr(reasoning)} is no ReasoningTokens with token ids")
 
 
 def _schema_text(schema: object) -> str:

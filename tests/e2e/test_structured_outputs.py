@@ -11,6 +11,7 @@ import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.errors import ValidationError
+from quire.structured_outputs import ReasoningTokens
 
 from .conftest import Checkpoint
 from .test_oracle import FEW_BLOCKS, engine, num_preemptions
@@ -164,3 +165,34 @@ def test_jumps_change_no_token(checkpoint: Checkpoint, llm: LLM) -> None:
             )  # fmt: skip
             assert (c.token_ids, c.text) == (a.token_ids, a.text)
     assert num_preemptions(squeezed) > 0
+
+
+# -- behind reasoning ----------------------------------------------------------------------------------------------
+
+
+REASONING = ReasoningTokens(close=200, open=201)
+
+
+def reasoned(llm: LLM, reasoning: ReasoningTokens, bias: dict[int, float], **fields: Any) -> Any:
+    form = {"json": ORDER, "reasoning": reasoning}
+    (output,) = outputs(llm, form, temperature=0, logit_bias=bias, **fields)
+    return output
+
+
+def test_a_form_begins_behind_the_reasoning(llm: LLM) -> None:
+    free = reasoned(llm, ReasoningTokens(close=200), {200: -100.0}, max_tokens=12)
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 12), "nothing ends before the reasoning does"
+    closed = reasoned(llm, ReasoningTokens(close=200), {200: 100.0})
+    assert closed.token_ids[0] == 200
+    opened = reasoned(llm, REASONING, {201: 50.0, 200: 100.0})
+    assert list(opened.token_ids[:2]) == [201, 200]
+    at_once = reasoned(llm, REASONING, {201: -100.0})
+    tokenizer = llm.get_tokenizer()
+    for output, start in ((closed, 1), (opened, 2), (at_once, 0)):
+        assert output.finish_reason == "stop"
+        assert list(json.loads(tokenizer.decode(output.token_ids[start:]))) == ["id", "kind", "tags", "paid"]
+
+
+def test_tokens_of_reasoning_that_do_not_exist_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValidationError, match="the model has"):
+        reasoned(llm, ReasoningTokens(close=10**6), {})

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from quire.errors import ClientError, ValidationError
-from quire.structured_outputs import MAX_JSON_DEPTH, StructuredOutputsParams, make_structured_outputs
+from quire.structured_outputs import MAX_JSON_DEPTH, ReasoningTokens, StructuredOutputsParams, make_structured_outputs
 
 from .test_sampling_params import HOSTILE
 
@@ -77,3 +77,14 @@ def test_objects_of_a_body() -> None:
     assert make_structured_outputs({"regex": "a", "_backend": "x"}) == StructuredOutputsParams(regex="a")
     with pytest.raises(ValidationError, match="'jsonn'"):
         make_structured_outputs({"jsonn": {}})
+
+
+def test_where_the_form_begins_is_not_for_a_body_to_say() -> None:
+    with pytest.raises(ValidationError, match="'reasoning'"):
+        make_structured_outputs({"regex": "a", "reasoning": {"close": 1}})
+    form = StructuredOutputsParams(json={"type": "object"}, disable_any_whitespace=True)
+    behind = form.behind(ReasoningTokens(5, 4))
+    assert behind.reasoning == ReasoningTokens(5, 4)
+    assert form.reasoning is None
+    assert msgspec.structs.replace(behind, reasoning=None) == form
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(behind), type=StructuredOutputsParams) == behind

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quire.engine.request import Request
+from quire.engine.structured_output.after_reasoning import place_form
 from quire.engine.structured_output.backend import GrammarBackend
 from quire.engine.structured_output.jump import may_jump
 from quire.engine.structured_output.request import StructuredOutputRequest
@@ -87,7 +88,9 @@ class StructuredOutputManager:
             try:
                 if self._is_closed:
                     raise GenerationError("the engine is shutting down")
-                grammar = self._backend_for(request).compile(structured.params)
+                backend, params = self._backend_for(request), structured.params
+                form = backend.compile(params)
+                grammar = place_form(form, params.reasoning, backend.eos_token_ids, backend.vocab_size)
                 grammar = grammar.copy_with(list(request.output_token_ids))
             except Exception as e:
                 structured.compiling.set_exception(e)

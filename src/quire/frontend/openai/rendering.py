@@ -116,6 +116,10 @@ class PromptRenderer:
         assert isinstance(text, str)
         return text
 
+    def find_token(self, text: str) -> int | None:
+        """The id of the token that is written so; None if there is none."""
+        return None if self._tokenizer is None else self._tokenizer.convert_tokens_to_ids([text])[0]
+
     async def count_tokens(self, text: str) -> int:
         """How many tokens a text has; 0 without a tokenizer."""
         tokenizer = self._tokenizer

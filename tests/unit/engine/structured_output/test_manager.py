@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,8 +44,9 @@ class CountingGrammar(Grammar):
         row[(self.seen + 1) // 32] = np.uint32(1 << (self.seen + 1) % 32).astype(np.int32)
 
     def count_valid(self, token_ids: Sequence[int]) -> int:
-        valid = [t for i, t in enumerate(token_ids) if t == self.seen + 1 + i]
-        return len(valid)
+        expected = range(self.seen + 1, self.last + 1)
+        pairs = zip(token_ids, expected, strict=False)
+        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     def copy_with(self, token_ids: Sequence[int]) -> CountingGrammar:
         copy = CountingGrammar(self.last, self.seen)

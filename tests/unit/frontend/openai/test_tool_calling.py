@@ -14,6 +14,11 @@ from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import make_message
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.fields import BodyReader
+from quire.frontend.openai.protocol.sampling import make_sampling_params
+from quire.frontend.openai.reasoning_parsers import registry
+from quire.frontend.openai.reasoning_parsers.registry import ReasoningParserSpec
+from quire.frontend.openai.reasoning_parsers.tags import ReasoningTags
+from quire.structured_outputs import ReasoningTokens
 
 from .serving import Server, check, client_of
 
@@ -240,6 +245,73 @@ def test_reasoning_goes_before_calls() -> None:
     hidden = answer_of(text, reasoning_parser="qwen3", include_reasoning=False)
     assert hidden["reasoning"] is None
     assert hidden["content"] is None
+
+
+TOKENS = {"<think>": 8, "</think>": 9}
+FORM = {"response_format": {"type": "json_object"}}
+
+
+def place(parser: str, prompts: list[str], *, tokens: dict[str, int] = TOKENS, **fields: Any) -> tuple[Any, bool]:
+    """(The tokens behind which the form begins, whether reasoning is read)."""
+    chat_format = ChatFormat(ServerConfig(reasoning_parser=parser), HERMES)
+    request = {"messages": [QUESTION], **fields}
+    body = BodyReader(ChatBody).read(json.dumps(request).encode())
+    params = make_sampling_params(body, {}, max_tokens=None, logprobs=None)
+    plan = chat_format.plan(body)
+    plan.adjust(params)
+    plan = plan.place_form(params, prompts, tokens.get)
+    form = params.structured_outputs
+    return None if form is None else form.reasoning, plan.reasoning_spec is not None
+
+
+def test_a_form_begins_where_the_reasoning_ends() -> None:
+    inside, openable = ReasoningTokens(9), ReasoningTokens(9, 8)
+    assert place("qwen3", ["Hi<think>\n"], **FORM) == (inside, True)
+    assert place("qwen3", ["Hi"], **FORM) == (openable, True)
+    assert place("deepseek_r1", ["Hi"], **FORM) == (inside, True)
+    assert place("deepseek_r1", ["Hi", "Ho"], **FORM) == (inside, True)
+    forced = {"tools": [WEATHER], "tool_choice": "required"}
+    assert place("qwen3", ["Hi"], **forced) == (openable, True)
+
+
+def test_a_form_begins_at_once_where_there_is_no_reasoning_or_its_end_cannot_be_told() -> None:
+    assert place("qwen3", ["Hi<think>\n\n</think>\n\n"], **FORM) == (None, True)
+    assert place("deepseek_r1", ["Hi"], tokens={}, **FORM) == (None, False)
+    assert place("qwen3", ["Hi"], tokens={"</think>": 9}, **FORM) == (None, False)
+    assert place("qwen3", ["Hi", "Hi<think>"], **FORM) == (None, False), "one form for all conversations"
+    assert place("openai_gptoss", ["Hi"], **FORM) == (None, False)
+    assert place("qwen3", ["Hi"]) == (None, True), "without a form"
+    tag = {"structural_tag": '{"format": {"type": "any_text"}}'}
+    assert place("qwen3", ["Hi"], structured_outputs=tag) == (None, True), "it says itself where its parts are"
+
+
+def test_calls_are_read_behind_reasoning_where_they_are_forced() -> None:
+    call = '[{"name": "f", "parameters": {}}]'
+    message = answer_of(f"<think>Hm</think>{call}", tool_choice="required", reasoning_parser="qwen3")
+    assert (message["reasoning"], len(message["tool_calls"])) == ("Hm", 1)
+
+
+def test_an_answer_in_json_after_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model's tags of tool calls stand for those of reasoning."""
+    tags = ReasoningTags("<tool_call>", "</tool_call>", begins_inside=True)
+    rows = {"demo": ReasoningParserSpec(tags.make_program, tags=tags)}
+    monkeypatch.setattr(registry, "REASONING_PARSERS", rows)
+
+    async def test(server: Server) -> None:
+        close_id = server.state.renderer.find_token("</tool_call>")
+        schema = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+        form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+        body = {"messages": [QUESTION], "response_format": form, "max_tokens": 60}
+        closed = await server.answer(PATH, **body, logit_bias={str(close_id): 100})
+        (choice,) = closed["choices"]
+        assert (choice["finish_reason"], choice["message"]["reasoning"]) == ("stop", None)
+        assert json.loads(choice["message"]["content"]) == {"city": "Oslo"}
+        endless = await server.answer(PATH, **body, logit_bias={str(close_id): -100})
+        (choice,) = endless["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
+        assert choice["message"]["reasoning"]
+
+    check(test, executor=None, reasoning_parser="demo")
 
 
 def test_harmony_is_read_by_one_parser() -> None:

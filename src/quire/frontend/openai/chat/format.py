@@ -6,6 +6,7 @@ a `ChatPlan` of each request: which tools the template is shown, what the engine
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,6 +73,26 @@ class ChatPlan:
             params.structured_outputs = StructuredOutputsParams(json=self.schema)
         except ValidationError as e:
             raise ValidationError(f"the parameters of a tool cannot be enforced: {e}", param="tools") from None
+
+    def place_form(
+        self, params: SamplingParams, prompts: Sequence[str], find_id: Callable[[str], int | None]
+    ) -> ChatPlan:
+        """Once the prompts are there: have a form begin behind the reasoning, if the model's tokens tell where that is.
+
+        Else it holds from the first token on, and there is no reasoning to be read. `find_id`: of a token's text.
+        """
+        form, spec = params.structured_outputs, self.reasoning_spec
+        if form is None or spec is None or form.structural_tag is not None:
+            return self
+        tags = spec.tags
+        if tags is not None and all(map(tags.is_over, prompts)):
+            return self
+        found = {None if tags is None or tags.is_over(text) else tags.find_tokens(text, find_id) for text in prompts}
+        tokens = found.pop() if len(found) == 1 else None
+        if tokens is None:
+            return replace(self, reasoning_spec=None)
+        params.structured_outputs = form.behind(tokens)
+        return self
 
     def make_parser(self, prompt: str | None) -> ChatParser:
         """The parser of one choice of the answer to `prompt`."""
@@ -140,11 +161,9 @@ class ChatFormat:
                     param="tool_choice",
                 )
         is_parallel = named is None and body.parallel_tool_calls is not False
-        # The form holds from the first token on, so there is no reasoning to be read.
         return replace(
             self._plan(body, tools=tools, program=parse_required),
             schema=required_schema(functions, is_parallel=is_parallel),
-            reasoning_spec=None,
             is_named=named is not None,
         )
 

@@ -49,6 +49,7 @@ async def prepare_chats(context: RequestContext, bodies: Sequence[ChatBody], *, 
         prompt = await render_prompt(context, conversation, plan, params.max_tokens)
         state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
         prompts.append(prompt)
+    plan = plan.place_form(params, [prompt.get("prompt") or "" for prompt in prompts], state.renderer.find_token)
     return PreparedChat(prompts, params, plan)
 
 

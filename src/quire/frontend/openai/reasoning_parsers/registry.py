@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
 from quire.errors import ConfigError
 from quire.frontend.openai.parsing.stream_parser import Program
-from quire.frontend.openai.reasoning_parsers.tags import tag_program
+from quire.frontend.openai.reasoning_parsers.tags import ReasoningTags
 from quire.frontend.openai.tool_parsers.harmony import is_harmony, parse_harmony_text
 
 
@@ -23,10 +22,13 @@ class ReasoningParserSpec:
     """Its markers may be special tokens, which must not be left out of the text."""
     recognizes: Callable[[str], bool] = lambda template: False
     """Whether a chat template's answers are unreadable without it; then no flag is needed."""
+    tags: ReasoningTags | None = None
+    """What it stands between, if that is all there is to it."""
 
 
 def _tags(open_tag: str, close_tag: str, *, begins_inside: bool = False, special: bool = False) -> ReasoningParserSpec:
-    return ReasoningParserSpec(partial(tag_program, open_tag, close_tag, begins_inside), special)
+    tags = ReasoningTags(open_tag, close_tag, begins_inside)
+    return ReasoningParserSpec(tags.make_program, special, tags=tags)
 
 
 _THINK = _tags("<think>", "</think>")

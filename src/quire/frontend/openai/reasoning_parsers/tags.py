@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from quire.frontend.openai.parsing.events import EventSink
 from quire.frontend.openai.parsing.source import Markers, Step, TextSource
 from quire.frontend.openai.parsing.stream_parser import Program
+from quire.structured_outputs import ReasoningTokens
 
 
 def parse_tags(open_tag: str, close_tag: str, is_inside: bool, source: TextSource, sink: EventSink) -> Step[None]:
@@ -26,8 +29,34 @@ def parse_tags(open_tag: str, close_tag: str, is_inside: bool, source: TextSourc
     yield from source.copy_until(Markers(close_tag), sink.reasoning)
 
 
-def tag_program(open_tag: str, close_tag: str, begins_inside: bool, prompt: str) -> Program:
-    """The program for an answer to `prompt`, which may have opened the reasoning, or closed it, already."""
-    end = prompt[-(len(open_tag) + len(close_tag) + 16) :].rstrip()
-    is_inside = end.endswith(open_tag) or (begins_inside and not end.endswith(close_tag))
-    return partial(parse_tags, open_tag, close_tag, is_inside)
+@dataclass(frozen=True)
+class ReasoningTags:
+    """What stands around reasoning. With `begins_inside` a prompt need not end with the opening tag to be in it."""
+
+    open: str
+    close: str
+    begins_inside: bool = False
+
+    def is_inside(self, prompt: str) -> bool:
+        """Whether an answer to `prompt` begins with reasoning that need not be opened."""
+        end = self._end_of(prompt)
+        return end.endswith(self.open) or (self.begins_inside and not end.endswith(self.close))
+
+    def is_over(self, prompt: str) -> bool:
+        """Whether the prompt has closed it: an answer has none."""
+        return self._end_of(prompt).endswith(self.close)
+
+    def make_program(self, prompt: str) -> Program:
+        """The program for an answer to `prompt`, which may have opened the reasoning, or closed it, already."""
+        return partial(parse_tags, self.open, self.close, self.is_inside(prompt))
+
+    def find_tokens(self, prompt: str, find_id: Callable[[str], int | None]) -> ReasoningTokens | None:
+        """The tokens around reasoning in an answer to `prompt`; None unless each tag that comes is a token."""
+        close_id, open_id = find_id(self.close), find_id(self.open)
+        is_inside = self.is_inside(prompt)
+        if close_id is None or (open_id is None and not is_inside):
+            return None
+        return ReasoningTokens(close_id, None if is_inside else open_id)
+
+    def _end_of(self, prompt: str) -> str:
+        return prompt[-(len(self.open) + len(self.close) + 16) :].rstrip()
