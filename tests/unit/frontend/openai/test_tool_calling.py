@@ -221,6 +221,14 @@ def test_parallel_calls_have_indices_and_ids_of_their_own() -> None:
     assert (message["content"], message["reason"], message["cut"]) == (None, "tool_calls", "length")
 
 
+def test_values_in_tags_are_read_by_the_request_s_own_tools() -> None:
+    text = "<tool_call><function=f><parameter=zip>0150</parameter><parameter=n>2</parameter></function></tool_call>"
+    properties = {"zip": {"type": "string"}, "n": {"type": "integer"}}
+    tools = [{"function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}]
+    (call,) = answer_of(text, template="<function=f><parameter=a>", tools=tools)["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"zip": "0150", "n": 2}'}
+
+
 def test_without_parallel_calls_only_the_first_counts() -> None:
     (call,) = answer_of(CALLS + "Bye", parallel_tool_calls=False)["tool_calls"]
     assert call["function"]["name"] == "f"

@@ -147,7 +147,7 @@ class ChatFormat:
                 '--tool-call-parser, or send tool_choice: "none"',
                 param="tools",
             )
-        return self._plan(body, tools=tools, program=self.tool_spec.program)
+        return self._plan(body, tools=tools, program=self.tool_spec.program_for(tools))
 
     def _forced(self, body: ChatBody, tools: list[dict[str, Any]], choice: str | NamedToolChoice) -> ChatPlan:
         functions = [tool["function"] for tool in tools]

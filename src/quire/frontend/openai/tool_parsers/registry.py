@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from quire.errors import ConfigError
 from quire.frontend.openai.parsing.stream_parser import Program
@@ -15,6 +16,7 @@ from quire.frontend.openai.tool_parsers.hermes import is_hermes, parse_hermes
 from quire.frontend.openai.tool_parsers.llama import parse_llama
 from quire.frontend.openai.tool_parsers.mistral import make_mistral_id, parse_mistral
 from quire.frontend.openai.tool_parsers.pythonic import parse_pythonic
+from quire.frontend.openai.tool_parsers.tagged_arguments import is_glm, is_qwen_coder, make_glm, make_qwen_coder
 
 
 def make_call_id() -> str:
@@ -34,6 +36,12 @@ class ToolParserSpec:
     """It tells reasoning, too, so that no reasoning parser may stand before it."""
     recognizes: Callable[[str], bool] = lambda template: False
     """Whether a chat template surely asks for this format; then no flag is needed."""
+    with_tools: Callable[[Sequence[Mapping[str, Any]]], Program] | None = None
+    """Makes the program, for formats that cannot be read without knowing the tools."""
+
+    def program_for(self, tools: Sequence[Mapping[str, Any]]) -> Program:
+        """The program for answers to a request with these tools."""
+        return self.program if self.with_tools is None else self.with_tools(tools)
 
 
 TOOL_PARSERS: Mapping[str, ToolParserSpec] = MappingProxyType(
@@ -54,6 +62,9 @@ TOOL_PARSERS: Mapping[str, ToolParserSpec] = MappingProxyType(
             recognizes=lambda template: "<｜tool▁calls▁begin｜>" in template,
         ),
         "deepseek_v31": ToolParserSpec(parse_deepseek, keeps_special_tokens=True),
+        "qwen3_coder": ToolParserSpec(make_qwen_coder(()), with_tools=make_qwen_coder, recognizes=is_qwen_coder),
+        "qwen3_xml": ToolParserSpec(make_qwen_coder(()), with_tools=make_qwen_coder),
+        "glm45": ToolParserSpec(make_glm(()), with_tools=make_glm, keeps_special_tokens=True, recognizes=is_glm),
         "openai": ToolParserSpec(parse_harmony, keeps_special_tokens=True, reads_reasoning=True, recognizes=is_harmony),
     }
 )

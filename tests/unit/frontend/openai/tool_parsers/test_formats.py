@@ -18,6 +18,8 @@ from ..reading import all_text, count_work, read, split
 from .texts import PIECES, TEXTS
 
 FORMATS = sorted(TOOL_PARSERS)
+REWRITTEN = ("pythonic", "qwen3_coder", "qwen3_xml", "glm45")
+"""Formats whose arguments are not JSON."""
 CASES = [(name, text, meaning) for name in FORMATS for text, meaning in TEXTS[name]]
 
 hostile_texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join)
@@ -57,7 +59,7 @@ def test_hostile_text_means_the_same_however_it_is_cut(name: str, data: st.DataO
         assert all_text(whole) == text  # what is no call is content, to the last character
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "pythonic"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in REWRITTEN])
 @settings(max_examples=40)
 @given(arguments=json_objects, size=st.integers(1, 9), indent=st.none() | st.integers(0, 2))
 def test_arguments_are_the_text_the_model_wrote(name: str, arguments: object, size: int, indent: int | None) -> None:
@@ -81,6 +83,60 @@ def test_python_literals_become_json(arguments: dict[str, object], size: int) ->
     (call, (kind, written)) = read(TOOL_PARSERS["pythonic"].program, split(text, size))
     assert (call, kind) == (("call", "f"), "arguments")
     assert json.loads(written) == keywords
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+@settings(max_examples=80)
+@given(arguments=json_objects, size=st.integers(1, 9), are_known=st.booleans())
+def test_values_in_tags_become_json(name: str, arguments: dict[str, object], size: int, are_known: bool) -> None:
+    """As their schemas say, or as what they look like."""
+    values = {f"k{i}": value for i, value in enumerate(arguments.values()) if "</" not in str(value)}
+    texts = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in values.items()}
+    if name == "glm45":
+        parts = [f"<arg_key>{k}</arg_key>\n<arg_value>{text}</arg_value>\n" for k, text in texts.items()]
+        written = f"<tool_call>f\n{''.join(parts)}</tool_call>"
+    else:
+        parts = [f"<parameter={k}>\n{text}\n</parameter>\n" for k, text in texts.items()]
+        written = f"<tool_call>\n<function=f>\n{''.join(parts)}</function>\n</tool_call>"
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    properties = {k: {"type": kinds.get(type(v), "null")} for k, v in values.items()}
+    tools = [{"function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}]
+    program = TOOL_PARSERS[name].program_for(tools if are_known else [])
+    (call, (kind, found)) = read(program, split(written, size))
+    assert (call, kind) == (("call", "f"), "arguments")
+    read_values = json.loads(found)
+    assert read_values.keys() == values.keys()
+    for key, value in values.items():
+        if are_known or not isinstance(value, str):
+            assert read_values[key] == value
+            assert type(read_values[key]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"type": "number"}, "12", 12),
+        ({"type": "integer"}, "1.5", "1.5"),
+        ({"type": "boolean"}, "True", True),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": 7}, "7", 7),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "7", 7),
+        ({"oneOf": [{"type": "string"}, {"anyOf": []}]}, "7", 7),
+        ({"anyOf": [{"type": "string"}, {"enum": ["a"]}]}, "7", "7"),
+        ({}, "{'a': 1}", "{'a': 1}"),
+        (True, "7", 7),
+        ({"type": 5}, "[" * 5000, "[" * 5000),
+        ({"type": "integer"}, "1" * 5000, "1" * 5000),
+    ],
+)
+def test_what_a_value_means(schema: object, text: str, value: object) -> None:
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+    written = f"<function=f><parameter=a>{text}</parameter></function>"
+    _, (_, arguments) = read(TOOL_PARSERS["qwen3_coder"].program_for(tools), [written])
+    assert json.loads(arguments) == {"a": value}
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
@@ -109,6 +165,9 @@ BOMBS = {
     "almost calls": '<tool_call>{"name": "f", ' * 400,
     "almost Mistral": "[TOOL_CALLS][" * 400,
     "almost DeepSeek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" * 200,
+    "almost Qwen": "<tool_call><function=f><parameter=a>" * 100,
+    "an open value": "<tool_call><function=f><parameter=a>" + "x</param" * 400,
+    "almost GLM": "<tool_call>f<arg_key>" * 200,
     "almost harmony": "<|channel|>analysis" * 400,
     "white space": "<tool_call>" + " " * 4_000,
     "escapes": "[f(a='" + "\\x4" * 300,

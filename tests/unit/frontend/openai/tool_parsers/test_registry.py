@@ -24,8 +24,9 @@ def test_the_demo_models_template_is_recognized() -> None:
         (None, None),
         ("{{ messages }}", None),
         ('<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', "hermes"),
-        ("<tool_call>\n<function=f>\n<parameter=a> arguments", None),  # Qwen3-Coder
-        ("<tool_call>{name}\n<arg_key>arguments</arg_key>", None),  # GLM 4.5
+        ("<tool_call>\n<function=f>\n<parameter=a> arguments", "qwen3_coder"),
+        ("<tool_call>{name}\n<arg_key>arguments</arg_key>\n<arg_value>", "glm45"),
+        ("<tool_call>{name}\n<arg_key>arguments</arg_key>", None),
         ("[TOOL_CALLS][{", "mistral"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
         ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>", "openai"),

@@ -104,6 +104,64 @@ TEXTS: dict[str, list[tuple[str, Summary]]] = {
         ("<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", [("content", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>")]),
         ("<｜tool▁calls▁begin｜>x", [("content", "<｜tool▁calls▁begin｜>x")]),
     ],
+    "qwen3_coder": [
+        (
+            'So:\n<tool_call>\n<function=f>\n<parameter=city>\nOs"lo\n</parameter>\n<parameter=days>\n[1, 2]\n'
+            "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+            [
+                ("content", "So:\n"),
+                ("call", "f"),
+                ("arguments", '{"city": "Os\\"lo", "days": [1, 2]}'),
+                ("call", "g"),
+                ("arguments", "{}"),
+            ],
+        ),
+        (  # the outer tags are forgotten now and then
+            "<function=f><parameter=a>True</parameter></function></tool_call> Done",
+            [("call", "f"), ("arguments", '{"a": true}'), ("content", " Done")],
+        ),
+        (
+            "<tool_call><function=f><parameter=a>\n\nx\n\n</parameter></function><function=g></function></tool_call>",
+            [("call", "f"), ("arguments", '{"a": "\\nx\\n"}'), ("call", "g"), ("arguments", "{}")],
+        ),
+        ("<function=f><parameter=a>NaN</parameter></function>", [("call", "f"), ("arguments", '{"a": "NaN"}')]),
+        # Cut off: in a value, behind it, in the header.
+        ("<function=f><parameter=a>\nOs", [("call", "f"), ("arguments", '{"a": "Os')]),
+        ("<function=f><parameter=a>1</parameter>\n</fun", [("call", "f"), ("arguments", '{"a": 1}')]),
+        ("<function=f><parameter=a", [("content", "<function=f><parameter=a")]),
+        # No calls.
+        ("<tool_call>x</tool_call>", [("content", "<tool_call>x</tool_call>")]),
+        ("<function=a b></function>", [("content", "<function=a b></function>")]),
+        ("<function=f>x</function>", [("content", "<function=f>x</function>")]),
+        # Partly.
+        (
+            "<function=f><parameter=a>1</parameter>Bye</function>",
+            [("call", "f"), ("arguments", '{"a": 1'), ("content", "Bye</function>")],
+        ),
+        (
+            "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>",
+            [("call", "f"), ("arguments", '{"a": 1'), ("content", "<parameter=a>2</parameter></function>")],
+        ),
+    ],
+    "glm45": [
+        (
+            "Ok\n<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Oslo\n</arg_value>\n<arg_key>n</arg_key>\n"
+            "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>",
+            [
+                ("content", "Ok\n"),
+                ("call", "f"),
+                ("arguments", '{"city": "Oslo\\n", "n": 2}'),
+                ("call", "g"),
+                ("arguments", "{}"),
+            ],
+        ),
+        ("<tool_call>f\n<arg_key>a</arg_key>", [("content", "<tool_call>f\n<arg_key>a</arg_key>")]),
+        ('<tool_call>{"name": "f"}</tool_call>', [("content", '<tool_call>{"name": "f"}</tool_call>')]),
+        (
+            "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value> Bye",
+            [("call", "f"), ("arguments", '{"a": 1'), ("content", " Bye")],
+        ),
+    ],
     "openai": [
         (
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>So:<|end|>"
@@ -118,6 +176,7 @@ TEXTS: dict[str, list[tuple[str, Summary]]] = {
     ],
 }
 TEXTS["llama4_json"] = TEXTS["llama3_json"]
+TEXTS["qwen3_xml"] = TEXTS["qwen3_coder"]
 TEXTS["deepseek_v31"] = TEXTS["deepseek_v3"]
 
 PIECES = [
@@ -125,6 +184,7 @@ PIECES = [
     "]", '"', "\\", ":", ",", ";", " ", "\n", "f(", "a=", "'", "1", "-", "None", ")", "\\u12", "[TOOL_CALLS]", "[ARGS]",
     "<|python_tag|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
     "```json", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "analysis", "commentary to=functions.f",
-    "<think>", "</think>", "é", "😀", "\x00", "null",
+    "<function=f>", "<function=", "</function>", "<parameter=a>", "<parameter=", "</parameter>", "<arg_key>",
+    "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>", "é", "😀", "\x00", "null",
 ]  # fmt: skip
 """Hostile texts are these in any order."""

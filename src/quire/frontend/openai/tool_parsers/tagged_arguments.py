@@ -1,0 +1,243 @@
+"""Calls whose arguments stand in tags, one by one: Qwen3-Coder's and GLM 4.5's.
+
+    <tool_call><function=f><parameter=city>Oslo</parameter></function></tool_call>
+    <tool_call>f<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>
+
+Values are bare text. What they mean is in the parameters of the function: a text for a string, else JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from quire.frontend.openai.parsing.events import EventSink
+from quire.frontend.openai.parsing.source import Markers, Step, TextSource
+from quire.frontend.openai.parsing.stream_parser import Program
+from quire.frontend.openai.tool_parsers.call_object import MAX_NAME_CHARS, NAME, is_name, read_end
+
+_KEY = re.compile(r"[^<>\s]*")
+_MAX_KEY_CHARS = 256
+_MAX_JSON_CHARS = 1 << 16
+"""A longer value is a text, whatever it looks like."""
+_CALL = "<tool_call>"
+_CALL_END = "</tool_call>"
+_FUNCTION = "<function="
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Python's, which models mix up with JSON's."""
+_JSON_TYPES: Mapping[type, str] = {
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"
+}  # fmt: skip
+
+Types = frozenset[str]
+ANY: Types = frozenset()
+"""Nothing is known: JSON if it is that, else a text."""
+TypesOf = Callable[[str, str], Types]
+"""Of a function's parameter, by their names."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What stands around the parts of a call."""
+
+    key: str
+    key_end: str
+    value: str
+    value_end: Markers
+    call_end: str
+    wraps_lines: bool
+    """A value begins and ends with a line break that is not its own."""
+
+
+_QWEN = _Layout("<parameter=", ">", "", Markers("</parameter>"), "</function>", wraps_lines=True)
+_GLM = _Layout("<arg_key>", "</arg_key>", "<arg_value>", Markers("</arg_value>"), _CALL_END, wraps_lines=False)
+
+
+def parse_qwen_coder(types_of: TypesOf, source: TextSource, sink: EventSink) -> Step[None]:
+    """Calls anywhere in the text. The outer tags may be missing."""
+    opening = Markers(_CALL, _FUNCTION)
+    while (marker := (yield from source.copy_until(opening, sink.content))) is not None:
+        source.begin(marker)
+        if marker == _CALL:
+            yield from source.skip_space()
+            if not (yield from source.match(_FUNCTION)):
+                sink.content(source.roll_back())
+                continue
+        name = yield from source.take_while(NAME, MAX_NAME_CHARS)
+        if not is_name(name) or not (yield from source.match(">")):
+            sink.content(source.roll_back())
+        elif (yield from _Call(name, _QWEN, types_of, source, sink).read_through()):
+            yield from read_end(source, sink, _CALL_END)
+
+
+def parse_glm(types_of: TypesOf, source: TextSource, sink: EventSink) -> Step[None]:
+    """Calls anywhere in the text, each between its tags."""
+    opening = Markers(_CALL)
+    while (marker := (yield from source.copy_until(opening, sink.content))) is not None:
+        source.begin(marker)
+        yield from source.skip_space()
+        name = yield from source.take_while(NAME, MAX_NAME_CHARS)
+        if not is_name(name):
+            sink.content(source.roll_back())
+        elif (yield from _Call(name, _GLM, types_of, source, sink).read_through()):
+            source.forget()
+
+
+class _Call:
+    """The arguments of one call, behind its name. It starts with the first of them, or with its end."""
+
+    def __init__(self, name: str, layout: _Layout, types_of: TypesOf, source: TextSource, sink: EventSink) -> None:
+        self._name = name
+        self._layout = layout
+        self._types_of = types_of
+        self._source = source
+        self._sink = sink
+        self._has_started = False
+        self._keys: set[str] = set()
+
+    def read_through(self) -> Step[bool]:
+        """Up to and with its end. Where it is no call, or breaks off, the rest of it is content: False."""
+        source, layout = self._source, self._layout
+        while True:
+            source.begin()
+            yield from source.skip_space()
+            if (yield from source.match(layout.key)):
+                if (yield from self._read_argument()):
+                    continue
+            elif (yield from source.match(layout.call_end, or_end=self._has_started)):
+                self._write("}" if self._keys else "{}")
+                return True
+            self._sink.content(source.roll_back())
+            return False
+
+    def _read_argument(self) -> Step[bool]:
+        source, layout = self._source, self._layout
+        key = yield from source.take_while(_KEY, _MAX_KEY_CHARS)
+        if not 0 < len(key) <= _MAX_KEY_CHARS or key in self._keys or not (yield from source.match(layout.key_end)):
+            return False
+        if layout.value:
+            yield from source.skip_space()
+            if not (yield from source.match(layout.value)):
+                return False
+        if layout.wraps_lines:
+            yield from source.match("\n")
+        self._write((", " if self._keys else "{") + json.dumps(key, ensure_ascii=False) + ": ")
+        self._keys.add(key)
+        types = self._types_of(self._name, key)
+        return (yield from (self._copy_text() if types == {"string"} else self._copy_value(types)))
+
+    def _copy_text(self) -> Step[bool]:
+        """A string, handed on as it comes."""
+        self._write('"')
+        held = ""
+
+        def emit(text: str) -> None:
+            nonlocal held
+            text = held + text
+            held = "\n" if self._layout.wraps_lines and text.endswith("\n") else ""
+            self._sink.arguments(_escape(text.removesuffix(held)))
+
+        if (yield from self._source.copy_until(self._layout.value_end, emit)) is None:
+            return False
+        self._sink.arguments('"')
+        return True
+
+    def _copy_value(self, types: Types) -> Step[bool]:
+        """Something whose kind is seen when all of it is there."""
+        parts: list[str] = []
+        is_whole = (yield from self._source.copy_until(self._layout.value_end, parts.append)) is not None
+        text = "".join(parts)
+        text = text.removesuffix("\n") if self._layout.wraps_lines else text
+        self._sink.arguments(_as_json(text, types) if is_whole else f'"{_escape(text)}')
+        return is_whole
+
+    def _write(self, text: str) -> None:
+        if not self._has_started:
+            self._has_started = True
+            self._sink.start(self._name)
+        self._source.forget()
+        self._sink.arguments(text)
+
+
+def _as_json(text: str, types: Types) -> str:
+    """A value as JSON: of one of `types` if that can be, else a string."""
+    stripped = text.strip()
+    word = _WORDS.get(stripped, stripped)
+    if len(word) <= _MAX_JSON_CHARS:
+        try:
+            value = json.loads(word, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            kind = _JSON_TYPES[type(value)]
+            if kind != "string" and (not types or kind in types or (kind == "integer" and "number" in types)):
+                return word
+    return f'"{_escape(text)}"'
+
+
+def _escape(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def types_in(tools: Iterable[Mapping[str, Any]]) -> TypesOf:
+    """What the parameters of these functions may be."""
+    found: dict[tuple[str, str], Types] = {}
+    for tool in tools:
+        function = tool["function"]
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        if isinstance(properties, Mapping):
+            for name, schema in properties.items():
+                found[function["name"], name] = _types_of_schema(schema)
+    return lambda function, name: found.get((function, name), ANY)
+
+
+def _types_of_schema(schema: object) -> Types:
+    if not isinstance(schema, Mapping):
+        return ANY
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return frozenset(_JSON_TYPES.get(type(value), "object") for value in values)
+    given = schema.get("type")
+    if isinstance(given, str):
+        return frozenset([given])
+    if isinstance(given, list):
+        return frozenset(kind for kind in given if isinstance(kind, str))
+    for options in (schema.get("anyOf"), schema.get("oneOf")):
+        if isinstance(options, list):
+            kinds = [_types_of_schema(option) for option in options if not _is_choice(option)]
+            return ANY if ANY in kinds or len(kinds) < len(options) else frozenset().union(*kinds)
+    return ANY
+
+
+def _is_choice(schema: object) -> bool:
+    """One within another is not looked into."""
+    return isinstance(schema, Mapping) and ("anyOf" in schema or "oneOf" in schema)
+
+
+def make_qwen_coder(tools: Iterable[Mapping[str, Any]]) -> Program:
+    """The program for answers to a request with these tools."""
+    return partial(parse_qwen_coder, types_in(tools))
+
+
+def make_glm(tools: Iterable[Mapping[str, Any]]) -> Program:
+    """The program for answers to a request with these tools."""
+    return partial(parse_glm, types_in(tools))
+
+
+def is_qwen_coder(template: str) -> bool:
+    """Whether a chat template asks for Qwen3-Coder's format."""
+    return _FUNCTION in template and _QWEN.key in template
+
+
+def is_glm(template: str) -> bool:
+    """Whether a chat template asks for GLM's format."""
+    return _GLM.key in template and _GLM.value in template
