@@ -48,8 +48,10 @@ class SpanSender:
     def __init__(self, endpoint: str, *, is_detailed: bool = False, processor: SpanProcessor | None = None) -> None:
         """With `is_detailed` a span has children: queue, prefill, decode. Raises ConfigError for an endpoint that is
         none, or a protocol that is not OTLP's over HTTP or gRPC."""
+        self._exporter: SpanExporter | None = None
         if processor is None:
-            processor = BatchSpanProcessor(make_exporter(endpoint))
+            self._exporter = make_exporter(endpoint)
+            processor = BatchSpanProcessor(self._exporter)
         names = {"service.name": "quire", "service.version": __version__}
         given = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         if os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in given:
@@ -102,11 +104,14 @@ class SpanSender:
         span.end(_nanoseconds(phase.end_time))
 
     def close(self) -> None:
-        """Send what is left, if the collector takes it within END_S. Idempotent."""
+        """Send what is left, if the collector takes it within END_S; what is tried again and again is given up.
+        Idempotent."""
         atexit.unregister(self.close)
         end = threading.Thread(target=self._provider.shutdown, name="SpanSenderEnd", daemon=True)
         end.start()
         end.join(END_S)
+        if end.is_alive() and self._exporter is not None:
+            self._exporter.shutdown()
 
 
 def _route_log() -> None:

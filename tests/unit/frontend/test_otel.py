@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,16 @@ TRACE_ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = {"Traceparent": f"00-{TRACE_ID}-{PARENT}-01", "tracestate": "a=b"}
 SERVER = 2
 """SpanKind of OTLP."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """What tries again draws random numbers, which other tests of this process would notice."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "SpanSenderEnd":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def make_engine(model_dir: Path, **flags: Any) -> LLMEngine:
@@ -182,12 +192,25 @@ def test_a_collector_that_is_gone_does_not_hold_the_end_up(model_dir: Path, monk
 
     monkeypatch.setattr(TracerProvider, "shutdown", try_again_and_again)
     with Sink() as sink:
-        url = sink.url
-    engine = make_engine(model_dir, otlp_traces_endpoint=url)
-    run(engine)
-    engine.shutdown()
-    engine.shutdown()  # both come back although the spans are still to be sent
-    may_end.set()
+        engine = traced(model_dir, sink)
+        run(engine)
+        engine.shutdown()
+        engine.shutdown()  # both come back although the spans are still to be sent
+        may_end.set()
+
+
+def test_what_is_tried_again_and_again_is_given_up_at_the_end(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(otel, "END_S", 0.2)
+    with Sink(503) as sink:
+        engine = traced(model_dir, sink)
+        run(engine)
+        engine.shutdown()
+        for thread in threading.enumerate():
+            if thread.name == "SpanSenderEnd":
+                thread.join()
+    assert caplog.text.count("Transient error") == 1, "it would wait a second, and longer each time"
 
 
 @pytest.mark.parametrize("status", [500, 400])
