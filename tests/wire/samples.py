@@ -10,7 +10,7 @@ import numpy as np
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from quire.structured_outputs import StructuredOutputsParams
+from quire.structured_outputs import ReasoningTokens, StructuredOutputsParams
 from quire.timeline import Stamp
 from quire.wire.api_process import ApiLaunch, PeerMessage
 from quire.wire.elastic import ReconfigureDistributedRequest, ReconfigureRankType
@@ -62,6 +62,7 @@ STRUCTURED = StructuredOutputsParams(
     disable_any_whitespace=True,
     disable_additional_properties=True,
     whitespace_pattern=" ?",
+    reasoning=ReasoningTokens(9, 8),
 )
 SAMPLING = SamplingParams(
     n=2,

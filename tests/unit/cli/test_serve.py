@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import hashlib
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from quire.cli import serve
 from quire.cli.main import main
 from quire.cli.serve import command_line, describe_pages, server_config
 from quire.config.engine_args import FLAGS
@@ -112,21 +107,3 @@ def test_where_the_pages_are() -> None:
     assert "http://10.0.0.0:8000/ui " in describe_pages("http://10.0.0.0:8000", None)
     assert "http://127.0.0.1:8001/ui/dashboard can abort" in describe_pages("http://a:1", "http://127.0.0.1:8001")
     assert "/ui" in describe_pages("unix:/run/quire", None)
-
-
-def test_collections_do_not_walk_what_start_up_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the moment the server is ready, and no longer than it serves."""
-    frozen: list[int] = []
-
-    async def run_server(state: object, listeners: Listeners, *, on_ready: Callable[[], None], **_: object) -> None:
-        on_ready()
-        frozen.append(gc.get_freeze_count())
-
-    state = SimpleNamespace(model_name="m", config=ServerConfig(), renderer=SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(serve, "resolve", lambda name: run_server)
-    listeners = Listeners.bind(ServerConfig(host="127.0.0.1", port=0))
-    before = gc.get_freeze_count()
-    asyncio.run(serve.serve_until_told_to_end(lambda: state, listeners, 0.0, lambda: None))
-    listeners.close()
-    assert frozen[0] > before + 1000
-    assert gc.get_freeze_count() == 0

@@ -1,12 +1,20 @@
-"""Who asks a server to end, and how often."""
+"""Who asks a server to end, and how often; what it does when it is ready."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+from types import SimpleNamespace
+from typing import Any
 
-from quire.frontend.openai.server import StopSignals
+import pytest
+
+from quire.config.server import ServerConfig
+from quire.frontend.metrics.manager import StatLoggerManager
+from quire.frontend.openai import server
+from quire.frontend.openai.server import Listeners, StopSignals
 
 
 def test_the_second_signal_is_a_hurry_and_a_call_is_none() -> None:
@@ -35,3 +43,43 @@ def test_a_hurry_is_a_wish_to_end() -> None:
     stop.hurry()
     assert stop.asked.is_set()
     assert stop.hurried.is_set()
+
+
+class Uvicorn:
+    """A server that only runs."""
+
+    started = True
+    should_exit = False
+
+    async def serve(self, sockets: object) -> None:
+        while not self.should_exit:
+            await asyncio.sleep(0)
+
+
+def test_collections_do_not_walk_what_start_up_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the moment the server is ready, and no longer than it serves."""
+    frozen: list[int] = []
+
+    async def drain(*args: object) -> None:
+        """Nothing is under way."""
+
+    async def run() -> None:
+        stop = StopSignals()
+
+        def note_ready() -> None:
+            frozen.append(gc.get_freeze_count())
+            stop.ask()
+
+        engine = SimpleNamespace(pipeline=SimpleNamespace(stat_loggers=StatLoggerManager()))
+        state: Any = SimpleNamespace(config=ServerConfig(), engine=engine)
+        await server.serve(state, listeners, shutdown_timeout_s=0.0, on_ready=note_ready, stop=stop)
+
+    monkeypatch.setattr(server, "_route_log", lambda config: None)
+    monkeypatch.setattr(server, "_make_server", lambda *args, **flags: Uvicorn())
+    monkeypatch.setattr(server, "drain", drain)
+    listeners = Listeners.bind(ServerConfig(host="127.0.0.1", port=0))
+    before = gc.get_freeze_count()
+    asyncio.run(run())
+    listeners.close()
+    assert frozen[0] > before + 1000
+    assert gc.get_freeze_count() == 0
