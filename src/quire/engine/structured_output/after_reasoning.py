@@ -70,13 +70,8 @@ class AfterReasoning(Grammar):
                 return position
         return len(token_ids)
 
-    def copy_with(self, token_ids: Sequence[int]) -> AfterReasoning:
-        copy = AfterReasoning(self._form.copy_with(()), self._tokens, self._eos_token_ids, self._part)
-        for token_id in token_ids:
-            error = copy.accept(token_id)
-            if error is not None:
-                raise error
-        return copy
+    def copy(self) -> AfterReasoning:
+        return AfterReasoning(self._form.copy(), self._tokens, self._eos_token_ids, self._part)
 
 
 def place_form(form: Grammar, tokens: ReasoningTokens | None, eos_token_ids: Sequence[int], vocab_size: int) -> Grammar:

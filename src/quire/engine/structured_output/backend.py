@@ -39,8 +39,17 @@ class Grammar(ABC):
         """How many of these tokens, from the first on, may come next. Changes nothing."""
 
     @abstractmethod
+    def copy(self) -> Grammar:
+        """An independent state that has seen the same."""
+
     def copy_with(self, token_ids: Sequence[int]) -> Grammar:
         """An independent state that has seen `token_ids` more. Raises ClientError if it does not allow them."""
+        copy = self.copy()
+        for token_id in token_ids:
+            error = copy.accept(token_id)
+            if error is not None:
+                raise error
+        return copy
 
 
 class GrammarBackend(ABC):

@@ -38,7 +38,7 @@ class CheckedBackend(GrammarBackend):
             self._keep(key, grammar)
         else:
             self._cached.move_to_end(key)
-        return grammar.copy_with(())
+        return grammar.copy()
 
     def _keep(self, key: tuple[object, ...], grammar: Grammar) -> None:
         self._cached[key] = grammar

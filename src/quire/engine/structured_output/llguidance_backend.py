@@ -64,13 +64,8 @@ class LLGuidanceGrammar(Grammar):
     def count_valid(self, token_ids: Sequence[int]) -> int:
         return int(self._matcher.validate_tokens(list(token_ids)))
 
-    def copy_with(self, token_ids: Sequence[int]) -> LLGuidanceGrammar:
-        copy = LLGuidanceGrammar(self._matcher.deep_copy(), self._vocabulary, self._num_unlooked)
-        for token_id in token_ids:
-            error = copy.accept(token_id)
-            if error is not None:
-                raise error
-        return copy
+    def copy(self) -> LLGuidanceGrammar:
+        return LLGuidanceGrammar(self._matcher.deep_copy(), self._vocabulary, self._num_unlooked)
 
 
 class LLGuidanceBackend(CheckedBackend):

@@ -130,13 +130,8 @@ class XGrammarGrammar(Grammar):
                 return count
         return len(token_ids)
 
-    def copy_with(self, token_ids: Sequence[int]) -> XGrammarGrammar:
-        copy = XGrammarGrammar(self._matcher.fork(), self._vocab_size)
-        for token_id in token_ids:
-            error = copy.accept(token_id)
-            if error is not None:
-                raise error
-        return copy
+    def copy(self) -> XGrammarGrammar:
+        return XGrammarGrammar(self._matcher.fork(), self._vocab_size)
 
 
 class XGrammarBackend(CheckedBackend):

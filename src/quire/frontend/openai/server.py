@@ -180,25 +180,23 @@ async def serve(
     if listeners.admin is not None:
         servers.append(_make_server(state, listeners.url, is_admin=True))
         sockets.append(listeners.admin)
-    with stop or StopSignals() as stop:
+    with stop or StopSignals() as stop, contextlib.ExitStack() as at_end:
         running = [
             asyncio.ensure_future(server.serve(sockets=[listener]))
             for server, listener in zip(servers, sockets, strict=True)
         ]
         starting = asyncio.ensure_future(_wait_started(servers))
         await asyncio.wait({starting, *running}, return_when=asyncio.FIRST_COMPLETED)
-        try:
-            if starting.done():
-                gc.freeze()  # start-up's objects stay: walking them would stop the loop for 30 to 65 ms now and then
-                on_ready()
-                await _first_of(stop.asked.wait(), log_stats_regularly(state.engine.pipeline.stat_loggers), *running)
-            starting.cancel()
-            await drain(state, stop, shutdown_timeout_s)
-            for server in servers:
-                server.should_exit = True
-            await asyncio.gather(*running)
-        finally:
-            gc.unfreeze()
+        if starting.done():
+            gc.freeze()  # start-up's objects stay: walking them would stop the loop for 30 to 65 ms now and then
+            at_end.callback(gc.unfreeze)
+            on_ready()
+            await _first_of(stop.asked.wait(), log_stats_regularly(state.engine.pipeline.stat_loggers), *running)
+        starting.cancel()
+        await drain(state, stop, shutdown_timeout_s)
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*running)
 
 
 async def log_stats_regularly(loggers: StatLoggerManager) -> None:

@@ -26,10 +26,6 @@ class LeadingGrammar(CountingGrammar):
         following = self.seen + 1
         return None if following > self.last or following % 5 == 0 else following
 
-    def copy_with(self, token_ids: Any) -> LeadingGrammar:
-        copy = super().copy_with(token_ids)
-        return LeadingGrammar(self.last, copy.seen)
-
 
 class LeadingBackend(CountingBackend):
     vocab_size = 4 * VOCAB
@@ -110,9 +106,6 @@ def test_a_jump_has_an_end(manager: StructuredOutputManager) -> None:
     class Endless(LeadingGrammar):
         def forced_token(self) -> int | None:
             return self.seen + 1
-
-        def copy_with(self, token_ids: Any) -> Endless:
-            return Endless(self.last, self.seen)
 
     class EndlessBackend(LeadingBackend):
         vocab_size = 2000

@@ -94,3 +94,8 @@ def decode_string(raw: str) -> str | None:
     except ValueError:
         return None
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
+
+
+def escape_string(text: str) -> str:
+    """What stands between the quotes of a JSON string that says `text`."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

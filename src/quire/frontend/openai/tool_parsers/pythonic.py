@@ -5,11 +5,11 @@ Nothing is evaluated: names, strings, numbers, True, False, None, lists and dict
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 
 from quire.frontend.openai.parsing.events import EventSink
+from quire.frontend.openai.parsing.json_text import escape_string
 from quire.frontend.openai.parsing.source import Step, TextSource
 from quire.frontend.openai.tool_parsers.call_object import MAX_NAME_CHARS, NAME, is_name
 
@@ -170,7 +170,7 @@ def _copy_string(source: TextSource, emit: Emit) -> Step[bool]:
     source.take_char()
     emit('"')
     while True:
-        yield from source.copy_while(_PLAIN[quote], lambda text: emit(_escape(text)))
+        yield from source.copy_while(_PLAIN[quote], lambda text: emit(escape_string(text)))
         source.begin()
         sign = yield from source.peek()
         if not sign:
@@ -195,15 +195,11 @@ def _read_escape(source: TextSource) -> Step[str | None]:
     source.take_char()
     num_digits = _HEX_DIGITS.get(sign)
     if num_digits is None:
-        return _escape(_ESCAPES.get(sign, "\\" + sign))
+        return escape_string(_ESCAPES.get(sign, "\\" + sign))
     digits = yield from source.take_while(_HEX, num_digits - 1)
     if len(digits) < num_digits:
         return None
     code = int(digits, 16)
     if code > 0x10FFFF:
         return None
-    return f"\\u{code:04x}" if code <= 0xFFFF else _escape(chr(code))
-
-
-def _escape(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return f"\\u{code:04x}" if code <= 0xFFFF else escape_string(chr(code))

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from quire.frontend.openai.parsing.events import EventSink
+from quire.frontend.openai.parsing.json_text import escape_string
 from quire.frontend.openai.parsing.source import Markers, Step, TextSource
 from quire.frontend.openai.parsing.stream_parser import Program
 from quire.frontend.openai.tool_parsers.call_object import MAX_NAME_CHARS, NAME, is_name, read_end
@@ -27,6 +28,7 @@ _MAX_JSON_CHARS = 1 << 16
 _CALL = "<tool_call>"
 _CALL_END = "</tool_call>"
 _FUNCTION = "<function="
+_CALL_OR_FUNCTION, _CALL_ONLY = Markers(_CALL, _FUNCTION), Markers(_CALL)
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 """Python's, which models mix up with JSON's."""
 _JSON_TYPES: Mapping[type, str] = {
@@ -59,8 +61,7 @@ _GLM = _Layout("<arg_key>", "</arg_key>", "<arg_value>", Markers("</arg_value>")
 
 def parse_qwen_coder(types_of: TypesOf, source: TextSource, sink: EventSink) -> Step[None]:
     """Calls anywhere in the text. The outer tags may be missing."""
-    opening = Markers(_CALL, _FUNCTION)
-    while (marker := (yield from source.copy_until(opening, sink.content))) is not None:
+    while (marker := (yield from source.copy_until(_CALL_OR_FUNCTION, sink.content))) is not None:
         source.begin(marker)
         if marker == _CALL:
             yield from source.skip_space()
@@ -76,8 +77,7 @@ def parse_qwen_coder(types_of: TypesOf, source: TextSource, sink: EventSink) -> 
 
 def parse_glm(types_of: TypesOf, source: TextSource, sink: EventSink) -> Step[None]:
     """Calls anywhere in the text, each between its tags."""
-    opening = Markers(_CALL)
-    while (marker := (yield from source.copy_until(opening, sink.content))) is not None:
+    while (marker := (yield from source.copy_until(_CALL_ONLY, sink.content))) is not None:
         source.begin(marker)
         yield from source.skip_space()
         name = yield from source.take_while(NAME, MAX_NAME_CHARS)
@@ -139,7 +139,7 @@ class _Call:
             nonlocal held
             text = held + text
             held = "\n" if self._layout.wraps_lines and text.endswith("\n") else ""
-            self._sink.arguments(_escape(text.removesuffix(held)))
+            self._sink.arguments(escape_string(text.removesuffix(held)))
 
         if (yield from self._source.copy_until(self._layout.value_end, emit)) is None:
             return False
@@ -152,7 +152,7 @@ class _Call:
         is_whole = (yield from self._source.copy_until(self._layout.value_end, parts.append)) is not None
         text = "".join(parts)
         text = text.removesuffix("\n") if self._layout.wraps_lines else text
-        self._sink.arguments(_as_json(text, types) if is_whole else f'"{_escape(text)}')
+        self._sink.arguments(_as_json(text, types) if is_whole else f'"{escape_string(text)}')
         return is_whole
 
     def _write(self, text: str) -> None:
@@ -176,11 +176,7 @@ def _as_json(text: str, types: Types) -> str:
             kind = _JSON_TYPES[type(value)]
             if kind != "string" and (not types or kind in types or (kind == "integer" and "number" in types)):
                 return word
-    return f'"{_escape(text)}"'
-
-
-def _escape(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return f'"{escape_string(text)}"'
 
 
 def _refuse(name: str) -> None:
