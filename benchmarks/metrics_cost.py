@@ -189,7 +189,7 @@ def measure_throughput(
     return Costs(times[True], times[False])
 
 
-def measure_both(model: str, num_requests: int, num_pairs: int) -> dict[str, object]:
+def measure_both(model: str, num_requests: int, num_pairs: int, num_clock_pairs: int) -> dict[str, object]:
     """W4 with the model, the engine's work on it alone, as shares of what W4 costs with the model, and W4 as users run
     it, in two processes, by the clock on the wall."""
     path = make_checkpoint(model, Path.home() / ".cache" / "quire-benchmarks") if model in SHAPES else Path(model)
@@ -200,7 +200,7 @@ def measure_both(model: str, num_requests: int, num_pairs: int) -> dict[str, obj
         num_requests, num_pairs, model="demo", distributed_executor_backend=executor, skip_tokenizer_init=True
     )
     os.environ["QUIRE_ENABLE_MULTIPROCESSING"] = "1"
-    by_the_clock = measure_throughput(num_requests, num_pairs, time.perf_counter, **engine_args)
+    by_the_clock = measure_throughput(num_requests, num_clock_pairs, time.perf_counter, **engine_args)
     per_token = statistics.median(whole.without)
     return {
         "throughput": whole.summary(per_token),
@@ -219,6 +219,9 @@ def main() -> None:
     parser.add_argument("--model", default=None, help=f"{', '.join(SHAPES)}, or a checkpoint directory")
     parser.add_argument("--throughput-requests", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument(
+        "--clock-pairs", type=int, default=None, help="of those by the clock, which need many more (default: --pairs)"
+    )
     args = parser.parse_args()
     with_stats_us, without_us = measure_steps(args.requests, args.steps)
     cost: dict[str, object] = {
@@ -228,7 +231,7 @@ def main() -> None:
         "scrape": measure_scrapes(args.requests, args.scrapes),
     }
     if args.model:
-        cost |= measure_both(args.model, args.throughput_requests, args.pairs)
+        cost |= measure_both(args.model, args.throughput_requests, args.pairs, args.clock_pairs or args.pairs)
     print(json.dumps(cost, indent=2))
 
 

@@ -12,8 +12,9 @@ from quire.wire.engine_core import EngineCoreOutputs
 
 logger = init_logger(__name__)
 
-OUTPUTS_PER_TURN = 128
-"""Processed in one go; then other coroutines have their turn (promise P15: no callback over 50 ms)."""
+OUTPUTS_PER_TURN = 32
+"""Processed in one go; then their readers have a turn, and whatever has come from outside: about a millisecond between
+two looks at the sockets. With 128 a scrape beside 256 streams waited a third longer, and nothing else was better."""
 
 
 class OutputHandler:

@@ -31,7 +31,7 @@ _SERVING = re.compile(r"serving .+ on (http://\S+)")
 @contextlib.contextmanager
 def own_server(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(URL, API key) of a server with these flags, ended with the context. Raises EngineDeadError."""
-    key = secrets.token_urlsafe(16)
+    key = secrets.token_hex(16)
     command = [sys.executable, "-c", _PROGRAM, str(os.getpid()), "serve", "--host", "127.0.0.1", "--port", "0", *flags]
     environment = {**os.environ, envs.API_KEY.name: key, envs.LOGGING_LEVEL.name: "INFO"}
     process = subprocess.Popen(
