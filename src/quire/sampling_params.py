@@ -11,13 +11,14 @@ import copy
 import math
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from quire import envs
 from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
+from quire.structured_outputs import ReasoningTokens
 from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
@@ -104,6 +105,7 @@ SAMPLING_FIELDS: tuple[FieldBound, ...] = (
     FieldBound("allowed_token_ids", "list[int]", max_len=1_048_576, optional=True),
     FieldBound("bad_words", "list[str]", max_len=MAX_BAD_WORDS, max_item_len=1024),
     FieldBound("skip_reading_prefix_cache", "bool", optional=True),
+    FieldBound("thinking_token_budget", "int", 0, INT64_MAX, optional=True, special=(-1,)),
 )
 
 
@@ -171,6 +173,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
     repetition_detection: RepetitionDetectionParams | None = None
     skip_reading_prefix_cache: bool | None = None
     """None: only when prompt_logprobs are asked for."""
+    thinking_token_budget: int | None = None
+    """The model's reasoning is closed after so many tokens. Needs `reasoning_tokens`; -1 means None."""
+    reasoning_tokens: ReasoningTokens | None = None
+    """What the model puts around its reasoning. A server finds out by itself (--reasoning-parser)."""
     extra_args: dict[str, Any] | None = None
     """For extensions; the engine does not read it."""
 
@@ -188,6 +194,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
         """Bring every field into its usual form, and check it. Raises ValidationError; may be repeated."""
         if self.seed == -1:
             self.seed = None
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         if self.stop is None:
             self.stop = []
         elif isinstance(self.stop, str):
@@ -280,7 +288,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
                 value=self.min_tokens,
             )
         self._validate_words()
-        form: object = self.structured_outputs
+        form, tokens = cast("object", self.structured_outputs), cast("object", self.reasoning_tokens)
+        if tokens is not None and not isinstance(tokens, ReasoningTokens):
+            raise ValidationError(
+                f"reasoning_tokens must be ReasoningTokens, got {type(tokens).__name__}", param="reasoning_tokens"
+            )
         if form is not None and not isinstance(form, StructuredOutputsParams):
             raise ValidationError(
                 f"structured_outputs must be StructuredOutputsParams, got {type(form).__name__}",
@@ -313,7 +325,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
             "allowed_token_ids": self.allowed_token_ids or (),
             "logit_bias": tuple(self.logit_bias or ()),
             "logprob_token_ids": self.logprob_token_ids or (),
+            "reasoning_tokens": self.reasoning_tokens.ids if self.reasoning_tokens is not None else (),
         }
+        if self.thinking_token_budget is not None and self.reasoning_tokens is None:
+            raise ValidationError(
+                "thinking_token_budget needs reasoning_tokens: between which tokens the model reasons",
+                param="thinking_token_budget",
+                value=self.thinking_token_budget,
+            )
         for name, values in ids.items():
             if values and not (min(values) >= 0 and max(values) < vocab_size):
                 token_id = next(value for value in values if not 0 <= value < vocab_size)

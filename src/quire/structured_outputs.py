@@ -48,6 +48,11 @@ class ReasoningTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     open: int | None = None
     """None: the prompt ends with it, and the reasoning has begun."""
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All of them."""
+        return (self.close,) if self.open is None else (self.close, self.open)
+
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """The form an output must have: exactly one of the first five fields, or `structural_tag`.
@@ -167,7 +172,7 @@ def _validate_text(text: object) -> None:
 def _validate_reasoning(reasoning: object) -> None:
     if reasoning is None:
         return
-    ids = (reasoning.close, reasoning.open or 0) if isinstance(reasoning, ReasoningTokens) else (None,)
+    ids = reasoning.ids if isinstance(reasoning, ReasoningTokens) else (None,)
     if not all(type(token_id) is int and 0 <= token_id < 1 << 31 for token_id in ids):
         raise _error("reasoning", f"{reprlib.repr(reasoning)} is no ReasoningTokens with token ids")
 

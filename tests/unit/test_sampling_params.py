@@ -109,6 +109,8 @@ def test_defaults(name: str, value: Any) -> None:
         ("logit_bias", {1: math.inf}),
         ("logit_bias", {"1": 1.0}),
         ("logprob_token_ids", list(range(129))),
+        ("thinking_token_budget", -2),
+        ("reasoning_tokens", 5),
         ("max_tokens", None),  # allowed: the control of this table
     ],
 )

@@ -46,6 +46,8 @@ def validate_session_params(params: SamplingParams | PoolingParams) -> None:
         raise _not_in_a_session("output_kind", "FINAL_ONLY", "CUMULATIVE or DELTA: it has an end per input")
     if params.structured_outputs is not None:
         raise _not_in_a_session("structured_outputs", "…", "none: its outputs have no form of their own")
+    if params.thinking_token_budget is not None:
+        raise _not_in_a_session("thinking_token_budget", params.thinking_token_budget, "none")
     if params.stop:
         raise _not_in_a_session("stop", params.stop, "no stop strings; use stop_token_ids")
 

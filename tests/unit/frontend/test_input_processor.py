@@ -18,6 +18,7 @@ from quire.frontend.text.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
+from quire.structured_outputs import ReasoningTokens
 from quire.wire.engine_core import EngineCoreRequest
 
 MAX_MODEL_LEN = 32
@@ -239,6 +240,21 @@ def test_without_a_tokenizer_there_is_no_text(tokenizer: Tokenizer) -> None:
     ):
         with pytest.raises(ValidationError, match="skip_tokenizer_init"):
             process(p, prompt, params)
+
+
+def test_a_budget_of_reasoning_needs_the_tokens_around_it(tokenizer: Tokenizer) -> None:
+    p = processor(tokenizer)
+    tokens = ReasoningTokens(close=4, open=3)
+    limited = sampling(process(p, "a", SamplingParams(thinking_token_budget=0, reasoning_tokens=tokens)))
+    assert (limited.thinking_token_budget, limited.reasoning_tokens) == (0, tokens)
+    assert sampling(process(p, "a", SamplingParams(thinking_token_budget=-1))).thinking_token_budget is None
+    with pytest.raises(ValidationError, match="needs reasoning_tokens") as e:
+        process(p, "a", SamplingParams(thinking_token_budget=5))
+    assert e.value.param == "thinking_token_budget"
+    for bad in (ReasoningTokens(-1), ReasoningTokens(1 << 40), ReasoningTokens(4, 1 << 40)):
+        with pytest.raises(ValidationError, match="outside the vocabulary") as e:
+            process(p, "a", SamplingParams(thinking_token_budget=5, reasoning_tokens=bad))
+        assert e.value.param == "reasoning_tokens"
 
 
 def test_seeds_come_from_the_engines(tokenizer: Tokenizer) -> None:

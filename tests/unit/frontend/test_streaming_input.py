@@ -256,6 +256,7 @@ def test_a_session_that_cannot_be_told_of_an_input_ends(engine: LLMEngine, monke
     [
         ("n", SamplingParams(n=2)),
         ("output_kind", SamplingParams(output_kind=FINAL_ONLY)),
+        ("thinking_token_budget", SamplingParams(thinking_token_budget=5)),
         ("stop", SamplingParams(stop=["."])),
         ("sampling_params", PoolingParams()),
     ],

@@ -78,7 +78,7 @@ def place_form(form: Grammar, tokens: ReasoningTokens | None, eos_token_ids: Seq
     """`form` where it is to begin. Raises ValidationError for tokens that the model does not have."""
     if tokens is None:
         return form
-    for token_id in (tokens.close, tokens.open or 0):
+    for token_id in tokens.ids:
         if not 0 <= token_id < vocab_size:
             raise ValidationError(
                 f"the reasoning is said to stand between tokens {tokens.open} and {tokens.close}; the model has "

@@ -43,6 +43,12 @@ def ban(logits: Tensor, banned: TokenEntries) -> None:
     logits[banned] = -torch.inf
 
 
+def force(logits: Tensor, forced: TokenEntries) -> None:
+    """In each row that has an entry, leave nothing but that, whatever was said of it before."""
+    logits[forced.rows] = -torch.inf
+    logits[forced] = 0.0
+
+
 def add_bias(logits: Tensor, entries: TokenEntries, bias: Tensor) -> None:
     """Add `bias` [m] to the logits of the entries."""
     logits[entries] += bias

@@ -38,6 +38,18 @@ class TokenHistory:
         n = len(self._slot_of)
         return self._token_ids[:n], self._counts[:n]
 
+    def num_after(self, token_id: int | None) -> int | None:
+        """How many outputs have followed the first one that was `token_id`, None for the prompt; None if it has not
+        come."""
+        if token_id is None:
+            return len(self.output_token_ids)
+        return len(self.output_token_ids) - self.output_token_ids.index(token_id) - 1 if self.has(token_id) else None
+
+    def has(self, token_id: int) -> bool:
+        """Is it among the outputs?"""
+        slot = self._slot_of.get(token_id)
+        return slot is not None and bool(self._counts[slot])
+
     def banned_by(self, words: Iterable[list[int]]) -> list[int]:
         """The tokens that would complete one of `words` (non-empty token sequences) at the end of the output."""
         return list({word[-1] for word in words if self._ends_with(word[:-1])})

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.sampling_params import SamplingParams
+from quire.structured_outputs import ReasoningTokens
 from quire.worker.sample.edits import TokenEntries
 from quire.worker.sample.history import TokenHistory
 from quire.worker.sample.kernel import DrawRules
@@ -43,6 +44,22 @@ class LogprobRow:
 
 
 @dataclass(frozen=True)
+class ThinkingRow:
+    """A row whose reasoning is to be closed after `budget` tokens."""
+
+    row: int
+    budget: int
+    tokens: ReasoningTokens
+    history: TokenHistory
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether it has had them, and reasons still."""
+        num_thought = None if self.history.has(self.tokens.close) else self.history.num_after(self.tokens.open)
+        return num_thought is not None and num_thought >= self.budget
+
+
+@dataclass(frozen=True)
 class SamplingMetadata:
     """Constant while the same requests sample: what changes with each step is in histories and output lengths."""
 
@@ -54,12 +71,13 @@ class SamplingMetadata:
     bad_words: list[tuple[int, list[list[int]], TokenHistory]]
     min_tokens: list[tuple[int, int, list[int]]]
     """(row, outputs before which its stop tokens are banned, stop tokens)"""
+    thinking: list[ThinkingRow]
     logprobs: list[LogprobRow]
 
     @property
     def edits_logits(self) -> bool:
         """Whether sampling changes logits of greedy rows, too."""
-        return bool(self.allowed or self.bias or self.penalized or self.bad_words or self.min_tokens)
+        return bool(self.allowed or self.bias or self.penalized or self.bad_words or self.min_tokens or self.thinking)
 
 
 class SamplingTable:
@@ -85,7 +103,7 @@ class SamplingTable:
         self._seeds[row] = _seed_of(req_id, params)
         self._params[row] = params
         self._is_plain[row] = _is_plain(params)
-        if _has_penalty(params) or params.bad_words_token_ids:
+        if _has_penalty(params) or params.bad_words_token_ids or params.thinking_token_budget is not None:
             # Only the repetition penalty looks at the prompt.
             prompt = prompt_token_ids if params.repetition_penalty != 1.0 else []
             self.histories[row] = TokenHistory(prompt, output_token_ids)
@@ -121,6 +139,11 @@ class SamplingTable:
                 (i, p.min_tokens, stop_ids)
                 for i, p in special
                 if p.min_tokens and (stop_ids := sorted(p.all_stop_token_ids))
+            ],
+            thinking=[
+                ThinkingRow(i, p.thinking_token_budget, p.reasoning_tokens, self.histories[int(rows[i])])
+                for i, p in special
+                if p.thinking_token_budget is not None and p.reasoning_tokens is not None
             ],
             logprobs=[
                 LogprobRow(i, p.num_logprobs or 0, p.logprob_token_ids)
@@ -159,6 +182,7 @@ def _is_plain(params: SamplingParams) -> bool:
         or params.logit_bias
         or params.bad_words_token_ids
         or params.min_tokens
+        or params.thinking_token_budget is not None
         or params.logprobs is not None
         or params.logprob_token_ids
     )

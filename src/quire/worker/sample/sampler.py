@@ -1,7 +1,8 @@
 """From logits to tokens.
 
 The order is the one vLLM documents: raw log-probabilities; allowed tokens, bad words, min_tokens, logit bias,
-penalties; then greedy, or temperature, min-p, top-k, top-p and the draw.
+penalties; then, of our own, the end of reasoning that has used up its budget; then greedy, or temperature, min-p,
+top-k, top-p and the draw.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ def edit_logits(logits: Tensor, metadata: SamplingMetadata, output_lens: npt.NDA
         edits.add_bias(logits, *metadata.bias)
     if metadata.penalized is not None:
         _penalize(logits, metadata.penalized)
+    closed = [(limit.row, [limit.tokens.close]) for limit in metadata.thinking if limit.is_used_up]
+    if closed:
+        edits.force(logits, edits.TokenEntries.build(closed, logits.device))
 
 
 def _penalize(logits: Tensor, penalized: PenalizedRows) -> None:

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from quire.config.server import ServerConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ValidationError
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import make_message
 from quire.frontend.openai.protocol.chat import ChatBody
@@ -320,6 +320,109 @@ def test_an_answer_in_json_after_reasoning(monkeypatch: pytest.MonkeyPatch) -> N
         assert choice["message"]["reasoning"]
 
     check(test, executor=None, reasoning_parser="demo")
+
+
+def limited(parser: str, prompts: list[str], budget: int | None, wish: int | None = None) -> tuple[Any, Any]:
+    """(The budget the engine is given, between which tokens)."""
+    body = BodyReader(ChatBody).read(json.dumps({"messages": [QUESTION], "thinking_token_budget": budget}).encode())
+    params = make_sampling_params(body, {}, max_tokens=None, logprobs=None)
+    ChatFormat(ServerConfig(reasoning_parser=parser), HERMES).plan(body).limit_reasoning(
+        params, prompts, TOKENS.get, wish
+    )
+    return params.thinking_token_budget, params.reasoning_tokens
+
+
+def test_a_budget_of_reasoning_counts_between_the_models_tokens() -> None:
+    assert limited("qwen3", ["Hi<think>\n"], 5) == (5, ReasoningTokens(9))
+    assert limited("qwen3", ["Hi"], 0) == (0, ReasoningTokens(9, 8))
+    assert limited("qwen3", ["Hi"], 7, wish=5) == (7, ReasoningTokens(9, 8))
+    assert limited("qwen3", ["Hi"], None, wish=5) == (5, ReasoningTokens(9, 8))
+    for none in (None, -1):
+        assert limited("qwen3", ["Hi"], none) == (None, None)
+    assert limited("qwen3", ["Hi<think>\n\n</think>\n\n"], 5, wish=5) == (None, None), "it is over"
+    for parser, prompts in (("none", ["Hi"]), ("openai_gptoss", ["Hi"]), ("qwen3", ["Hi", "Hi<think>"])):
+        assert limited(parser, prompts, None, wish=5) == (None, None)
+        with pytest.raises(ValidationError, match="--reasoning-parser") as e:
+            limited(parser, prompts, 5)
+        assert e.value.param == "thinking_token_budget"
+
+
+def test_reasoning_ends_with_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags = ReasoningTags("<tool_call>", "</tool_call>", begins_inside=True)
+    rows = {"demo": ReasoningParserSpec(tags.make_program, tags=tags)}
+    monkeypatch.setattr(registry, "REASONING_PARSERS", rows)
+
+    async def test(server: Server) -> None:
+        close_id = server.state.renderer.find_token("</tool_call>")
+        body: dict[str, Any] = {"messages": [QUESTION], "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        body |= {"logit_bias": {str(close_id): -100}, "return_token_ids": True}  # it would never end by itself
+        (endless,) = (await server.answer(PATH, **body))["choices"]
+        for budget in (0, 7, 29, 30):
+            (choice,) = (await server.answer(PATH, **body, thinking_token_budget=budget))["choices"]
+            assert choice["token_ids"][:budget] == endless["token_ids"][:budget]
+            assert choice["token_ids"][budget : budget + 1] == [close_id] * (budget < 30)
+            assert bool(choice["message"]["content"]) == (budget < 29)
+        form = {"response_format": {"type": "json_object"}, "max_tokens": 60, "ignore_eos": False}
+        (choice,) = (await server.answer(PATH, **{**body, **form}, thinking_token_budget=7))["choices"]
+        assert choice["token_ids"].index(close_id) == 7
+        assert choice["message"]["content"].startswith("{")
+        message = {"model": "demo", "messages": [QUESTION], "max_tokens": 30, "temperature": 0}
+        thinking = {"thinking": {"type": "enabled", "budget_tokens": 7}}
+        blocks = (await server.answer("/v1/messages", **message, **thinking))["content"]
+        assert (
+            blocks[0]["thinking"]
+            == (await server.answer(PATH, **body, thinking_token_budget=7))["choices"][0]["message"]["reasoning"]
+        )
+
+    check(test, executor=None, reasoning_parser="demo")
+
+    async def without_reasoning(server: Server) -> None:
+        error = await server.refusal(PATH, messages=[QUESTION], thinking_token_budget=5)
+        assert error["param"] == "thinking_token_budget"
+        error = await server.refusal("/v1/completions", prompt="Hi", thinking_token_budget=5)
+        assert error["param"] == "thinking_token_budget"
+        message = {"model": "demo", "messages": [QUESTION], "max_tokens": 3}
+        await server.answer("/v1/messages", **message, thinking={"type": "enabled", "budget_tokens": 7})
+
+    check(without_reasoning)
+
+
+def test_usage_tells_the_tokens_of_thoughts_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags = ReasoningTags("<tool_call>", "</tool_call>", begins_inside=True)
+    rows = {"demo": ReasoningParserSpec(tags.make_program, tags=tags)}
+    monkeypatch.setattr(registry, "REASONING_PARSERS", rows)
+
+    async def test(server: Server) -> None:
+        close_id = server.state.renderer.find_token("</tool_call>")
+        body = {"messages": [QUESTION], "max_tokens": 20, "n": 2, "seed": 1, "temperature": 1, "ignore_eos": True}
+        endless = {**body, "logit_bias": {str(close_id): -100}}
+        thought = await server.answer(PATH, **endless)
+        texts = [choice["message"]["reasoning"] for choice in thought["choices"]]
+        expected = sum([await server.state.renderer.count_tokens(text) for text in texts])
+        assert thought["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
+        assert abs(expected - thought["usage"]["completion_tokens"]) <= len(texts)  # half a character at the end
+        hidden = await server.answer(PATH, **endless, include_reasoning=False)
+        assert hidden["usage"] == thought["usage"]
+        both = await server.answer(f"{PATH}/batch", **{**endless, "messages": [[QUESTION]] * 2})
+        assert both["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * expected}
+        *chunks, last = await server.stream(
+            PATH, **endless, stream_options={"include_usage": True, "continuous_usage_stats": True}
+        )
+        assert last["usage"] == {key: thought["usage"][key] for key in last["usage"]}
+        assert "completion_tokens_details" in last["usage"]
+        assert all("completion_tokens_details" not in chunk["usage"] for chunk in chunks)  # not before it is known
+        closed = await server.answer(
+            PATH, **{**body, "n": 1}, logit_bias={str(close_id): 100}, stop_token_ids=[close_id]
+        )
+        assert closed["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+    check(test, executor=None, reasoning_parser="demo")
+    check(_without_reasoning)
+
+
+async def _without_reasoning(server: Server) -> None:
+    answer = await server.answer(PATH, messages=[QUESTION], max_tokens=3)
+    assert answer["usage"]["completion_tokens_details"] is None
 
 
 def test_harmony_is_read_by_one_parser() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.sampling_params import SamplingParams
+from quire.structured_outputs import ReasoningTokens
 from quire.worker.sample import sampler, torch_kernel
 from quire.worker.sample.kernel import SamplingKernel
 from quire.worker.sample.metadata import SamplingTable
@@ -34,6 +35,9 @@ def oracle(x: np.ndarray, p: SamplingParams, prompt: list[int], output: list[int
         if token in prompt or token in output:
             x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
         x[token] -= p.frequency_penalty * output.count(token) + p.presence_penalty * (token in output)
+    if p.thinking_token_budget is not None and thinks_for(p.reasoning_tokens, output) >= p.thinking_token_budget:
+        x[:] = -np.inf
+        x[p.reasoning_tokens.close] = 0
     if p.is_greedy:
         return int(x.argmax())
     x /= p.temperature
@@ -49,6 +53,19 @@ def oracle(x: np.ndarray, p: SamplingParams, prompt: list[int], output: list[int
     (u,) = uniforms(np.array([p.seed % 2**64], np.uint64), np.array([len(output)]))
     cdf = np.cumsum(probs)
     return int(np.searchsorted(cdf, u * cdf[-1], side="right"))
+
+
+def thinks_for(tokens: ReasoningTokens, output: list[int]) -> int:
+    """How many tokens of open reasoning there are at the end of an output; -1 if it is not open."""
+    is_open, num = tokens.open is None, 0
+    for token in output:
+        if token == tokens.close:
+            return -1
+        if is_open:
+            num += 1
+        elif token == tokens.open:
+            is_open = True
+    return num if is_open else -1
 
 
 @st.composite
@@ -67,6 +84,8 @@ def params(draw: st.DrawFn) -> SamplingParams:
         stop_token_ids=draw(st.lists(TOKEN, max_size=3)),
         min_tokens=draw(st.sampled_from([0, 3])),
         max_tokens=100,
+        thinking_token_budget=draw(st.sampled_from([None, 0, 1, 5])),
+        reasoning_tokens=ReasoningTokens(0, draw(st.sampled_from([None, 1]))),
         logprobs=draw(st.sampled_from([None, 0, 4, -1])),
         logprob_token_ids=draw(st.none() | st.lists(TOKEN, min_size=1, max_size=4)),
     )

@@ -77,6 +77,11 @@ class BlockReader:
         """Whether anything is called."""
         return any(block.kind == "call" for block in self.blocks)
 
+    @property
+    def reasoning(self) -> str:
+        """What the model has thought so far, shown or not."""
+        return self._parser.reasoning
+
     def text_of(self, kind: Kind) -> str:
         """What all blocks of a kind say."""
         return "".join(block.text for block in self.blocks if block.kind == kind)

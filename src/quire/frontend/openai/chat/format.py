@@ -23,7 +23,7 @@ from quire.frontend.openai.tool_parsers.constrained import parse_required, requi
 from quire.frontend.openai.tool_parsers.registry import ToolParserSpec, tool_parser
 from quire.logger import init_logger
 from quire.sampling_params import SamplingParams
-from quire.structured_outputs import StructuredOutputsParams
+from quire.structured_outputs import ReasoningTokens, StructuredOutputsParams
 
 logger = init_logger(__name__)
 
@@ -54,6 +54,11 @@ class ChatPlan:
         """All of the answer is text for the user."""
         return self.program is None and self.reasoning_spec is None
 
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether there may be reasoning in the answer, told apart from the rest."""
+        return self.reasoning_spec is not None or (self.tool_spec is not None and self.tool_spec.reads_reasoning)
+
     def adjust(self, params: SamplingParams) -> None:
         """Have the engine leave in the text what the parsers look for, and force what was asked for.
 
@@ -81,18 +86,54 @@ class ChatPlan:
 
         Else it holds from the first token on, and there is no reasoning to be read. `find_id`: of a token's text.
         """
-        form, spec = params.structured_outputs, self.reasoning_spec
-        if form is None or spec is None or form.structural_tag is not None:
+        form = params.structured_outputs
+        if form is None or self.reasoning_spec is None or form.structural_tag is not None:
             return self
-        tags = spec.tags
-        if tags is not None and all(map(tags.is_over, prompts)):
+        if self._is_over(prompts):
             return self
-        found = {None if tags is None or tags.is_over(text) else tags.find_tokens(text, find_id) for text in prompts}
-        tokens = found.pop() if len(found) == 1 else None
+        tokens = self._find_tokens(prompts, find_id)
         if tokens is None:
             return replace(self, reasoning_spec=None)
         params.structured_outputs = form.behind(tokens)
         return self
+
+    def limit_reasoning(
+        self,
+        params: SamplingParams,
+        prompts: Sequence[str],
+        find_id: Callable[[str], int | None],
+        wish: int | None = None,
+    ) -> None:
+        """Once the prompts are there: tell the engine between which tokens `thinking_token_budget` counts.
+
+        `wish` is a budget, too, without effect where that cannot be told. Raises ValidationError where it must be.
+        """
+        budget = params.thinking_token_budget
+        if self._is_over(prompts):
+            params.thinking_token_budget = None
+        elif budget is None and wish is None:
+            return
+        elif (tokens := self._find_tokens(prompts, find_id)) is not None:
+            params.thinking_token_budget = wish if budget is None else budget
+            params.reasoning_tokens = tokens
+        elif budget is not None:
+            raise ValidationError(
+                "thinking_token_budget needs a model whose reasoning stands between two tokens that this server knows "
+                "(--reasoning-parser), the same for all conversations of a request; leave it out",
+                param="thinking_token_budget",
+                value=budget,
+            )
+
+    def _is_over(self, prompts: Sequence[str]) -> bool:
+        """Whether all prompts have closed the reasoning."""
+        tags = None if self.reasoning_spec is None else self.reasoning_spec.tags
+        return tags is not None and all(map(tags.is_over, prompts))
+
+    def _find_tokens(self, prompts: Sequence[str], find_id: Callable[[str], int | None]) -> ReasoningTokens | None:
+        """What stands around the reasoning in answers to these prompts; None if that cannot be told, or differs."""
+        tags = None if self.reasoning_spec is None else self.reasoning_spec.tags
+        found = {None if tags is None or tags.is_over(text) else tags.find_tokens(text, find_id) for text in prompts}
+        return found.pop() if len(found) == 1 else None
 
     def make_parser(self, prompt: str | None) -> ChatParser:
         """The parser of one choice of the answer to `prompt`."""

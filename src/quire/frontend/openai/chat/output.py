@@ -29,9 +29,15 @@ class ChatParser(Protocol):
     def finish_reason(self, reason: str | None) -> str | None:
         """What to say where the engine says `reason`: a tool call ends in "tool_calls"."""
 
+    @property
+    def reasoning(self) -> str:
+        """What the model has thought so far, shown or not."""
+
 
 class PlainText:
     """All of it is content."""
+
+    reasoning = ""
 
     def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
         """The text itself."""
@@ -68,6 +74,7 @@ class MessageParser:
         self._reasoning_fields = ("reasoning", "reasoning_content")[: 1 + repeats_reasoning] if shows_reasoning else ()
         self._ends_in_tool_calls = ends_in_tool_calls
         self._num_calls = 0
+        self._thoughts: list[str] = []
 
     def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
         """What the new text adds, in order."""
@@ -88,6 +95,11 @@ class MessageParser:
         """ "tool_calls" where the model stopped after a call; a text that was cut off stays "length"."""
         return "tool_calls" if reason == "stop" and self._num_calls and self._ends_in_tool_calls else reason
 
+    @property
+    def reasoning(self) -> str:
+        """What the model has thought so far, shown or not."""
+        return "".join(self._thoughts)
+
     def _read_calls(self, events: list[Event]) -> list[Event]:
         if self._tools is None:
             return events
@@ -103,6 +115,7 @@ class MessageParser:
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, Reasoning):
+            self._thoughts.append(event.text)
             return dict.fromkeys(self._reasoning_fields, event.text)
         if isinstance(event, CallStart):
             self._num_calls += 1

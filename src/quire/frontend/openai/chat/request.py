@@ -32,10 +32,13 @@ class PreparedChat:
         return prompt
 
 
-async def prepare_chats(context: RequestContext, bodies: Sequence[ChatBody], *, reserves: bool = True) -> PreparedChat:
+async def prepare_chats(
+    context: RequestContext, bodies: Sequence[ChatBody], *, reserves: bool = True, thinking_budget: int | None = None
+) -> PreparedChat:
     """Check the requests and render their prompts. Raises ValidationError, OverloadedError.
 
     All fields but `messages` are read of the first. With `reserves` their room in the queue is taken before any work.
+    `thinking_budget` is a limit of the model's reasoning, where it has one.
     """
     state, body = context.state, bodies[0]
     params, plan = await context.work_on_body(lambda: _plan(state, body))
@@ -49,7 +52,9 @@ async def prepare_chats(context: RequestContext, bodies: Sequence[ChatBody], *, 
         prompt = await render_prompt(context, conversation, plan, params.max_tokens)
         state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
         prompts.append(prompt)
-    plan = plan.place_form(params, [prompt.get("prompt") or "" for prompt in prompts], state.renderer.find_token)
+    texts, find_token = [prompt.get("prompt") or "" for prompt in prompts], state.renderer.find_token
+    plan.limit_reasoning(params, texts, find_token, thinking_budget)
+    plan = plan.place_form(params, texts, find_token)
     return PreparedChat(prompts, params, plan)
 
 

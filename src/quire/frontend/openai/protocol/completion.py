@@ -30,7 +30,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt_embeds: Text | Annotated[list[Text], Meta(max_length=1024)] | None = None
 
     EXAMPLE = {"prompt": "A quire is", "max_tokens": 20}  # noqa: RUF012
-    NEUTRAL = {**GenerationBody.NEUTRAL, "suffix": ("",), "prompt_embeds": ([],)}  # noqa: RUF012
+    NEUTRAL = {**GenerationBody.NEUTRAL, "suffix": ("",), "prompt_embeds": ([],), "thinking_token_budget": (-1,)}  # noqa: RUF012
 
     def prompts(self, max_num_prompts: int) -> list[Prompt]:
         """Each prompt as text or token ids. Raises ValidationError."""

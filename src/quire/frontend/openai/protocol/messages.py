@@ -78,7 +78,7 @@ class Thinking(msgspec.Struct):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: PositiveCount | None = None
-    """Taken, and without effect."""
+    """With enabled: close it after so many tokens, where the server knows the tokens around it."""
     display: Literal["summarized", "omitted"] | None = None
     """omitted: no blocks of it are given."""
 
@@ -136,6 +136,12 @@ class ConversationBody(RequestBody, kw_only=True):
             response_format=None if form is None else {"type": "json_schema", "json_schema": {"schema": form.schema}},
             chat_template_kwargs=self._template_variables(),
         )
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """How long the model may reason."""
+        thinking = self.thinking
+        return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
     def _template_variables(self) -> dict[str, Any]:
         given = self.chat_template_kwargs or {}

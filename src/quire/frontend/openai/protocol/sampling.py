@@ -122,7 +122,8 @@ class GenerationBody(FormBody, kw_only=True):
     watermarking: bool | None = None
     kv_transfer_params: Object | None = None
     ec_transfer_params: Object | None = None
-    thinking_token_budget: Int64 | None = None
+    thinking_token_budget: Annotated[int, bound_of("thinking_token_budget")] | None = None
+    """Close the model's reasoning after so many tokens; -1 for never. In conversations."""
     return_token_offsets: bool | None = False
 
     NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base class
@@ -131,7 +132,6 @@ class GenerationBody(FormBody, kw_only=True):
         "watermarking": (False,),
         "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
-        "thinking_token_budget": (),
         "return_token_offsets": (False,),
     }
     WITHOUT_EFFECT = {  # noqa: RUF012
@@ -152,7 +152,7 @@ _TAKEN_OVER = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
     "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logprob_token_ids",
     "allowed_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output", "stream_interval", "logit_bias",
+    "include_stop_str_in_output", "stream_interval", "logit_bias", "thinking_token_budget",
 )  # fmt: skip
 
 

@@ -14,6 +14,8 @@ class TokenCount:
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.num_cached_tokens = 0
+        self.num_reasoning_tokens: int | None = None
+        """Among those of the completions; None where no reasoning is read, and in a stream until its end."""
         self._shows_cached = shows_cached
         self._seen: set[int] = set()
 
@@ -24,6 +26,10 @@ class TokenCount:
             self.num_prompt_tokens += len(output.prompt_token_ids or ())
             self.num_cached_tokens += output.num_cached_tokens or 0
         self.num_completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def add_reasoning(self, num_tokens: int) -> None:
+        """So many tokens of an output were thoughts."""
+        self.num_reasoning_tokens = (self.num_reasoning_tokens or 0) + num_tokens
 
     @property
     def shown_cached_tokens(self) -> int:
@@ -39,10 +45,12 @@ class TokenCount:
         }
         if self._shows_cached:
             counts["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
+        if self.num_reasoning_tokens is not None:
+            counts["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
         return counts
 
     def in_answer(self) -> dict[str, Any]:
         """As whole answers show it."""
         counts = self.in_chunk()
-        counts.setdefault("prompt_tokens_details", None)
-        return counts | {"completion_tokens_details": None}
+        details = {name: counts.pop(name, None) for name in ("prompt_tokens_details", "completion_tokens_details")}
+        return counts | details

@@ -198,7 +198,7 @@ class ResponseWriter:
         yield self._event("response.output_item.done", {"item": item.as_object(), "output_index": item.block.index})
 
     async def _end(self, reason: str | None) -> None:
-        reasoning = self._reader.text_of("reasoning")
+        reasoning = self._reader.reasoning
         self._num_reasoning_tokens = await self._count_tokens(reasoning) if reasoning else 0
         status = _ENDINGS.get(reason or "")
         if status is None:

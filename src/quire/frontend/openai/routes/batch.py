@@ -31,12 +31,12 @@ async def create_chat_completions(context: RequestContext) -> Response:
     submission = await Submission.submit(context, chats.prompts, chats.params, request_id, priority=body.priority)
     try:
         outputs = await context.unless_gone(submission.final_outputs())
-        return json_response(_whole(context, bodies, model, request_id, chats, outputs))
+        return json_response(await _whole(context, bodies, model, request_id, chats, outputs))
     finally:
         await submission.close()
 
 
-def _whole(
+async def _whole(
     context: RequestContext,
     bodies: Sequence[ChatBody],
     model: str,
@@ -49,13 +49,13 @@ def _whole(
     choices: list[dict[str, Any]] = []
     answer: dict[str, Any] = {}
     for index, (body, prompt, output) in enumerate(zip(bodies, chats.prompts, outputs, strict=True)):
-        usage.add(index, output)
-        answer = ChatWriter(context, body, model, request_id, prompt, chats.params, chats.plan).whole(output)
+        writer = ChatWriter(context, body, model, request_id, prompt, chats.params, chats.plan, usage)
+        answer = await writer.whole(output, index)
         of_prompt = {name: answer[name] for name in _OF_PROMPT if answer[name] is not None}
         choices += [
             {**choice, **of_prompt, "index": index * chats.params.n + choice["index"]} for choice in answer["choices"]
         ]
-    return {**answer, **dict.fromkeys(_OF_PROMPT), "choices": choices, "usage": usage.in_answer()}
+    return {**answer, **dict.fromkeys(_OF_PROMPT), "choices": choices}
 
 
 _OF_PROMPT = ("prompt_logprobs", "prompt_token_ids", "prompt_text")

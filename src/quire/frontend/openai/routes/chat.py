@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -38,7 +38,7 @@ async def create_chat_completion(context: RequestContext) -> Response:
         return stream_response(context, writer.chunks(submission), submission)
     try:
         (output,) = await context.unless_gone(submission.final_outputs())
-        return json_response(writer.whole(output))
+        return json_response(await writer.whole(output))
     finally:
         await submission.close()
 
@@ -55,7 +55,9 @@ class ChatWriter:
         prompt: TokensPrompt,
         params: SamplingParams,
         plan: ChatPlan,
+        usage: TokenCount | None = None,
     ) -> None:
+        """`usage` is where its tokens are counted, if not by themselves."""
         config = context.state.config
         self._body = body
         self._prompt = prompt
@@ -67,7 +69,8 @@ class ChatWriter:
         as_ids = bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids
         self._name = TokenNames(context.state.engine.tokenizer, as_ids=as_ids)
         self._num_top_logprobs = params.logprobs or 0
-        self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details)
+        self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details) if usage is None else usage
+        self._count_tokens = context.state.renderer.count_tokens
         self._sends_usage = body.wants_usage or config.enable_force_include_usage
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
@@ -77,16 +80,19 @@ class ChatWriter:
 
     # -- whole --------------------------------------------------------------------------------------------------------
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """The answer as one object."""
-        self._usage.add(0, output)
+    async def whole(self, output: RequestOutput, index: int = 0) -> dict[str, Any]:
+        """The answer as one object. `index` is that of its prompt, where there are several."""
+        self._usage.add(index, output)
+        parsers = [self._plan.make_parser(self._prompt.get("prompt")) for _ in output.outputs]
+        choices = [self._choice(parser, completion) for parser, completion in zip(parsers, output.outputs, strict=True)]
+        await self._count_reasoning(parsers)
         ids = bool(self._body.return_token_ids)
         return {
             "id": self._head["id"],
             "object": "chat.completion",
             "created": self._head["created"],
             "model": self._head["model"],
-            "choices": [self._choice(completion) for completion in output.outputs],
+            "choices": choices,
             "service_tier": None,
             "system_fingerprint": self._fingerprint,
             "usage": self._usage.in_answer(),
@@ -98,8 +104,7 @@ class ChatWriter:
             "metrics": None,
         }
 
-    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        parser = self._plan.make_parser(self._prompt.get("prompt"))
+    def _choice(self, parser: ChatParser, completion: CompletionOutput) -> dict[str, Any]:
         deltas = [*self._echo(), *parser.feed(completion.text, completion.token_ids), *parser.finish()]
         return {
             "index": completion.index,
@@ -110,6 +115,13 @@ class ChatWriter:
             "token_ids": list(completion.token_ids) if self._body.return_token_ids else None,
             "routed_experts": None,
         }
+
+    async def _count_reasoning(self, parsers: Iterable[ChatParser]) -> None:
+        """How much of the answer was thoughts: the tokens of their text, which may be one more or less than came."""
+        if self._plan.reads_reasoning:
+            for parser in parsers:
+                thoughts = parser.reasoning
+                self._usage.add_reasoning(await self._count_tokens(thoughts) if thoughts else 0)
 
     def _echo(self) -> list[Delta]:
         return [{"content": self._echoed}] if self._echoed else []
@@ -136,6 +148,7 @@ class ChatWriter:
                 for choice in self._chunk_choices(parser, completion):
                     yield b"".join((head, choice, b"]", tail))
         if self._sends_usage:
+            await self._count_reasoning(parsers.values())
             usage: dict[str, Any] = {
                 "choices": [],
                 "usage": self._usage.in_chunk(),

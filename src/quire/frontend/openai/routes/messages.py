@@ -38,7 +38,8 @@ async def create_message(context: RequestContext) -> Response:
     """Answer a conversation in Anthropic's form."""
     body = await context.read(MESSAGES)
     model = context.state.check_model(body.model)
-    chat = await prepare_chats(context, [await context.work_on_body(body.as_chat)])
+    conversation, budget = await context.work_on_body(body.as_chat), body.thinking_budget
+    chat = await prepare_chats(context, [conversation], thinking_budget=budget)
     request_id = f"msg_{context.request_id}"
     writer = MessageWriter(request_id, model, chat.plan.make_parser(chat.prompt.get("prompt")))
     submission = await Submission.submit(context, chat.prompts, chat.params, request_id)

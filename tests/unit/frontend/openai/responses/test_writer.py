@@ -145,6 +145,7 @@ def test_reasoning_text_and_calls_are_items_in_their_order() -> None:
     assert writer.message()["reasoning"] == "Hm"
     hidden = asyncio.run(writer_for(include_reasoning=False).whole(output_of([ANSWER], "stop")))
     assert [item["type"] for item in hidden["output"]] == ["message", "function_call"]
+    assert hidden["usage"]["output_tokens_details"]["reasoning_tokens"] == 1  # they were paid for all the same
 
 
 def test_only_the_last_item_of_an_answer_that_is_cut_off_is_incomplete() -> None:
