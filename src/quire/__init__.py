@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from quire.sampling_params import BeamSearchParams as BeamSearchParams
     from quire.sampling_params import RequestOutputKind as RequestOutputKind
     from quire.sampling_params import SamplingParams as SamplingParams
+    from quire.structured_outputs import ReasoningTokens as ReasoningTokens
     from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 
@@ -54,6 +55,7 @@ _EXPORTS: dict[str, str] = {
     "BeamSearchParams": "quire.sampling_params",
     "RequestOutputKind": "quire.sampling_params",
     "StructuredOutputsParams": "quire.structured_outputs",
+    "ReasoningTokens": "quire.structured_outputs",
     "PoolingParams": "quire.pooling_params",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",

@@ -36,6 +36,7 @@ EXPORTS = [
     "ScoringRequestOutput",
     "StreamingInput",
     "StructuredOutputsParams",
+    "ReasoningTokens",
     "__version__",
 ]
 HEAVY = ["torch", "transformers", "tokenizers", "jinja2", "numpy", "huggingface_hub", "safetensors", "yaml"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire import LLM, ReasoningTokens, SamplingParams, StructuredOutputsParams
 
 from .conftest import Checkpoint
 from .oracle import make_prompts
@@ -19,7 +19,13 @@ PARAMS = [
         [
             {},
             {"temperature": 0.7, "top_p": 0.9, "structured_outputs": StructuredOutputsParams(regex="([a-d]{2}[0-9])+")},
-            {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
+            {
+                "temperature": 1.3,
+                "top_k": 20,
+                "min_p": 0.02,
+                "thinking_token_budget": 6,
+                "reasoning_tokens": ReasoningTokens(12),
+            },
             {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.1},
             {"logit_bias": {10: 3.0, 11: -100.0}, "bad_words": ["the"], "min_tokens": 5, "stop_token_ids": [12]},
             {"temperature": 0},

@@ -57,7 +57,7 @@ class ChatWriter:
         plan: ChatPlan,
         usage: TokenCount | None = None,
     ) -> None:
-        """`usage` is where its tokens are counted, if not by themselves."""
+        """`usage` counts its tokens with those of other answers; None: alone."""
         config = context.state.config
         self._body = body
         self._prompt = prompt
