@@ -153,6 +153,7 @@ def test_every_declared_bound_is_a_field() -> None:
         "eos_token_id",
         "bad_words_token_ids",
         "structured_outputs",
+        "reasoning_tokens",
     }
 
 
