@@ -299,12 +299,16 @@ def test_calls_are_read_behind_reasoning_where_they_are_forced() -> None:
     assert (message["reasoning"], len(message["tool_calls"])) == ("Hm", 1)
 
 
-def test_an_answer_in_json_after_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo model's tags of tool calls stand for those of reasoning."""
+@pytest.fixture
+def reasoning_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model's tags of tool calls stand for those of reasoning: --reasoning-parser demo."""
     tags = ReasoningTags("<tool_call>", "</tool_call>", begins_inside=True)
     rows = {"demo": ReasoningParserSpec(tags.make_program, tags=tags)}
     monkeypatch.setattr(registry, "REASONING_PARSERS", rows)
 
+
+@pytest.mark.usefixtures("reasoning_demo")
+def test_an_answer_in_json_after_reasoning() -> None:
     async def test(server: Server) -> None:
         close_id = server.state.renderer.find_token("</tool_call>")
         schema = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
@@ -347,11 +351,8 @@ def test_a_budget_of_reasoning_counts_between_the_models_tokens() -> None:
         assert e.value.param == "thinking_token_budget"
 
 
-def test_reasoning_ends_with_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    tags = ReasoningTags("<tool_call>", "</tool_call>", begins_inside=True)
-    rows = {"demo": ReasoningParserSpec(tags.make_program, tags=tags)}
-    monkeypatch.setattr(registry, "REASONING_PARSERS", rows)
-
+@pytest.mark.usefixtures("reasoning_demo")
+def test_reasoning_ends_with_its_budget() -> None:
     async def test(server: Server) -> None:
         close_id = server.state.renderer.find_token("</tool_call>")
         body: dict[str, Any] = {"messages": [QUESTION], "max_tokens": 30, "temperature": 0, "ignore_eos": True}
@@ -387,11 +388,8 @@ def test_reasoning_ends_with_its_budget(monkeypatch: pytest.MonkeyPatch) -> None
     check(without_reasoning)
 
 
-def test_usage_tells_the_tokens_of_thoughts_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    tags = ReasoningTags("<tool_call>", "</tool_call>", begins_inside=True)
-    rows = {"demo": ReasoningParserSpec(tags.make_program, tags=tags)}
-    monkeypatch.setattr(registry, "REASONING_PARSERS", rows)
-
+@pytest.mark.usefixtures("reasoning_demo")
+def test_usage_tells_the_tokens_of_thoughts_from_the_others() -> None:
     async def test(server: Server) -> None:
         close_id = server.state.renderer.find_token("</tool_call>")
         body = {"messages": [QUESTION], "max_tokens": 20, "n": 2, "seed": 1, "temperature": 1, "ignore_eos": True}
