@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import copy
 import math
+import reprlib
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from quire import envs
 from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
-from quire.structured_outputs import ReasoningTokens
+from quire.structured_outputs import ReasoningTokens, are_reasoning_tokens
 from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
@@ -288,11 +289,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
                 value=self.min_tokens,
             )
         self._validate_words()
-        form, tokens = cast("object", self.structured_outputs), cast("object", self.reasoning_tokens)
-        if tokens is not None and not isinstance(tokens, ReasoningTokens):
+        tokens: object = self.reasoning_tokens
+        if tokens is not None and not are_reasoning_tokens(tokens):
             raise ValidationError(
-                f"reasoning_tokens must be ReasoningTokens, got {type(tokens).__name__}", param="reasoning_tokens"
+                f"reasoning_tokens must be ReasoningTokens with token ids, got {reprlib.repr(tokens)}",
+                param="reasoning_tokens",
             )
+        form: object = self.structured_outputs
         if form is not None and not isinstance(form, StructuredOutputsParams):
             raise ValidationError(
                 f"structured_outputs must be StructuredOutputsParams, got {type(form).__name__}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json as json_text
 import reprlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -169,11 +169,15 @@ def _validate_text(text: object) -> None:
             ) from None
 
 
+def are_reasoning_tokens(value: object) -> TypeGuard[ReasoningTokens]:
+    """Whether it is what it should be, of numbers; which tokens a model has is another question."""
+    return isinstance(value, ReasoningTokens) and all(type(token_id) is int for token_id in value.ids)
+
+
 def _validate_reasoning(reasoning: object) -> None:
     if reasoning is None:
         return
-    ids = reasoning.ids if isinstance(reasoning, ReasoningTokens) else (None,)
-    if not all(type(token_id) is int and 0 <= token_id < 1 << 31 for token_id in ids):
+    if not (are_reasoning_tokens(reasoning) and all(0 <= token_id < 1 << 31 for token_id in reasoning.ids)):
         raise _error("reasoning", f"{reprlib.repr(reasoning)} is no ReasoningTokens with token ids")
 
 

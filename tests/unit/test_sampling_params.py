@@ -18,6 +18,7 @@ from quire.sampling_params import (
     RequestOutputKind,
     SamplingParams,
 )
+from quire.structured_outputs import ReasoningTokens
 
 DEFAULTS: dict[str, Any] = {
     "n": 1,
@@ -111,6 +112,8 @@ def test_defaults(name: str, value: Any) -> None:
         ("logprob_token_ids", list(range(129))),
         ("thinking_token_budget", -2),
         ("reasoning_tokens", 5),
+        ("reasoning_tokens", ReasoningTokens("9")),  # type: ignore[arg-type]
+        ("reasoning_tokens", ReasoningTokens(9, 8.0)),  # type: ignore[arg-type]
         ("max_tokens", None),  # allowed: the control of this table
     ],
 )

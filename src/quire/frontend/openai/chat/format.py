@@ -109,13 +109,14 @@ class ChatPlan:
         `wish` is a budget, too, without effect where that cannot be told. Raises ValidationError where it must be.
         """
         budget = params.thinking_token_budget
+        if budget is None and wish is None:
+            return
         if self._is_over(prompts):
             params.thinking_token_budget = None
-        elif budget is None and wish is None:
             return
-        elif (tokens := self._find_tokens(prompts, find_id)) is not None:
+        params.reasoning_tokens = self._find_tokens(prompts, find_id)
+        if params.reasoning_tokens is not None:
             params.thinking_token_budget = wish if budget is None else budget
-            params.reasoning_tokens = tokens
         elif budget is not None:
             raise ValidationError(
                 "thinking_token_budget needs a model whose reasoning stands between two tokens that this server knows "
