@@ -1,44 +1,121 @@
 """How long `/metrics` takes over HTTP while the server is busy: `python -m benchmarks.scrapes`, with Quire importable.
 
 A server of the demo model is asked by `quire bench serve` for 256 streams at once, and scraped 20 times a second over
-an open connection meanwhile, with one API process and with several, whose numbers the first merges. Client, scraper
-and server share the machine, and a scrape waits until the loop that answers it has a turn: this is what Prometheus
-sees, not what a scrape costs (`benchmarks/metrics_cost.py` says that).
+an open connection meanwhile, with one API process and with several, whose numbers the first merges. A scrape waits
+until the server has a processor and the loop that answers it a turn (what it costs, `benchmarks/metrics_cost.py` says).
+
+Client, scraper and server share the machine, and a scraper that is asleep waits for a processor, too, before it can
+look at its clock. So there are two figures: until the kernel had the last packet of the answer, which is what a scraper
+on another machine sees of this server, and until the scraper here had read it. Needs Linux, for the kernel's stamps.
 """
 
 from __future__ import annotations
 
 import argparse
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-
-import httpx2
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from quire.cli.bench.own_server import own_server
 
+SO_TIMESTAMPNS = 35
+"""asm-generic/socket.h; Python's `socket` does not name it."""
+_TIMESPEC = struct.Struct("@qq")
+HEAD = """\
+| API processes | scrapes | until it came: median, ms | p99 | worst | until it was read: median, ms | p99 | worst |
+|--:|--:|--:|--:|--:|--:|--:|--:|"""
 
-def scrape_regularly(url: str, load: subprocess.Popen[bytes], rate: float, num_running: int) -> list[float]:
-    """Milliseconds of each scrape that found at least so many requests running, until the load ends."""
-    times = []
-    with httpx2.Client(base_url=url) as client:
+
+@dataclass(frozen=True)
+class Scrape:
+    """One that has been answered; milliseconds since it was sent."""
+
+    text: str
+    wire_ms: float
+    """Until the last packet of the answer had come."""
+    read_ms: float
+    """Until it was read."""
+
+
+class Scraper:
+    """One open connection. Raises SystemExit for an answer that is none."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._socket = socket.create_connection((parts.hostname, parts.port), timeout=60)
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        self._request = f"GET /metrics HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
+
+    def __enter__(self) -> Scraper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def scrape(self) -> Scrape:
+        """Ask, and wait for the whole answer."""
+        answer, end, came = b"", None, 0
+        start = time.time_ns()
+        self._socket.sendall(self._request)
+        while end is None or len(answer) < end:
+            data, ancillary, _, _ = self._socket.recvmsg(1 << 20, socket.CMSG_SPACE(_TIMESPEC.size))
+            if not data:
+                raise SystemExit(f"the server closed the connection after {answer[:200]!r}")
+            answer += data
+            came = _read_stamp(ancillary)
+            if end is None:
+                end = _find_end(answer)
+        read = time.time_ns()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200 "):
+            raise SystemExit(f"the server answered {answer[:500]!r}")
+        return Scrape(body.decode(), (came - start) / 1e6, (read - start) / 1e6)
+
+
+def _read_stamp(ancillary: Iterable[tuple[int, int, bytes]]) -> int:
+    """When the kernel had the packet, in nanoseconds of the wall clock."""
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS):
+            seconds, nanoseconds = _TIMESPEC.unpack_from(data)
+            return int(seconds * 10**9 + nanoseconds)
+    raise SystemExit("this kernel does not say when a packet came: the benchmark needs Linux")
+
+
+def _find_end(answer: bytes) -> int | None:
+    """How many bytes it will have, once its head is there."""
+    head, mark, _ = answer.partition(b"\r\n\r\n")
+    if not mark:
+        return None
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length":
+            return len(head) + len(mark) + int(value)
+    raise SystemExit(f"the server did not say how long its answer is: {head!r}")
+
+
+def scrape_regularly(url: str, load: subprocess.Popen[bytes], rate: float, num_running: int) -> list[Scrape]:
+    """Those that found at least so many requests running, until the load ends."""
+    scrapes = []
+    with Scraper(url) as scraper:
         due = time.monotonic()
         while load.poll() is None:
-            start = time.perf_counter()
-            text = client.get("/metrics").raise_for_status().text
-            elapsed_ms = 1e3 * (time.perf_counter() - start)
-            (line,) = (line for line in text.splitlines() if line.startswith("vllm:num_requests_running{"))
+            scrape = scraper.scrape()
+            (line,) = (line for line in scrape.text.splitlines() if line.startswith("vllm:num_requests_running{"))
             if float(line.rsplit(" ", 1)[1]) >= num_running:
-                times.append(elapsed_ms)
+                scrapes.append(scrape)
             due = max(due + 1 / rate, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
-    return times
+    return scrapes
 
 
-def measure(model: str, num_processes: int, num_requests: int, rate: float, seconds: float) -> list[float]:
+def measure(model: str, num_processes: int, num_requests: int, rate: float, seconds: float) -> list[Scrape]:
     """Of one server."""
     flags = [model, "--max-num-seqs", str(num_requests), "--api-server-count", str(num_processes)]
     with own_server(flags) as (url, key):
@@ -54,21 +131,25 @@ def measure(model: str, num_processes: int, num_requests: int, rate: float, seco
             tempfile.TemporaryFile() as errors,
             subprocess.Popen([*command, *lengths, *amount], stdout=subprocess.DEVNULL, stderr=errors) as load,
         ):
-            times = scrape_regularly(url, load, rate, num_requests * 9 // 10)
+            scrapes = scrape_regularly(url, load, rate, num_requests * 9 // 10)
             if load.wait():
                 errors.seek(0)
                 raise SystemExit(errors.read().decode())
-    return times
+    return scrapes
 
 
-def make_row(num_processes: int, times: Sequence[float]) -> str:
+def make_row(num_processes: int, scrapes: Sequence[Scrape]) -> str:
     """Of the table."""
-    if not times:
-        return f"| {num_processes} | none found so many requests running | | | |"
+    if not scrapes:
+        return f"| {num_processes} | none found so many requests running |" + " |" * (HEAD.count("|") // 2 - 3)
+    cells = [_describe([scrape.wire_ms for scrape in scrapes]), _describe([scrape.read_ms for scrape in scrapes])]
+    return f"| {num_processes} | {len(scrapes)} | " + " | ".join(cells) + " |"
+
+
+def _describe(times: Sequence[float]) -> str:
     ordered = sorted(times)
-    worst = ordered[-1]
     p99 = ordered[int(0.99 * len(ordered))]
-    return f"| {num_processes} | {len(ordered)} | {statistics.median(ordered):.1f} | {p99:.1f} | {worst:.1f} |"
+    return f"{statistics.median(ordered):.1f} | {p99:.1f} | {ordered[-1]:.1f}"
 
 
 def main() -> None:
@@ -79,10 +160,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=20.0, help="scrapes per second")
     parser.add_argument("--seconds", type=float, default=30.0, help="of load, about")
     args = parser.parse_args()
-    print("| API processes | scrapes | median, ms | p99, ms | worst, ms |\n|--:|--:|--:|--:|--:|", flush=True)
+    print(HEAD, flush=True)
     for num_processes in args.processes:
-        times = measure(args.model, num_processes, args.requests, args.rate, args.seconds)
-        print(make_row(num_processes, times), flush=True)
+        scrapes = measure(args.model, num_processes, args.requests, args.rate, args.seconds)
+        print(make_row(num_processes, scrapes), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ logger = init_logger(__name__)
 
 OUTPUTS_PER_TURN = 32
 """Processed in one go; then their readers have a turn, and whatever has come from outside: about a millisecond between
-two looks at the sockets. With 128 a scrape beside 256 streams waited a third longer, and nothing else was better."""
+two looks at the sockets. With 128, or with one turn for both, a scrape beside 256 streams waited longer, and nothing
+else was better."""
 
 
 class OutputHandler:
@@ -66,7 +67,8 @@ class OutputHandler:
         step = pipeline.open_step(outputs)
         for start in range(0, max(len(batch), 1), OUTPUTS_PER_TURN):
             if start:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # their readers
+                await asyncio.sleep(0)  # and what came meanwhile, which else would wait for the next outputs' readers
             end = start + OUTPUTS_PER_TURN
             stats = step.open_batch()
             processed = pipeline.output_processor.process_outputs(batch[start:end], outputs.timestamp, stats)
