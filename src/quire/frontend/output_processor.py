@@ -206,9 +206,8 @@ class OutputProcessor:
                 if iteration_stats is not None:
                     if state.is_prefilling or output.events or output.num_nans_in_logits:
                         _count_output(state, output, engine_timestamp, iteration_stats)
-                    elif num_new := len(output.new_token_ids):  # nearly every output: here, and as little as can be
-                        num_tokens += num_new
-                        state.num_generation_tokens += num_new
+                    elif output.new_token_ids:  # nearly every output: here, and as little as can be
+                        num_tokens += len(output.new_token_ids)
                         if state.last_token_ts != last_token_ts:  # else it waited as long as the request before it
                             if num_waits:
                                 iteration_stats.add_waits(engine_timestamp - last_token_ts, num_waits)
@@ -241,7 +240,7 @@ class OutputProcessor:
         if ends_segment:
             finish_reason = output.segment_finish_reason
         if finish_reason is FinishReason.ERROR and state.queue is not None:
-            self._ledger.discarded_tokens["error"] += len(output.new_token_ids)
+            self._discard(state, len(output.new_token_ids), "error")
             message = output.error_message or f"request {state.external_req_id} failed inside the engine"
             self._fail(state, output, message, iteration_stats, result)
             return
@@ -281,8 +280,12 @@ class OutputProcessor:
             self._ledger.num_delivered_tokens += num_taken
             if num_taken != len(output.new_token_ids):
                 reason = "error" if stop_string is None else "stop_string"
-                self._ledger.discarded_tokens[reason] += len(output.new_token_ids) - num_taken
+                self._discard(state, len(output.new_token_ids) - num_taken, reason)
         return stop_string
+
+    def _discard(self, state: RequestState, num_tokens: int, reason: str) -> None:
+        state.num_discarded_tokens += num_tokens
+        self._ledger.discarded_tokens[reason] += num_tokens
 
     def _fail(
         self,
@@ -361,7 +364,7 @@ def _count_output(
         iteration_stats.update_from_output(
             output, engine_timestamp, state.is_prefilling, stats, state.num_context_tokens, owner
         )
-        state.last_token_ts, state.num_generation_tokens = stats.last_token_ts, stats.num_generation_tokens
+        state.last_token_ts = stats.last_token_ts
 
 
 def _close_books(

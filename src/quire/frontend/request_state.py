@@ -66,10 +66,10 @@ class RequestState:
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache; None before the first output."""
     num_sent_tokens: int = 0
-    num_generation_tokens: int = 0
-    """Counted if there are statistics, as the next one."""
+    num_discarded_tokens: int = 0
+    """Tokens the core made for it that its user is not given."""
     last_token_ts: float = 0.0
-    """On the core's clock."""
+    """On the core's clock, if there are statistics."""
     session: SessionState | None = None
     """Of a streaming-input session; the rest is the state of its present segment."""
     num_context_tokens: int = 0
@@ -141,7 +141,8 @@ class RequestState:
         statistics are off."""
         stats = self.shown_stats
         if stats is not None:
-            stats.last_token_ts, stats.num_generation_tokens = self.last_token_ts, self.num_generation_tokens
+            stats.last_token_ts = self.last_token_ts
+            stats.num_generation_tokens = len(self.detokenizer.token_ids) + self.num_discarded_tokens
         return stats
 
     @property

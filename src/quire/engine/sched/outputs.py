@@ -143,6 +143,8 @@ class OutputCollector:
         self._outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         self._finished: defaultdict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._spec_stats: SpecDecodingStats | None = None
+        self._num_ends = 0
+        """Outputs without tokens."""
 
     def add_result(
         self, requests: list[Request], scheduler_output: SchedulerOutput, result: ModelRunnerOutput
@@ -181,6 +183,7 @@ class OutputCollector:
 
     def add_end(self, request: Request) -> None:
         """Tell the client of an end that no result of the worker brought about."""
+        self._num_ends += 1
         self._outputs[request.client_index].append(
             EngineCoreOutput(
                 request_id=request.request_id,
@@ -213,22 +216,24 @@ class OutputCollector:
             self._finished.clear()
         if stats is not None:
             stats.spec_decoding_stats, self._spec_stats = self._spec_stats, None
+            stats.num_decoded_reqs = -self._num_ends
             for batch in batches.values():
                 _count_tokens(stats, batch.outputs)
             owner = batches.get(0)
             if owner is None:
                 owner = batches[0] = EngineCoreOutputs(timestamp=timestamp)
             owner.scheduler_stats = stats
+        self._num_ends = 0
         return batches
 
 
 def _count_tokens(stats: SchedulerStats, outputs: list[EngineCoreOutput]) -> None:
-    """What these outputs bring."""
-    decoded = [len(output.new_token_ids) for output in outputs if output.prefill_stats is None]
-    stats.num_generation_tokens += sum(decoded)
-    stats.num_decoded_reqs += len(decoded) - decoded.count(0)
-    if len(decoded) < len(outputs):
-        for output in outputs:
-            if output.prefill_stats is not None:
-                stats.num_generation_tokens += len(output.new_token_ids)
-                stats.num_prefilled_tokens += output.prefill_stats.num_computed_tokens
+    """What these outputs bring. Nearly all have one token that is not their request's first."""
+    num_tokens = 0
+    for output in outputs:
+        num_tokens += len(output.new_token_ids)
+        if output.prefill_stats is not None:
+            stats.num_prefilled_tokens += output.prefill_stats.num_computed_tokens
+            stats.num_decoded_reqs -= 1
+    stats.num_generation_tokens += num_tokens
+    stats.num_decoded_reqs += len(outputs)

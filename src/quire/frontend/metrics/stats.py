@@ -17,6 +17,12 @@ from quire.outputs import RequestStateStats
 from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 from quire.wire.stats import BaseCacheStats, PrefillStats
 
+_QUEUED, _SCHEDULED, _PREEMPTED = (
+    EngineCoreEventType.QUEUED,
+    EngineCoreEventType.SCHEDULED,
+    EngineCoreEventType.PREEMPTED,
+)
+
 
 class RequestOwner(msgspec.Struct, frozen=True, gc=False):
     """Whose an observation is: what leads from a slow bucket to its request."""
@@ -103,11 +109,11 @@ class IterationStats:
     def update_from_events(self, events: list[EngineCoreEvent], stats: RequestStateStats) -> None:
         """Turns in the life of a request; a preemption keeps the first `scheduled_ts` (checklist S0-ST-003/004)."""
         for event in events:
-            if event.type is EngineCoreEventType.QUEUED:
+            if event.type is _QUEUED:
                 stats.queued_ts = event.timestamp
-            elif event.type is EngineCoreEventType.SCHEDULED:
+            elif event.type is _SCHEDULED:
                 stats.scheduled_ts = stats.scheduled_ts or event.timestamp
-            elif event.type is EngineCoreEventType.PREEMPTED:
+            elif event.type is _PREEMPTED:
                 self.num_preempted_reqs += 1
                 stats.num_preemptions += 1
 
