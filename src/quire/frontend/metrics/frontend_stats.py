@@ -16,11 +16,14 @@ from quire.frontend.metrics.logging import LoggingStatLogger
 from quire.frontend.metrics.manager import StatLogger, StatLoggerManager, load_stat_logger
 from quire.frontend.metrics.operations import ControlOperations
 from quire.frontend.metrics.prometheus import MetricsSetup, PrometheusStatLogger
-from quire.frontend.metrics.saturation import EngineLimits, SaturationMeter
+from quire.frontend.metrics.saturation import EngineLimits, Saturation, SaturationMeter
 from quire.frontend.metrics.spec import KV_SAMPLING, LEGACY_NAMES, NANS
 from quire.frontend.metrics.stats import IterationStats
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.stats import SchedulerStats
+
+MAX_STEPS_KEPT = 64
+"""Until their saturation is worked out, unless somebody asks before: see `StatLogger.is_patient`."""
 
 
 class LiveRequest(Protocol):
@@ -94,6 +97,8 @@ class FrontendStats:
         self._wall_clock = wall_clock
         self._last_step_time = 0.0
         self._scheduler_stats = SchedulerStats()
+        self._steps: list[tuple[float, SchedulerStats]] = []
+        """That `_saturation` has not been told of, with their times on the core's clock."""
         self._told_load: Load | None = None
         self._core: CoreHistory | None = None
         self._admission: AdmissionCounts | None = None
@@ -115,7 +120,7 @@ class FrontendStats:
                 self.metrics = PrometheusStatLogger(make_setup(config, ready), self.get_facts, wall_clock)
                 stat_loggers = [LoggingStatLogger(), self.metrics]
             loggers = [*stat_loggers, *custom]
-        self.loggers = StatLoggerManager(loggers)
+        self.loggers = StatLoggerManager(loggers, wall_clock)
         self.operations = ControlOperations(self.loggers.record_operation)
 
     def attach(self, core: CoreHistory, admission: AdmissionCounts | None = None) -> None:
@@ -147,14 +152,25 @@ class FrontendStats:
         stats = outputs.scheduler_stats
         if stats is not None:
             self._scheduler_stats = stats
+            self._steps.append((outputs.timestamp, stats))
+            if len(self._steps) >= MAX_STEPS_KEPT:
+                self._tell_saturation()
+
+    def _tell_saturation(self) -> None:
+        for timestamp, stats in self._steps:
             self._saturation.add_step(
-                outputs.timestamp,
+                timestamp,
                 num_outputs=stats.num_decoded_reqs,
                 num_prompt_tokens=max(0, stats.num_scheduled_tokens - stats.num_decoded_reqs),
                 num_running=stats.num_running_reqs,
                 kv_usage=stats.kv_cache_usage,
                 has_work_left=bool(stats.num_running_reqs or stats.num_waiting_reqs),
             )
+        self._steps.clear()
+
+    def _read_saturation(self, num_queued_tokens: int = 0) -> Saturation:
+        self._tell_saturation()
+        return self._saturation.read(time.monotonic(), num_queued_tokens)
 
     def note_load(self, load: Load) -> None:
         """Another process of this server is told of the engine's steps, and this is what it says of them."""
@@ -169,7 +185,7 @@ class FrontendStats:
             kv_cache_usage=stats.kv_cache_usage,
             num_running=stats.num_running_reqs,
             num_waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
-            saturation=self._saturation.read(time.monotonic()).value,
+            saturation=self._read_saturation().value,
         )
 
     def get_facts(self) -> FrontendFacts:
@@ -205,7 +221,7 @@ class FrontendStats:
             is_core_ready=core is None or core.is_ready,
             oldest_arrival=oldest if num_live > len(resting) else None,
             last_step_time=self._last_step_time,
-            saturation=self._saturation.read(time.monotonic(), num_queued_tokens),
+            saturation=self._read_saturation(num_queued_tokens),
             sleep_level=self.operations.sleep_level,
             sleep_time=self.operations.sleep_time,
             operations_in_flight=dict(self.operations.in_flight),

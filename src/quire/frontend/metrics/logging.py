@@ -23,6 +23,8 @@ class LoggingStatLogger(StatLogger):
     core tells its statistics speaks for all; the others are quiet.
     """
 
+    is_patient = True
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._interval = envs.LOG_STATS_INTERVAL.number()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
@@ -17,12 +19,37 @@ from quire.wire.stats import SchedulerStats
 
 logger = init_logger(__name__)
 
+MAX_REPORTS_KEPT = 128
+"""For patient loggers."""
+MAX_PATIENCE_S = 1.0
+"""What they are told is not older, while there are steps."""
+
+
+class StepReport(NamedTuple):
+    """What the loggers are told of a batch of a step's outputs, at `time` by the wall clock."""
+
+    scheduler_stats: SchedulerStats | None
+    iteration_stats: IterationStats | None
+    engine_index: int
+    time: float
+
 
 class StatLogger(ABC):
     """Takes the statistics of every step. Must be quick; one that raises is dropped.
 
     One that --stat-loggers names is made with the engine's configuration as its one argument.
     """
+
+    is_patient: ClassVar[bool] = False
+    """May be told of many steps together: a step of the model empties the caches, and telling of one step then takes as
+    long as telling of ten more. Whoever reads such a logger has it `catch_up` first."""
+    catch_up: Callable[[], None] = staticmethod(lambda: None)
+    """Has it told of everything that has happened."""
+
+    def record_all(self, reports: Sequence[StepReport]) -> None:
+        """Several of them, oldest first."""
+        for report in reports:
+            self.record(report.scheduler_stats, report.iteration_stats, report.engine_index)
 
     @abstractmethod
     def record(
@@ -41,14 +68,27 @@ class StatLogger(ABC):
 
 
 class StatLoggerManager:
-    """Passes statistics to every logger. A logger that raises is reported once and dropped: it may not cost a token."""
+    """Passes statistics to every logger. A logger that raises is reported once and dropped: it may not cost a token.
 
-    def __init__(self, loggers: Sequence[StatLogger] = ()) -> None:
-        self.loggers: list[StatLogger] = list(loggers)
+    `clock` is the wall clock.
+    """
+
+    def __init__(self, loggers: Sequence[StatLogger] = (), clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._reports: list[StepReport] = []
+        """That patient loggers have not been told."""
+        self._due = 0.0
+        """When they are to be."""
+        self.loggers: list[StatLogger] = []
+        for stat_logger in loggers:
+            self.add(stat_logger)
 
     def add(self, stat_logger: StatLogger) -> None:
         """One more. Where statistics are off it is never told of anything."""
+        self.catch_up()  # what was before is not for it
         self.loggers.append(stat_logger)
+        if stat_logger.is_patient:
+            stat_logger.catch_up = self.catch_up
 
     def drop(self, kind: type[StatLogger]) -> None:
         """Do without the loggers of this kind: another process has one for all."""
@@ -57,8 +97,23 @@ class StatLoggerManager:
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:
-        """Give one batch's statistics to every logger."""
-        self._each(lambda stat_logger: stat_logger.record(scheduler_stats, iteration_stats, engine_index))
+        """Tell every logger of a batch of outputs: now, or the patient ones before they are read."""
+        now = self._clock()
+        report = StepReport(scheduler_stats, iteration_stats, engine_index, now)
+        if hurried := [stat_logger for stat_logger in self.loggers if not stat_logger.is_patient]:
+            self._each(lambda stat_logger: stat_logger.record_all((report,)), hurried)
+        if not self._reports:
+            self._due = now + MAX_PATIENCE_S
+        self._reports.append(report)
+        if len(self._reports) >= MAX_REPORTS_KEPT or not self._due - MAX_PATIENCE_S <= now < self._due:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Tell patient loggers what they have not been told."""
+        reports, self._reports = self._reports, []
+        if reports:
+            patient = [stat_logger for stat_logger in self.loggers if stat_logger.is_patient]
+            self._each(lambda stat_logger: stat_logger.record_all(reports), patient)
 
     def record_operation(self, operation: ControlOperation) -> None:
         """Tell every logger of a control operation."""
@@ -70,10 +125,11 @@ class StatLoggerManager:
 
     def log(self) -> None:
         """Let every logger write now."""
+        self.catch_up()
         self._each(lambda stat_logger: stat_logger.log())
 
-    def _each(self, call: Callable[[StatLogger], None]) -> None:
-        for stat_logger in list(self.loggers):
+    def _each(self, call: Callable[[StatLogger], None], loggers: Sequence[StatLogger] | None = None) -> None:
+        for stat_logger in list(self.loggers) if loggers is None else loggers:
             try:
                 failpoint("frontend.stats.record")
                 call(stat_logger)

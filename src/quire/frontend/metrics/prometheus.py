@@ -14,7 +14,7 @@ from quire.frontend.metrics.catalog import BUILD_INFO, CACHE_CONFIG_INFO, METRIC
 from quire.frontend.metrics.exchange import HttpExchange
 from quire.frontend.metrics.exposition import Exposition, Format, LiveExposition
 from quire.frontend.metrics.facts import FrontendFacts
-from quire.frontend.metrics.manager import StatLogger
+from quire.frontend.metrics.manager import StatLogger, StepReport
 from quire.frontend.metrics.operations import ControlOperation
 from quire.frontend.metrics.report import ProcessReport
 from quire.frontend.metrics.snapshot import MetricsSnapshot
@@ -28,8 +28,6 @@ from quire.wire.stats import SchedulerStats
 logger = init_logger(__name__)
 
 HAS_FAILED = "the metrics exporter has failed and counts nothing any more; the log says why"
-MAX_UNCOUNTED = 128
-"""Reports that are kept to be counted together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +44,13 @@ class MetricsSetup:
     engines: Sequence[int] = (0,)
 
 
-@dataclass(slots=True)
-class _Uncounted:
-    """What was told of one engine and is not in the store yet."""
-
-    steps: list[SchedulerStats] = field(default_factory=list)
-    batches: list[IterationStats] = field(default_factory=list)
-    last_time: float = 0.0
-
-
 class PrometheusStatLogger(StatLogger):
     """Counts everything in the catalog. Belongs to the thread that records; `snapshot` is to be called there, too.
 
-    Steps are counted many at a time, and whenever somebody looks: a step of the model empties the caches, and counting
-    one step then takes as long as counting ten more. `get_facts` says what is true now; without it the metrics that are
-    read from there stay at 0.
+    `get_facts` says what is true now; without it the metrics that are read from there stay at 0.
     """
+
+    is_patient = True
 
     def __init__(
         self,
@@ -71,7 +60,6 @@ class PrometheusStatLogger(StatLogger):
     ) -> None:
         self._get_facts = get_facts
         self._clock = clock
-        self._uncounted: dict[int, _Uncounted] = {}
         self.has_failed = False
         """Something was told that could not be counted."""
         hidden = LAZY - setup.conditions
@@ -99,32 +87,25 @@ class PrometheusStatLogger(StatLogger):
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:
-        """Count what a step, or a batch of its outputs, brought: now or later, but before anybody looks.
+        """Count what a step, or a batch of its outputs, brought. Raises ServerError for what cannot be counted."""
+        self.record_all((StepReport(scheduler_stats, iteration_stats, engine_index, self._clock()),))
 
-        Raises ServerError for what cannot be counted, as the methods that look do.
-        """
-        found = self._uncounted.get(engine_index)
-        if found is None:
-            found = self._uncounted[engine_index] = _Uncounted()
-        if scheduler_stats is not None:
-            found.steps.append(scheduler_stats)
-        if iteration_stats is not None:
-            found.batches.append(iteration_stats)
-        found.last_time = self._clock()
-        if len(found.steps) + len(found.batches) >= MAX_UNCOUNTED:
-            self._count()
-
-    def _count(self) -> None:
+    def record_all(self, reports: Sequence[StepReport]) -> None:
         try:
-            for engine_index, found in self._uncounted.items():
-                for events in _get_events(found.steps, found.batches):
-                    self._store.record_all(events, engine_index, found.last_time)
+            for engine_index in {report.engine_index for report in reports}:
+                of_engine = [report for report in reports if report.engine_index == engine_index]
+                for events in _get_events(of_engine):
+                    self._store.record_all(events, engine_index, of_engine[-1].time)
         except Exception as e:
             self.has_failed = True
             logger.exception("what the engine did cannot be counted")
             raise ServerError(HAS_FAILED) from e
-        finally:
-            self._uncounted.clear()
+
+    def _look(self) -> None:
+        """Before anybody does."""
+        self.catch_up()
+        if self.has_failed:
+            raise ServerError(HAS_FAILED)
 
     def record_operation(self, operation: ControlOperation) -> None:
         self._store.record(operation)
@@ -135,12 +116,12 @@ class PrometheusStatLogger(StatLogger):
 
     def snapshot(self) -> MetricsSnapshot:
         """All metrics of this process at this moment."""
-        self._count()
+        self._look()
         return self._arrange(self._store.snapshot(), None if self._get_facts is None else self._get_facts())
 
     def exposition(self, format: Format = "text") -> str:
         """The same as text, without OpenMetrics' end mark."""
-        self._count()
+        self._look()
         if self._get_facts is not None:
             self._facts.record(self._get_facts())
         return self._live.write(format) + self._exposition.write(self._store.infos, format)
@@ -148,7 +129,7 @@ class PrometheusStatLogger(StatLogger):
     def report(self, process: MetricsSnapshot) -> ProcessReport:
         """The same for others to merge with theirs; `process` is what `ProcessMetrics` say."""
         assert self._get_facts is not None  # FrontendStats gives them
-        self._count()
+        self._look()
         return ProcessReport(self._store.snapshot(), self._get_facts(), process)
 
     def write(self, report: ProcessReport, format: Format = "text") -> str:
@@ -169,8 +150,10 @@ class PrometheusStatLogger(StatLogger):
         return MetricsSnapshot(families)
 
 
-def _get_events(steps: Sequence[SchedulerStats], batches: Sequence[IterationStats]) -> tuple[Sequence[object], ...]:
+def _get_events(reports: Sequence[StepReport]) -> tuple[Sequence[object], ...]:
     """All there is to count, by kind."""
+    steps = [report.scheduler_stats for report in reports if report.scheduler_stats is not None]
+    batches = [report.iteration_stats for report in reports if report.iteration_stats is not None]
     return (
         steps,
         batches,

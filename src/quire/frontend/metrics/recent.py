@@ -38,6 +38,8 @@ class RecentRequests(StatLogger):
     """Keeps the last `max_recent`. With `clock`, which only grows, its numbers are comparable with those of others that
     have the same clock."""
 
+    is_patient = True
+
     def __init__(self, max_recent: int = MAX_RECENT, *, clock: Callable[[], int] | None = None) -> None:
         self._ended: deque[EndedRequest] = deque(maxlen=max_recent)
         self._clock = clock
@@ -53,10 +55,12 @@ class RecentRequests(StatLogger):
 
     def now(self) -> int:
         """What a request that ends from now on has at least as its number."""
+        self.catch_up()
         return 0 if self._clock is None else self._clock()
 
     def after(self, number: int) -> list[EndedRequest]:
         """Those that ended after the one of this number, oldest first."""
+        self.catch_up()
         return [ended for ended in self._ended if ended.number > number]
 
 

@@ -32,8 +32,6 @@ REFIT_S = 1.0
 """How long a fit is good for."""
 _FEW = (4, 16, 64)
 _TOLERANCE = 1e-9
-MAX_STEPS_KEPT = 64
-"""Until they are added up, unless somebody reads before."""
 RESOURCES = ("compute", "seats", "kv_cache", "queue")
 
 
@@ -196,24 +194,11 @@ def _solve_free(matrix: list[list[float]], vector: list[float], terms: list[int]
     return [rows[k][size] / rows[k][k] for k in range(size)]
 
 
-class _Step(msgspec.Struct, frozen=True, gc=False):
-    """One that was told of."""
-
-    timestamp: float
-    num_outputs: int
-    num_prompt_tokens: int
-    num_running: int
-    kv_usage: float
-    has_work_left: bool
-
-
 class SaturationMeter:
-    """Takes in each step; `read` says how saturated the engine is. Steps are added up many at a time."""
+    """Takes in each step; `read` says how saturated the engine is."""
 
     def __init__(self, limits: EngineLimits) -> None:
         self._limits = limits
-        self._steps: list[_Step] = []
-        """Not added up yet."""
         self._costs = StepCosts()
         self._model = CostModel()
         self._fitted_ts = -math.inf
@@ -238,21 +223,10 @@ class SaturationMeter:
         has_work_left: bool,
     ) -> None:
         """A step that ended at `timestamp` decoded so many outputs and computed so many prompt tokens."""
-        self._steps.append(_Step(timestamp, num_outputs, num_prompt_tokens, num_running, kv_usage, has_work_left))
-        if len(self._steps) >= MAX_STEPS_KEPT:
-            self._catch_up()
-
-    def _catch_up(self) -> None:
-        for step in self._steps:
-            self._add_up(step)
-        self._steps.clear()
-
-    def _add_up(self, step: _Step) -> None:
-        num_outputs, num_prompt_tokens = step.num_outputs, step.num_prompt_tokens
-        elapsed_s = 0.0 if self._last_ts is None else max(0.0, step.timestamp - self._last_ts)
+        elapsed_s = 0.0 if self._last_ts is None else max(0.0, timestamp - self._last_ts)
         keep = math.exp(-elapsed_s / WINDOW_S)
         if self._was_busy and elapsed_s and (num_outputs or num_prompt_tokens):
-            self._costs.add(step.timestamp, num_outputs, num_prompt_tokens, elapsed_s)
+            self._costs.add(timestamp, num_outputs, num_prompt_tokens, elapsed_s)
             parts = _parts(num_outputs, num_prompt_tokens)
             self._busy_s = self._busy_s * keep + elapsed_s
             self._parts = [before * keep + part for before, part in zip(self._parts, parts, strict=True)]
@@ -261,13 +235,12 @@ class SaturationMeter:
         self._outputs = self._outputs * keep + num_outputs
         self._prompt_tokens = self._prompt_tokens * keep + num_prompt_tokens
         self._prompt_steps = self._prompt_steps * keep + bool(num_prompt_tokens)
-        self._seats = self._seats * keep + gained_s * (step.num_running if self._was_busy else 0)
-        self._kv_usage = self._kv_usage * keep + gained_s * (step.kv_usage if self._was_busy else 0.0)
-        self._last_ts, self._was_busy = step.timestamp, step.has_work_left
+        self._seats = self._seats * keep + gained_s * (num_running if self._was_busy else 0)
+        self._kv_usage = self._kv_usage * keep + gained_s * (kv_usage if self._was_busy else 0.0)
+        self._last_ts, self._was_busy = timestamp, has_work_left
 
     def read(self, now: float, num_queued_tokens: int = 0) -> Saturation:
         """At `now`, on the clock of the steps."""
-        self._catch_up()
         idle_s = 0.0 if self._last_ts is None or self._was_busy else max(0.0, now - self._last_ts)
         keep = math.exp(-idle_s / WINDOW_S)
         elapsed_s = self._elapsed_s * keep + WINDOW_S * (1.0 - keep)

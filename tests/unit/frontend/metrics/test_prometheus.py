@@ -14,8 +14,9 @@ from quire.errors import ServerError
 from quire.frontend.metrics.exchange import HttpExchange
 from quire.frontend.metrics.facts import OTHER_ADAPTERS, AdapterLoad, FrontendFacts
 from quire.frontend.metrics.ledger import RequestLedger
+from quire.frontend.metrics.manager import MAX_REPORTS_KEPT, StatLoggerManager
 from quire.frontend.metrics.operations import ControlOperation, ControlOperations
-from quire.frontend.metrics.prometheus import MAX_UNCOUNTED, MetricsSetup, PrometheusStatLogger
+from quire.frontend.metrics.prometheus import MetricsSetup, PrometheusStatLogger
 from quire.frontend.metrics.saturation import Saturation
 from quire.frontend.metrics.snapshot import MetricsSnapshot
 from quire.frontend.metrics.stats import FinishedRequestStats, FirstToken, IterationStats, RequestOwner
@@ -198,9 +199,10 @@ def test_it_makes_no_difference_who_looks_when(
     reports: list[tuple[tuple[SchedulerStats | None, IterationStats | None], int, bool]],
 ) -> None:
     watched, alone = make(clock=lambda: 1.0), make(clock=lambda: 1.0)
+    managers = [StatLoggerManager([logger], lambda: 1.0) for logger in (watched, alone)]
     for (step, batch), engine_index, somebody_looks in reports:
-        for logger in (watched, alone):
-            logger.record(step, batch, engine_index)
+        for manager in managers:
+            manager.record(step, batch, engine_index)
         if somebody_looks:
             watched.snapshot()
     assert alone.snapshot() == watched.snapshot()
@@ -209,13 +211,14 @@ def test_it_makes_no_difference_who_looks_when(
 
 def test_what_nobody_looks_at_is_counted_in_the_end() -> None:
     logger = make()
-    batches = [IterationStats(num_generation_tokens=1) for _ in range(MAX_UNCOUNTED)]
+    manager = StatLoggerManager([logger])
+    batches = [IterationStats(num_generation_tokens=1) for _ in range(MAX_REPORTS_KEPT)]
     before = sys.getrefcount(batches[0])
     for batch in batches:
-        logger.record(None, batch)
+        manager.record(None, batch)
     after = sys.getrefcount(batches[0])
     assert after == before, "nothing is kept of it"
-    assert logger.snapshot().value("vllm:generation_tokens") == MAX_UNCOUNTED
+    assert logger.snapshot().value("vllm:generation_tokens") == MAX_REPORTS_KEPT
 
 
 def test_a_gauge_is_of_the_time_it_was_told() -> None:
@@ -229,11 +232,13 @@ def test_a_gauge_is_of_the_time_it_was_told() -> None:
 
 def test_what_cannot_be_counted_is_a_failure() -> None:
     logger = make()
+    manager = StatLoggerManager([logger])
     nonsense: Any = IterationStats(num_generation_tokens="a few")  # type: ignore[arg-type]
-    logger.record(None, nonsense)
+    manager.record(None, nonsense)
     with pytest.raises(ServerError, match="has failed"):
         logger.exposition()
     assert logger.has_failed
+    assert manager.loggers == []
 
 
 def test_a_slow_bucket_leads_to_its_request() -> None:
