@@ -260,9 +260,7 @@ class _HistogramRow(CountedRow):
             series.counts[bisect_left(self._bounds, value)] += number
             series.value += value * number
 
-    def _observe_each(
-        self, events: Sequence[Any], read: Callable[[Any], float | None], series: Series, time: float
-    ) -> None:
+    def _observe_each(self, events: Sequence[Any], read: Callable[[Any], Any], series: Series, time: float) -> None:
         """The same for events with one value: a hundred requests may end in one step, most of them alike."""
         bounds, counts = self._bounds, series.counts
         latest: dict[int, Any] = {}
@@ -283,7 +281,7 @@ class _HistogramRow(CountedRow):
         if self.spec.has_owners:
             for bucket, event in latest.items():
                 if event.owner is not None:
-                    series.exemplars[bucket] = Exemplar(read(event) or 0.0, time, event.owner.labels)
+                    series.exemplars[bucket] = Exemplar(read(event), time, event.owner.labels)
 
 
 _ROWS: dict[str, type[CountedRow]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from operator import attrgetter
 from typing import Any
@@ -88,6 +90,27 @@ def test_all_ways_of_reading_agree(events: list[Event]) -> None:
     for name, values in (("value", single), ("values", sizes), ("counted", sizes)):
         expected = [sum(low < value <= high for value in values) for low, high in ((-1, 1), (1, 2), (2, 5))]
         assert seen.find(f"vllm:histogram_{name}").series[0].counts == [*expected, 0]
+
+
+@given(
+    st.lists(st.integers(-8, 8).map(lambda number: number / 2), min_size=1, max_size=5, unique=True).map(sorted),
+    st.lists(st.none() | st.integers(-5, 5) | st.integers(-21, 21).map(lambda number: number / 4)),
+)
+def test_each_value_is_in_its_bucket(bounds: list[float], sizes: list[float | None]) -> None:
+    (spec,) = rows("histogram", family="sizes", has_owners=True)[:1]
+    store = MetricsStore([spec], {"model_name": "m"}, {"sizes": tuple(bounds)})
+    store.record_all([Event(size, owner=RequestOwner(str(number))) for number, size in enumerate(sizes)])
+    (family,) = store.snapshot().families
+    (series,) = family.series
+    edges = [-math.inf, *bounds, math.inf]
+    latest = {}
+    for bucket, (low, high) in enumerate(itertools.pairwise(edges)):
+        inside = [number for number, size in enumerate(sizes) if size is not None and low < size <= high]
+        assert series.counts[bucket] == len(inside)
+        if inside:
+            latest[bucket] = str(inside[-1])
+    assert {bucket: exemplar.labels["request_id"] for bucket, exemplar in series.exemplars.items()} == latest
+    assert [str(bound) for bound in family.bounds] == [str(bound) for bound in bounds], "they are shown as floats"
 
 
 def test_an_exemplar_is_the_latest_of_its_bucket() -> None:
