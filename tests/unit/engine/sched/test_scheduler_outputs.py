@@ -40,6 +40,17 @@ def test_outputs_are_grouped_by_client_under_one_timestamp() -> None:
     assert (stats.num_generation_tokens, stats.num_prefilled_tokens, stats.num_decoded_reqs) == (5, 10, 3)
 
 
+def test_an_end_without_tokens_is_no_decoding_and_counts_for_its_step_only() -> None:
+    engine = Engine(make_scheduler())
+    engine.add(*(make_request(name, 4) for name in "abc"))
+    engine.update(engine.schedule())
+    engine.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED, report=True)
+    for num_outputs in (3, 2):
+        batch = engine.update(engine.schedule())[0]
+        assert batch.scheduler_stats is not None
+        assert (len(batch.outputs), batch.scheduler_stats.num_decoded_reqs) == (num_outputs, 2)
+
+
 def test_stats_are_the_first_clients_whoever_has_outputs() -> None:
     engine = Engine(make_scheduler())
     engine.add(make_request("a", 4, client_index=2))
