@@ -3,9 +3,9 @@
 Two numbers. How long a scrape takes, 20 times a second, beside 256 running requests whose outputs are processed all the
 while (goal: p99 within 10 ms). And how much longer the frontend works on the outputs of a step with statistics than
 without, as a share of what a step takes (goal: 1 %). With --model also what statistics cost many short requests
-(W4): the CPU time of core and frontend on one thread, in pairs of short runs with and without (goal: 1 %), with the
-model, which is most of it and of the noise, and without: the same work of the engine around a fake one; and, by the
-clock, of two processes, which is how it is run.
+(W4), in pairs of short runs with and without (goal: 1 %): the CPU time of core and frontend on one thread, with the
+model, which is most of it and of the noise, and around a fake one; and of two processes, which is how it is run, by the
+clock, and the frontend's CPU time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from typing import Any, ClassVar
 
 os.environ["QUIRE_ENABLE_MULTIPROCESSING"] = "0"  # before the engine is imported
 
+from tqdm import tqdm
+
 from benchmarks.models import SHAPES, make_checkpoint
+from benchmarks.switched_scheduler import STATISTICS, SwitchedScheduler
 from quire import LLM
 from quire.cli.bench.workloads import WORKLOADS, IdRange
 from quire.config.engine_args import EngineArgs
@@ -140,78 +143,106 @@ class QuickExecutor(FakeExecutor):
         return request.num_computed if request.num_computed == len(request.tokens) else None
 
 
+CLOCKS: dict[str, Callable[[], float]] = {
+    "wall": time.perf_counter,
+    "thread": time.thread_time,
+    "process": time.process_time,
+}
+
+
 @dataclass(frozen=True)
 class Costs:
-    """CPU microseconds per token, in pairs of runs with statistics and without."""
+    """Microseconds per token, in pairs of runs with statistics and without."""
 
     with_statistics: list[float]
     without: list[float]
 
     @property
-    def differences(self) -> list[float]:
-        """Of each pair."""
-        return [a - b for a, b in zip(self.with_statistics, self.without, strict=True)]
+    def per_token(self) -> float:
+        """Without statistics."""
+        return statistics.median(self.without)
 
     def summary(self, whole: float) -> dict[str, object]:
-        """The median of the pairs' differences, with the bounds of its 95 % confidence interval (bootstrap), in
-        microseconds per token and as a share of `whole`, what a token costs."""
+        """The mean of the pairs' differences, a tenth of them left out on either side, with the bounds of its 95 %
+        confidence interval (bootstrap), in microseconds per token and as a share of `whole`, what a token costs."""
         rng = random.Random(0)
-        differences = self.differences
-        medians = sorted(statistics.median(rng.choices(differences, k=len(differences))) for _ in range(2000))
+        differences = [a - b for a, b in zip(self.with_statistics, self.without, strict=True)]
+        means = sorted(_trimmed_mean(rng.choices(differences, k=len(differences))) for _ in range(2000))
         return {
             "pairs": len(differences),
             "with_statistics_us": statistics.median(self.with_statistics),
-            "without_us": statistics.median(self.without),
-            "cost_us": statistics.median(differences),
-            "cost": statistics.median(differences) / whole,
-            "cost_95_percent_interval": (medians[50] / whole, medians[-51] / whole),
+            "without_us": self.per_token,
+            "cost_us": _trimmed_mean(differences),
+            "cost": _trimmed_mean(differences) / whole,
+            "cost_95_percent_interval": (means[50] / whole, means[-51] / whole),
         }
 
 
-def measure_throughput(
-    num_requests: int, num_pairs: int, clock: Callable[[], float] = time.thread_time, **engine_args: Any
-) -> Costs:
-    """What W4 costs: of its own time the thread that runs core and frontend, or by another clock.
+def _trimmed_mean(values: list[float]) -> float:
+    num_left_out = len(values) // 10
+    return statistics.fmean(sorted(values)[num_left_out : len(values) - num_left_out])
 
-    Many short runs, each beside one of the other kind: with the same prompts, the order changing from pair to pair, so
-    that what disturbs the machine for longer than a second falls on both.
-    """
-    engines = {
-        log_stats: LLM(**engine_args, max_num_seqs=256, disable_log_stats=not log_stats) for log_stats in (False, True)
-    }
-    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for pair in range(-1, num_pairs):
-        requests = WORKLOADS["W4"].make(pair + 1, IdRange(300, 3000), num_requests)
+
+class SwitchedEngine:
+    """Runs W4 with statistics or without. One engine does both: two of them differ by more than statistics cost."""
+
+    def __init__(self, num_requests: int, **engine_args: Any) -> None:
+        scheduler = f"{SwitchedScheduler.__module__}:{SwitchedScheduler.__name__}"
+        self._llm = LLM(**engine_args, max_num_seqs=256, disable_log_stats=False, scheduler_cls=scheduler)
+        self._num_requests = num_requests
+        self._num_runs = 0
+
+    def run(self, *, log_stats: bool) -> list[float]:
+        """What a run takes by each of CLOCKS, in microseconds per token. No two runs have the same prompts."""
+        self._num_runs += 1
+        requests = WORKLOADS["W4"].make(self._num_runs, IdRange(300, 3000), self._num_requests)
         prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
-        for log_stats in (False, True) if pair % 2 else (True, False):
-            gc.collect()
-            start = clock()
-            engines[log_stats].generate(prompts, params, use_tqdm=False)
-            if pair >= 0:
-                times[log_stats].append((clock() - start) / (64 * num_requests) * 1e6)
-    for engine in engines.values():
-        engine.shutdown()
-    return Costs(times[True], times[False])
+        params = SamplingParams(
+            temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False, extra_args={STATISTICS: log_stats}
+        )
+        pipeline = self._llm.llm_engine.pipeline
+        pipeline.stats.log_stats = pipeline.output_processor.log_stats = log_stats
+        gc.collect()
+        starts = [clock() for clock in CLOCKS.values()]
+        self._llm.generate(prompts, params, use_tqdm=False)
+        ends = [clock() for clock in CLOCKS.values()]
+        return [(end - start) / (64 * self._num_requests) * 1e6 for start, end in zip(starts, ends, strict=True)]
+
+    def measure(self, num_pairs: int, *, control: bool) -> dict[str, Costs]:
+        """What statistics cost by each clock, in pairs of runs whose order changes: what disturbs the machine for
+        longer than a second falls on both. As a `control` there are no statistics in either."""
+        taken: dict[bool, list[list[float]]] = {False: [], True: []}
+        for pair in tqdm(range(-1, num_pairs), desc="pairs", disable=None):
+            for log_stats in (False, True) if pair % 2 else (True, False):
+                times = self.run(log_stats=log_stats and not control)
+                if pair >= 0:
+                    taken[log_stats].append(times)
+        self._llm.shutdown()
+        return {
+            name: Costs([run[i] for run in taken[True]], [run[i] for run in taken[False]])
+            for i, name in enumerate(CLOCKS)
+        }
 
 
-def measure_both(model: str, num_requests: int, num_pairs: int, num_clock_pairs: int) -> dict[str, object]:
+def measure_w4(
+    model: str, num_requests: int, num_pairs: int, num_clock_pairs: int, *, control: bool
+) -> dict[str, object]:
     """W4 with the model, the engine's work on it alone, as shares of what W4 costs with the model, and W4 as users run
     it, in two processes, by the clock on the wall."""
     path = make_checkpoint(model, Path.home() / ".cache" / "quire-benchmarks") if model in SHAPES else Path(model)
     engine_args = {"model": str(path), "dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 29}
-    whole = measure_throughput(num_requests, num_pairs, **engine_args)
+    whole = SwitchedEngine(num_requests, **engine_args).measure(num_pairs, control=control)["thread"]
     executor = f"{QuickExecutor.__module__}:{QuickExecutor.__name__}"
-    alone = measure_throughput(
-        num_requests, num_pairs, model="demo", distributed_executor_backend=executor, skip_tokenizer_init=True
-    )
+    alone = SwitchedEngine(
+        num_requests, model="demo", distributed_executor_backend=executor, skip_tokenizer_init=True
+    ).measure(num_pairs, control=control)["thread"]
     os.environ["QUIRE_ENABLE_MULTIPROCESSING"] = "1"
-    by_the_clock = measure_throughput(num_requests, num_clock_pairs, time.perf_counter, **engine_args)
-    per_token = statistics.median(whole.without)
+    apart = SwitchedEngine(num_requests, **engine_args).measure(num_clock_pairs, control=control)
     return {
-        "throughput": whole.summary(per_token),
-        "engine_alone": alone.summary(per_token),
-        "two_processes_by_the_clock": by_the_clock.summary(statistics.median(by_the_clock.without)),
+        "one_thread_cpu": whole.summary(whole.per_token),
+        "one_thread_cpu_without_the_model": alone.summary(whole.per_token),
+        "two_processes_by_the_clock": apart["wall"].summary(apart["wall"].per_token),
+        "two_processes_frontend_cpu": apart["process"].summary(apart["wall"].per_token),
     }
 
 
@@ -228,6 +259,7 @@ def main() -> None:
     parser.add_argument(
         "--clock-pairs", type=int, default=None, help="of those by the clock, which need many more (default: --pairs)"
     )
+    parser.add_argument("--control", action="store_true", help="no statistics in either run of a pair: costs nothing")
     args = parser.parse_args()
     with_stats_us, without_us = measure_steps(args.requests, args.steps)
     cost: dict[str, object] = {
@@ -237,7 +269,8 @@ def main() -> None:
         "scrape": measure_scrapes(args.requests, args.scrapes),
     }
     if args.model:
-        cost |= measure_both(args.model, args.throughput_requests, args.pairs, args.clock_pairs or args.pairs)
+        num_clock_pairs = args.pairs if args.clock_pairs is None else args.clock_pairs
+        cost |= measure_w4(args.model, args.throughput_requests, args.pairs, num_clock_pairs, control=args.control)
     print(json.dumps(cost, indent=2))
 
 

@@ -51,7 +51,8 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._tracer = tracer
         self._ledger = RequestLedger() if ledger is None else ledger
-        self._log_stats = log_stats
+        self.log_stats = log_stats
+        """Of requests that come from now on."""
         self._stream_interval = stream_interval
         self.request_states: dict[str, RequestState] = {}
         self.parent_requests: dict[str, ParentRequest] = {}
@@ -108,7 +109,7 @@ class OutputProcessor:
             index,
             queue=queue,
             place=place,
-            log_stats=self._log_stats,
+            log_stats=self.log_stats,
             stream_interval=self._stream_interval,
         )
         self.request_states[request.request_id] = state
@@ -245,7 +246,7 @@ class OutputProcessor:
             self._fail(state, output, message, iteration_stats, result)
             return
         user_output: RequestOutput | PoolingRequestOutput | None
-        if state.request.pooling_params is not None:
+        if state.is_pooling:
             user_output = state.make_pooling_output(output)
         else:
             stop_string = self._take_text(state, output, finish_reason is FinishReason.STOP)

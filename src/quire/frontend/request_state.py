@@ -38,38 +38,40 @@ class QueuePlace(Protocol):
     def end_one(self, *, waits: bool) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RequestState:
     """Everything the frontend remembers of a request between two outputs. Keyed by the internal id.
 
-    What is looked at for every token stands here itself, not in the request or its parameters.
+    What is looked at for every token stands here itself, not in the request or its parameters, and comes first: it is a
+    line or two of a cache that a step of the model has emptied.
     """
 
+    is_prefilling: bool = True
+    is_pooling: bool = False
+    last_token_ts: float = 0.0
+    """On the core's clock, if there are statistics."""
+    detokenizer: IncrementalDetokenizer
+    logprobs: LogprobsProcessor | None
+    """None where no log-probabilities were asked for."""
+    output_kind: RequestOutputKind
+    queue: OutputQueue | None
+    stream_interval: int
+    num_sent_tokens: int = 0
     request: EngineCoreRequest
     prompt: str | None
     parent: ParentRequest | None
     index: int
-    detokenizer: IncrementalDetokenizer
-    logprobs: LogprobsProcessor | None
-    """None where no log-probabilities were asked for."""
     shown_stats: RequestStateStats | None
     """To be read as `stats`."""
-    queue: OutputQueue | None
     place: QueuePlace | None
-    stream_interval: int
-    output_kind: RequestOutputKind
     request_id: str
     """The internal id."""
     external_req_id: str
     """The user's id."""
-    is_prefilling: bool = True
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache; None before the first output."""
-    num_sent_tokens: int = 0
     num_discarded_tokens: int = 0
     """Tokens the core made for it that its user is not given."""
-    last_token_ts: float = 0.0
-    """On the core's clock, if there are statistics."""
     session: SessionState | None = None
     """Of a streaming-input session; the rest is the state of its present segment."""
     num_context_tokens: int = 0
@@ -94,6 +96,7 @@ class RequestState:
         if params is not None and not params.detokenize:
             tokenizer = None
         return cls(
+            is_pooling=request.pooling_params is not None,
             request=request,
             prompt=prompt,
             parent=parent,
@@ -178,10 +181,11 @@ class RequestState:
         Tokens after a stop string, and their log-probabilities, are dropped.
         """
         detokenizer = self.detokenizer
-        params = self.request.sampling_params
-        if stop_terminated and params is not None and params.structured_outputs is not None:
-            # A form may have been completed by an ordinary token, which belongs to the text.
-            stop_terminated = bool(params.all_stop_token_ids.intersection(output.new_token_ids[-1:]))
+        if stop_terminated:
+            params = self.request.sampling_params
+            if params is not None and params.structured_outputs is not None:
+                # A form may have been completed by an ordinary token, which belongs to the text.
+                stop_terminated = bool(params.all_stop_token_ids.intersection(output.new_token_ids[-1:]))
         if self.logprobs is None:
             return detokenizer.update(output.new_token_ids, stop_terminated)
         before = len(detokenizer.token_ids)
@@ -225,13 +229,13 @@ class RequestState:
         self, finish_reason: FinishReason, error_message: str | None = None
     ) -> RequestOutput | PoolingRequestOutput | None:
         """The end of a request that is aborted or failed here, with the tokens it has."""
-        if self.request.pooling_params is not None:
+        if self.is_pooling:
             return self._show_pooled(None, finish_reason, error_message)
         return self.make_request_output(finish_reason, None, error_message)
 
     def make_error_output(self, message: str) -> RequestOutput | PoolingRequestOutput | None:
         """The end of a request whose text cannot be made: no text, no tokens, `message`."""
-        if self.request.pooling_params is not None:
+        if self.is_pooling:
             return self._show_pooled(None, FinishReason.ERROR, message)
         return self._show(CompletionOutput(self.index, "", [], None, None, "error", error_message=message))
 

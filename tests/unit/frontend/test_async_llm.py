@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.errors import EngineDeadError, GenerationError, ValidationError
+from quire.frontend.text.detokenizer import IncrementalDetokenizer
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -214,13 +216,21 @@ def test_a_stop_string_is_an_abort_to_the_core(model_dir: Path) -> None:
     check(model_dir, test)
 
 
+class BrokenDetokenizer(IncrementalDetokenizer):
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+
+    def update(self, new_token_ids: Sequence[int], stop_terminated: bool = False) -> str | None:
+        raise RuntimeError("no text")
+
+
 def test_an_error_in_one_request_is_its_own(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test(s: Setting) -> None:
         tasks = [s.reader(name, SamplingParams(max_tokens=3)) for name in ("bad", "good")]
         await settle()
         await s.client.step()
         (bad,) = (st for i, st in s.llm.pipeline.output_processor.request_states.items() if i.startswith("bad"))
-        bad.detokenizer.update = None  # type: ignore[assignment,method-assign]
+        bad.detokenizer = BrokenDetokenizer(bad.detokenizer.token_ids)
         await s.client.step(2)
         with pytest.raises(GenerationError, match="cannot be processed"):
             await tasks[0]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
+
+import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
@@ -25,7 +27,7 @@ MAX_PATIENCE_S = 1.0
 """What they are told is not older, while there are steps."""
 
 
-class StepReport(NamedTuple):
+class StepReport(msgspec.Struct, frozen=True, gc=False):
     """What the loggers are told of a batch of a step's outputs, at `time` by the wall clock."""
 
     scheduler_stats: SchedulerStats | None
@@ -77,9 +79,9 @@ class StatLoggerManager:
         self._clock = clock
         self._reports: list[StepReport] = []
         """That patient loggers have not been told."""
-        self._due = 0.0
-        """When they are to be."""
         self.loggers: list[StatLogger] = []
+        self._hurried: list[StatLogger] = []
+        """Those that are not patient."""
         for stat_logger in loggers:
             self.add(stat_logger)
 
@@ -89,10 +91,19 @@ class StatLoggerManager:
         self.loggers.append(stat_logger)
         if stat_logger.is_patient:
             stat_logger.catch_up = self.catch_up
+        else:
+            self._hurried.append(stat_logger)
 
     def drop(self, kind: type[StatLogger]) -> None:
         """Do without the loggers of this kind: another process has one for all."""
-        self.loggers = [stat_logger for stat_logger in self.loggers if not isinstance(stat_logger, kind)]
+        for stat_logger in list(self.loggers):
+            if isinstance(stat_logger, kind):
+                self._remove(stat_logger)
+
+    def _remove(self, stat_logger: StatLogger) -> None:
+        self.loggers.remove(stat_logger)
+        if not stat_logger.is_patient:
+            self._hurried.remove(stat_logger)
 
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
@@ -100,20 +111,21 @@ class StatLoggerManager:
         """Tell every logger of a batch of outputs: now, or the patient ones before they are read."""
         now = self._clock()
         report = StepReport(scheduler_stats, iteration_stats, engine_index, now)
-        if hurried := [stat_logger for stat_logger in self.loggers if not stat_logger.is_patient]:
-            self._each(lambda stat_logger: stat_logger.record_all((report,)), hurried)
-        if not self._reports:
-            self._due = now + MAX_PATIENCE_S
-        self._reports.append(report)
-        if len(self._reports) >= MAX_REPORTS_KEPT or not self._due - MAX_PATIENCE_S <= now < self._due:
+        if self._hurried:
+            self._tell(self._hurried, (report,))
+        reports = self._reports
+        reports.append(report)
+        if len(reports) >= MAX_REPORTS_KEPT or not 0 <= now - reports[0].time < MAX_PATIENCE_S:
             self.catch_up()
+
+    def _tell(self, loggers: Sequence[StatLogger], reports: Sequence[StepReport]) -> None:
+        self._each(lambda stat_logger: stat_logger.record_all(reports), loggers)
 
     def catch_up(self) -> None:
         """Tell patient loggers what they have not been told."""
         reports, self._reports = self._reports, []
         if reports:
-            patient = [stat_logger for stat_logger in self.loggers if stat_logger.is_patient]
-            self._each(lambda stat_logger: stat_logger.record_all(reports), patient)
+            self._tell([stat_logger for stat_logger in self.loggers if stat_logger.is_patient], reports)
 
     def record_operation(self, operation: ControlOperation) -> None:
         """Tell every logger of a control operation."""
@@ -129,13 +141,13 @@ class StatLoggerManager:
         self._each(lambda stat_logger: stat_logger.log())
 
     def _each(self, call: Callable[[StatLogger], None], loggers: Sequence[StatLogger] | None = None) -> None:
-        for stat_logger in list(self.loggers) if loggers is None else loggers:
+        for stat_logger in list(self.loggers if loggers is None else loggers):
             try:
                 failpoint("frontend.stats.record")
                 call(stat_logger)
             except Exception:
                 logger.exception("statistics logger %s failed and is dropped", type(stat_logger).__name__)
-                self.loggers.remove(stat_logger)
+                self._remove(stat_logger)
 
 
 def load_stat_logger(name: str, config: EngineConfig) -> StatLogger:

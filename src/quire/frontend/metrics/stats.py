@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -72,24 +71,23 @@ class FinishedRequestStats(msgspec.Struct, kw_only=True, gc=False):
     owner: RequestOwner | None = None
 
 
-@dataclass(slots=True)
-class IterationStats:
+class IterationStats(msgspec.Struct, gc=False):
     """What a batch of outputs of one engine step delivered, mostly all of them (checklist S0-ST-002)."""
 
-    iteration_timestamp: float = field(default_factory=time.time)
+    iteration_timestamp: float = msgspec.field(default_factory=time.time)
     """Wall clock, one for the whole iteration (checklist S0-ST-017)."""
     num_generation_tokens: int = 0
-    prompt_tokens: PrefillStats = field(default_factory=PrefillStats)
+    prompt_tokens: PrefillStats = msgspec.field(default_factory=PrefillStats)
     """Of the prefills completed in this iteration, by source."""
     num_preempted_reqs: int = 0
     num_corrupted_reqs: int = 0
-    first_tokens: list[FirstToken] = field(default_factory=list)
-    inter_token_latencies: dict[float, int] = field(default_factory=dict)
+    first_tokens: list[FirstToken] = []
+    inter_token_latencies: dict[float, int] = {}
     """From one output of a request to its next, and how many had it: requests of the same steps wait as long."""
-    finished_requests: list[FinishedRequestStats] = field(default_factory=list)
-    max_num_generation_tokens: list[int] = field(default_factory=list)
+    finished_requests: list[FinishedRequestStats] = []
+    max_num_generation_tokens: list[int] = []
     """Per finished user request: its longest output."""
-    n_params: list[int] = field(default_factory=list)
+    n_params: list[int] = []
     """Per finished user request: the `n` it asked for."""
 
     @property

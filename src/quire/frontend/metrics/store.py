@@ -176,11 +176,11 @@ class _CounterRow(CountedRow):
     """Adds what each event brings."""
 
     def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
-        read = self.spec.value
+        read, read_labelled = self.spec.value, self.spec.samples or self._read
         if read is None:
             counts: dict[tuple[str, ...], float] = {}
             for event in events:
-                for labels, value in self._read(event):
+                for labels, value in read_labelled(event):
                     counts[labels] = counts.get(labels, 0) + value
         else:
             value = sum([read(event) or 0 for event in events])

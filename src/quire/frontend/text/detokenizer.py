@@ -31,6 +31,17 @@ class TextStream:
     that is out, and its window grows without bound over invalid bytes.)
     """
 
+    __slots__ = (
+        "_added",
+        "_context",
+        "_last_was_added",
+        "_look_up",
+        "_pending",
+        "_plain_texts",
+        "_skipped",
+        "_tokenizer",
+    )
+
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special: bool = True, spaces: bool = True
     ) -> None:
@@ -117,6 +128,8 @@ class TextStream:
 class IncrementalDetokenizer:
     """Collects the output token ids of a request. This base class makes no text: `detokenize=False`."""
 
+    __slots__ = ("token_ids",)
+
     def __init__(self) -> None:
         self.token_ids: list[int] = []
 
@@ -149,6 +162,18 @@ class TextDetokenizer(IncrementalDetokenizer):
     Text that may be the beginning of a stop string is not shown before that is decided, so a stream never shows a
     character it would have to take back. A stop string counts once more than `min_tokens` tokens are there.
     """
+
+    __slots__ = (
+        "_decided",
+        "_has_stops",
+        "_include_stop",
+        "_min_tokens",
+        "_shown",
+        "_shows_undecided",
+        "_stops",
+        "_stream",
+        "_text",
+    )
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
         super().__init__()

@@ -135,7 +135,7 @@ def test_overflow_without_a_clean_cut_lets_go_of_everything(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = TextStream(tokenizer)
-    monkeypatch.setattr(stream, "_decode", lambda ids: f"{len(ids)}{REPLACEMENT}")
+    monkeypatch.setattr(TextStream, "_decode", lambda self, ids: f"{len(ids)}{REPLACEMENT}")
     assert [stream.push(5) for _ in range(17)][-1] == f"17{REPLACEMENT}"
     assert stream.flush() == ""
 
