@@ -27,6 +27,7 @@ from quire.cli.bench.own_server import own_server
 
 SO_TIMESTAMPNS = 35
 """asm-generic/socket.h; Python's `socket` does not name it."""
+STAMPS_WITHIN_S = 5.0
 _TIMESPEC = struct.Struct("@qq")
 HEAD = """\
 | API processes | scrapes | until it came: median, ms | p99 | worst | until it was read: median, ms | p99 | worst |
@@ -52,6 +53,10 @@ class Scraper:
         self._socket = socket.create_connection((parts.hostname, parts.port), timeout=60)
         self._socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         self._request = f"GET /metrics HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
+        due = time.monotonic() + STAMPS_WITHIN_S
+        while not self._ask()[1]:  # the kernel begins to stamp packets some time after it was told
+            if time.monotonic() > due:
+                raise SystemExit("this kernel does not say when a packet came: the benchmark needs Linux")
 
     def __enter__(self) -> Scraper:
         return self
@@ -61,8 +66,19 @@ class Scraper:
 
     def scrape(self) -> Scrape:
         """Ask, and wait for the whole answer."""
-        answer, end, came = b"", None, 0
         start = time.time_ns()
+        answer, came = self._ask()
+        read = time.time_ns()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200 "):
+            raise SystemExit(f"the server answered {answer[:500]!r}")
+        if not came:
+            raise SystemExit("the kernel has stopped saying when a packet came")
+        return Scrape(body.decode(), (came - start) / 1e6, (read - start) / 1e6)
+
+    def _ask(self) -> tuple[bytes, int]:
+        """The answer, and when its last packet came; 0 if the kernel did not say."""
+        answer, end, came = b"", None, 0
         self._socket.sendall(self._request)
         while end is None or len(answer) < end:
             data, ancillary, _, _ = self._socket.recvmsg(1 << 20, socket.CMSG_SPACE(_TIMESPEC.size))
@@ -72,20 +88,16 @@ class Scraper:
             came = _read_stamp(ancillary)
             if end is None:
                 end = _find_end(answer)
-        read = time.time_ns()
-        head, _, body = answer.partition(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 200 "):
-            raise SystemExit(f"the server answered {answer[:500]!r}")
-        return Scrape(body.decode(), (came - start) / 1e6, (read - start) / 1e6)
+        return answer, came
 
 
 def _read_stamp(ancillary: Iterable[tuple[int, int, bytes]]) -> int:
-    """When the kernel had the packet, in nanoseconds of the wall clock."""
+    """When the kernel had the packet, in nanoseconds of the wall clock; 0 if it does not say."""
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack_from(data)
             return int(seconds * 10**9 + nanoseconds)
-    raise SystemExit("this kernel does not say when a packet came: the benchmark needs Linux")
+    return 0
 
 
 def _find_end(answer: bytes) -> int | None:
