@@ -38,40 +38,40 @@ class QueuePlace(Protocol):
     def end_one(self, *, waits: bool) -> None: ...
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RequestState:
     """Everything the frontend remembers of a request between two outputs. Keyed by the internal id.
 
-    What is looked at for every token stands here itself, not in the request or its parameters, and comes first: it is a
-    line or two of a cache that a step of the model has emptied.
+    What is looked at for every token stands here itself, not in the request or its parameters: each object more is a
+    line more to be fetched into caches that a step of the model has emptied.
     """
 
-    is_prefilling: bool = True
-    is_pooling: bool = False
-    last_token_ts: float = 0.0
-    """On the core's clock, if there are statistics."""
-    detokenizer: IncrementalDetokenizer
-    logprobs: LogprobsProcessor | None
-    """None where no log-probabilities were asked for."""
-    output_kind: RequestOutputKind
-    queue: OutputQueue | None
-    stream_interval: int
-    num_sent_tokens: int = 0
     request: EngineCoreRequest
     prompt: str | None
     parent: ParentRequest | None
     index: int
+    detokenizer: IncrementalDetokenizer
+    logprobs: LogprobsProcessor | None
+    """None where no log-probabilities were asked for."""
     shown_stats: RequestStateStats | None
     """To be read as `stats`."""
+    queue: OutputQueue | None
     place: QueuePlace | None
+    stream_interval: int
+    output_kind: RequestOutputKind
     request_id: str
     """The internal id."""
     external_req_id: str
     """The user's id."""
+    is_pooling: bool = False
+    is_prefilling: bool = True
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache; None before the first output."""
+    num_sent_tokens: int = 0
     num_discarded_tokens: int = 0
     """Tokens the core made for it that its user is not given."""
+    last_token_ts: float = 0.0
+    """On the core's clock, if there are statistics."""
     session: SessionState | None = None
     """Of a streaming-input session; the rest is the state of its present segment."""
     num_context_tokens: int = 0
@@ -96,7 +96,6 @@ class RequestState:
         if params is not None and not params.detokenize:
             tokenizer = None
         return cls(
-            is_pooling=request.pooling_params is not None,
             request=request,
             prompt=prompt,
             parent=parent,
@@ -114,6 +113,7 @@ class RequestState:
             output_kind=request.params.output_kind,
             request_id=request.request_id,
             external_req_id=request.external_req_id or request.request_id,
+            is_pooling=request.pooling_params is not None,
             session=SessionState(request.arrival_time) if request.resumable else None,
         )
 
