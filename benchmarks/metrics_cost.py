@@ -3,9 +3,9 @@
 Two numbers. How long a scrape takes, 20 times a second, beside 256 running requests whose outputs are processed all the
 while (goal: p99 within 10 ms). And how much longer the frontend works on the outputs of a step with statistics than
 without, as a share of what a step takes (goal: 1 %). With --model also what statistics cost many short requests
-(W4), in pairs of short runs with and without (goal: 1 %): the CPU time of core and frontend on one thread, with the
-model, which is most of it and of the noise, and around a fake one; and of two processes, which is how it is run, by the
-clock, and the frontend's CPU time.
+(W4; goal: 1 %). In pairs of short runs with and without: the CPU time of core and frontend on one thread, beside the
+model's, and of the frontend in two processes, which is how it is run. And there by the clock, in runs that have
+statistics for some steps and not for the next.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Self
 
 os.environ["QUIRE_ENABLE_MULTIPROCESSING"] = "0"  # before the engine is imported
 
 from tqdm import tqdm
 
 from benchmarks.models import SHAPES, make_checkpoint
-from benchmarks.switched_scheduler import STATISTICS, SwitchedScheduler
+from benchmarks.step_contrasts import RunContrast, Step, contrast_run, interval, summarize, trimmed_mean
+from benchmarks.switched_scheduler import BLOCK, IN_TURNS, STATISTICS, SwitchedScheduler
+from benchmarks.timed_executor import TimedExecutor, time_beside_the_model
 from quire import LLM
 from quire.cli.bench.workloads import WORKLOADS, IdRange
 from quire.config.engine_args import EngineArgs
+from quire.frontend.metrics.frontend_stats import StepStats
 from quire.frontend.metrics.process import ProcessMetrics
 from quire.frontend.request_pipeline import RequestPipeline
 from quire.sampling_params import SamplingParams
-from quire.testing.fake_executor import FakeExecutor
 from quire.wire.engine_core import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -130,23 +132,10 @@ def measure_scrapes(num_requests: int, num_scrapes: int) -> dict[str, float]:
     }
 
 
-class QuickExecutor(FakeExecutor):
-    """A fake model with room for all requests of W4 at once."""
-
-    available_bytes: ClassVar[int] = 1 << 24
-    vocab_size: ClassVar[int] = 3000
-
-    def _forward_request(self, req_id: str, num_tokens: int) -> int | None:
-        """Any token will do: none is looked up in the memory."""
-        request = self._requests[req_id]
-        request.num_computed += num_tokens
-        return request.num_computed if request.num_computed == len(request.tokens) else None
-
-
 CLOCKS: dict[str, Callable[[], float]] = {
     "wall": time.perf_counter,
-    "thread": time.thread_time,
     "process": time.process_time,
+    "beside the model": time_beside_the_model,
 }
 
 
@@ -165,22 +154,16 @@ class Costs:
     def summary(self, whole: float) -> dict[str, object]:
         """The mean of the pairs' differences, a tenth of them left out on either side, with the bounds of its 95 %
         confidence interval (bootstrap), in microseconds per token and as a share of `whole`, what a token costs."""
-        rng = random.Random(0)
         differences = [a - b for a, b in zip(self.with_statistics, self.without, strict=True)]
-        means = sorted(_trimmed_mean(rng.choices(differences, k=len(differences))) for _ in range(2000))
+        low, high = interval(differences)
         return {
             "pairs": len(differences),
             "with_statistics_us": statistics.median(self.with_statistics),
             "without_us": self.per_token,
-            "cost_us": _trimmed_mean(differences),
-            "cost": _trimmed_mean(differences) / whole,
-            "cost_95_percent_interval": (means[50] / whole, means[-51] / whole),
+            "cost_us": trimmed_mean(differences),
+            "cost": trimmed_mean(differences) / whole,
+            "cost_95_percent_interval": (low / whole, high / whole),
         }
-
-
-def _trimmed_mean(values: list[float]) -> float:
-    num_left_out = len(values) // 10
-    return statistics.fmean(sorted(values)[num_left_out : len(values) - num_left_out])
 
 
 class SwitchedEngine:
@@ -189,19 +172,19 @@ class SwitchedEngine:
     def __init__(self, num_requests: int, **engine_args: Any) -> None:
         scheduler = f"{SwitchedScheduler.__module__}:{SwitchedScheduler.__name__}"
         self._llm = LLM(**engine_args, max_num_seqs=256, disable_log_stats=False, scheduler_cls=scheduler)
+        self._pipeline = self._llm.llm_engine.pipeline
         self._num_requests = num_requests
         self._num_runs = 0
 
-    def run(self, *, log_stats: bool) -> list[float]:
+    def _generate(self, statistics: bool | str) -> list[float]:
         """What a run takes by each of CLOCKS, in microseconds per token. No two runs have the same prompts."""
         self._num_runs += 1
         requests = WORKLOADS["W4"].make(self._num_runs, IdRange(300, 3000), self._num_requests)
         prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
         params = SamplingParams(
-            temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False, extra_args={STATISTICS: log_stats}
+            temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False, extra_args={STATISTICS: statistics}
         )
-        pipeline = self._llm.llm_engine.pipeline
-        pipeline.stats.log_stats = pipeline.output_processor.log_stats = log_stats
+        self._pipeline.stats.log_stats = self._pipeline.output_processor.log_stats = bool(statistics)
         gc.collect()
         starts = [clock() for clock in CLOCKS.values()]
         self._llm.generate(prompts, params, use_tqdm=False)
@@ -214,35 +197,58 @@ class SwitchedEngine:
         taken: dict[bool, list[list[float]]] = {False: [], True: []}
         for pair in tqdm(range(-1, num_pairs), desc="pairs", disable=None):
             for log_stats in (False, True) if pair % 2 else (True, False):
-                times = self.run(log_stats=log_stats and not control)
+                times = self._generate(log_stats and not control)
                 if pair >= 0:
                     taken[log_stats].append(times)
-        self._llm.shutdown()
         return {
             name: Costs([run[i] for run in taken[True]], [run[i] for run in taken[False]])
             for i, name in enumerate(CLOCKS)
         }
 
+    def contrast(self, num_runs: int, *, control: bool) -> list[RunContrast]:
+        """Runs with statistics for some steps and not for the next. As a `control` there are none at any time, and it
+        is the turns of the others that are compared."""
+        steps: list[Step] = []
+        open_step, stats = self._pipeline.open_step, self._pipeline.stats
 
-def measure_w4(
-    model: str, num_requests: int, num_pairs: int, num_clock_pairs: int, *, control: bool
-) -> dict[str, object]:
-    """W4 with the model, the engine's work on it alone, as shares of what W4 costs with the model, and W4 as users run
-    it, in two processes, by the clock on the wall."""
+        def open_switched(outputs: EngineCoreOutputs) -> StepStats:
+            stats.log_stats = outputs.scheduler_stats is not None
+            is_marked = len(steps) // BLOCK % 2 == 0 if control else stats.log_stats
+            steps.append(Step(outputs.timestamp, is_marked, len(outputs.outputs)))
+            return open_step(outputs)
+
+        self._pipeline.open_step = open_switched  # type: ignore[method-assign]
+        contrasts = []
+        for number in tqdm(range(-1, num_runs), desc="runs", disable=None):
+            steps.clear()
+            self._generate(IN_TURNS if not control else False)
+            contrast = contrast_run(steps, self._num_requests)
+            if number >= 0 and contrast is not None:
+                contrasts.append(contrast)
+        return contrasts
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._llm.shutdown()
+
+
+def measure_w4(model: str, num_requests: int, num_pairs: int, num_runs: int, *, control: bool) -> dict[str, object]:
+    """W4 with core, frontend and model on one thread, and as users run it, in two processes."""
     path = make_checkpoint(model, Path.home() / ".cache" / "quire-benchmarks") if model in SHAPES else Path(model)
     engine_args = {"model": str(path), "dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 29}
-    whole = SwitchedEngine(num_requests, **engine_args).measure(num_pairs, control=control)["thread"]
-    executor = f"{QuickExecutor.__module__}:{QuickExecutor.__name__}"
-    alone = SwitchedEngine(
-        num_requests, model="demo", distributed_executor_backend=executor, skip_tokenizer_init=True
-    ).measure(num_pairs, control=control)["thread"]
+    executor = f"{TimedExecutor.__module__}:{TimedExecutor.__name__}"
+    with SwitchedEngine(num_requests, **engine_args, distributed_executor_backend=executor) as engine:
+        together = engine.measure(num_pairs, control=control)
     os.environ["QUIRE_ENABLE_MULTIPROCESSING"] = "1"
-    apart = SwitchedEngine(num_requests, **engine_args).measure(num_clock_pairs, control=control)
+    with SwitchedEngine(num_requests, **engine_args) as engine:
+        apart = engine.measure(num_pairs, control=control)
+        steps = engine.contrast(num_runs, control=control)
     return {
-        "one_thread_cpu": whole.summary(whole.per_token),
-        "one_thread_cpu_without_the_model": alone.summary(whole.per_token),
-        "two_processes_by_the_clock": apart["wall"].summary(apart["wall"].per_token),
+        "one_thread_cpu_beside_the_model": together["beside the model"].summary(together["wall"].per_token),
         "two_processes_frontend_cpu": apart["process"].summary(apart["wall"].per_token),
+        "two_processes_steps_by_the_clock": summarize(steps),
     }
 
 
@@ -255,11 +261,9 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=20.0, help="what a step of so many requests takes the core")
     parser.add_argument("--model", default=None, help=f"{', '.join(SHAPES)}, or a checkpoint directory")
     parser.add_argument("--throughput-requests", type=int, default=256)
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument(
-        "--clock-pairs", type=int, default=None, help="of those by the clock, which need many more (default: --pairs)"
-    )
-    parser.add_argument("--control", action="store_true", help="no statistics in either run of a pair: costs nothing")
+    parser.add_argument("--pairs", type=int, default=40, help="of runs with and without")
+    parser.add_argument("--runs", type=int, default=300, help="that are switched every few steps")
+    parser.add_argument("--control", action="store_true", help="no statistics at any time: what is found is noise")
     args = parser.parse_args()
     with_stats_us, without_us = measure_steps(args.requests, args.steps)
     cost: dict[str, object] = {
@@ -269,8 +273,7 @@ def main() -> None:
         "scrape": measure_scrapes(args.requests, args.scrapes),
     }
     if args.model:
-        num_clock_pairs = args.pairs if args.clock_pairs is None else args.clock_pairs
-        cost |= measure_w4(args.model, args.throughput_requests, args.pairs, num_clock_pairs, control=args.control)
+        cost |= measure_w4(args.model, args.throughput_requests, args.pairs, args.runs, control=args.control)
     print(json.dumps(cost, indent=2))
 
 
