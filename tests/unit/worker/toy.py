@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,14 +22,16 @@ CPU = torch.device("cpu")
 
 
 class ToyModel(nn.Module):
-    """Embeddings of token and position, a full and a sliding attention layer, tied logits."""
+    """Embeddings of token and position, a full and a sliding attention layer, logits. Scores and logits are no larger
+    than those of models people train, so that rounding in single precision stays far under what is asserted."""
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
         self.tokens = torch.randn(VOCAB, HIDDEN, generator=generator)
         self.positions = torch.randn(512, HIDDEN, generator=generator) * 0.5
-        self.projections = torch.randn(2, HIDDEN, HIDDEN + 2 * KV_HEADS * HEAD_SIZE, generator=generator) * 0.3
+        self.projections = torch.randn(2, HIDDEN, HIDDEN + 2 * KV_HEADS * HEAD_SIZE, generator=generator) * 0.2
+        self.head = torch.randn(HIDDEN, VOCAB, generator=generator) * HIDDEN**-0.5
         self.layers = nn.ModuleList(
             Attention(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, layer_name=f"layer.{i}", sliding_window=window)
             for i, window in enumerate((None, WINDOW))
@@ -44,15 +45,15 @@ class ToyModel(nn.Module):
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.tokens.T
+        return hidden @ self.head
 
 
 def dense_logits(model: ToyModel, token_ids: list[int]) -> Tensor:
-    """Logits at every position, without a cache: [len(token_ids), VOCAB]."""
+    """Logits at every position, without a cache and in double precision: [len(token_ids), VOCAB]."""
     n = len(token_ids)
-    x = model.tokens[token_ids] + model.positions[:n]
+    x = model.tokens[token_ids].double() + model.positions[:n]
     distance = torch.arange(n)[:, None] - torch.arange(n)
-    for projection, window in zip(model.projections, (n, WINDOW), strict=True):
+    for projection, window in zip(model.projections.double(), (n, WINDOW), strict=True):
         kv = KV_HEADS * HEAD_SIZE
         q, k, v = (x @ projection).split((HIDDEN, kv, kv), dim=-1)
         q = q.view(n, HEADS, HEAD_SIZE).transpose(0, 1)
@@ -60,7 +61,7 @@ def dense_logits(model: ToyModel, token_ids: list[int]) -> Tensor:
         scores = (q @ k.transpose(1, 2)) * HEAD_SIZE**-0.5
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
         x = x + (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, HIDDEN)
-    return x @ model.tokens.T
+    return x @ model.head.double()
 
 
 def make_runner(num_blocks: int = 200, max_num_reqs: int = 8, max_model_len: int = 128) -> ModelRunner:
@@ -230,8 +231,3 @@ class RandomScheduler:
             self.free += [b for b in held if b]
             held.clear()
         request.computed = 0
-
-
-def numpy_logits(model: ToyModel, token_ids: list[int]) -> np.ndarray:
-    """`dense_logits` as float64."""
-    return dense_logits(model, token_ids).double().numpy()
