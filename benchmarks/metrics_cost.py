@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks.models import SHAPES, make_checkpoint
 from benchmarks.step_contrasts import RunContrast, Step, contrast_run, interval, summarize, trimmed_mean
-from benchmarks.switched_scheduler import BLOCK, IN_TURNS, STATISTICS, SwitchedScheduler
+from benchmarks.switched_scheduler import STATISTICS, SwitchedScheduler, Turns
 from benchmarks.timed_executor import TimedExecutor, time_beside_the_model
 from quire import LLM
 from quire.cli.bench.workloads import WORKLOADS, IdRange
@@ -176,7 +176,7 @@ class SwitchedEngine:
         self._num_requests = num_requests
         self._num_runs = 0
 
-    def _generate(self, statistics: bool | str) -> list[float]:
+    def _generate(self, statistics: bool | Turns) -> list[float]:
         """What a run takes by each of CLOCKS, in microseconds per token. No two runs have the same prompts."""
         self._num_runs += 1
         requests = WORKLOADS["W4"].make(self._num_runs, IdRange(300, 3000), self._num_requests)
@@ -205,27 +205,30 @@ class SwitchedEngine:
             for i, name in enumerate(CLOCKS)
         }
 
-    def contrast(self, num_runs: int, *, control: bool) -> list[RunContrast]:
-        """Runs with statistics for some steps and not for the next. As a `control` there are none at any time, and it
-        is the turns of the others that are compared."""
+    def contrast(self, num_pairs: int, *, control: bool) -> list[RunContrast]:
+        """Pairs of runs with statistics for some steps and not for the next, and the other way round. As a `control`
+        there are none at any time, and it is those that would have had them that are compared."""
         steps: list[Step] = []
-        open_step, stats = self._pipeline.open_step, self._pipeline.stats
+        turns, open_step, stats = Turns.ON_FIRST, self._pipeline.open_step, self._pipeline.stats
 
         def open_switched(outputs: EngineCoreOutputs) -> StepStats:
             stats.log_stats = outputs.scheduler_stats is not None
-            is_marked = len(steps) // BLOCK % 2 == 0 if control else stats.log_stats
+            is_marked = turns.are_on(len(steps)) if control else stats.log_stats
             steps.append(Step(outputs.timestamp, is_marked, len(outputs.outputs)))
             return open_step(outputs)
 
         self._pipeline.open_step = open_switched  # type: ignore[method-assign]
-        contrasts = []
-        for number in tqdm(range(-1, num_runs), desc="runs", disable=None):
-            steps.clear()
-            self._generate(IN_TURNS if not control else False)
-            contrast = contrast_run(steps, self._num_requests)
-            if number >= 0 and contrast is not None:
-                contrasts.append(contrast)
-        return contrasts
+        pairs = []
+        for number in tqdm(range(-1, num_pairs), desc="pairs in turns", disable=None):
+            runs = []
+            for turns in Turns if number % 2 else reversed(Turns):
+                steps.clear()
+                self._generate(turns if not control else False)
+                runs.append(contrast_run(steps, self._num_requests))
+            first, second = runs
+            if number >= 0 and first is not None and second is not None:
+                pairs.append(first.mean_with(second))
+        return pairs
 
     def __enter__(self) -> Self:
         return self
@@ -234,7 +237,9 @@ class SwitchedEngine:
         self._llm.shutdown()
 
 
-def measure_w4(model: str, num_requests: int, num_pairs: int, num_runs: int, *, control: bool) -> dict[str, object]:
+def measure_w4(
+    model: str, num_requests: int, num_pairs: int, num_pairs_in_turns: int, *, control: bool
+) -> dict[str, object]:
     """W4 with core, frontend and model on one thread, and as users run it, in two processes."""
     path = make_checkpoint(model, Path.home() / ".cache" / "quire-benchmarks") if model in SHAPES else Path(model)
     engine_args = {"model": str(path), "dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 29}
@@ -244,7 +249,7 @@ def measure_w4(model: str, num_requests: int, num_pairs: int, num_runs: int, *, 
     os.environ["QUIRE_ENABLE_MULTIPROCESSING"] = "1"
     with SwitchedEngine(num_requests, **engine_args) as engine:
         apart = engine.measure(num_pairs, control=control)
-        steps = engine.contrast(num_runs, control=control)
+        steps = engine.contrast(num_pairs_in_turns, control=control)
     return {
         "one_thread_cpu_beside_the_model": together["beside the model"].summary(together["wall"].per_token),
         "two_processes_frontend_cpu": apart["process"].summary(apart["wall"].per_token),
@@ -262,7 +267,7 @@ def main() -> None:
     parser.add_argument("--model", default=None, help=f"{', '.join(SHAPES)}, or a checkpoint directory")
     parser.add_argument("--throughput-requests", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=40, help="of runs with and without")
-    parser.add_argument("--runs", type=int, default=300, help="that are switched every few steps")
+    parser.add_argument("--pairs-in-turns", type=int, default=150, help="of runs switched every few steps")
     parser.add_argument("--control", action="store_true", help="no statistics at any time: what is found is noise")
     args = parser.parse_args()
     with_stats_us, without_us = measure_steps(args.requests, args.steps)
@@ -273,7 +278,7 @@ def main() -> None:
         "scrape": measure_scrapes(args.requests, args.scrapes),
     }
     if args.model:
-        cost |= measure_w4(args.model, args.throughput_requests, args.pairs, args.runs, control=args.control)
+        cost |= measure_w4(args.model, args.throughput_requests, args.pairs, args.pairs_in_turns, control=args.control)
     print(json.dumps(cost, indent=2))
 
 

@@ -1,7 +1,9 @@
 """What statistics do to the steps of an engine that has them for a few steps, then not for as many, and so on.
 
 A machine that is slower for a second or two, as these are, is as slow with statistics as without: the steps that are
-compared are neighbours. Only steps in which every request gets a token are; requests' beginnings and ends are not.
+compared are neighbours. A step that takes longer because of its place in the run, as every 16th does, has statistics in
+one run and none in the next: runs are compared in pairs. Only steps in which every request gets a token are; requests'
+beginnings and ends are not.
 """
 
 from __future__ import annotations
@@ -27,13 +29,19 @@ class Step:
 
 @dataclass(frozen=True)
 class RunContrast:
-    """Of the full steps of one run, in seconds per step."""
+    """Of the full steps of a run, or of several, in seconds per step."""
 
     cost: float
     """How much longer a step takes with statistics than without."""
     without: float
     """What one takes without."""
     num_blocks: int
+
+    def mean_with(self, other: RunContrast) -> RunContrast:
+        """Of this run and one in whose stead the others of its steps have statistics."""
+        return RunContrast(
+            (self.cost + other.cost) / 2, (self.without + other.without) / 2, self.num_blocks + other.num_blocks
+        )
 
 
 def contrast_run(steps: Sequence[Step], num_requests: int) -> RunContrast | None:
@@ -75,15 +83,15 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return means[50], means[-51]
 
 
-def summarize(runs: Sequence[RunContrast]) -> dict[str, object]:
-    """What statistics cost a full step, in microseconds and as a share of one without; the interval is one over runs,
-    as neighbouring blocks are not independent."""
-    costs = [run.cost for run in runs]
-    without = statistics.fmean(run.without for run in runs)
+def summarize(pairs: Sequence[RunContrast]) -> dict[str, object]:
+    """What statistics cost a full step, in microseconds and as a share of one without; the interval is one over pairs
+    of runs, as neighbouring blocks are not independent."""
+    costs = [pair.cost for pair in pairs]
+    without = statistics.fmean(pair.without for pair in pairs)
     low, high = interval(costs)
     return {
-        "runs": len(runs),
-        "blocks": sum(run.num_blocks for run in runs),
+        "pairs_of_runs": len(pairs),
+        "blocks": sum(pair.num_blocks for pair in pairs),
         "without_us_per_step": 1e6 * without,
         "cost_us_per_step": 1e6 * trimmed_mean(costs),
         "cost": trimmed_mean(costs) / without,

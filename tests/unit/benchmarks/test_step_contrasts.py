@@ -1,21 +1,25 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from benchmarks.step_contrasts import RunContrast, Step, contrast_run, interval, summarize, trimmed_mean
-from benchmarks.switched_scheduler import BLOCK
+from benchmarks.switched_scheduler import BLOCK, Turns
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-def make_steps(costs: list[float], *, drift: float = 0.0, num_outputs: int = 8, first_on: bool = False) -> list[Step]:
-    """A step of 10 s plus `drift` for each before it; with statistics as many seconds more as `costs` says of those in
-    turn. The frontend's part falls into the step after: half of the cost."""
-    steps, now, late = [Step(0.0, first_on, num_outputs)], 0.0, 0.0
-    for number, cost in enumerate(costs):
-        has_statistics = (number // BLOCK % 2 == 0) == first_on
-        now += 10.0 + drift * number + late + (cost / 2 if has_statistics else 0.0)
+def make_steps(
+    num_steps: int, cost: float, *, turns: Turns = Turns.OFF_FIRST, own: Callable[[int], float] = lambda _: 0.0
+) -> list[Step]:
+    """Steps of 8 outputs that take 10 s and something of their `own` by their number; with statistics `cost` seconds
+    more, of which half is the frontend's and falls into the step after."""
+    steps, now, late = [Step(0.0, turns.are_on(0), 8)], 0.0, 0.0
+    for number in range(num_steps):
+        has_statistics = turns.are_on(number)
+        now += 10.0 + own(number) + late + (cost / 2 if has_statistics else 0.0)
         late = cost / 2 if has_statistics else 0.0
-        steps.append(Step(now, has_statistics, num_outputs))
+        steps.append(Step(now, has_statistics, 8))
     return steps
 
 
@@ -23,25 +27,41 @@ def make_steps(costs: list[float], *, drift: float = 0.0, num_outputs: int = 8, 
     cost=st.floats(-1.0, 1.0),
     drift=st.floats(0.0, 0.1),
     num_blocks=st.integers(3, 9),
-    first_on=st.booleans(),
+    turns=st.sampled_from(Turns),
 )
 def test_a_known_cost_is_found_whatever_the_machine_drifts(
-    cost: float, drift: float, num_blocks: int, first_on: bool
+    cost: float, drift: float, num_blocks: int, turns: Turns
 ) -> None:
-    run = contrast_run(make_steps([cost] * (BLOCK * num_blocks), drift=drift, first_on=first_on), 8)
+    run = contrast_run(make_steps(BLOCK * num_blocks, cost, turns=turns, own=lambda number: drift * number), 8)
     assert run is not None
     assert run.cost == pytest.approx(cost, abs=1e-9)
     assert run.num_blocks == num_blocks - 2
 
 
+@given(cost=st.floats(-1.0, 1.0), own=st.lists(st.floats(0.0, 5.0), min_size=3 * BLOCK, max_size=9 * BLOCK))
+def test_a_known_cost_is_found_in_two_runs_whatever_each_step_takes_of_its_own(cost: float, own: list[float]) -> None:
+    first, second = (contrast_run(make_steps(len(own), cost, turns=turns, own=own.__getitem__), 8) for turns in Turns)
+    assert first is not None
+    assert second is not None
+    assert first.mean_with(second).cost == pytest.approx(cost, abs=1e-9)
+    assert first.mean_with(second).num_blocks == 2 * (len(own) // BLOCK - 2)
+
+
+def test_one_run_alone_takes_what_keeps_time_with_the_turns_for_a_cost() -> None:
+    slow_every_other_block = [4.0 if Turns.ON_FIRST.are_on(number) else 0.0 for number in range(6 * BLOCK)]
+    run = contrast_run(make_steps(6 * BLOCK, 1.0, turns=Turns.ON_FIRST, own=slow_every_other_block.__getitem__), 8)
+    assert run is not None
+    assert run.cost == pytest.approx(5.0)
+
+
 def test_a_step_without_statistics_is_what_costs_are_a_share_of() -> None:
-    run = contrast_run(make_steps([1.0] * (BLOCK * 4)), 8)
+    run = contrast_run(make_steps(BLOCK * 4, 1.0), 8)
     assert run is not None
     assert run.without == pytest.approx(10.0)
 
 
 def test_steps_that_are_not_full_and_blocks_that_are_cut_are_left_out() -> None:
-    steps = make_steps([1.0] * (BLOCK * 5))
+    steps = make_steps(BLOCK * 5, 1.0)
     cut = [*steps[:-1], Step(steps[-1].timestamp, steps[-1].has_statistics, 7)]
     run = contrast_run(cut, 8)
     assert run is not None
@@ -66,7 +86,7 @@ def test_the_interval_lies_among_the_values(values: list[float]) -> None:
 def test_the_summary_is_in_microseconds_and_in_shares() -> None:
     summary = summarize([RunContrast(cost=0.001, without=0.1, num_blocks=12)] * 3)
     assert summary == {
-        "runs": 3,
+        "pairs_of_runs": 3,
         "blocks": 36,
         "without_us_per_step": pytest.approx(1e5),
         "cost_us_per_step": pytest.approx(1e3),
