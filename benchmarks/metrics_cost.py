@@ -5,7 +5,7 @@ while (goal: p99 within 10 ms). And how much longer the frontend works on the ou
 without, as a share of what a step takes (goal: 1 %). With --model also what statistics cost many short requests
 (W4; goal: 1 %). In pairs of short runs with and without: the CPU time of core and frontend on one thread, beside the
 model's, and of the frontend in two processes, which is how it is run. And there by the clock, in runs that have
-statistics for some steps and not for the next.
+statistics for some steps and not for the next. Ctrl-C ends the part that is under way: what it has found is printed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -155,7 +156,7 @@ class Costs:
         """The mean of the pairs' differences, a tenth of them left out on either side, with the bounds of its 95 %
         confidence interval (bootstrap), in microseconds per token and as a share of `whole`, what a token costs."""
         differences = [a - b for a, b in zip(self.with_statistics, self.without, strict=True)]
-        low, high = interval(differences)
+        low, high = interval([[difference] for difference in differences])
         return {
             "pairs": len(differences),
             "with_statistics_us": statistics.median(self.with_statistics),
@@ -164,6 +165,17 @@ class Costs:
             "cost": trimmed_mean(differences) / whole,
             "cost_95_percent_interval": (low / whole, high / whole),
         }
+
+
+@contextmanager
+def until_interrupted(found: Sequence[object]) -> Iterator[None]:
+    """Ctrl-C ends the part of the measurement that is under way, which takes as long as is asked for; what was `found`
+    counts. If that is nothing, it ends the program."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not found:
+            raise
 
 
 class SwitchedEngine:
@@ -194,14 +206,15 @@ class SwitchedEngine:
     def measure(self, num_pairs: int, *, control: bool) -> dict[str, Costs]:
         """What statistics cost by each clock, in pairs of runs whose order changes: what disturbs the machine for
         longer than a second falls on both. As a `control` there are no statistics in either."""
-        taken: dict[bool, list[list[float]]] = {False: [], True: []}
-        for pair in tqdm(range(-1, num_pairs), desc="pairs", disable=None):
-            for log_stats in (False, True) if pair % 2 else (True, False):
-                times = self._generate(log_stats and not control)
+        pairs: list[dict[bool, list[float]]] = []
+        with until_interrupted(pairs):
+            for pair in tqdm(range(-1, num_pairs), desc="pairs", disable=None):
+                order = (False, True) if pair % 2 else (True, False)
+                times = {log_stats: self._generate(log_stats and not control) for log_stats in order}
                 if pair >= 0:
-                    taken[log_stats].append(times)
+                    pairs.append(times)
         return {
-            name: Costs([run[i] for run in taken[True]], [run[i] for run in taken[False]])
+            name: Costs([pair[True][i] for pair in pairs], [pair[False][i] for pair in pairs])
             for i, name in enumerate(CLOCKS)
         }
 
@@ -218,16 +231,17 @@ class SwitchedEngine:
             return open_step(outputs)
 
         self._pipeline.open_step = open_switched  # type: ignore[method-assign]
-        pairs = []
-        for number in tqdm(range(-1, num_pairs), desc="pairs in turns", disable=None):
-            runs = []
-            for turns in Turns if number % 2 else reversed(Turns):
-                steps.clear()
-                self._generate(turns if not control else False)
-                runs.append(contrast_run(steps, self._num_requests))
-            first, second = runs
-            if number >= 0 and first is not None and second is not None:
-                pairs.append(first.mean_with(second))
+        pairs: list[RunContrast] = []
+        with until_interrupted(pairs):
+            for number in tqdm(range(-1, num_pairs), desc="pairs in turns", disable=None):
+                runs = []
+                for turns in Turns if number % 2 else reversed(Turns):
+                    steps.clear()
+                    self._generate(turns if not control else False)
+                    runs.append(contrast_run(steps, self._num_requests))
+                first, second = runs
+                if number >= 0 and first is not None and second is not None:
+                    pairs.append(first.join(second))
         return pairs
 
     def __enter__(self) -> Self:

@@ -7,19 +7,26 @@ until the server has a processor and the loop that answers it a turn (what it co
 Client, scraper and server share the machine, and a scraper that is asleep waits for a processor, too, before it can
 look at its clock. So there are two figures: until the kernel had the last packet of the answer, which is what a scraper
 on another machine sees of this server, and until the scraper here had read it. Needs Linux, for the kernel's stamps.
+The numbers' age is that of the engine's last step they know of. With `--body-mb 5` somebody sends a body of so many
+megabytes every second besides (promise P14: `--processes 1 --requests 64 --body-mb 5 --seconds 300`).
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
+import json
 import socket
 import statistics
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -30,8 +37,8 @@ SO_TIMESTAMPNS = 35
 STAMPS_WITHIN_S = 5.0
 _TIMESPEC = struct.Struct("@qq")
 HEAD = """\
-| API processes | scrapes | until it came: median, ms | p99 | worst | until it was read: median, ms | p99 | worst |
-|--:|--:|--:|--:|--:|--:|--:|--:|"""
+| API processes | scrapes | until it came: median, ms | p99 | worst | until it was read: median, ms | p99 | worst | age of the numbers: median, ms | p99 | worst |
+|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,11 @@ class Scrape:
     """Until the last packet of the answer had come."""
     read_ms: float
     """Until it was read."""
+
+    def value(self, name: str) -> float:
+        """Of the metric's only series."""
+        (line,) = (line for line in self.text.splitlines() if line.startswith(f"{name}{{"))
+        return float(line.rsplit(" ", 1)[1])
 
 
 class Scraper:
@@ -119,15 +131,43 @@ def scrape_regularly(url: str, load: subprocess.Popen[bytes], rate: float, num_r
         due = time.monotonic()
         while load.poll() is None:
             scrape = scraper.scrape()
-            (line,) = (line for line in scrape.text.splitlines() if line.startswith("vllm:num_requests_running{"))
-            if float(line.rsplit(" ", 1)[1]) >= num_running:
+            if scrape.value("vllm:num_requests_running") >= num_running:
                 scrapes.append(scrape)
             due = max(due + 1 / rate, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
     return scrapes
 
 
-def measure(model: str, num_processes: int, num_requests: int, rate: float, seconds: float) -> list[Scrape]:
+@contextmanager
+def sending_bodies(url: str, key: str, megabytes: float) -> Iterator[None]:
+    """A prompt of so many megabytes once a second, which is too long for any model."""
+    parts, has_ended = urlsplit(url), threading.Event()
+    body = json.dumps({"prompt": "a page " * int(megabytes * 1e6 / 7)})
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+    def send() -> None:
+        is_over = not megabytes
+        while not is_over:
+            connection = http.client.HTTPConnection(parts.netloc, timeout=60)
+            connection.request("POST", "/v1/completions", body, headers)
+            status = connection.getresponse().status
+            connection.close()
+            if status != 400:
+                raise SystemExit(f"a prompt of {megabytes} MB was answered with {status}, not 400")
+            is_over = has_ended.wait(1.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        sender = pool.submit(send)
+        try:
+            yield
+        finally:
+            has_ended.set()
+        sender.result()
+
+
+def measure(
+    model: str, num_processes: int, num_requests: int, rate: float, seconds: float, body_mb: float
+) -> list[Scrape]:
     """Of one server."""
     flags = [model, "--max-num-seqs", str(num_requests), "--api-server-count", str(num_processes)]
     with own_server(flags) as (url, key):
@@ -143,7 +183,8 @@ def measure(model: str, num_processes: int, num_requests: int, rate: float, seco
             tempfile.TemporaryFile() as errors,
             subprocess.Popen([*command, *lengths, *amount], stdout=subprocess.DEVNULL, stderr=errors) as load,
         ):
-            scrapes = scrape_regularly(url, load, rate, num_requests * 9 // 10)
+            with sending_bodies(url, key, body_mb):
+                scrapes = scrape_regularly(url, load, rate, num_requests * 9 // 10)
             if load.wait():
                 errors.seek(0)
                 raise SystemExit(errors.read().decode())
@@ -154,7 +195,11 @@ def make_row(num_processes: int, scrapes: Sequence[Scrape]) -> str:
     """Of the table."""
     if not scrapes:
         return f"| {num_processes} | none found so many requests running |" + " |" * (HEAD.count("|") // 2 - 3)
-    cells = [_describe([scrape.wire_ms for scrape in scrapes]), _describe([scrape.read_ms for scrape in scrapes])]
+    cells = [
+        _describe([scrape.wire_ms for scrape in scrapes]),
+        _describe([scrape.read_ms for scrape in scrapes]),
+        _describe([1e3 * scrape.value("quire_engine_step_age_seconds") for scrape in scrapes]),
+    ]
     return f"| {num_processes} | {len(scrapes)} | " + " | ".join(cells) + " |"
 
 
@@ -171,10 +216,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--rate", type=float, default=20.0, help="scrapes per second")
     parser.add_argument("--seconds", type=float, default=30.0, help="of load, about")
+    parser.add_argument("--body-mb", type=float, default=0.0, help="of a body sent once a second besides")
     args = parser.parse_args()
     print(HEAD, flush=True)
     for num_processes in args.processes:
-        scrapes = measure(args.model, num_processes, args.requests, args.rate, args.seconds)
+        scrapes = measure(args.model, num_processes, args.requests, args.rate, args.seconds, args.body_mb)
         print(make_row(num_processes, scrapes), flush=True)
 
 

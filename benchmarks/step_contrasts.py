@@ -3,7 +3,8 @@
 A machine that is slower for a second or two, as these are, is as slow with statistics as without: the steps that are
 compared are neighbours. A step that takes longer because of its place in the run, as every 16th does, has statistics in
 one run and none in the next: runs are compared in pairs. Only steps in which every request gets a token are; requests'
-beginnings and ends are not.
+beginnings and ends are not. Where a machine does something else for a moment, a contrast is far off, to either side: a
+quarter of them is left out at either end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from benchmarks.switched_scheduler import BLOCK
+
+LEFT_OUT = 0.25
+"""Of the contrasts, at either end."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +35,14 @@ class Step:
 class RunContrast:
     """Of the full steps of a run, or of several, in seconds per step."""
 
-    cost: float
-    """How much longer a step takes with statistics than without."""
+    contrasts: Sequence[float]
+    """How much longer the steps of a block take with statistics than without, for each that has neighbours."""
     without: float
-    """What one takes without."""
-    num_blocks: int
+    """What a step takes without."""
 
-    def mean_with(self, other: RunContrast) -> RunContrast:
-        """Of this run and one in whose stead the others of its steps have statistics."""
-        return RunContrast(
-            (self.cost + other.cost) / 2, (self.without + other.without) / 2, self.num_blocks + other.num_blocks
-        )
+    def join(self, other: RunContrast) -> RunContrast:
+        """This run and one in whose stead the others of its steps have statistics."""
+        return RunContrast([*self.contrasts, *other.contrasts], (self.without + other.without) / 2)
 
 
 def contrast_run(steps: Sequence[Step], num_requests: int) -> RunContrast | None:
@@ -67,33 +68,40 @@ def contrast_run(steps: Sequence[Step], num_requests: int) -> RunContrast | None
     if not contrasts:
         return None
     without = statistics.fmean(time for has_statistics, time in blocks if not has_statistics)
-    return RunContrast(statistics.fmean(contrasts), without, len(contrasts))
+    return RunContrast(contrasts, without)
 
 
-def trimmed_mean(values: Sequence[float]) -> float:
-    """Without the tenth at either end."""
-    num_left_out = len(values) // 10
+def trimmed_mean(values: Sequence[float], left_out: float = 0.1) -> float:
+    """Without so many of them at either end, as a share."""
+    num_left_out = int(left_out * len(values))
     return statistics.fmean(sorted(values)[num_left_out : len(values) - num_left_out])
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The bounds of the 95 % confidence interval of their trimmed mean (bootstrap)."""
+def interval(clusters: Sequence[Sequence[float]], left_out: float = 0.1) -> tuple[float, float]:
+    """The bounds of the 95 % confidence interval of the trimmed mean of all values (bootstrap). Those of a cluster are
+    not independent."""
     rng = random.Random(0)
-    means = sorted(trimmed_mean(rng.choices(values, k=len(values))) for _ in range(2000))
+    means = []
+    for _ in range(2000):
+        chosen = rng.choices(clusters, k=len(clusters))
+        means.append(trimmed_mean([value for cluster in chosen for value in cluster], left_out))
+    means.sort()
     return means[50], means[-51]
 
 
 def summarize(pairs: Sequence[RunContrast]) -> dict[str, object]:
-    """What statistics cost a full step, in microseconds and as a share of one without; the interval is one over pairs
-    of runs, as neighbouring blocks are not independent."""
-    costs = [pair.cost for pair in pairs]
-    without = statistics.fmean(pair.without for pair in pairs)
-    low, high = interval(costs)
+    """What statistics cost a full step, in microseconds and as a share of one without: the mean of the middle half of
+    all contrasts. The interval is one over pairs of runs, as neighbouring blocks share steps."""
+    clusters = [pair.contrasts for pair in pairs]
+    contrasts = [contrast for cluster in clusters for contrast in cluster]
+    cost, without = trimmed_mean(contrasts, LEFT_OUT), statistics.fmean(pair.without for pair in pairs)
+    low, high = interval(clusters, LEFT_OUT)
     return {
         "pairs_of_runs": len(pairs),
-        "blocks": sum(pair.num_blocks for pair in pairs),
+        "blocks": len(contrasts),
         "without_us_per_step": 1e6 * without,
-        "cost_us_per_step": 1e6 * trimmed_mean(costs),
-        "cost": trimmed_mean(costs) / without,
+        "cost_us_per_step": 1e6 * cost,
+        "cost": cost / without,
         "cost_95_percent_interval": (low / without, high / without),
+        "cost_of_all_blocks": statistics.fmean(contrasts) / without,
     }

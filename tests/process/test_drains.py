@@ -1,6 +1,7 @@
 """Promise P11, many times over: a server that is told to end while streams are in all phases of their lives.
 
 Whoever was let in gets an end, be it that of an answer or an error; the exit code is 0, and nothing is left behind.
+Its metrics add up until it is gone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from .scraping import scraped
 from .serving import ServerProcess, serving
 
 NUM_STREAMS = 32
@@ -30,15 +32,19 @@ class Crowd:
         self._server = server
         self._rng = rng
         self._num_chunks_left = rng.randint(1, 40 * NUM_STREAMS)
+        self._has_struck = False
         self.ends: Counter[str] = Counter()
 
     async def run(self) -> None:
-        limits = httpx2.Limits(max_connections=None)
-        async with httpx2.AsyncClient(base_url=self._server.url, timeout=TIME_LIMIT_S, limits=limits) as client:
+        limits, url = httpx2.Limits(max_connections=None), self._server.url
+        async with (
+            scraped(url, may_be_gone=lambda: self._has_struck),
+            httpx2.AsyncClient(base_url=url, timeout=TIME_LIMIT_S, limits=limits) as client,
+        ):
             lengths = [self._rng.choice((1, 10, 60, 400)) for _ in range(NUM_STREAMS)]
             waits = [self._rng.choice((0, 0, 5, 20)) for _ in range(NUM_STREAMS)]
             await asyncio.gather(*map(self._stream, [client] * NUM_STREAMS, lengths, waits))
-        self._strike(self._num_chunks_left)  # all have ended before
+            self._strike(self._num_chunks_left)  # all have ended before
 
     async def _stream(self, client: httpx2.AsyncClient, num_tokens: int, num_before: int) -> None:
         for _ in range(num_before):  # turns of short requests, so that streams begin at different times
@@ -69,8 +75,9 @@ class Crowd:
         self.ends["error" if "error" in last else "answer"] += 1
 
     def _strike(self, num_chunks: int) -> None:
-        was_due, self._num_chunks_left = self._num_chunks_left > 0, self._num_chunks_left - num_chunks
-        if was_due and self._num_chunks_left <= 0:
+        self._num_chunks_left -= num_chunks
+        if self._num_chunks_left <= 0 and not self._has_struck:
+            self._has_struck = True
             self._server.process.send_signal(signal.SIGTERM)
 
 

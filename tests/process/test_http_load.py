@@ -20,8 +20,10 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
+from quire.frontend.metrics.snapshot import MetricsSnapshot
+
+from .scraping import Scraper, scraped
 from .serving import ServerProcess, serving
 
 TIME_LIMIT_S = 120.0
@@ -58,7 +60,6 @@ class Load:
     prompt_tokens: dict[Ask, int] = field(default_factory=dict)
     num_prompt_tokens: int = 0
     least_tokens: int = 0
-    scrapes: list[dict[str, float]] = field(default_factory=list)
 
 
 async def stream(client: httpx2.AsyncClient, ask: Ask) -> AsyncIterator[tuple[list[int], str | None, dict[str, Any]]]:
@@ -175,70 +176,60 @@ class Crowd:
         self._load.outcomes["kills"] += 1
 
 
-async def scrape(client: httpx2.AsyncClient) -> dict[str, float]:
-    """Samples by name, summed over their labels; buckets left out."""
-    response = await client.get("/metrics")
-    assert response.status_code == 200
-    found: Counter[str] = Counter()
-    for family in text_string_to_metric_families(response.text):
-        for sample in family.samples:
-            if not sample.name.endswith(("_bucket", "_created")):
-                found[sample.name] += sample.value
-    return dict(found)
-
-
-async def watch(load: Load, client: httpx2.AsyncClient) -> None:
-    """All the time: the process answers, and no counter ever goes back."""
+async def watch_health(client: httpx2.AsyncClient) -> None:
+    """The process answers, all the time."""
     while True:
         assert (await client.get("/health/live")).status_code == 200
-        load.scrapes.append(await scrape(client))
         await asyncio.sleep(0.1)
 
 
 async def attack(server: ServerProcess, num_requests: int, num_kills: int) -> Load:
     load = Load(server)
     limits = httpx2.Limits(max_connections=NUM_CLIENTS + 8)
-    async with httpx2.AsyncClient(base_url=server.url, timeout=TIME_LIMIT_S, limits=limits) as client:
+    async with (
+        scraped(server.url) as scraper,
+        httpx2.AsyncClient(base_url=server.url, timeout=TIME_LIMIT_S, limits=limits) as client,
+    ):
         for ask in ASKS:
             load.expected[ask], load.prompt_tokens[ask] = await read_whole(client, ask)
-        before = await scrape(client)
+        before = await scraper.scrape()
         memory = _resident_mib(server.process.pid)
-        watcher = asyncio.create_task(watch(load, client))
+        watcher = asyncio.create_task(watch_health(client))
         await Crowd(load, client, num_requests, num_kills).run()
         assert not watcher.done(), watcher.exception()
         watcher.cancel()
         while (await client.get("/load")).json() != {"server_load": 0}:
             await asyncio.sleep(0.02)
-        check_ledger(load, before, await settled(client))
+        check_ledger(load, before, await settled(scraper))
         assert _resident_mib(server.process.pid) - memory < 64
         tokens, _ = await read_whole(client, ASKS[0])
         assert tokens == load.expected[ASKS[0]]
     return load
 
 
-async def settled(client: httpx2.AsyncClient) -> dict[str, float]:
+async def settled(scraper: Scraper) -> MetricsSnapshot:
     """The counts when the core has said that nothing runs."""
-    while (found := await scrape(client))["vllm:num_requests_running"] or found["vllm:num_requests_waiting"]:
+    while (found := await scraper.scrape()).value("vllm:num_requests_running") or found.value(
+        "vllm:num_requests_waiting"
+    ):
         await asyncio.sleep(0.02)
     return found
 
 
-def check_ledger(load: Load, before: dict[str, float], after: dict[str, float]) -> None:
-    counters = [name for name in after if name.endswith(("_total", "_count", "_sum"))]
-    for name in counters:
-        values = [s.get(name, 0.0) for s in (before, *load.scrapes, after)]
-        assert values == sorted(values), f"{name} went back"
-
+def check_ledger(load: Load, before: MetricsSnapshot, after: MetricsSnapshot) -> None:
     def more(name: str) -> float:
-        return after[f"vllm:{name}"] - before[f"vllm:{name}"]
+        return after.value(name) - before.value(name)
 
-    assert more("request_success_total") == load.num_accepted
-    assert more("e2e_request_latency_seconds_count") == load.num_accepted
-    assert more("time_to_first_token_seconds_count") == load.num_accepted
-    assert more("prompt_tokens_total") == load.num_prompt_tokens
-    assert load.outcomes["refused"] == more("admission_rejections_total")
-    assert load.least_tokens <= more("generation_tokens_total") <= 24 * load.num_accepted
-    assert after["vllm:kv_cache_usage_perc"] == 0
+    def observed(name: str) -> int:
+        return after.count(name) - before.count(name)
+
+    assert more("vllm:request_success") == load.num_accepted
+    assert observed("vllm:e2e_request_latency_seconds") == load.num_accepted
+    assert observed("vllm:time_to_first_token_seconds") == load.num_accepted
+    assert more("vllm:prompt_tokens") == load.num_prompt_tokens
+    assert load.outcomes["refused"] == more("vllm:admission_rejections")
+    assert load.least_tokens <= more("vllm:generation_tokens") <= 24 * load.num_accepted
+    assert after.value("vllm:kv_cache_usage_perc") == 0
 
 
 def _resident_mib(pid: int) -> float:

@@ -1,4 +1,5 @@
-"""Promise P9: however many come, a server does as much as it can, and holds no more than it said it would."""
+"""Promise P9: however many come, a server does as much as it can, and holds no more than it said it would. Its metrics
+tell of everybody."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from dataclasses import dataclass, field
 import httpx2
 import pytest
 
+from quire.frontend.metrics.snapshot import MetricsSnapshot
+
+from .scraping import scraped
 from .serving import serving
 from .soak import usage
 
@@ -30,6 +34,8 @@ class Phase:
     statuses: Counter[int] = field(default_factory=Counter)
     took_s: float = 0.0
     """From the first arrival to the last answer: more than was meant where the machine is busy."""
+    metrics: MetricsSnapshot = field(default_factory=lambda: MetricsSnapshot([]))
+    """When all had been answered."""
 
     def goodput(self, seconds: float) -> float:
         """Answers per second."""
@@ -40,7 +46,10 @@ async def offer(url: str, rate: float, seconds: float, rng: random.Random) -> Ph
     """Poisson arrivals, each with one try."""
     phase = Phase(rate)
     limits = httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(base_url=url, timeout=TIME_LIMIT_S, limits=limits) as client:
+    async with (
+        scraped(url) as scraper,
+        httpx2.AsyncClient(base_url=url, timeout=TIME_LIMIT_S, limits=limits) as client,
+    ):
 
         async def ask() -> None:
             body = {"prompt": [50] * 20, "max_tokens": NUM_TOKENS, "ignore_eos": True}
@@ -57,6 +66,7 @@ async def offer(url: str, rate: float, seconds: float, rng: random.Random) -> Ph
             tasks.append(asyncio.create_task(ask()))
         await asyncio.gather(*tasks)
         phase.took_s = loop.time() - start
+        phase.metrics = await scraper.scrape()
     return phase
 
 
@@ -73,8 +83,13 @@ def overload(seconds: float, max_growth_mib: float) -> list[Phase]:
             now = usage(pid)
             assert now.rss_mib <= was.rss_mib + max_growth_mib, (was, now)
             assert now.num_threads <= was.num_threads, (was, now)
+    answered: Counter[int] = Counter()
     for phase in phases:
+        answered += phase.statuses
         assert set(phase.statuses) <= {200, 503}, phase
+        assert phase.metrics.value("quire_requests_received") == answered.total()
+        assert phase.metrics.value("quire_requests_rejected") == answered[503]
+        assert phase.metrics.value("quire_requests_finished", "length") == answered[200]
     return phases
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from benchmarks.step_contrasts import RunContrast, Step, contrast_run, interval, summarize, trimmed_mean
+from benchmarks.step_contrasts import LEFT_OUT, RunContrast, Step, contrast_run, interval, summarize, trimmed_mean
 from benchmarks.switched_scheduler import BLOCK, Turns
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,8 +34,7 @@ def test_a_known_cost_is_found_whatever_the_machine_drifts(
 ) -> None:
     run = contrast_run(make_steps(BLOCK * num_blocks, cost, turns=turns, own=lambda number: drift * number), 8)
     assert run is not None
-    assert run.cost == pytest.approx(cost, abs=1e-9)
-    assert run.num_blocks == num_blocks - 2
+    assert run.contrasts == pytest.approx([cost] * (num_blocks - 2), abs=1e-9)
 
 
 @given(cost=st.floats(-1.0, 1.0), own=st.lists(st.floats(0.0, 5.0), min_size=3 * BLOCK, max_size=9 * BLOCK))
@@ -43,15 +42,17 @@ def test_a_known_cost_is_found_in_two_runs_whatever_each_step_takes_of_its_own(c
     first, second = (contrast_run(make_steps(len(own), cost, turns=turns, own=own.__getitem__), 8) for turns in Turns)
     assert first is not None
     assert second is not None
-    assert first.mean_with(second).cost == pytest.approx(cost, abs=1e-9)
-    assert first.mean_with(second).num_blocks == 2 * (len(own) // BLOCK - 2)
+    both = first.join(second)
+    assert len(both.contrasts) == 2 * (len(own) // BLOCK - 2)
+    for left_out in (0.0, 0.1, LEFT_OUT):
+        assert trimmed_mean(both.contrasts, left_out) == pytest.approx(cost, abs=1e-9)
 
 
 def test_one_run_alone_takes_what_keeps_time_with_the_turns_for_a_cost() -> None:
     slow_every_other_block = [4.0 if Turns.ON_FIRST.are_on(number) else 0.0 for number in range(6 * BLOCK)]
     run = contrast_run(make_steps(6 * BLOCK, 1.0, turns=Turns.ON_FIRST, own=slow_every_other_block.__getitem__), 8)
     assert run is not None
-    assert run.cost == pytest.approx(5.0)
+    assert run.contrasts == pytest.approx([5.0] * 4)
 
 
 def test_a_step_without_statistics_is_what_costs_are_a_share_of() -> None:
@@ -65,8 +66,7 @@ def test_steps_that_are_not_full_and_blocks_that_are_cut_are_left_out() -> None:
     cut = [*steps[:-1], Step(steps[-1].timestamp, steps[-1].has_statistics, 7)]
     run = contrast_run(cut, 8)
     assert run is not None
-    assert run.num_blocks == 2
-    assert run.cost == pytest.approx(1.0)
+    assert run.contrasts == pytest.approx([1.0] * 2)
     assert contrast_run(steps, 9) is None
     assert contrast_run(steps[: 2 * BLOCK + 1], 8) is None
     assert contrast_run([], 8) is None
@@ -76,20 +76,29 @@ def test_the_mean_without_the_tenth_at_either_end() -> None:
     assert trimmed_mean([1e9, *range(1, 9), -1e9]) == 4.5
     assert trimmed_mean([1.0, 2.0]) == 1.5
 
+    assert trimmed_mean([1e9, 1e9, 3.0, 4.0, 5.0, 6.0, -1e9, -1e9], 0.25) == 4.5
 
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=30))
-def test_the_interval_lies_among_the_values(values: list[float]) -> None:
-    low, high = interval(values)
+
+@given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=3), min_size=1, max_size=10))
+def test_the_interval_lies_among_the_values(clusters: list[list[float]]) -> None:
+    values = [value for cluster in clusters for value in cluster]
+    low, high = interval(clusters)
     assert min(values) - 1e-9 <= low <= high <= max(values) + 1e-9
 
 
-def test_the_summary_is_in_microseconds_and_in_shares() -> None:
-    summary = summarize([RunContrast(cost=0.001, without=0.1, num_blocks=12)] * 3)
+def test_what_always_comes_together_makes_the_interval_no_smaller() -> None:
+    values = [float(number % 7) for number in range(40)]
+    assert interval([[value] * 5 for value in values]) == pytest.approx(interval([[value] for value in values]))
+
+
+def test_a_moment_of_something_else_does_not_count_and_the_rest_is_in_shares() -> None:
+    summary = summarize([RunContrast([0.001, 0.001, 0.001, 0.101], 0.1)] * 3)
     assert summary == {
         "pairs_of_runs": 3,
-        "blocks": 36,
+        "blocks": 12,
         "without_us_per_step": pytest.approx(1e5),
         "cost_us_per_step": pytest.approx(1e3),
         "cost": pytest.approx(0.01),
         "cost_95_percent_interval": (pytest.approx(0.01), pytest.approx(0.01)),
+        "cost_of_all_blocks": pytest.approx(0.26),
     }

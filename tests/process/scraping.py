@@ -1,0 +1,58 @@
+"""Promise P12 over HTTP: whatever a test does to a server, its metrics are looked at every 50 ms meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import httpx2
+
+from quire.frontend.metrics.snapshot import MetricsSnapshot
+from quire.testing.metrics_audit import MetricsAudit, read_exposition
+
+INTERVAL_S = 0.05
+TIME_LIMIT_S = 60.0
+
+
+class Scraper:
+    """Holds each answer of one server against the conservation laws, and against the answer before it."""
+
+    def __init__(self, client: httpx2.AsyncClient) -> None:
+        self._client = client
+        self._audit = MetricsAudit()
+
+    async def scrape(self) -> MetricsSnapshot:
+        """What the server says now. Raises AssertionError for an answer that cannot be true."""
+        response = await self._client.get("/metrics")
+        assert response.status_code == 200, response.text
+        snapshot = read_exposition(response.text)
+        self._audit.check(snapshot)
+        return snapshot
+
+    async def watch(self, may_be_gone: Callable[[], bool]) -> None:
+        """Scrape until the server is gone, if it may be."""
+        try:
+            while True:
+                await self.scrape()
+                await asyncio.sleep(INTERVAL_S)
+        except httpx2.TransportError:
+            if not may_be_gone():
+                raise
+
+
+@asynccontextmanager
+async def scraped(url: str, *, may_be_gone: Callable[[], bool] = lambda: False) -> AsyncIterator[Scraper]:
+    """The laws hold at every scrape while the block runs. The server answers all the time, unless it `may_be_gone`."""
+    async with httpx2.AsyncClient(base_url=url, timeout=TIME_LIMIT_S) as client:
+        scraper = Scraper(client)
+        await scraper.scrape()
+        watcher = asyncio.create_task(scraper.watch(may_be_gone))
+        try:
+            yield scraper
+        finally:
+            if not watcher.done():
+                watcher.cancel()
+            await asyncio.wait({watcher})
+        if not watcher.cancelled():
+            watcher.result()
