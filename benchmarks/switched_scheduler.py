@@ -12,9 +12,9 @@ from quire.wire.stats import SchedulerStats
 STATISTICS = "statistics"
 """Key of `SamplingParams.extra_args`: whether there are any from this request on, or Turns."""
 BLOCK = 3
-"""Steps. The first of a block is not compared; the longer a block, the less alike are the neighbours that are. Every 16th
-step is another one, in which all requests of a length need a block of the cache: with 2 or 4, which divide 16, it would
-always fall on the same side."""
+"""Steps. The first of a block is not compared; the longer a block, the less alike are the neighbours that are. Every
+16th step is another one, in which all requests of a length need a block of the cache: with 2 or 4, which divide 16, it
+would always fall on the same side."""
 
 
 class Turns(StrEnum):
