@@ -54,7 +54,7 @@ def test_what_large_bodies_do() -> None:
     [
         ("benchmarks/snapshot_cost.py",),
         ("benchmarks/attention_decode.py", "--reps=1"),
-        ("-m", "benchmarks.scrapes", "--processes=1", "--requests=4", "--seconds=1"),
+        ("-m", "benchmarks.scrapes", "--processes=1", "--requests=4", "--seconds=1", "--body-mb=0.1"),
         ("-m", "benchmarks.what_if", "--rounds=1", "--num-prompts=60", "--load=at once"),
         pytest.param(("benchmarks/sampling.py", "--reps=1"), marks=needs_kernels),
         pytest.param(("benchmarks/kernel_speed.py", "--shapes=tiny", "--rows=1", "--threads=1"), marks=needs_kernels),
