@@ -10,6 +10,7 @@ import httpx2
 
 from quire.frontend.metrics.snapshot import MetricsSnapshot
 from quire.testing.metrics_audit import MetricsAudit, read_exposition
+from quire.testing.watching import watching
 
 INTERVAL_S = 0.05
 TIME_LIMIT_S = 60.0
@@ -47,12 +48,5 @@ async def scraped(url: str, *, may_be_gone: Callable[[], bool] = lambda: False) 
     async with httpx2.AsyncClient(base_url=url, timeout=TIME_LIMIT_S) as client:
         scraper = Scraper(client)
         await scraper.scrape()
-        watcher = asyncio.create_task(scraper.watch(may_be_gone))
-        try:
+        async with watching(scraper.watch(may_be_gone)):
             yield scraper
-        finally:
-            if not watcher.done():
-                watcher.cancel()
-            await asyncio.wait({watcher})
-        if not watcher.cancelled():
-            watcher.result()

@@ -22,6 +22,7 @@ import httpx2
 import pytest
 
 from quire.frontend.metrics.snapshot import MetricsSnapshot
+from quire.testing.watching import watching
 
 from .scraping import Scraper, scraped
 from .serving import ServerProcess, serving
@@ -194,10 +195,8 @@ async def attack(server: ServerProcess, num_requests: int, num_kills: int) -> Lo
             load.expected[ask], load.prompt_tokens[ask] = await read_whole(client, ask)
         before = await scraper.scrape()
         memory = _resident_mib(server.process.pid)
-        watcher = asyncio.create_task(watch_health(client))
-        await Crowd(load, client, num_requests, num_kills).run()
-        assert not watcher.done(), watcher.exception()
-        watcher.cancel()
+        async with watching(watch_health(client)):
+            await Crowd(load, client, num_requests, num_kills).run()
         while (await client.get("/load")).json() != {"server_load": 0}:
             await asyncio.sleep(0.02)
         check_ledger(load, before, await settled(scraper))

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.frontend.metrics.prometheus import PrometheusStatLogger
 from quire.frontend.metrics.snapshot import Family, Kind, MetricsSnapshot, Series
+from quire.testing.watching import watching
 
 _PER_FINISHED_REQUEST = (
     "vllm:e2e_request_latency_seconds",
@@ -170,13 +171,6 @@ async def audited(metrics: PrometheusStatLogger, interval_s: float = 0.05) -> As
             await asyncio.sleep(interval_s)
             audit.check(metrics.snapshot())
 
-    watcher = asyncio.create_task(watch())
-    try:
+    async with watching(watch()):
         yield audit
-    finally:
-        if not watcher.done():
-            watcher.cancel()
-        await asyncio.wait({watcher})
-    if not watcher.cancelled():
-        watcher.result()
     audit.check(metrics.snapshot())
