@@ -313,12 +313,12 @@ def test_asked_to_stop_it_ends_every_request(peer: Peer, number: signal.Signals)
 
 
 def test_it_gives_requests_time_to_finish(peer: Peer, pace: Pace) -> None:
-    peer.start(make_config("Leisurely", shutdown_timeout=DEADLINE_S))
+    peer.start(make_config("Leisurely", shutdown_timeout=600.0))
     client = peer.client
     begin(client, "a", max_tokens=1000)
     assert peer.process is not None
     peer.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: "shutting down: 1 requests have 60 s to finish" in peer.log)
+    wait_until(lambda: "shutting down: 1 requests have 600 s to finish" in peer.log)
     client.add("late")
     refusal = client.call("is_sleeping")
     assert refusal[1] == "Server shutting down"
