@@ -9,6 +9,7 @@ benchmark prompts are token ids. Needs transformers.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import sysconfig
@@ -48,6 +49,8 @@ TRAINED_VOCABULARY = 8192
 def make_checkpoint(name: str, directory: Path) -> Path:
     """Write checkpoint `name` of `SHAPES` under `directory`, unless it is there already; its path."""
     path = directory / name
+    if not (path / "tokenizer.json").exists() and importlib.util.find_spec("transformers") is None:
+        raise SystemExit("checkpoints are made with transformers, which is not installed: run scripts/setup dev")
     if not (path / "model.safetensors").exists():
         _write_model(name, path)
     if not (path / "tokenizer.json").exists():
