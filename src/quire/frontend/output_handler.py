@@ -12,10 +12,10 @@ from quire.wire.engine_core import EngineCoreOutputs
 
 logger = init_logger(__name__)
 
-OUTPUTS_PER_TURN = 32
-"""Processed in one go; then their readers have a turn, and whatever has come from outside: about a millisecond between
-two looks at the sockets. With 128, or with one turn for both, a scrape beside 256 streams waited longer, and nothing
-else was better."""
+OUTPUTS_PER_TURN = 16
+"""Processed in one go; then their readers have a turn, and whatever has come from outside: a millisecond or less
+between two looks at the sockets. With 32 or 128, or one turn for both, a scrape beside 256 streams waited longer, and
+nothing else was better; with 8 it waited as long (docs/performance.md)."""
 
 
 class OutputHandler:
