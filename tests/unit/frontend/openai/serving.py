@@ -98,7 +98,8 @@ def check(
     """Run `test` against a fresh server with these flags; afterwards nothing is left of any request.
 
     An `executor` of None runs the real model. The core runs on a thread, but what it is sent and sends is encoded; or
-    it is a process, which can die.
+    it is a process, which can die. However long a stream is silent on a slow machine, it holds no comments, unless
+    `flags` ask for them.
     """
     fake = {} if executor is None else {"distributed_executor_backend": f"tests.process.executors:{executor}"}
 
@@ -113,7 +114,7 @@ def check(
         log_stats = not config.observability_config.disable_log_stats
         client = WiredClient(config, log_stats=log_stats) if in_process else None
         async with AsyncLLM(config, client=client) as engine:
-            server = Server(engine, ServerConfig(**flags), keys)
+            server = Server(engine, ServerConfig(**{"sse_keep_alive_interval": 0.0, **flags}), keys)
             async with server.client:
                 await test(server)
             assert not engine.pipeline.output_processor.request_states

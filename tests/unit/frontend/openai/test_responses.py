@@ -10,8 +10,6 @@ from typing import Any
 import openai
 import pytest
 
-from quire.frontend.openai.streaming import KEEP_ALIVE
-
 from .asgi import Call
 from .serving import Server, check, client_of
 from .test_streaming import until_gone, watch_aborts
@@ -25,8 +23,8 @@ ASK: dict[str, Any] = {"input": [QUESTION], "tools": [FUNCTION], "temperature": 
 
 
 def events_in(text: str) -> list[dict[str, Any]]:
-    """The events of a stream: named as they say, and numbered without a gap. Comments are none."""
-    blocks = [block.split("\n") for block in text.strip().split("\n\n") if block != KEEP_ALIVE.decode().strip()]
+    """The events of a stream: named as they say, and numbered without a gap."""
+    blocks = [block.split("\n") for block in text.strip().split("\n\n")]
     events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
     assert [name for name, _ in blocks] == [f"event: {event['type']}" for event in events]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

@@ -176,6 +176,17 @@ def test_silence_is_filled_with_comments() -> None:
     asyncio.run(run())
 
 
+def test_a_server_fills_silence_after_the_time_it_is_given() -> None:
+    async def test(server: Server) -> None:
+        call = Call(server.app, "/v1/completions", {**LONG, "stream": True})
+        await call.wait_for(KEEP_ALIVE)
+        call.leave()
+        await call.task
+        await until_gone(server)
+
+    check(test, executor="Leisurely", sse_keep_alive_interval=0.001)
+
+
 def test_a_client_that_does_not_read_is_left() -> None:
     closed = []
 
