@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"vocabulary", "config", "wire", "engine"},
     "frontend": {"vocabulary", "config", "wire", "frontend"},
     "face": {"vocabulary", "config", "frontend", "cli"},  # names for type checkers; loaded lazily
-    "cli": {"vocabulary", "config", "wire", "worker", "engine", "frontend", "testing", "cli", "face"},
+    "replay": {"vocabulary", "config", "wire", "engine", "replay"},
+    "cli": {"vocabulary", "config", "wire", "worker", "engine", "frontend", "replay", "testing", "cli", "face"},
     "testing": {"vocabulary", "config", "wire", "worker", "engine", "frontend", "testing", "cli", "face"},
 }
 THIRD_PARTY: dict[str, set[str]] = {
@@ -48,6 +49,7 @@ THIRD_PARTY: dict[str, set[str]] = {
         *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"),
         *("fastapi", "starlette", "uvicorn", "prometheus_client", "opentelemetry"),
     },
+    "replay": {"msgspec", "numpy"},
     "face": set(),
     "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "httptools"},
     "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec", "prometheus_client"},

@@ -14,8 +14,8 @@ import pytest
 from quire.config.observability import ObservabilityConfig
 from quire.engine import core as core_module
 from quire.engine.recording.format import RecordingReader
-from quire.engine.recording.replay import Replayer
 from quire.engine.sched.observed import ObservedScheduler
+from quire.replay.replay import Replayer
 from tests.simulation.harness import Simulation
 from tests.simulation.world import World, draw_operations
 

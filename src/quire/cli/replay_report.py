@@ -14,10 +14,10 @@ from quire.cli.replay import CHANGES, NOT_OURS
 from quire.cli.rerun import Rerun
 from quire.config.engine_args import FLAGS
 from quire.engine.recording.format import RecordingReader
-from quire.engine.recording.step_times import PART_NAMES, StepTimes, fit_step_times
-from quire.engine.recording.study import Study, study
-from quire.engine.recording.what_if import Changes, Figures, measure, predict
 from quire.errors import ConfigError
+from quire.replay.step_times import PART_NAMES, StepTimes, fit_step_times
+from quire.replay.study import Study, study
+from quire.replay.what_if import Changes, Figures, measure, predict
 
 EXIT_DIFFERENT = 1
 

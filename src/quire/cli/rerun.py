@@ -11,9 +11,9 @@ from typing import Any
 from quire.cli.bench.workloads import IdRange
 from quire.config.engine_args import EngineArgs
 from quire.engine.recording.format import HASH_BYTES, IS_POOLING
-from quire.engine.recording.study import RecordedRequest, Study
-from quire.engine.recording.what_if import Changes
 from quire.errors import ConfigError
+from quire.replay.study import RecordedRequest, Study
+from quire.replay.what_if import Changes
 from quire.resolve import resolve
 from quire.sampling_params import RequestOutputKind, SamplingParams
 

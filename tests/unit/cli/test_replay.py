@@ -12,7 +12,7 @@ import pytest
 from quire.cli.main import main
 from quire.engine.recording.format import Step
 from tests.unit.engine.recording.recorded import encode
-from tests.unit.engine.recording.test_what_if import load, run
+from tests.unit.replay.test_what_if import load, run
 
 Capture = pytest.CaptureFixture[str]
 

@@ -12,10 +12,10 @@ from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
 from quire.engine.observers import of_incarnation
 from quire.engine.recording.format import RecordingReader
-from quire.engine.recording.replay import replay
 from quire.engine.sched.observed import ObservedScheduler
 from quire.engine.sched.scheduler import Scheduler
 from quire.errors import ConfigError, ValidationError
+from quire.replay.replay import replay
 
 from .driver import Core
 from .harness import ScriptedExecutor, make_config

@@ -1,1 +1,1 @@
-"""Recordings: what came to a scheduler and what it decided, on disk; and the same again, without a model."""
+"""Recordings: what reached a scheduler and what it decided, on disk. `quire.replay` reads them."""

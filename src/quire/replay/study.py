@@ -19,9 +19,9 @@ from quire.engine.recording.format import (
     Step,
     Update,
 )
-from quire.engine.recording.replay import Difference, ReplayedRequest, Replayer
-from quire.engine.recording.step_times import StepWork
 from quire.engine.request import RequestStatus
+from quire.replay.replay import Difference, ReplayedRequest, Replayer
+from quire.replay.step_times import StepWork
 from quire.wire.engine_core import FinishReason
 
 LONGEST_LAG_S = 30.0

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from quire.engine.recording.format import AnyEvent, Header
-from quire.engine.recording.step_times import Pace, StepTimes, StepWork, fit_step_times, solve_nnls
-from quire.engine.recording.study import study
-from quire.engine.recording.what_if import Changes, Figures, measure, predict
 from quire.engine.request import RequestStatus
 from quire.errors import ConfigError
-
-from ..harness import Engine, make_request, make_scheduler
-from .recorded import make_header, watch
+from quire.replay.step_times import Pace, StepTimes, StepWork, fit_step_times, solve_nnls
+from quire.replay.study import study
+from quire.replay.what_if import Changes, Figures, measure, predict
+from tests.unit.engine.harness import Engine, make_request, make_scheduler
+from tests.unit.engine.recording.recorded import make_header, watch
 
 
 def test_nnls_finds_what_is_there() -> None:

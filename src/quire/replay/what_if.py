@@ -19,7 +19,11 @@ import numpy as np
 
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.recording.format import CONTINUES, Add, Header, Pause, Reset
-from quire.engine.recording.replay import (
+from quire.engine.request import RequestStatus
+from quire.engine.sched.interface import PauseState
+from quire.engine.structured_output.request import GrammarVerdict
+from quire.errors import ConfigError, QuireError
+from quire.replay.replay import (
     STOP_TOKEN,
     ReplayedGrammar,
     ReplayedGrammars,
@@ -27,12 +31,8 @@ from quire.engine.recording.replay import (
     make_request,
     make_scheduler,
 )
-from quire.engine.recording.step_times import Pace, StepTimes, StepWork
-from quire.engine.recording.study import RecordedRequest, Segment, Study
-from quire.engine.request import RequestStatus
-from quire.engine.sched.interface import PauseState
-from quire.engine.structured_output.request import GrammarVerdict
-from quire.errors import ConfigError, QuireError
+from quire.replay.step_times import Pace, StepTimes, StepWork
+from quire.replay.study import RecordedRequest, Segment, Study
 from quire.wire.engine_core import FinishReason
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 

@@ -13,16 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.recording.format import Add, End, Header, Step, StepDetails, Update
-from quire.engine.recording.replay import replay
 from quire.engine.request import Request
 from quire.errors import ConfigError, ValidationError
 from quire.pooling_params import PoolingParams
+from quire.replay.replay import replay
 from quire.wire.engine_core import EngineCoreRequest
 from quire.wire.execution import ModelRunnerOutput
-
-from ..harness import Engine, make_request, make_scheduler
-from ..sched.test_scheduler_random import Life
-from .recorded import FakeGrammar, encode, make_header, read, watch
+from tests.unit.engine.harness import Engine, make_request, make_scheduler
+from tests.unit.engine.recording.recorded import FakeGrammar, encode, make_header, read, watch
+from tests.unit.engine.sched.test_scheduler_random import Life
 
 
 class RecordedLife(Life):

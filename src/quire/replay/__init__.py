@@ -1,0 +1,1 @@
+"""Replays recordings (`engine/recording/`) without a model: checks, measurements and what-if predictions."""
