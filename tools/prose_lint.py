@@ -1,0 +1,242 @@
+"""Finds docstrings and comments that are not plain English: `python -m tools.prose_lint [PATHS]`.
+
+| command | does |
+|---|---|
+| `python -m tools.prose_lint src/quire/engine` | prints each offender below a path as `file:line: what it is. Hint.` |
+| `python -m tools.prose_lint --check` | fails if a folder has more offenders than tools/prose_baseline.json allows |
+| `python -m tools.prose_lint --summary` | prints the number of offenders per folder, by rule |
+| `python -m tools.prose_lint --lower` | writes the present numbers into the baseline where they have fallen |
+
+The rules are those of CONTRIBUTING.md, "Plain English". No comment switches the lint off: rephrase the sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "quire"
+BASELINE = ROOT / "tools" / "prose_baseline.json"
+
+OPENINGS = (
+    "Of",
+    "That",
+    "Those",
+    "By",
+    "Until",
+    "It",
+    "Who",
+    "Whom",
+    "Whose",
+    "What",
+    "Whether",
+    "How",
+    "Whoever",
+    "Whatever",
+)
+OPENING = re.compile(rf"(?:{'|'.join(OPENINGS)})\b(?!\()")
+"""A docstring that begins like this is half a sentence. A name with a bracket behind it is code."""
+VERB_OPENING = re.compile(r"(?:Say|Says|Tell|Tells|Hear|Hears)\b")
+REFERENCE_ONLY = re.compile(r"(?:See|As) [^\n]*$")
+PRONOUN = re.compile(r"\b(?:whoever|whomever|somebody|nobody|whom)\b", re.IGNORECASE)
+PEOPLE = (
+    "those|people|person|persons|user|users|client|clients|caller|callers|operator|operators|reader|readers|someone|anyone|everyone|"
+    "developer|developers|contributor|contributors|attacker|administrator|stranger|strangers|scripts?"
+)
+WHO = re.compile(r"(?<!-)\b(?<!\")who\b(?!\s+(?:may|is allowed to) (?:call|use|see|read))", re.IGNORECASE)
+AFTER_PEOPLE = re.compile(rf"\b(?:{PEOPLE}),?\s*$", re.IGNORECASE)
+TELLING = re.compile(r"\b(?:tell|tells|told|hear|hears|heard)\b(?! apart)", re.IGNORECASE)
+METAPHOR = re.compile(
+    r"\b(?:shelf|shelves|inquest|pulse|token of nobody|step of nobody|keeps? (?:its|their|one's) word)\b", re.IGNORECASE
+)
+METAPHOR_NAME = re.compile(r"(?:^|_)(?:shelf|inquest|pulse)(?:$|_)|Shelf|Inquest|Pulse(?![a-z])|^Turns$")
+
+HINTS = {
+    "opening": "begin with a verb (Returns, Aborts, Yields) or, for a field or class, with the noun that it is",
+    "verb": "return, raise, report, send or log",
+    "reference": "drop it; @override says that the base class documents it",
+    "pronoun": "name the part of the program: which request, which process, any caller",
+    "who": "code is `that` or `which`; name the person if it is one",
+    "telling": "return, raise, report, send, log",
+    "metaphor": "use the field's word: response store, crash attribution, heartbeat, dummy step",
+    "name": "use the field's word: response store, crash attribution, heartbeat, rotary embedding",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Offence:
+    """One place that breaks a rule."""
+
+    path: Path
+    line: int
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        path = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path
+        return f"{path}:{self.line}: {self.rule}: {self.text!r}. Hint: {HINTS[self.rule]}."
+
+
+def check_prose(text: str, is_docstring: bool = True) -> Iterator[tuple[str, str]]:
+    """Yields (rule, excerpt) for each rule that a docstring or a comment breaks."""
+    stripped = text.strip()
+    first_line = stripped.split("\n", 1)[0]
+    if is_docstring:
+        if OPENING.match(stripped):
+            yield "opening", _excerpt(first_line, 0)
+        if VERB_OPENING.match(stripped):
+            yield "verb", _excerpt(first_line, 0)
+        if REFERENCE_ONLY.fullmatch(stripped):
+            yield "reference", _excerpt(first_line, 0)
+    for rule, pattern in (("pronoun", PRONOUN), ("telling", TELLING), ("metaphor", METAPHOR)):
+        for match in pattern.finditer(stripped):
+            yield rule, _excerpt(stripped, match.start())
+    for match in WHO.finditer(stripped):
+        if not AFTER_PEOPLE.search(stripped[: match.start()]):
+            yield "who", _excerpt(stripped, match.start())
+
+
+def check_source(source: str, path: Path) -> list[Offence]:
+    """Returns the offences of one module: docstrings, strings under fields, comments, and names that are metaphors."""
+    tree = ast.parse(source)
+    offences = [
+        Offence(path, line, rule, text) for line, prose in docstrings(tree) for rule, text in check_prose(prose)
+    ]
+    offences += [
+        Offence(path, line, rule, text)
+        for line, prose in comments(source)
+        for rule, text in check_prose(prose, is_docstring=False)
+    ]
+    if METAPHOR_NAME.search(path.stem):
+        offences.append(Offence(path, 1, "name", path.stem))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and METAPHOR_NAME.search(node.name):
+            offences.append(Offence(path, node.lineno, "name", node.name))
+    return sorted(offences)
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields (line, text) of each docstring of a module, class or function, and of each string under an assignment."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        is_documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for index, statement in enumerate(body):
+            if not (
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+                and isinstance(statement.value.value, str)
+            ):
+                continue
+            follows_field = index > 0 and isinstance(body[index - 1], ast.Assign | ast.AnnAssign)
+            if (index == 0 and is_documented) or follows_field:
+                yield statement.lineno, statement.value.value
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yields (line, text) of each comment."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("#")
+
+
+def folder_of(path: Path) -> str:
+    """Returns the folder of the package that a file is counted in: the first one, or "." for modules at the top."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "."
+
+
+def check_files(paths: Iterable[Path]) -> list[Offence]:
+    """Returns the offences of all Python files among, and below, the paths."""
+    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    return [offence for file in files for offence in check_source(file.read_text(encoding="utf-8"), file)]
+
+
+def count_by_folder(offences: Iterable[Offence]) -> dict[str, int]:
+    """Returns the number of offences per folder of the package."""
+    return dict(sorted(Counter(folder_of(offence.path) for offence in offences).items()))
+
+
+def exceeded(counts: dict[str, int], baseline: dict[str, int]) -> dict[str, int]:
+    """Returns by how many each folder has more offences than its baseline, which is 0 for a folder without one."""
+    return {
+        folder: count - baseline.get(folder, 0) for folder, count in counts.items() if count > baseline.get(folder, 0)
+    }
+
+
+def read_baseline() -> dict[str, int]:
+    """Returns the number of offences that each folder may have. They only ever fall."""
+    return json.loads(BASELINE.read_text(encoding="utf-8"))
+
+
+def _excerpt(text: str, start: int) -> str:
+    begin = max(0, start - 25)
+    return " ".join(text[begin : start + 45].split())
+
+
+def _check() -> int:
+    baseline = read_baseline()
+    offences = check_files([PACKAGE])
+    counts = count_by_folder(offences)
+    over = exceeded(counts, baseline)
+    for folder, number in over.items():
+        print(f"src/quire/{folder}: {counts[folder]} offences, {number} more than tools/prose_baseline.json allows")
+        for offence in offences:
+            if folder_of(offence.path) == folder:
+                print(f"  {offence}")
+    if not over:
+        print(f"prose: {sum(counts.values())} offences, {sum(baseline.values())} allowed until they are mended")
+    return 1 if over else 0
+
+
+def _lower() -> None:
+    counts = count_by_folder(check_files([PACKAGE]))
+    lowered = {folder: min(limit, counts.get(folder, 0)) for folder, limit in read_baseline().items()}
+    kept = {folder: limit for folder, limit in sorted(lowered.items()) if limit}
+    BASELINE.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+
+def _summarize(offences: list[Offence]) -> None:
+    rules = list(HINTS)
+    print(f"{'folder':<24}" + "".join(f"{rule:>11}" for rule in rules) + f"{'all':>7}")
+    for folder in sorted({folder_of(offence.path) for offence in offences}):
+        by_rule = Counter(offence.rule for offence in offences if folder_of(offence.path) == folder)
+        print(f"{folder:<24}" + "".join(f"{by_rule[rule]:>11}" for rule in rules) + f"{by_rule.total():>7}")
+
+
+def main() -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.prose_lint", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("paths", nargs="*", type=Path, default=[PACKAGE], help="files or folders; default: src/quire")
+    parser.add_argument("--check", action="store_true", help="compare src/quire with the baseline")
+    parser.add_argument("--lower", action="store_true", help="lower the baseline to the present numbers")
+    parser.add_argument("--summary", action="store_true", help="print numbers per folder and rule")
+    arguments = parser.parse_args()
+    if arguments.check:
+        return _check()
+    if arguments.lower:
+        _lower()
+        return 0
+    offences = check_files(path.resolve() for path in arguments.paths)
+    if arguments.summary:
+        _summarize(offences)
+        return 0
+    for offence in offences:
+        print(offence)
+    print(f"{len(offences)} offences", file=sys.stderr)
+    return 1 if offences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
