@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.config.server import ServerConfig
+from quire.frontend.http.openapi import make_fields_page
 from quire.frontend.openai.app import endpoints_of
-from quire.frontend.openai.openapi import make_fields_page
 
 
 def main() -> None:

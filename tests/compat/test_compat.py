@@ -24,7 +24,7 @@ from quire.cli.serve import command_line
 from quire.config.model import ASSETS_DIR
 from quire.config.vllm_flags import VllmFlag, settle_vllm_flags, vllm_flags
 from quire.errors import ConfigError
-from quire.frontend.openai.openapi import make_openapi
+from quire.frontend.http.openapi import make_openapi
 
 FLAGS = vllm_flags()
 FOREIGN = {name: flag for name, flag in FLAGS.items() if flag.option not in own_options()}

@@ -41,7 +41,7 @@ class ServerProcess:
 
     def api_pids(self) -> list[int]:
         """Of the API processes of a server that has several, oldest first."""
-        return sorted(self._children("quire.frontend.openai.fleet.proc"))
+        return sorted(self._children("quire.frontend.fleet.proc"))
 
     def _children(self, module: str) -> list[int]:
         """Children that run this module. Each hangs below the thread that has started it."""

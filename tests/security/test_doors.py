@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.routing import compile_path
 
-from quire.frontend.openai.auth import Access
+from quire.frontend.http.auth import Access
 from tests.unit.frontend.openai.serving import Server, check
 
 KEY = "a-key-that-nobody-may-see"

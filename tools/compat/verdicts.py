@@ -17,9 +17,9 @@ from quire.cli.serve import command_line
 from quire.config.flags import flags_of
 from quire.config.server import ServerConfig
 from quire.config.vllm_flags import VllmFlag, vllm_flags
+from quire.frontend.http.auth import Access
+from quire.frontend.http.endpoint import Endpoint
 from quire.frontend.openai.app import endpoints_of
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint
 from quire.resolve import resolve
 
 HERE = Path(__file__).resolve().parent

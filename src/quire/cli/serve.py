@@ -75,12 +75,12 @@ def run(args: Arguments) -> int:
     if config.enable_admin:
         defaults["trace_events"] = TRACE_EVENTS
     engine_config = engine_args(args, **defaults).create_engine_config("serving")
-    listeners = resolve("quire.frontend.openai.server:Listeners").bind(config)
+    listeners = resolve("quire.frontend.http.server:Listeners").bind(config)
     tell = partial(_tell, config, engine_config.model_config.names[0], listeners, start)
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)
         if config.api_server_count > 1:
-            serve_with_processes = resolve("quire.frontend.openai.fleet.parent:serve_with_processes")
+            serve_with_processes = resolve("quire.frontend.fleet.parent:serve_with_processes")
             serve_with_processes(engine_config, config, keys, listeners, tell)
         else:
             _serve_alone(engine_config, config, keys, listeners, tell)
@@ -98,14 +98,14 @@ def _serve_alone(
     tell: Callable[[], None],
 ) -> None:
     """All of the frontend in this process."""
-    waiting_room = resolve("quire.frontend.openai.waiting_room:WaitingRoom")
+    waiting_room = resolve("quire.frontend.http.waiting_room:WaitingRoom")
     with waiting_room(listeners.sockets, listeners.tls, config.root_path or ""):
         engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config)
     recent = resolve("quire.frontend.metrics.recent:RecentRequests")()
     engine.pipeline.stat_loggers.add(recent)
     try:
         make_state = partial(
-            resolve("quire.frontend.openai.state:ServerState"),
+            resolve("quire.frontend.http.state:ServerState"),
             engine,
             config,
             key_digests=keys,
@@ -143,6 +143,6 @@ async def serve_until_told_to_end(
 ) -> None:
     """The server's life, for `run`. `tell` is called when it serves."""
     state = make_state()
-    run_server = resolve("quire.frontend.openai.server:serve")
+    run_server = resolve("quire.frontend.http.server:serve")
     await run_server(state, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=tell)
     state.renderer.close()

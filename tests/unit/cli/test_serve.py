@@ -14,7 +14,7 @@ from quire.config.engine_args import FLAGS
 from quire.config.flags import flags_of
 from quire.config.server import ServerConfig, read_api_keys
 from quire.errors import ConfigError
-from quire.frontend.openai.server import Listeners
+from quire.frontend.http.server import Listeners
 
 
 def config_of(*argv: str) -> ServerConfig:

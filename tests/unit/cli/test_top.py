@@ -19,7 +19,7 @@ import pytest
 
 from quire.cli.main import main
 from quire.cli.server_watch import StateView
-from quire.frontend.openai.engine_view import describe_engine
+from quire.frontend.http.engine_view import describe_engine
 from quire.wire.snapshot import BlockMap, EngineSnapshot, RequestSnapshot
 
 Capture = pytest.CaptureFixture[str]

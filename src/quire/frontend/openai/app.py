@@ -18,9 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint
-from quire.frontend.openai.errors import error_response, http_status_error, unknown_route, wrong_method
+from quire.frontend.http.auth import Access
+from quire.frontend.http.endpoint import Endpoint
+from quire.frontend.http.errors import error_response, http_status_error, unknown_route, wrong_method
+from quire.frontend.http.state import ServerState
 from quire.frontend.openai.routes import (
     admin,
     batch,
@@ -41,7 +42,6 @@ from quire.frontend.openai.routes import (
     scores,
     tokens,
 )
-from quire.frontend.openai.state import ServerState
 from quire.resolve import resolve
 from quire.version import __version__
 

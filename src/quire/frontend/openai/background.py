@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from quire.errors import OverloadedError
-from quire.frontend.openai.errors import note_error
+from quire.frontend.http.errors import note_error
+from quire.frontend.http.state import Lifecycle
 from quire.frontend.openai.responses.store import ResponseStore, StoredResponse
 from quire.frontend.openai.responses.writer import ResponseWriter
-from quire.frontend.openai.state import Lifecycle
 from quire.frontend.openai.submission import Submission
 
 

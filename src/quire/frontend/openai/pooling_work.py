@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import ClientError
+from quire.frontend.http.endpoint import RequestContext
 from quire.frontend.openai.chat.request import sample_text
-from quire.frontend.openai.endpoint import RequestContext
 from quire.frontend.openai.protocol.chat import check_template_variables
 from quire.frontend.openai.protocol.pooling import InputBody, PoolingBody
 from quire.frontend.openai.protocol.prompts import as_prompts

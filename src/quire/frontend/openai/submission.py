@@ -11,12 +11,12 @@ from typing import cast
 from quire.errors import GenerationError, make_error
 from quire.frontend.admission import estimate_num_tokens
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.openai.endpoint import RequestContext
-from quire.frontend.openai.errors import ErrorShape, UnavailableError, error_body
+from quire.frontend.http.endpoint import RequestContext
+from quire.frontend.http.errors import ErrorShape, UnavailableError, error_body
+from quire.frontend.http.state import Lifecycle
+from quire.frontend.http.streaming import EventStream, error_event
+from quire.frontend.http.tenants import TenantPlace
 from quire.frontend.openai.request_log import RequestLog
-from quire.frontend.openai.state import Lifecycle
-from quire.frontend.openai.streaming import EventStream, error_event
-from quire.frontend.openai.tenants import TenantPlace
 from quire.frontend.output_collector import Output, RequestOutputCollector
 from quire.frontend.prompts import TokensPrompt
 from quire.outputs import PoolingRequestOutput, RequestOutput

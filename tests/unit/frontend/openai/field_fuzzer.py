@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from quire.frontend.openai.endpoint import Endpoint
+from quire.frontend.http.endpoint import Endpoint
 
 REF = "#/components/schemas/{name}"
 MAX_DEPTH = 4

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from quire.errors import ValidationError
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint
-from quire.frontend.openai.protocol.fields import BodyReader, RequestBody
+from quire.frontend.http.auth import Access
+from quire.frontend.http.bodies import BodyReader, RequestBody
+from quire.frontend.http.endpoint import Endpoint
 from quire.frontend.openai.protocol.sampling import GenerationBody, make_sampling_params
 
 from .field_fuzzer import Case, FieldFuzzer

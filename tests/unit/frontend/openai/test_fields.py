@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from quire.config.server import ServerConfig
 from quire.errors import ValidationError
+from quire.frontend.http.bodies import BodyReader, RequestBody
+from quire.frontend.http.openapi import make_fields_page
 from quire.frontend.openai.app import endpoints_of
-from quire.frontend.openai.openapi import make_fields_page
-from quire.frontend.openai.protocol.fields import BodyReader, RequestBody
 
 ROOT = Path(__file__).resolve().parents[4]
 EVERYTHING = ServerConfig(enable_admin=True, admin_port=8000, port=8000, enable_tokenizer_info_endpoint=True)

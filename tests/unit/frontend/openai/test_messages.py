@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config.server import ServerConfig
+from quire.frontend.http.bodies import BodyReader
 from quire.frontend.openai.chat.format import ChatFormat
-from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.message_blocks import conversation_of
 from quire.frontend.openai.protocol.messages import MessagesBody
 from quire.frontend.openai.routes.messages import MessageWriter

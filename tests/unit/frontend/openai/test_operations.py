@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from quire.config.server import ServerConfig
 from quire.errors import EngineDeadError
 from quire.frontend.admission import Reservation
+from quire.frontend.http.auth import Access
+from quire.frontend.http.endpoint import Endpoint
 from quire.frontend.openai.app import ROUTERS, add_endpoint, build_app, endpoints_of
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint
 from quire.version import __version__
 
 from .serving import Server, check, client_of

@@ -10,10 +10,10 @@ import pytest
 
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, ValidationError
+from quire.frontend.http.bodies import BodyReader
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import make_message
 from quire.frontend.openai.protocol.chat import ChatBody
-from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.sampling import make_sampling_params
 from quire.frontend.openai.reasoning_parsers import registry
 from quire.frontend.openai.reasoning_parsers.registry import ReasoningParserSpec

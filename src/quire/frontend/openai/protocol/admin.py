@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from quire.frontend.openai.protocol.fields import Name, Object, PositiveCount, RequestBody, Word
+from quire.frontend.http.bodies import Name, Object, PositiveCount, RequestBody, Word
 
 
 class AbortBody(RequestBody, kw_only=True):

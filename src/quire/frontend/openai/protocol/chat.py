@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from quire.errors import ValidationError
-from quire.frontend.openai.protocol.fields import Object, PositiveCount, Text
+from quire.frontend.http.bodies import Object, PositiveCount, Text
 from quire.frontend.openai.protocol.sampling import GenerationBody, bound_of
 from quire.frontend.openai.protocol.tools import ToolChoice, Tools
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from quire.frontend.openai.protocol.fields import Count, Text
+from quire.frontend.http.bodies import Count, Text
 from quire.frontend.openai.protocol.prompts import Prompt, Prompts, as_prompts
 from quire.frontend.openai.protocol.sampling import GenerationBody, bound_of
 

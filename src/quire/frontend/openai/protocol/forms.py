@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import ValidationError
-from quire.frontend.openai.protocol.fields import Object, RequestBody, Text
+from quire.frontend.http.bodies import Object, RequestBody, Text
 from quire.structured_outputs import StructuredOutputsParams, make_structured_outputs
 
 

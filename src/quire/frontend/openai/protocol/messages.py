@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import ValidationError
+from quire.frontend.http.bodies import Name, Object, PositiveCount, RequestBody, Text, Word
 from quire.frontend.openai.protocol.chat import MAX_MESSAGES, ChatBody
-from quire.frontend.openai.protocol.fields import Name, Object, PositiveCount, RequestBody, Text, Word
 from quire.frontend.openai.protocol.message_blocks import conversation_of
 from quire.frontend.openai.protocol.sampling import bound_of
 from quire.frontend.openai.protocol.tools import (

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from quire.errors import ValidationError
-from quire.frontend.openai.protocol.fields import Text, TokenId, TokenIds
+from quire.frontend.http.bodies import Text, TokenId, TokenIds
 
 Prompt = str | list[int]
 Prompts = Text | Annotated[list[Text | TokenId | TokenIds], Meta(max_length=1 << 24)]

@@ -9,8 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import ValidationError
-from quire.frontend.openai.protocol.chat import ChatBody
-from quire.frontend.openai.protocol.fields import (
+from quire.frontend.http.bodies import (
     Count,
     Finite,
     Int64,
@@ -22,6 +21,7 @@ from quire.frontend.openai.protocol.fields import (
     TokenId,
     Word,
 )
+from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.sampling import bound_of
 from quire.frontend.openai.protocol.tools import (
     MAX_TOOLS,

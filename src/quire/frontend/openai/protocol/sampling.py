@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX
-from quire.frontend.openai.protocol.fields import (
+from quire.frontend.http.bodies import (
     MAX_FLOAT,
     Count,
     Finite,

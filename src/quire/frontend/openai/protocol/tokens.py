@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quire.errors import ValidationError
+from quire.frontend.http.bodies import Name, Object, RequestBody, Text, TokenIds
 from quire.frontend.openai.protocol.chat import Messages
-from quire.frontend.openai.protocol.fields import Name, Object, RequestBody, Text, TokenIds
 from quire.frontend.openai.protocol.tools import Tools
 
 

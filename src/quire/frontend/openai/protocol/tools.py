@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import ValidationError
-from quire.frontend.openai.protocol.fields import Object
+from quire.frontend.http.bodies import Object
 
 MAX_TOOLS = 1024
 MAX_SCHEMA_DEPTH = 64

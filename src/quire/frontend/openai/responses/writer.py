@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 from quire.errors import GenerationError, OverloadedError
+from quire.frontend.http.errors import status_of, words_of
+from quire.frontend.http.state import ServerState
+from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import BlockEvent, BlockReader
 from quire.frontend.openai.chat.request import PreparedChat
-from quire.frontend.openai.errors import status_of, words_of
 from quire.frontend.openai.protocol.logprobs import TokenNames
 from quire.frontend.openai.protocol.responses import ResponsesBody
 from quire.frontend.openai.protocol.usage import TokenCount
 from quire.frontend.openai.responses.output import ResponseItem, TextLogprobs
-from quire.frontend.openai.state import ServerState
-from quire.frontend.openai.streaming import encode_json
 from quire.frontend.openai.submission import Submission
 from quire.outputs import RequestOutput
 

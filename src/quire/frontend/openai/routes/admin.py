@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from quire.config.server import ServerConfig
 from quire.errors import ValidationError
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, Handler, QueryParameter, RequestContext, json_response
+from quire.frontend.http.auth import Access
+from quire.frontend.http.bodies import BodyReader
+from quire.frontend.http.endpoint import Endpoint, Handler, QueryParameter, RequestContext, json_response
 from quire.frontend.openai.protocol.admin import AbortBody, CollectiveRpcBody, ProfileBody, UpdateWeightsBody
-from quire.frontend.openai.protocol.fields import BodyReader
 from quire.wire.engine_core import PauseMode
 
 ABORT = BodyReader(AbortBody)

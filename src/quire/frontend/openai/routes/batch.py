@@ -7,12 +7,12 @@ from typing import Any
 
 from starlette.responses import Response
 
-from quire.frontend.openai.auth import Access
+from quire.frontend.http.auth import Access
+from quire.frontend.http.bodies import BodyReader
+from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.chat.request import PreparedChat, prepare_chats
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.protocol.batch import BatchChatBody
 from quire.frontend.openai.protocol.chat import ChatBody
-from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.usage import TokenCount
 from quire.frontend.openai.routes.chat import ChatWriter
 from quire.frontend.openai.submission import Submission

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from starlette.responses import Response
 
 from quire.errors import ValidationError
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.auth import Access
+from quire.frontend.http.bodies import BodyReader
+from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.pooling_work import encode_array, naming, pool_texts
-from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.pooling import CohereEmbedBody
 
 EMBED = BodyReader(CohereEmbedBody)

@@ -6,9 +6,9 @@ from starlette.responses import Response
 
 from quire.config.server import ServerConfig
 from quire.errors import ValidationError
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, QueryParameter, RequestContext, json_response
-from quire.frontend.openai.engine_view import describe_engine
+from quire.frontend.http.auth import Access
+from quire.frontend.http.endpoint import Endpoint, QueryParameter, RequestContext, json_response
+from quire.frontend.http.engine_view import describe_engine
 from quire.version import __version__
 
 MAX_DIGITS = 18

@@ -10,9 +10,9 @@ import msgspec
 from starlette.responses import Response
 
 from quire.config.server import ServerConfig
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.openai.openapi import make_openapi
+from quire.frontend.http.auth import Access
+from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.openapi import make_openapi
 from quire.frontend.openai.routes.pages import page_part, send_asset
 from quire.version import __version__
 

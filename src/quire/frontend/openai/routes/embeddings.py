@@ -7,10 +7,10 @@ from typing import Any
 from starlette.responses import Response
 
 from quire.errors import NotFoundError
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.auth import Access
+from quire.frontend.http.bodies import BodyReader
+from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.pooling_work import answer_head, count_tokens, encode_array, pool_input
-from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.pooling import ClassifyBody, EmbeddingBody, PoolBody
 from quire.pooling_params import POOLING_TASKS
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.openai.errors import UnavailableError
+from quire.frontend.http.auth import Access
+from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.errors import UnavailableError
 from quire.version import __version__
 
 

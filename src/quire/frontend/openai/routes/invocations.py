@@ -8,8 +8,8 @@ import msgspec
 from starlette.responses import Response
 
 from quire.errors import ValidationError
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, RequestContext
+from quire.frontend.http.auth import Access
+from quire.frontend.http.endpoint import Endpoint, RequestContext
 
 ROUTES: tuple[tuple[str, str], ...] = (
     ("messages", "/v1/chat/completions"),

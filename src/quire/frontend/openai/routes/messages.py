@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from quire.frontend.openai.auth import Access
+from quire.frontend.http.auth import Access
+from quire.frontend.http.bodies import BodyReader
+from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.errors import status_of, words_of
+from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, Events
 from quire.frontend.openai.chat.output import ChatParser
 from quire.frontend.openai.chat.request import prepare_chats, render_prompt
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.openai.errors import status_of, words_of
-from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.messages import CountTokensBody, MessagesBody
-from quire.frontend.openai.streaming import encode_json
 from quire.frontend.openai.submission import Submission, stream_response
 from quire.outputs import CompletionOutput, RequestOutput
 

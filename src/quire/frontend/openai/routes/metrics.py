@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from quire.errors import ServerError
+from quire.frontend.http.auth import Access
+from quire.frontend.http.endpoint import Endpoint, RequestContext
+from quire.frontend.http.errors import HttpError
 from quire.frontend.metrics.exposition import CONTENT_TYPES, choose_format
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, RequestContext
-from quire.frontend.openai.errors import HttpError
 
 
 async def metrics(context: RequestContext) -> Response:

@@ -6,9 +6,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.openai.state import ServerState
+from quire.frontend.http.auth import Access
+from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.state import ServerState
 
 
 async def list_models(context: RequestContext) -> Response:

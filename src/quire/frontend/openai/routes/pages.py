@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from quire.config.model import ASSETS_DIR
 from quire.errors import NotFoundError
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, RequestContext
+from quire.frontend.http.auth import Access
+from quire.frontend.http.endpoint import Endpoint, RequestContext
 from quire.frontend.openai.routes.debug import has_pages
 
 DIRECTORY = ASSETS_DIR / "ui"

@@ -14,12 +14,12 @@ import msgspec
 from starlette.responses import Response
 
 from quire.errors import ValidationError
-from quire.frontend.openai.auth import Access
+from quire.frontend.http.auth import Access
+from quire.frontend.http.bodies import BodyReader
+from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.errors import ErrorShape, HttpError, error_body
 from quire.frontend.openai.chat.request import prepare_chats
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.openai.errors import ErrorShape, HttpError, error_body
 from quire.frontend.openai.protocol.chat import ChatBody
-from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.response_items import messages_of, with_instructions
 from quire.frontend.openai.protocol.sampling import GenerationBody
 from quire.frontend.openai.routes.chat import CHAT

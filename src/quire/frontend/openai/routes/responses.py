@@ -10,11 +10,11 @@ import msgspec
 from starlette.responses import Response
 
 from quire.errors import ClientError, ValidationError
-from quire.frontend.openai.auth import Access
+from quire.frontend.http.auth import Access
+from quire.frontend.http.bodies import BodyReader
+from quire.frontend.http.endpoint import Endpoint, QueryParameter, RequestContext, json_response
 from quire.frontend.openai.background import BackgroundRun
 from quire.frontend.openai.chat.request import prepare_chats
-from quire.frontend.openai.endpoint import Endpoint, QueryParameter, RequestContext, json_response
-from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.response_items import Message, messages_of, with_instructions
 from quire.frontend.openai.protocol.responses import ResponsesBody
 from quire.frontend.openai.responses.shelf import blame, make_response_id

@@ -7,10 +7,10 @@ from typing import Any
 from starlette.responses import Response
 
 from quire.errors import ValidationError
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.auth import Access
+from quire.frontend.http.bodies import BodyReader
+from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.protocol.chat import check_template_variables
-from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.tokens import DetokenizeBody, TokenizeBody
 from quire.frontend.openai.protocol.tools import tools_for_template
 from quire.frontend.text.tokenizer import Tokenizer

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from quire.config.server import ServerConfig
 from quire.errors import GenerationError, ValidationError
+from quire.frontend.http.bodies import BodyReader
 from quire.frontend.openai.chat.request import PreparedChat
-from quire.frontend.openai.protocol.fields import BodyReader
 from quire.frontend.openai.protocol.responses import ResponsesBody
 from quire.frontend.openai.responses.writer import ResponseWriter
 from quire.outputs import CompletionOutput, Logprob, RequestOutput

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import ServerError, error_name, make_error
-from quire.frontend.openai.errors import UnavailableError
+from quire.frontend.http.errors import UnavailableError
 from quire.logger import init_logger
 from quire.wire.api_process import LENGTH, MAX_PEER_BYTES, PARENT, PeerMessage, encode_peer
 from quire.wire.serial import WireError

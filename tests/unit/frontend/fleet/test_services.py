@@ -13,10 +13,10 @@ import pytest
 from quire.errors import NotFoundError
 from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.client.shared_links import MemberLink
-from quire.frontend.openai.fleet.inquest import decode_suspects
-from quire.frontend.openai.fleet.services import PeerServices
-from quire.frontend.openai.server import StopRequests
-from quire.frontend.openai.state import ServerState
+from quire.frontend.fleet.inquest import decode_suspects
+from quire.frontend.fleet.services import PeerServices
+from quire.frontend.http.server import StopRequests
+from quire.frontend.http.state import ServerState
 from quire.wire.api_process import PeerMessage
 from tests.unit.frontend.client.model_core import make_ready, make_request
 

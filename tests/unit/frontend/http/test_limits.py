@@ -12,9 +12,9 @@ import pytest
 
 from quire.config.server import ServerConfig, read_api_keys
 from quire.errors import ConfigError, QuotaExceededError
-from quire.frontend.openai.tenants import Tenants
+from quire.frontend.http.tenants import Tenants
 
-from .serving import MAX_MODEL_LEN, Server, check
+from ..openai.serving import MAX_MODEL_LEN, Server, check
 
 KEYS = [hashlib.sha256(key).digest() for key in (b"first", b"second")]
 FOREVER = {"prompt": [50], "max_tokens": 100, "ignore_eos": True, "stream": True}

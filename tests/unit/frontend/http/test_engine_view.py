@@ -14,12 +14,12 @@ import pytest
 
 from quire.errors import EngineDeadError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.openai import engine_view
-from quire.frontend.openai.engine_view import SnapshotSource, describe_blocks, describe_request, find_runs
-from quire.frontend.openai.errors import UnavailableError
+from quire.frontend.http import engine_view
+from quire.frontend.http.engine_view import SnapshotSource, describe_blocks, describe_request, find_runs
+from quire.frontend.http.errors import UnavailableError
 from quire.wire.snapshot import BlockMap, EngineSnapshot, RequestSnapshot
 
-from .serving import Server, check
+from ..openai.serving import Server, check
 
 EMPTY = EngineSnapshot(10.0, 1000.0, 0, 0, 0, 4, 64, BlockMap(8, 7, 0, 1, 1, b"\1", b"\0"))
 

@@ -1,4 +1,4 @@
-"""One API process of several: `python -m quire.frontend.openai.fleet.proc`, started by `ApiProcess`.
+"""One API process of several: `python -m quire.frontend.fleet.proc`, started by `ApiProcess`.
 
 It accepts connections from the sockets it has inherited, attaches to the core its parent has started, and serves like
 any server. It ends when it is asked to, and with its parent.
@@ -24,24 +24,24 @@ from quire.config.serial import decode_config, decode_server_config
 from quire.errors import QuireError, error_name
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.async_mp import AsyncMPClient
+from quire.frontend.fleet.counts import FleetCounts
+from quire.frontend.fleet.peer_link import PeerLink
+from quire.frontend.fleet.peers import FleetPeers, Membership
+from quire.frontend.fleet.services import PeerServices
+from quire.frontend.http.server import Listeners, StopSignals, serve
+from quire.frontend.http.state import ServerState
+from quire.frontend.http.tls import make_tls_context
 from quire.frontend.metrics.hub_client import HubClient
 from quire.frontend.metrics.logging import LoggingStatLogger
 from quire.frontend.metrics.recent import RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics
-from quire.frontend.openai.fleet.counts import FleetCounts
-from quire.frontend.openai.fleet.peer_link import PeerLink
-from quire.frontend.openai.fleet.peers import FleetPeers, Membership
-from quire.frontend.openai.fleet.services import PeerServices
-from quire.frontend.openai.server import Listeners, StopSignals, serve
-from quire.frontend.openai.state import ServerState
-from quire.frontend.openai.tls import make_tls_context
 from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.wire.api_process import LENGTH, ApiLaunch, PeerMessage, encode_peer
 from quire.wire.handshake import check_protocol_version
 from quire.wire.process import die_with_parent, set_process_title
 
-logger = init_logger("quire.frontend.openai.fleet.proc")  # as a process this module is __main__
+logger = init_logger("quire.frontend.fleet.proc")  # as a process this module is __main__
 
 
 class ApiServer:

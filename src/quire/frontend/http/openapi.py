@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint
-from quire.frontend.openai.field_notes import field_notes, structs_of
-from quire.frontend.openai.protocol.fields import RequestBody
+from quire.frontend.http.auth import Access
+from quire.frontend.http.bodies import RequestBody
+from quire.frontend.http.endpoint import Endpoint
+from quire.frontend.http.field_notes import field_notes, structs_of
 from quire.version import __version__
 
 REF = "#/components/schemas/{name}"

@@ -10,9 +10,9 @@ from quire.errors import NotFoundError
 from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.client.link import Verdict
 from quire.frontend.client.shared_links import MemberLink
-from quire.frontend.openai.fleet.inquest import EncodedSuspect, encode_suspects
-from quire.frontend.openai.server import StopRequests
-from quire.frontend.openai.state import ServerState
+from quire.frontend.fleet.inquest import EncodedSuspect, encode_suspects
+from quire.frontend.http.server import StopRequests
+from quire.frontend.http.state import ServerState
 from quire.frontend.supervision.core_death import CoreDeath, DeathCause
 from quire.wire.api_process import PeerMessage
 

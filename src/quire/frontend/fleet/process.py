@@ -1,6 +1,6 @@
 """One API process as its parent sees it: started, spoken with, ended.
 
-The child is a plain command, `python -m quire.frontend.openai.fleet.proc`. It inherits the listening sockets, the
+The child is a plain command, `python -m quire.frontend.fleet.proc`. It inherits the listening sockets, the
 environment but for keys, standard error, and as its standard input one end of a socket pair: what that ends, ends it.
 """
 
@@ -19,7 +19,7 @@ from quire.logger import child_level
 from quire.wire.api_process import ApiLaunch, encode_peer
 from quire.wire.process import search_path
 
-API_MODULE = "quire.frontend.openai.fleet.proc"
+API_MODULE = "quire.frontend.fleet.proc"
 KILL_TIMEOUT_S = 10.0
 """How long a process may take to end once its connection has ended, and once more after SIGKILL."""
 _LOOK_S = 0.02

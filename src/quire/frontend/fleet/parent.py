@@ -25,16 +25,16 @@ from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.client.mp import make_client_addresses
 from quire.frontend.client.shared_links import OwnerLink
 from quire.frontend.engine_watch import EngineWatch
+from quire.frontend.fleet.counts import FleetCounts
+from quire.frontend.fleet.inquest import Inquest
+from quire.frontend.fleet.peer_link import PeerLink
+from quire.frontend.fleet.peers import Membership
+from quire.frontend.fleet.process import KILL_TIMEOUT_S, ApiProcess
+from quire.frontend.http.errors import UnavailableError
+from quire.frontend.http.server import END_GRACE_S, Listeners, StopRequests, StopSignals, log_stats_regularly
+from quire.frontend.http.waiting_room import WaitingRoom
 from quire.frontend.metrics.hub import MetricsHub
 from quire.frontend.metrics.server_metrics import ServerMetrics
-from quire.frontend.openai.errors import UnavailableError
-from quire.frontend.openai.fleet.counts import FleetCounts
-from quire.frontend.openai.fleet.inquest import Inquest
-from quire.frontend.openai.fleet.peer_link import PeerLink
-from quire.frontend.openai.fleet.peers import Membership
-from quire.frontend.openai.fleet.process import KILL_TIMEOUT_S, ApiProcess
-from quire.frontend.openai.server import END_GRACE_S, Listeners, StopRequests, StopSignals, log_stats_regularly
-from quire.frontend.openai.waiting_room import WaitingRoom
 from quire.frontend.supervision.core_death import SAME_SIGNAL_GRACE_S, describe_exit, was_asked_to_end
 from quire.frontend.supervision.supervisor import RestartBudget
 from quire.logger import init_logger

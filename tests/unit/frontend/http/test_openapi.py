@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from quire.config.server import ServerConfig
+from quire.frontend.http.auth import Access
+from quire.frontend.http.bodies import BodyReader, RequestBody
+from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.openapi import OTHER_TAG, TAGS, make_openapi, tag_of
 from quire.frontend.openai import routes
 from quire.frontend.openai.app import endpoints_of
-from quire.frontend.openai.auth import Access
-from quire.frontend.openai.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.openai.openapi import OTHER_TAG, TAGS, make_openapi, tag_of
-from quire.frontend.openai.protocol.fields import BodyReader, RequestBody
 
-from .serving import Server, check
+from ..openai.serving import Server, check
 
 EVERYTHING = ServerConfig(enable_admin=True, admin_port=8000, port=8000, enable_tokenizer_info_endpoint=True)
 ENDPOINTS = endpoints_of(EVERYTHING, is_admin=False)

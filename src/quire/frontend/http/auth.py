@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from quire.frontend.openai.errors import HttpError
+from quire.frontend.http.errors import HttpError
 
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 

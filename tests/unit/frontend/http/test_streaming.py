@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from quire.errors import DeadlineExceededError, GenerationError
+from quire.frontend.http.streaming import KEEP_ALIVE, EventStream, event
 from quire.frontend.openai.routes.messages import error_object
-from quire.frontend.openai.streaming import KEEP_ALIVE, EventStream, event
 
-from .asgi import Call
-from .serving import Server, check, events_of
+from ..openai.asgi import Call
+from ..openai.serving import Server, check, events_of
 
 LONG = {"prompt": [40, 41], "max_tokens": 500, "ignore_eos": True}
 

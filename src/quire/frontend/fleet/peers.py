@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import NotFoundError
-from quire.frontend.openai.fleet.counts import FleetCounts
-from quire.frontend.openai.fleet.peer_link import PeerLink
+from quire.frontend.fleet.counts import FleetCounts
+from quire.frontend.fleet.peer_link import PeerLink
 from quire.wire.api_process import EVERYBODY
 
 

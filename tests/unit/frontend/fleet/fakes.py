@@ -6,7 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
-from quire.frontend.openai.fleet.peer_link import PeerLink
+from quire.frontend.fleet.peer_link import PeerLink
 from quire.wire.api_process import ApiLaunch, PeerMessage
 
 

@@ -21,11 +21,11 @@ import uvicorn
 from quire import envs
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
+from quire.frontend.http.connection import make_connection_class
+from quire.frontend.http.state import ServerState
+from quire.frontend.http.tls import make_tls_context
 from quire.frontend.metrics.manager import StatLoggerManager
 from quire.frontend.openai.app import build_app
-from quire.frontend.openai.connection import make_connection_class
-from quire.frontend.openai.state import ServerState
-from quire.frontend.openai.tls import make_tls_context
 from quire.logger import init_logger
 
 logger = init_logger(__name__)

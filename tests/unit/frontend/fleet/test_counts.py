@@ -10,8 +10,8 @@ import pytest
 
 from quire.errors import OverloadedError, QuotaExceededError
 from quire.frontend.admission import DRAIN_MEMORY_S, AdmissionControl, Room, SharedRoom
-from quire.frontend.openai.fleet.counts import FleetCounts
-from quire.frontend.openai.tenants import Tenants
+from quire.frontend.fleet.counts import FleetCounts
+from quire.frontend.http.tenants import Tenants
 from quire.wire.shared_counts import SharedCounts
 
 KEYS = (b"a" * 32, b"b" * 32)

@@ -25,13 +25,13 @@ from starlette.types import Message, Receive, Scope, Send
 from quire.config.server import ServerConfig
 from quire.errors import ClientError, NotFoundError, OverloadedError, ValidationError
 from quire.frontend.admission import Reservation
+from quire.frontend.http.auth import Access, shown_key
+from quire.frontend.http.bodies import Body, BodyReader
+from quire.frontend.http.errors import ErrorShape, HttpError, error_body, error_response, note_error
+from quire.frontend.http.orca import REQUEST_HEADER, RESPONSE_HEADER, load_report
+from quire.frontend.http.state import ServerState
+from quire.frontend.http.tenants import TenantPlace
 from quire.frontend.metrics.exchange import HttpExchange
-from quire.frontend.openai.auth import Access, shown_key
-from quire.frontend.openai.errors import ErrorShape, HttpError, error_body, error_response, note_error
-from quire.frontend.openai.orca import REQUEST_HEADER, RESPONSE_HEADER, load_report
-from quire.frontend.openai.protocol.fields import Body, BodyReader
-from quire.frontend.openai.state import ServerState
-from quire.frontend.openai.tenants import TenantPlace
 from quire.logger import init_logger
 
 logger = init_logger("quire.access")

@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 
 from quire.errors import ConfigError, NotFoundError, OverloadedError, ServerError
-from quire.frontend.openai.errors import UnavailableError
-from quire.frontend.openai.fleet import parent
-from quire.frontend.openai.fleet.parent import ApiProcesses
+from quire.frontend.fleet import parent
+from quire.frontend.fleet.parent import ApiProcesses
+from quire.frontend.http.errors import UnavailableError
 from quire.wire.api_process import EVERYBODY, LENGTH, ApiLaunch
 
 from .fakes import FakeProcess

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.fleet.peers import Membership
+from quire.frontend.http.auth import Gatekeeper
+from quire.frontend.http.engine_view import RequestWatch, SnapshotSource
+from quire.frontend.http.errors import UnavailableError
+from quire.frontend.http.tenants import Tenants
 from quire.frontend.metrics.recent import RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics
-from quire.frontend.openai.auth import Gatekeeper
 from quire.frontend.openai.chat.format import ChatFormat
-from quire.frontend.openai.engine_view import RequestWatch, SnapshotSource
-from quire.frontend.openai.errors import UnavailableError
-from quire.frontend.openai.fleet.peers import Membership
 from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.responses.shelf import FleetShelf, LocalShelf
 from quire.frontend.openai.responses.store import ResponseStore
-from quire.frontend.openai.tenants import Tenants
 from quire.version import __version__
 from quire.wire.shared_counts import SharedCount
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from starlette.responses import Response
 
-from quire.frontend.openai.errors import UnavailableError, error_response
+from quire.frontend.http.errors import UnavailableError, error_response
 
 MAX_HEAD_BYTES = 1 << 16
 VISIT_S = 5.0

@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.frontend.openai.errors import ErrorShape, error_body, error_response, note_error
+from quire.frontend.http.errors import ErrorShape, error_body, error_response, note_error
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
