@@ -14,7 +14,7 @@ import gc
 import statistics
 import time
 
-from quire.config.scheduler import SchedulerConfig
+from quire.config.engine import SchedulerConfig
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.request import Request
 from quire.engine.sched.scheduler import Scheduler

@@ -11,7 +11,7 @@ import time
 
 import msgspec
 
-from quire.config.scheduler import SchedulerConfig
+from quire.config.engine import SchedulerConfig
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.request import Request
 from quire.engine.sched.scheduler import Scheduler

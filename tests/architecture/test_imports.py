@@ -14,7 +14,6 @@ VOCABULARY = {
     "quire.failpoints",
     "quire.field_bounds",
     "quire.interrupts",
-    "quire.log_format",
     "quire.logger",
     "quire.resolve",
     "quire.sampling_params",

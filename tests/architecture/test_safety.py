@@ -52,8 +52,7 @@ def test_nothing_is_read_without_a_bound(path: Path) -> None:
 
 
 READS_FILES = {
-    "quire.config.repository",  # the door to what a model repository holds
-    "quire.config.checkpoint",  # headers and the index, of files that have come through it
+    "quire.config.checkpoint",  # the door to what a model repository holds, and its weights' headers
     "quire.config.server",  # --api-key-file
     "quire.config.vllm_flags",  # a table of the package
     "quire.frontend.text.tokenizer",  # --chat-template

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import zmq
 
-from quire.config.serial import encode_config
+from quire.config.server import encode_config
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses

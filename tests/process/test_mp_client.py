@@ -21,9 +21,7 @@ from typing import Any
 import pytest
 import zmq
 
-from quire.config.engine import EngineConfig
-from quire.config.lifecycle import LifecycleConfig
-from quire.config.parallel import ParallelConfig
+from quire.config.engine import EngineConfig, LifecycleConfig, ParallelConfig
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError, ServerError, ValidationError
 from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.client.base import make_async_client, make_client

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from quire.config.cache import CacheConfig
-from quire.config.engine import EngineConfig
+from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
-from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_device import VirtualClock

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.config.cache import CacheConfig
-from quire.config.engine import EngineConfig
+from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
-from quire.config.scheduler import SchedulerConfig
 from quire.engine.sched.policy import POLICIES
 from quire.lora_request import LoRARequest
 from quire.sampling_params import RepetitionDetectionParams, SamplingParams

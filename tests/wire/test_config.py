@@ -11,7 +11,7 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.config.engine_args import EngineArgs
 from quire.config.model import ModelConfig
-from quire.config.serial import decode_config, encode_config
+from quire.config.server import decode_config, encode_config
 from quire.errors import ConfigError
 
 

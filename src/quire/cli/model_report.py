@@ -11,13 +11,10 @@ from typing import Any
 
 from quire.config.attention_layout import attention_windows
 from quire.config.checkpoint import CheckpointIndex
-from quire.config.dtype import resolve_dtype_name
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import HFConfig
-from quire.config.model import ModelConfig
-from quire.config.quantization import quantization_method
-from quire.config.stored_quantization import read_stored_scheme
-from quire.config.weight_memory import weight_memory
+from quire.config.model import ModelConfig, resolve_dtype_name
+from quire.config.quantization import quantization_method, read_stored_scheme, weight_memory
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
 from quire.errors import ConfigError
 from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec

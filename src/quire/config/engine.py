@@ -1,18 +1,233 @@
-"""The whole configuration of one engine."""
+"""The configuration of one engine: a frozen dataclass per subject, and `EngineConfig`, which holds them all."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 
-from quire.config.cache import CacheConfig
-from quire.config.frontend import FrontendConfig
-from quire.config.lifecycle import LifecycleConfig
-from quire.config.load import DeviceConfig, LoadConfig
+from quire.config.flags import flag, parse_human_int
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
-from quire.config.parallel import ParallelConfig
-from quire.config.scheduler import SchedulerConfig
-from quire.config.structured_outputs import StructuredOutputsConfig
+from quire.errors import ConfigError
+
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""Names of --kv-cache-dtype that no attention backend has kernels for yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How the KV cache is cut and kept."""
+
+    block_size: int = flag(16, "Tokens per KV cache block.", parse=int, minimum=1, maximum=1024)
+    gpu_memory_utilization: float = flag(
+        0.92, "Share of the device's memory the engine may use (accelerators).", parse=float, minimum=0.01, maximum=1
+    )
+    kv_cache_memory_bytes: int | None = flag(
+        None, "Size of the KV cache in bytes (4G, 512M); unset sizes it from free memory.", parse=parse_human_int
+    )
+    cache_dtype: str = flag(
+        "auto",
+        "Type of the cached keys and values; auto follows the model. The fp8 types are known, and refused for now.",
+        choices=("auto", "bfloat16", "float16", "float32", *FP8_CACHE_DTYPES),
+        name="kv_cache_dtype",
+    )
+    num_gpu_blocks_override: int | None = flag(
+        None, "Use exactly this many blocks (null block included) whatever the memory; for tests.", parse=int, minimum=2
+    )
+    enable_prefix_caching: bool = flag(True, "Reuse the KV blocks of equal prompt prefixes.")
+    prefix_caching_hash_algo: str = flag(
+        "sha256", "Hash of the block chain. Equal on every process and host.", choices=("sha256",)
+    )
+    kv_cache_metrics: bool = flag(False, "Sample how long blocks live and idle before they are evicted.")
+    kv_cache_metrics_sample: float = flag(
+        0.01, "Share of blocks followed by --kv-cache-metrics.", parse=float, minimum=0, maximum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Budgets and order of the scheduler. After `EngineArgs.create_engine_config` no budget is None."""
+
+    max_num_batched_tokens: int | None = flag(
+        None, "Token budget of one step; default 4096 offline, 2048 serving.", parse=parse_human_int, minimum=1
+    )
+    max_num_seqs: int | None = flag(
+        None, "Requests running at once; default 256 offline, 128 serving.", parse=int, minimum=1
+    )
+    max_num_queued_reqs: int | None = flag(
+        None,
+        "Requests that may wait for their first token; more are refused at once (503). Default: no limit; 16384 in "
+        "quire serve.",
+        parse=int,
+        minimum=1,
+    )
+    max_num_queued_tokens: int | None = flag(
+        None,
+        "Prompt tokens that may wait for a first token; more are refused at once (503). Default: no limit; 32M in "
+        "quire serve.",
+        parse=parse_human_int,
+        minimum=1,
+    )
+    max_num_reserved_tokens: int | None = flag(
+        None,
+        "Tokens that live requests may have in all, prompts and the longest outputs they ask for; more are refused at "
+        "once (503). Default: no limit.",
+        parse=parse_human_int,
+        minimum=1,
+    )
+    max_num_scheduled_tokens: int | None = flag(
+        None, "Tokens scheduled in one step where it should differ from the budget.", parse=parse_human_int, minimum=1
+    )
+    scheduling_policy: str = flag(
+        "fcfs",
+        "Order of waiting requests: first come first served, or by priority (smaller first).",
+        choices=("fcfs", "priority"),
+    )
+    enable_chunked_prefill: bool = flag(True, "Split prompts that do not fit the step's budget.")
+    long_prefill_token_threshold: int = flag(
+        0, "Most prompt tokens of one request per step; 0 for no limit.", parse=parse_human_int, minimum=0
+    )
+    scheduler_reserve_full_isl: bool = flag(
+        True, "Admit a request only when blocks for its whole prompt are free, so that prefills do not thrash."
+    )
+    watermark: float = flag(
+        0.0, "Share of blocks kept free when admitting requests.", parse=float, minimum=0, maximum=0.9
+    )
+    stream_interval: int = flag(1, "Emit a streamed update every so many tokens.", parse=int, minimum=1)
+    scheduler_cls: str = flag("quire.engine.sched.scheduler:Scheduler", "Scheduler class, as package.module:Class.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How workers are run. One process, one worker, for now; the executor is a dotted name."""
+
+    distributed_executor_backend: str = flag(
+        "uni", "Executor: uni (the worker lives in the engine's process), or package.module:Class."
+    )
+    worker_cls: str = flag("quire.worker.worker:Worker", "Worker class, as package.module:Class.")
+    engine_host: str | None = flag(
+        None,
+        "Speak with the engine core over TCP, encrypted and authenticated, on this address; unset: by private sockets.",
+    )
+
+    @property
+    def executor_class(self) -> str:
+        """The executor's dotted name."""
+        return EXECUTORS.get(self.distributed_executor_backend, self.distributed_executor_backend)
+
+    @property
+    def core_names(self) -> tuple[str, ...]:
+        """What an engine core will resolve once it has read its configuration, so that it can begin before: the
+        executor, and the worker where the executor is ours (another's may never make that worker)."""
+        names = [self.executor_class]
+        if self.distributed_executor_backend in EXECUTORS:
+            names += [LEAN_TORCH, self.worker_cls]
+        return tuple(names)
+
+
+LEAN_TORCH = "quire.worker.lean_torch:LazyFinder"
+"""Imported before torch, it leaves out what no worker of ours uses."""
+EXECUTORS: dict[str, str] = {"uni": "quire.engine.executor.uniproc:UniProcExecutor"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """Where weights come from."""
+
+    load_format: str = flag(
+        "auto",
+        "auto and safetensors read the checkpoint; dummy fills in random weights.",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    weight_cache: bool = flag(
+        True,
+        "Keep weights as CPU kernels read them, packed, in the cache directory, for a quicker next start.",
+    )
+    download_dir: str | None = flag(None, "Cache directory of downloaded models; default is the hub's.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """What computes."""
+
+    device: str = flag("auto", "auto takes CUDA when there is one, else the CPU.", choices=("auto", "cpu", "cuda"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendConfig:
+    """Limits that are kept where text is made."""
+
+    request_timeout_s: float | None = flag(
+        None,
+        "Seconds a request may take; then it ends with an error (504). A request may ask for less or more itself. "
+        "Default: no limit.",
+        parse=float,
+        minimum=0.001,
+    )
+    slow_client_timeout_s: float = flag(
+        60.0,
+        "Seconds a stream's reader may leave output lying; then the request is aborted (408). 0 for no limit.",
+        parse=float,
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifecycleConfig:
+    """The life of the engine core's process."""
+
+    shutdown_timeout: float = flag(
+        0.0,
+        "Seconds that running requests are given to finish when the engine is asked to stop; 0 aborts them.",
+        parse=float,
+        minimum=0,
+    )
+    core_restart_limit: int = flag(
+        6,
+        "Times a dead engine core is started again within the restart window; then the engine is not ready. 0: never.",
+        parse=int,
+        minimum=0,
+    )
+    core_restart_window_s: float = flag(
+        60.0, "Seconds over which --core-restart-limit counts restarts.", parse=float, minimum=0.01
+    )
+    core_hang_timeout_s: float = flag(
+        10.0,
+        "Seconds (or 5 times what a step is expected to take) without progress after which a core is killed as hung.",
+        parse=float,
+        minimum=0.01,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsConfig:
+    """Limits are per grammar; a request whose grammar goes beyond one is refused."""
+
+    grammar_backend: str = flag(
+        "auto",
+        "Library that compiles JSON schemas, regular expressions and grammars; xgrammar must be installed.",
+        choices=("auto", "guidance", "xgrammar"),
+    )
+    grammar_jump_forward: bool = flag(
+        True, "Append tokens that a grammar forces without running the model for each; the output is the same."
+    )
+    grammar_compile_cpu_s: float = flag(
+        3.0, "CPU seconds a grammar may take to compile.", parse=float, minimum=0.1, maximum=600
+    )
+    grammar_compile_memory_bytes: int = flag(
+        1 << 29, "Memory a grammar may take to compile (512M, 1G).", parse=parse_human_int, minimum=1 << 24
+    )
+
+    def __post_init__(self) -> None:
+        if self.grammar_backend == "xgrammar" and not has_xgrammar():
+            raise ConfigError(
+                "--grammar-backend xgrammar: xgrammar is not installed; pip install 'quire[xgrammar]', or use guidance"
+            )
+
+
+def has_xgrammar() -> bool:
+    """Whether it can be used."""
+    return importlib.util.find_spec("xgrammar") is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,12 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from quire.config.cache import FP8_CACHE_DTYPES
-from quire.config.engine import EngineConfig
+from quire.config.checkpoint import read_object
+from quire.config.engine import FP8_CACHE_DTYPES, EngineConfig, SchedulerConfig
 from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
-from quire.config.model import ModelConfig
+from quire.config.model import ModelConfig, resolve_model_dir
 from quire.config.pooling_files import resolve_pooling
-from quire.config.repository import read_object
-from quire.config.scheduler import SchedulerConfig
-from quire.config.source import resolve_model_dir
 from quire.errors import ConfigError
 from quire.logger import init_logger
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.config.repository import read_object
+from quire.config.checkpoint import read_object
 from quire.errors import ModelLoadError
 
 FULL_ATTENTION = "full_attention"

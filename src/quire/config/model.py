@@ -1,16 +1,22 @@
-"""Which model, and how it is read."""
+"""Which model is served: where its files come from, which type it computes in, and how it is read."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.config.checkpoint import CheckpointIndex
 from quire.config.flags import flag, parse_human_int, parse_json_object
 from quire.config.hf_config import HFConfig
 from quire.config.pooling import PoolingConfig
 from quire.config.quantization import METHODS
+from quire.errors import ConfigError, ModelLoadError
+from quire.logger import init_logger
+
+logger = init_logger(__name__)
 
 DEMO_MODEL = "demo"
 """The name of the checkpoint that ships inside the package."""
@@ -122,3 +128,98 @@ class ModelConfig:
         """What requests may call it."""
         names = self.served_model_name
         return (names,) if isinstance(names, str) else tuple(names or (self.model,))
+
+
+_CANONICAL = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "float": "float32",
+}
+_BY_CHECKPOINT = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
+
+
+def resolve_dtype_name(model_config: ModelConfig, device_type: str) -> str:
+    """The dtype asked for; with "auto" the checkpoint's own, except that float16 runs as bfloat16 on "cpu".
+
+    CPUs have units for bfloat16 and convert float16 one by one. Raises ModelLoadError for a type Quire cannot run.
+    """
+    if model_config.dtype != "auto":
+        return _CANONICAL[model_config.dtype]
+    stored = model_config.hf_config.dtype or _stored_dtype(model_config)
+    name = _CANONICAL.get(stored)
+    if name is None:
+        raise ModelLoadError(
+            f"{model_config.hf_config.path} gives the dtype {stored!r}, which cannot be run; "
+            "choose bfloat16, float16 or float32 with --dtype"
+        )
+    if name == "float16" and device_type == "cpu":
+        logger.info("The checkpoint is float16; on CPU it runs as bfloat16 (--dtype float16 keeps it)")
+        return "bfloat16"
+    return name
+
+
+def _stored_dtype(model_config: ModelConfig) -> str:
+    """What most of the weights are, for a config.json that does not say."""
+    stored = CheckpointIndex.from_dir(model_config.model_dir).main_dtype
+    return _BY_CHECKPOINT.get(stored, stored)
+
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?$")
+_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+_TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+def resolve_model_dir(
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    *,
+    token: str | None = None,
+    tokenizer_only: bool = False,
+) -> Path:
+    """The directory of `model`: a shipped name, a local directory, or a hub id (downloaded unless cached).
+
+    Raises ModelLoadError when it is none of these or cannot be fetched; the message names both remedies.
+    """
+    if model in (DEMO_MODEL, DRAFT_MODEL) and not Path(model).is_dir():
+        return ASSETS_DIR / model
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.suffix == ".gguf" and path.is_file():
+        raise ModelLoadError(
+            f"{model} is a GGUF file; turn it into a checkpoint directory first: quire convert-gguf {model} DIRECTORY"
+        )
+    if path.is_file():
+        raise ModelLoadError(f"{model} is a file; give the directory that holds config.json and the weights")
+    if not _HUB_ID.match(model) or model.startswith((".", "~")):
+        raise ModelLoadError(f"{model} is not a directory, and not a hub id either (those look like owner/name)")
+    return _download(model, revision, download_dir, token, _TOKENIZER_FILES if tokenizer_only else _MODEL_FILES)
+
+
+def _download(
+    model: str, revision: str | None, download_dir: str | None, token: str | None, patterns: list[str]
+) -> Path:
+    import huggingface_hub  # a third-party import of 0.2 s that local models do not need
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                model, revision=revision, cache_dir=download_dir, token=token, allow_patterns=patterns
+            )
+        )
+    except (OSError, ValueError) as e:  # the hub's own errors derive from these
+        cause = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise ModelLoadError(
+            f"{model} is not a local directory and could not be fetched from the hub ({cause}); give the path of a "
+            f"downloaded checkpoint, or fetch it where there is a network with: hf download {model}"
+        ) from e
+    except Exception as e:  # httpx errors do not share a base with OSError
+        if isinstance(e, ConfigError):
+            raise
+        raise ModelLoadError(
+            f"{model} is not a local directory and the hub cannot be reached ({type(e).__name__}); give the path of a "
+            f"downloaded checkpoint, or fetch it where there is a network with: hf download {model}"
+        ) from e

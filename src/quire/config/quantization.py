@@ -1,18 +1,23 @@
-"""How weights are quantized: what the operator asks for, without torch.
+"""How weights are quantized: what the operator asks for, how a checkpoint stores them, and what they take in memory.
 
-A *method* is a name of `--quantization`. The first two quantize a plain checkpoint while it is loaded; the others say
-how a checkpoint's own weights are stored, and follow from its config.json.
+A *method* is a name of `--quantization`. int8 and int4 quantize a plain checkpoint while it is loaded. The others name
+the format in which a checkpoint stores quantized weights, and follow from its config.json. No torch is imported.
+
+`weight_memory` estimates for `quire info`, from the headers of a checkpoint's files. It assumes that matrices which are
+merged into one are stored in the same way, and leaves out the padding of packed weights (whole panels of 64 outputs).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from quire.errors import ConfigError, ModelLoadError
+from quire.config.checkpoint import CheckpointIndex, TensorInfo
+from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
 
 WEIGHT_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
 """Methods that quantize at load, and their bits per weight."""
@@ -74,3 +79,194 @@ def quantization_method(asked: str | None, stored: Any, path: Path) -> str | Non
             f"--quantization {asked}: {path.parent} is quantized already, by {method}; leave the flag out"
         )
     return method
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredScheme:
+    """How a checkpoint stores its quantized matrices."""
+
+    layout: Literal["int8", "packed", "gptq", "awq"]
+    """compressed-tensors' int-quantized and pack-quantized, and the methods that have one layout."""
+    bits: int
+    zero_offset: int = 0
+    """What is added to stored zero points."""
+    quantizes_inputs: bool = False
+    """Activations become int8, each row by its own maximum."""
+    is_symmetric: bool = False
+    """Zero points, where there are any, are all 0."""
+    is_scattered: bool = False
+    """Inputs of one group are no neighbours ("act order"), as far as the configuration says."""
+
+
+def read_stored_scheme(config: Mapping[str, Any], source: Path) -> StoredScheme:
+    """What the quantization_config of the checkpoint whose config.json is `source` says.
+
+    Raises UnsupportedModelError for one that cannot be read, saying which can; ModelLoadError for one that is no such
+    thing.
+    """
+    method = config.get("quant_method")
+    if method not in _READERS:
+        raise UnsupportedModelError(
+            f"{source} has a quantization_config of method {method!r}; those that can be read are {', '.join(_READERS)}"
+        )
+    try:
+        return _READERS[method](config, source)
+    except (AttributeError, TypeError) as e:  # a word or a list where an object should be
+        raise ModelLoadError(f"{source} has a quantization_config that is not understood: {e}") from None
+
+
+def _gptq(config: Mapping[str, Any], source: Path) -> StoredScheme:
+    version = config.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise UnsupportedModelError(f"{source}: GPTQ in the format {version!r}; gptq and gptq_v2 can be read")
+    if config.get("dynamic"):
+        raise UnsupportedModelError(f"{source}: GPTQ with other bits for some layers ('dynamic') cannot be read")
+    zero_offset = 1 if version == "gptq" else 0
+    return StoredScheme(
+        layout="gptq",
+        bits=_bits(config.get("bits"), source),
+        zero_offset=zero_offset,
+        is_symmetric=bool(config.get("sym")),
+        is_scattered=bool(config.get("desc_act")),
+    )
+
+
+def _awq(config: Mapping[str, Any], source: Path) -> StoredScheme:
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm" or config.get("bits", config.get("w_bit", 4)) != 4:
+        raise UnsupportedModelError(f"{source}: AWQ of version {version!r}; the version gemm with 4 bits can be read")
+    return StoredScheme(layout="awq", bits=4)
+
+
+def _compressed(config: Mapping[str, Any], source: Path) -> StoredScheme:
+    groups = list((config.get("config_groups") or {}).values())
+    schemes = [(group.get("weights") or {}, group.get("input_activations")) for group in groups]
+    bits = {weights.get("num_bits") for weights, _ in schemes}
+    if not schemes or len(bits) != 1 or any(weights.get("type", "int") != "int" for weights, _ in schemes):
+        raise UnsupportedModelError(f"{source}: compressed-tensors of one integer type can be read; this has {groups}")
+    inputs = [inputs for _, inputs in schemes if inputs]
+    if any(
+        scheme.get("num_bits") != 8 or scheme.get("type") != "int" or not scheme.get("dynamic") for scheme in inputs
+    ):
+        raise UnsupportedModelError(
+            f"{source}: int8 activations by the maximum of each token (dynamic) can be computed with; this has {inputs}"
+        )
+    if inputs and bits != {8}:
+        raise UnsupportedModelError(f"{source}: int8 activations with weights of {bits} bits cannot be computed with")
+    layout = config.get("format")
+    if layout == "pack-quantized":
+        is_scattered = any(weights.get("actorder") == "group" for weights, _ in schemes)
+        return StoredScheme(
+            layout="packed", bits=_bits(bits.pop(), source), quantizes_inputs=bool(inputs), is_scattered=is_scattered
+        )
+    if layout in ("int-quantized", "naive-quantized") and bits == {8}:
+        return StoredScheme(layout="int8", bits=8, quantizes_inputs=bool(inputs))
+    raise UnsupportedModelError(
+        f"{source}: compressed-tensors in the format {layout!r}; pack-quantized and int-quantized can be read"
+    )
+
+
+def _bits(bits: Any, source: Path) -> int:
+    if bits not in (4, 8):
+        raise UnsupportedModelError(f"{source}: weights of {bits!r} bits; those of 4 and 8 can be read")
+    return int(bits)
+
+
+_READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
+
+
+SCALE_BYTES = ZERO_BYTES = 4
+WORD_BITS = 32
+STEP_INPUTS = 32
+"""What a group's size must be a multiple of, unless it is the whole row, to be computed with on a CPU."""
+_SUFFIXES: Mapping[str, tuple[str, str, str]] = {
+    "int8": ("weight", "weight_scale", "weight_zero_point"),
+    "packed": ("weight_packed", "weight_scale", "weight_zero_point"),
+    "gptq": ("qweight", "scales", "qzeros"),
+    "awq": ("qweight", "scales", "qzeros"),
+}
+"""By layout of StoredScheme: where a matrix' values, scales and zero points are."""
+_NOTES = ("weight_shape", "weight_g_idx", "g_idx")
+
+
+@dataclass(frozen=True)
+class WeightMemory:
+    """Of all weights."""
+
+    parameters: int
+    """Numbers of the model, however they are stored."""
+    num_bytes: int
+    quantized_parameters: int
+    """Those that are kept in integers."""
+
+
+def weight_memory(
+    index: CheckpointIndex, dtype_bytes: int, *, is_tied: bool, method: str | None, stored: StoredScheme | None
+) -> WeightMemory:
+    """Of a checkpoint in a type of `dtype_bytes`. `method` is the quantization that applies, `stored` how the
+    checkpoint's own integers are stored, if it has any."""
+    tensors = {name: t for name, t in index.tensors.items() if not (is_tied and name == "lm_head.weight")}
+    scheme = scheme_of(method) if method is not None and method in WEIGHT_BITS else None
+    parameters = num_bytes = quantized = 0
+    for name in list(tensors):
+        if name not in tensors:
+            continue  # a part of a matrix that was counted
+        size, taken = math.prod(tensors[name].shape), None
+        matrix = None if stored is None else _take_matrix(tensors, name, stored)
+        if matrix is not None and stored is not None:
+            size, taken = matrix.size, matrix.num_bytes(stored.bits)
+        elif scheme is not None and len(tensors[name].shape) == 2 and is_quantizable_name(name):
+            outputs, inputs = tensors[name].shape
+            if not (scheme.quantizes_inputs and inputs > MAX_INT8_INPUTS):
+                group_size = inputs if scheme.quantizes_inputs else group_size_for(inputs)
+                taken = _Matrix(outputs, inputs, group_size).num_bytes(scheme.bits)
+        parameters += size
+        num_bytes += size * dtype_bytes if taken is None else taken
+        quantized += 0 if taken is None else size
+    return WeightMemory(parameters, num_bytes, quantized)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    outputs: int
+    inputs: int
+    group_size: int
+    has_zeros: bool = False
+    is_scattered: bool = False
+    """Inputs of one group are no neighbours."""
+
+    @property
+    def size(self) -> int:
+        return self.outputs * self.inputs
+
+    def num_bytes(self, bits: int) -> int | None:
+        """None if it is computed with as plain weights."""
+        if self.is_scattered or (self.group_size % STEP_INPUTS and self.group_size < self.inputs):
+            return None
+        groups = -(-self.inputs // self.group_size)
+        return self.size * bits // 8 + self.outputs * groups * (SCALE_BYTES + ZERO_BYTES * self.has_zeros)
+
+
+def _take_matrix(tensors: dict[str, TensorInfo], name: str, stored: StoredScheme) -> _Matrix | None:
+    """The quantized matrix that tensor `name` is a part of, whose parts leave `tensors`; None if it is of none."""
+    base, _, suffix = name.rpartition(".")
+    values, scales, zeros = _SUFFIXES[stored.layout]
+    if suffix not in (values, scales, zeros, *_NOTES) or f"{base}.{scales}" not in tensors:
+        return None
+    parts = {part: tensors.pop(f"{base}.{part}", None) for part in (values, scales, zeros, *_NOTES)}
+    found, scale = parts[values], parts[scales]
+    if found is None or scale is None or len(found.shape) != 2:
+        return None
+    per_word = 1 if stored.layout == "int8" else WORD_BITS // stored.bits
+    rows, columns = found.shape
+    outputs, inputs = {"gptq": (columns, rows * per_word), "awq": (columns * per_word, rows)}.get(
+        stored.layout, (rows, columns * per_word)
+    )
+    groups = max(1, math.prod(scale.shape) // max(1, outputs))
+    return _Matrix(
+        outputs,
+        inputs,
+        max(1, inputs // groups),
+        has_zeros=parts[zeros] is not None and not stored.is_symmetric,
+        is_scattered=stored.is_scattered,
+    )

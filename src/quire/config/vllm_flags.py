@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from quire.config.engine import has_xgrammar
 from quire.config.model import ASSETS_DIR
-from quire.config.structured_outputs import has_xgrammar
 from quire.errors import ConfigError
 from quire.logger import init_logger
 

@@ -32,7 +32,7 @@ import msgspec
 import zmq
 
 from quire.config.engine import EngineConfig
-from quire.config.serial import decode_config
+from quire.config.server import decode_config
 from quire.engine.core import EngineCore
 from quire.engine.executor.abstract import Executor
 from quire.engine.intake import ClientLink, DropCounter, InputItem, MessageIntake, RefusedRequest, UtilityCall

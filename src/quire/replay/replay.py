@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from quire.config.scheduler import SchedulerConfig
+from quire.config.engine import SchedulerConfig
 from quire.engine.recording.format import (
     CONTINUES,
     HAS_GRAMMAR,

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.config.scheduler import SchedulerConfig
+from quire.config.engine import SchedulerConfig
 from quire.engine.recording.format import CONTINUES, Add, Header, Pause, Reset
 from quire.engine.request import RequestStatus
 from quire.engine.sched.interface import PauseState

@@ -31,7 +31,7 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     num_processes: int
     parent_pid: int
     engine_config: bytes
-    """`quire.config.serial.encode_config`."""
+    """`quire.config.server.encode_config`."""
     server_config: bytes
     """The same of the `ServerConfig`, without keys."""
     key_digests: tuple[bytes, ...]

@@ -70,7 +70,7 @@ class EngineHandshakeMetadata(msgspec.Struct):
 
     addresses: EngineZmqAddresses
     engine_config: bytes
-    """`quire.config.serial.encode_config`."""
+    """`quire.config.server.encode_config`."""
     incarnation: int = 0
     """0 for the first core process of an engine, one more after each restart."""
     log_stats: bool = True

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from benchmarks.switched_scheduler import BLOCK, STATISTICS, SwitchedScheduler, Turns
 
-from quire.config.scheduler import SchedulerConfig
+from quire.config.engine import SchedulerConfig
 from quire.engine.request import RequestStatus
 from tests.unit.engine.harness import make_kv_cache_config, make_request
 

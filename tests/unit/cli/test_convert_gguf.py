@@ -18,7 +18,7 @@ from quire.cli.gguf_metadata import make_config
 from quire.cli.gguf_tensors import part_halves, to_bfloat16
 from quire.cli.main import main
 from quire.config.checkpoint import CheckpointIndex
-from quire.config.source import resolve_model_dir
+from quire.config.model import resolve_model_dir
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.testing.tiny_models import make_tiny_checkpoint
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import DEFAULT_BUDGETS, FLAGS, EngineArgs
-from quire.config.model import ASSETS_DIR
-from quire.config.source import resolve_model_dir
+from quire.config.model import ASSETS_DIR, resolve_model_dir
 from quire.errors import ConfigError, ModelLoadError
 
 CONFIG = {

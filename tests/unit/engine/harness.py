@@ -8,12 +8,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from quire.config.cache import CacheConfig
-from quire.config.engine import EngineConfig
+from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
-from quire.config.scheduler import SchedulerConfig
 from quire.engine.executor.abstract import Executor
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.request import Request

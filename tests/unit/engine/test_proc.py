@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.lifecycle import LifecycleConfig
+from quire.config.engine import LifecycleConfig
 from quire.engine.intake import ClientLink, RefusedRequest, UtilityCall
 from quire.engine.proc import EngineCoreProc, EngineShutdownState, StopSignals
 from quire.engine.pulse import UTILITY_S, Pulse

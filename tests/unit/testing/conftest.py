@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.model import ModelConfig
-from quire.config.scheduler import SchedulerConfig
 from quire.testing.fake_executor import FakeExecutor
 from quire.wire.kv_cache import (
     AnyKVCacheSpec,

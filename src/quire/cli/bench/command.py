@@ -14,7 +14,7 @@ from quire.cli.engine_options import engine_args
 from quire.cli.generation import make_engine
 from quire.cli.machine import cpu_facts
 from quire.cli.options import Arguments, Option
-from quire.config.dtype import resolve_dtype_name
+from quire.config.model import resolve_dtype_name
 from quire.errors import ConfigError
 
 COMMON_OPTIONS = (

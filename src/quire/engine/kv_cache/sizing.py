@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 
-from quire.config.cache import CacheConfig
+from quire.config.engine import CacheConfig
 from quire.errors import ConfigError
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from quire.config.scheduler import SchedulerConfig
+from quire.config.engine import SchedulerConfig
 from quire.errors import ConfigError
 from quire.wire.execution import BlockIds
 from quire.wire.kv_cache import KVCacheConfig

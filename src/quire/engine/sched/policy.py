@@ -102,4 +102,4 @@ POLICIES: dict[str, SchedulingPolicy] = {
     "fcfs": SchedulingPolicy(arrival_key, last_admitted),
     "priority": SchedulingPolicy(priority_key, least_urgent),
 }
-"""By the value of `--scheduling-policy`, whose choices (config/scheduler.py) must name the same rows."""
+"""By the value of `--scheduling-policy`, whose choices (config/engine.py) must name the same rows."""

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from quire.config.scheduler import SchedulerConfig
+from quire.config.engine import SchedulerConfig
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
 from quire.engine.request import Request, RequestStatus

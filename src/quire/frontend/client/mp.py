@@ -21,7 +21,7 @@ import zmq
 
 from quire import envs
 from quire.config.engine import EngineConfig
-from quire.config.serial import encode_config
+from quire.config.server import encode_config
 from quire.errors import ConfigError, EngineDeadError, ServerError, ValidationError
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread, OutputSink

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.config.engine import EngineConfig
-from quire.config.serial import encode_config
-from quire.config.server import ServerConfig
+from quire.config.server import ServerConfig, encode_config
 from quire.errors import NotFoundError, QuireError, ServerError, make_error
 from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.client.mp import make_client_addresses

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from quire.config.serial import decode_config, decode_server_config
+from quire.config.server import decode_config, decode_server_config
 from quire.errors import QuireError, error_name
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.async_mp import AsyncMPClient

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from quire import envs
-from quire.config.cache import CacheConfig
-from quire.config.engine import EngineConfig
+from quire.config.engine import CacheConfig, EngineConfig
 from quire.frontend.metrics.facts import AdapterLoad, FrontendFacts, Load
 from quire.frontend.metrics.ledger import RequestLedger
 from quire.frontend.metrics.logging import LoggingStatLogger

@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from quire.config.lifecycle import LifecycleConfig
+from quire.config.engine import LifecycleConfig
 from quire.errors import EngineDeadError, QuireError
 from quire.frontend.client.wakeup import Wakeup
 from quire.frontend.supervision.core_death import CoreDeath, cause_of_exit, describe_exit, was_asked_to_end

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from quire.config.repository import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, find_file, read_object, read_text
+from quire.config.checkpoint import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, find_file, read_object, read_text
 from quire.errors import ModelLoadError
 from quire.frontend.text.hf_tokenizer import load_with_transformers
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.config.dtype import resolve_dtype_name
-from quire.config.model import ModelConfig
+from quire.config.model import ModelConfig, resolve_dtype_name
 
 
 def resolve_dtype(model_config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -22,12 +22,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from quire.config.checkpoint import CheckpointIndex, TensorInfo
+from quire.config.engine import LoadConfig
 from quire.config.hf_config import HFConfig
-from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.pooling import PoolingConfig
-from quire.config.quantization import WEIGHT_BITS, quantization_method, scheme_of
-from quire.config.stored_quantization import read_stored_scheme
+from quire.config.quantization import WEIGHT_BITS, quantization_method, read_stored_scheme, scheme_of
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
 from quire.logger import init_logger
 from quire.worker.kernels.base import Kernels

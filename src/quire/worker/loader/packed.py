@@ -21,8 +21,8 @@ from torch import Tensor
 
 import quire.worker
 from quire.config.checkpoint import TensorInfo
+from quire.config.engine import LoadConfig
 from quire.config.hf_config import HFConfig
-from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.logger import init_logger
 from quire.worker.kernels.base import Kernels

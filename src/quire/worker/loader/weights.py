@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.config.engine import LoadConfig
 from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
-from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.quantization import quantization_method
 from quire.errors import ModelLoadError

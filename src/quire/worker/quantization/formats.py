@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quire.config.checkpoint import TensorInfo
-from quire.config.stored_quantization import StoredScheme
+from quire.config.quantization import StoredScheme
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.worker.quantization.weight import QuantizedWeight
 

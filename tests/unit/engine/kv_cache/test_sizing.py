@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.config.cache import CacheConfig
+from quire.config.engine import CacheConfig
 from quire.engine.kv_cache.sizing import (
     blocks_needed,
     make_kv_cache_configs,

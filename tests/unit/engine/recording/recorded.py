@@ -76,7 +76,7 @@ class FakeGrammars:
 
 def make_header(scheduler: Scheduler, fields: dict[str, Any], **more: Any) -> Header:
     """Of a scheduler that the harness made with `fields`."""
-    from quire.config.scheduler import SchedulerConfig
+    from quire.config.engine import SchedulerConfig
     from tests.unit.engine.harness import make_kv_cache_config
 
     own = ("num_blocks", "max_model_len", "enable_caching", "log_stats", "num_spec_tokens")

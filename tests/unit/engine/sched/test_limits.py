@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.scheduler import SchedulerConfig
+from quire.config.engine import SchedulerConfig
 from quire.engine.request import Request
 from quire.engine.sched.limits import SchedulerLimits
 from quire.errors import ConfigError, PromptTooLongError

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.config.scheduler import SchedulerConfig
+from quire.config.engine import SchedulerConfig
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.scheduler import Scheduler
 from quire.pooling_params import PoolingParams

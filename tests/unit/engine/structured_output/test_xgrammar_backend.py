@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import tokenizers
 
-from quire.config.structured_outputs import StructuredOutputsConfig
+from quire.config.engine import StructuredOutputsConfig
 from quire.engine.structured_output.backend import Grammar
 from quire.engine.structured_output.xgrammar_backend import XGrammarBackend
 from quire.errors import ConfigError, ValidationError

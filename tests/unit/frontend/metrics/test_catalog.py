@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from quire.config.cache import CacheConfig
+from quire.config.engine import CacheConfig
 from quire.frontend.metrics.catalog import INFOS, METRICS, NOT_APPLICABLE
 from quire.frontend.metrics.frontend_stats import cache_config_labels
 from quire.frontend.metrics.prometheus import MetricsSetup, PrometheusStatLogger

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from quire.config.engine import LoadConfig
 from quire.config.hf_config import HFConfig
-from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
 from quire.worker.attention.layer import Attention

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quire.config.load import LoadConfig
+from quire.config.engine import LoadConfig
 from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels

@@ -1,4 +1,4 @@
-"""What `quire info` says weights take is what the worker says once they are loaded: config/weight_memory.py."""
+"""What `quire info` says weights take is what the worker says once they are loaded: config/quantization.py."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.log_format import JsonFormatter, TextFormatter, make_formatter, redact
+from quire.logger import JsonFormatter, TextFormatter, make_formatter, redact
 
 
 def record(message: str, *args: Any, **facts: Any) -> logging.LogRecord:
