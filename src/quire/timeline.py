@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -20,12 +21,22 @@ class Stamp(NamedTuple):
 
 
 _stamps: dict[str, Stamp] = {}
+_listeners: list[Callable[[int], None]] = []
 
 
 def stamp(name: str) -> None:
-    """Note that `name` is done. The first time counts, so code that runs again later may stamp, too."""
+    """Notes that `name` is done. The first time counts, so code that runs again later may stamp, too."""
     if name not in _stamps:
         _stamps[name] = Stamp(name, time.monotonic(), time.process_time())
+        for listener in _listeners:
+            listener(len(_stamps))
+
+
+def listen(listener: Callable[[int], None]) -> Callable[[], None]:
+    """Calls `listener` with the number of stamps now and after each further one; returns a function that ends this."""
+    _listeners.append(listener)
+    listener(len(_stamps))
+    return lambda: _listeners.remove(listener)
 
 
 def get_stamps() -> list[Stamp]:

@@ -12,6 +12,7 @@ import pytest
 
 from quire.errors import EngineDeadError
 from quire.failpoints import FAILPOINTS
+from quire.frontend.supervision import supervisor
 from quire.frontend.supervision.supervisor import WATCH_INTERVAL_S
 from quire.sampling_params import SamplingParams
 from quire.testing.history import History
@@ -138,6 +139,24 @@ def test_an_idle_core_that_is_stopped_is_replaced(faults: Faults) -> None:
 def test_a_slow_step_is_no_hang(faults: Faults) -> None:
     """It takes longer than the time between two looks."""
     _survive(faults, f"core.step.execute=sleep({1.2 * WATCH_INTERVAL_S}),times=4", num_deaths=0, hang_timeout_s=20.0)
+
+
+def test_a_core_that_stands_still_while_it_starts_again_is_replaced(
+    faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "MIN_STAGE_S", 2.0)
+    death = tmp_path / "death"
+    faults.set(f"core.step.execute=kill,skip=7,times=1,tally={death};core.ready=stop,after={death},times=1")
+    history, load = History(), FakeLoad(random.Random("start"))
+
+    async def run() -> dict[str, int]:
+        async with running(fake_args(core_hang_timeout_s=PATIENCE_S)) as engine:
+            await _read_all(engine, history, load, 16)
+            return dict(engine.counts)
+
+    assert asyncio.run(run())["deaths"] == 2
+    _check(history, load)
+    assert faults.num_fired == 1
 
 
 def test_a_core_that_dies_over_its_own_restart_is_tried_again(faults: Faults, tmp_path: Path) -> None:

@@ -48,3 +48,14 @@ def test_without_a_readable_stat_it_is_the_first_stamp(tmp_path: Path, text: str
     first = timeline.get_stamps()[1].time_s
     for path in (tmp_path / "stat", tmp_path / "missing"):
         assert timeline.process_start(str(path)) == first
+
+
+def test_a_listener_is_called_with_the_number_of_stamps_until_it_is_removed() -> None:
+    heard: list[int] = []
+    stop = timeline.listen(heard.append)
+    timeline.stamp("a")
+    timeline.stamp("a")
+    timeline.stamp("b")
+    stop()
+    timeline.stamp("c")
+    assert heard == [0, 1, 2]

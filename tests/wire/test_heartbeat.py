@@ -55,6 +55,18 @@ def test_a_reader_sees_what_the_writer_says(path: Path) -> None:
     assert (reader.get_heartbeat().step, reader.get_heartbeat().request_ids) == (2, ("c",))
 
 
+def test_stages_of_the_start_are_numbered_and_steps_are_counted_from_its_end(path: Path) -> None:
+    writer, reader = HeartbeatPage.open(path), HeartbeatPage.open(path)
+    assert (reader.get_heartbeat().phase, reader.get_heartbeat().step) == (Phase.STARTING, 0)
+    for stage in (1, 2):
+        writer.begin_stage(stage)
+        assert (reader.get_heartbeat().phase, reader.get_heartbeat().step) == (Phase.STARTING, stage)
+    writer.begin_phase(Phase.IDLE)
+    assert reader.get_heartbeat().step == 0
+    writer.begin_step(["a"])
+    assert reader.get_heartbeat().step == 1
+
+
 def test_the_request_that_is_taken_in_is_told_apart(path: Path) -> None:
     writer, reader = HeartbeatPage.open(path), HeartbeatPage.open(path)
     writer.begin_intake("newcomer-ß")

@@ -445,6 +445,7 @@ def _make_core(metadata: EngineHandshakeMetadata) -> EngineCoreProc:
     executor_class = resolve(config.parallel_config.executor_class)
     core = EngineCoreProc(config, executor_class, metadata.log_stats, pulse=pulse)
     pulse.calibrate(core.executor.execute_dummy_batch)
+    pulse.started()
     gc.enable()
     return core
 

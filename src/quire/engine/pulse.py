@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from quire.timeline import listen
 from quire.wire.heartbeat import IDLE_STAMP_INTERVAL_S, HeartbeatPage, Phase
 
 UNKNOWN_TOKEN_S = 0.25
@@ -50,6 +51,7 @@ class Pulse:
         self._times = StepTimes()
         self._started: tuple[int, float] | None = None
         """Tokens and start of the step being executed."""
+        self._stop_listening: Callable[[], None] | None = None
 
     @property
     def is_watched(self) -> bool:
@@ -61,9 +63,15 @@ class Pulse:
         self._times.record(num_tokens, duration_s)
 
     def starting(self) -> None:
-        """Loading, allocating, warming up."""
+        """Loading, allocating, warming up: each stamp of the timeline begins another stage on the page."""
         if self._page is not None:
-            self._page.begin_phase(Phase.STARTING)
+            self._stop_listening = listen(self._page.begin_stage)
+
+    def started(self) -> None:
+        """The start is over: later stamps are no stages."""
+        if self._stop_listening is not None:
+            self._stop_listening()
+            self._stop_listening = None
 
     def calibrate(self, run_one_token: Callable[[], None]) -> None:
         """Time a step of one token, before any real one: else the first steps could take for ever unnoticed."""

@@ -56,7 +56,7 @@ class Heartbeat(NamedTuple):
     incarnation: int
     phase: Phase
     step: int
-    """Steps begun since the start."""
+    """Number of steps begun since the start; while the core starts, the number of the stage it has come to."""
     phase_start: float
     """CLOCK_MONOTONIC, seconds."""
     expected_s: float
@@ -86,6 +86,7 @@ class HeartbeatPage:
         self._num_id_bytes = 0
         self.incarnation = 0
         self.step = 0
+        self._is_starting = False
 
     @classmethod
     def create(cls, path: Path) -> HeartbeatPage:
@@ -100,8 +101,15 @@ class HeartbeatPage:
         with path.open("r+b") as file:
             return cls(mmap.mmap(file.fileno(), PAGE_BYTES))
 
+    def begin_stage(self, stage: int) -> None:
+        """Enters a stage of the start. Stages are numbered upwards from 1; a page never written is in stage 0."""
+        self._is_starting, self.step = True, stage
+        self._write(Phase.STARTING, 0.0, None)
+
     def begin_phase(self, phase: Phase, expected_s: float = 0.0) -> None:
         """The writer enters a phase now. A step's request ids stay until the next `begin_step` or IDLE."""
+        if self._is_starting:
+            self._is_starting, self.step = False, 0
         if phase is Phase.IDLE:
             self._num_id_bytes = 0
         self._write(phase, expected_s, None)

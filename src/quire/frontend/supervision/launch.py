@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ logger = init_logger(__name__)
 CORE_MODULE = "quire.engine.proc"
 KILL_TIMEOUT_S = 10.0
 """How long the system may take to end a process that was sent SIGKILL."""
+START_LOOK_S = 0.1
+"""How often the progress of a start is looked at."""
+
+
+class StalledStartError(EngineDeadError):
+    """A core that starts has made no progress for too long."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +85,19 @@ class CoreProcess:
 
     # -- start ----------------------------------------------------------------------------------------------------
 
-    def wait_ready(self, stop_fd: int) -> bool:
-        """Speak with the core until it is ready; False if `stop_fd` became readable first.
+    def wait_ready(self, stop_fd: int, get_stall: Callable[[], float | None]) -> bool:
+        """Answers the core until it is ready; returns False if `stop_fd` became readable first.
 
-        Raises the error that the core says it has failed with; EngineDeadError if it dies or takes too long.
+        `get_stall` returns for how many seconds the start has made no progress, once that is too long.
+
+        Raises the error that the core reports; StalledStartError if the start makes no progress; EngineDeadError if
+        the core dies or takes longer than the ready timeout.
         """
         deadline = time.monotonic() + self._launch.ready_timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            ready = self._poll([self._handshake, stop_fd], left)
+            if (stalled_s := get_stall()) is not None:
+                raise StalledStartError(f"made no progress for {stalled_s:.1f} s while it was starting")
+            ready = self._poll([self._handshake, stop_fd], min(left, START_LOOK_S))
             if stop_fd in ready:
                 return False
             if self._handshake in ready and self._take_status(self._handshake.recv_multipart()):

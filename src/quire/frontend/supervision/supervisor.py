@@ -22,7 +22,13 @@ from quire.config.engine import LifecycleConfig
 from quire.errors import EngineDeadError, QuireError
 from quire.frontend.client.wakeup import Wakeup
 from quire.frontend.supervision.core_death import CoreDeath, cause_of_exit, describe_exit, was_asked_to_end
-from quire.frontend.supervision.launch import KILL_TIMEOUT_S, CoreLaunch, CoreProcess
+from quire.frontend.supervision.launch import (
+    KILL_TIMEOUT_S,
+    START_LOOK_S,
+    CoreLaunch,
+    CoreProcess,
+    StalledStartError,
+)
 from quire.logger import init_logger
 from quire.wire.heartbeat import Heartbeat, HeartbeatPage
 
@@ -37,6 +43,10 @@ HANG_FACTOR = 5.0
 FIRST_BACKOFF_S = 0.05
 """Before the second restart within the window; doubled for each one more. The first comes at once."""
 MAX_BACKOFF_S = 5.0
+MIN_STAGE_S = 5.0
+"""How long a stage of a start may take however short it was before."""
+STAGE_FACTOR = 10.0
+"""How many times its longest duration so far a stage of a start may take."""
 TERMINATE_TIMEOUT_S = 5.0
 """How long a core that was asked to stop may take, beyond the time it has for its requests."""
 
@@ -83,6 +93,53 @@ class HangWatch:
         return age if age > max(self._timeout_s, HANG_FACTOR * beat.expected_s) else None
 
 
+class StartWatch:
+    """Judges whether a core that is started again makes progress, by how long each stage of earlier starts took.
+
+    The core numbers the stages of its start on the heartbeat page (`HeartbeatPage.begin_stage`); stage 0 lasts from the
+    start of the process to its first entry there. A stage may take STAGE_FACTOR times its longest duration in a start
+    that succeeded, and MIN_STAGE_S in any case; one that no start has shown, as long as the longest of all. A stage
+    that was found too long may take twice as long in the next start: a slow disk is no hang. Nothing is judged in the
+    first start. Time in which this process did not run itself does not count.
+    """
+
+    def __init__(self) -> None:
+        self._durations: dict[int, float] = {}
+        """By stage, in seconds: the longest in a start that succeeded, or what an allowance was extended to."""
+        self._has_succeeded = False
+        self._begun: dict[int, float] = {}
+        """By stage of this start: when it began, CLOCK_MONOTONIC, moved by the time in which we did not run."""
+        self._last_look = 0.0
+
+    def begin(self, now: float) -> None:
+        """A process was started."""
+        self._begun = {0: now}
+        self._last_look = now
+
+    def check_stall(self, beat: Heartbeat, now: float) -> float | None:
+        """Returns the seconds without progress if they are too many, else None. To be called every START_LOOK_S."""
+        stage = max(self._begun)
+        if beat.step > stage:
+            stage = beat.step
+            self._begun[stage] = beat.phase_start
+        self._begun[stage] += max(0.0, now - self._last_look - 2 * START_LOOK_S)
+        self._last_look = now
+        age = now - self._begun[stage]
+        known = self._durations.get(stage, max(self._durations.values(), default=0.0))
+        limit = max(MIN_STAGE_S, STAGE_FACTOR * known)
+        if not self._has_succeeded or age <= limit:
+            return None
+        self._durations[stage] = 2 * limit / STAGE_FACTOR
+        return age
+
+    def succeed(self, now: float) -> None:
+        """The core is ready: its stages are the measure for later starts."""
+        ends = [*sorted(self._begun.values())[1:], now]
+        for stage, end in zip(sorted(self._begun), ends, strict=True):
+            self._durations[stage] = max(end - self._begun[stage], self._durations.get(stage, 0.0))
+        self._has_succeeded = True
+
+
 class CoreSupervisor(threading.Thread):
     """Runs one core after the other until it is stopped or the restart budget is used up.
 
@@ -114,6 +171,7 @@ class CoreSupervisor(threading.Thread):
         self._has_live_requests = has_live_requests
         self._budget = RestartBudget(config.core_restart_limit, config.core_restart_window_s)
         self._wakeup = Wakeup()
+        self._start_watch = StartWatch()
         self._is_stopping = False
         self._is_draining = False
         self._has_spawned = threading.Event()
@@ -205,14 +263,21 @@ class CoreSupervisor(threading.Thread):
             path.unlink(missing_ok=True)
 
     def _follow(self, core: CoreProcess, page: HeartbeatPage) -> CoreDeath | None:
+        self._start_watch.begin(time.monotonic())
         try:
-            if not core.wait_ready(self._wakeup.fd):
+            if not core.wait_ready(
+                self._wakeup.fd, lambda: self._start_watch.check_stall(page.get_heartbeat(), time.monotonic())
+            ):
                 core.kill()
                 return None
+        except StalledStartError as e:
+            core.kill()
+            return CoreDeath("hang", f"{e} and was killed")
         except EngineDeadError:
             if core.returncode is None or not self._was_connected(core.incarnation):
                 raise
             return _read_death(core, page.get_heartbeat())  # it did serve; only its word of it has not arrived
+        self._start_watch.succeed(time.monotonic())
         watch = HangWatch(self._config.core_hang_timeout_s, time.monotonic())
         while not core.wait(WATCH_INTERVAL_S, self._wakeup.fd):
             if self._is_stopping:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from quire.frontend.supervision.supervisor import WATCH_INTERVAL_S, HangWatch, RestartBudget
+from quire.frontend.supervision.supervisor import (
+    MIN_STAGE_S,
+    STAGE_FACTOR,
+    WATCH_INTERVAL_S,
+    HangWatch,
+    RestartBudget,
+    StartWatch,
+)
 from quire.wire.heartbeat import Heartbeat, Phase
 
 
@@ -83,3 +90,56 @@ def test_looks_that_come_late_do_not_count_either() -> None:
 
 def test_a_page_never_written_is_measured_from_when_we_began_to_look() -> None:
     assert HangWatch(10.0, now=1000.0).check_hang(beat(0.0, phase=Phase.STARTING), 1001.0) is None
+
+
+# -- starts ----------------------------------------------------------------------------------------------------------
+
+
+def run_start(watch: StartWatch, begin: float, stages: dict[int, float], until: float) -> float | None:
+    """Looks ten times a second at a start whose stages begin at these offsets; returns the time of a stall."""
+    watch.begin(begin)
+    for i in range(int((until - begin) * 10)):
+        now = begin + i / 10
+        reached = {stage: begin + offset for stage, offset in stages.items() if begin + offset <= now}
+        stage = max(reached, default=0)
+        if watch.check_stall(Heartbeat(1, Phase.STARTING, stage, reached.get(stage, 0.0), 0.0, ()), now) is not None:
+            return now - begin
+    return None
+
+
+def test_the_first_start_may_take_as_long_as_it_likes() -> None:
+    assert run_start(StartWatch(), 100.0, {1: 0.5}, until=700.0) is None
+
+
+def test_a_later_start_that_stands_still_is_found_by_the_stage_it_is_in() -> None:
+    watch = StartWatch()
+    assert run_start(watch, 100.0, {1: 0.2, 2: 0.4}, until=103.0) is None
+    watch.succeed(103.0)  # stages of 0.2, 0.2 and 2.6 s
+    assert run_start(watch, 200.0, {}, until=300.0) == pytest.approx(MIN_STAGE_S, abs=0.2)
+    assert run_start(watch, 400.0, {1: 0.2}, until=500.0) == pytest.approx(0.2 + MIN_STAGE_S, abs=0.2)
+    assert run_start(watch, 600.0, {1: 0.2, 2: 0.4}, until=700.0) == pytest.approx(0.4 + 2.6 * STAGE_FACTOR, abs=0.2)
+
+
+def test_a_stage_that_was_too_long_may_take_twice_as_long_in_the_next_start() -> None:
+    watch = StartWatch()
+    run_start(watch, 100.0, {1: 0.2}, until=100.5)
+    watch.succeed(100.5)
+    stalls = [run_start(watch, begin, {1: 0.2}, until=begin + 99.0) for begin in (200.0, 300.0, 400.0)]
+    assert stalls == [pytest.approx(0.2 + MIN_STAGE_S * 2.0**i, abs=0.2) for i in range(3)]
+
+
+def test_a_start_slower_than_the_one_before_is_no_stall() -> None:
+    watch = StartWatch()
+    run_start(watch, 100.0, {1: 1.0, 2: 2.0}, until=103.0)
+    watch.succeed(103.0)
+    assert run_start(watch, 200.0, {1: 9.0, 2: 18.0}, until=227.0) is None
+
+
+def test_a_start_is_not_blamed_for_time_in_which_we_stood_still() -> None:
+    watch = StartWatch()
+    run_start(watch, 100.0, {1: 0.2}, until=100.5)
+    watch.succeed(100.5)
+    watch.begin(200.0)
+    starting = Heartbeat(1, Phase.STARTING, 0, 0.0, 0.0, ())
+    assert watch.check_stall(starting, 260.0) is None
+    assert watch.check_stall(starting, 260.1) is None
