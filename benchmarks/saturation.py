@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 
 from quire.config.engine_args import EngineArgs
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.metrics.saturation import AT_THE_KNEE
+from quire.frontend.metrics.collect.saturation import AT_THE_KNEE
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 

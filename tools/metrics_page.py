@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.frontend.metrics.page import make_metrics_page
+from quire.frontend.metrics.catalog.table import make_metrics_page
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 INTRODUCTION = Path(__file__).with_name("metrics_introduction.md")

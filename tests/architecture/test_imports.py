@@ -59,7 +59,7 @@ ONLY_IN: dict[str, set[str]] = {
     "torch": {"quire.cli.collect_env"},
     "opentelemetry": {"quire.frontend.otel"},
     "gguf": {"quire.cli.gguf_checkpoint", "quire.cli.gguf_tensors"},
-    "prometheus_client": {"quire.frontend.metrics.process", "quire.testing.metrics_audit"},
+    "prometheus_client": {"quire.frontend.metrics.publish.process", "quire.testing.metrics_audit"},
     "httptools": {"quire.cli.remote.connection"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
@@ -114,6 +114,27 @@ def test_only_the_server_knows_http() -> None:
     web, server = {"fastapi", "starlette", "uvicorn"}, ("quire.frontend.http.", "quire.frontend.openai.")
     broken = [str(i) for i in IMPORTS if i.imported.split(".")[0] in web and not i.importer.startswith(server)]
     assert not broken, "\n".join(broken)
+
+
+METRICS = "quire.frontend.metrics."
+METRICS_FLOORS = ("collect", "catalog", "publish")
+"""Numbers are counted, rows name them, and exporters write the rows: a floor imports itself and those before it. What
+stands beside the three puts them together, and is imported by none of them."""
+
+
+def test_metrics_are_counted_then_named_then_written() -> None:
+    broken = [
+        str(i)
+        for i in IMPORTS
+        if i.importer.startswith(METRICS) and i.imported.startswith(METRICS) and _floor(i.imported) > _floor(i.importer)
+    ]
+    assert not broken, "\n".join(broken)
+    assert {_floor(m) for m in all_modules() if m.startswith(METRICS)} == {0, 1, 2, 3}
+
+
+def _floor(module: str) -> int:
+    name = module.removeprefix(METRICS).split(".")[0]
+    return METRICS_FLOORS.index(name) if name in METRICS_FLOORS else len(METRICS_FLOORS)
 
 
 def test_no_import_cycles() -> None:

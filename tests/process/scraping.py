@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import httpx2
 
-from quire.frontend.metrics.snapshot import MetricsSnapshot
+from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.testing.metrics_audit import MetricsAudit, read_exposition
 from quire.testing.watching import watching
 

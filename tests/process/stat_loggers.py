@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
-from quire.frontend.metrics.manager import StatLogger
-from quire.frontend.metrics.stats import IterationStats
+from quire.frontend.metrics.collect.events import IterationStats
+from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.wire.stats import SchedulerStats
 
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from quire.frontend.metrics.snapshot import MetricsSnapshot
+from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.testing.watching import watching
 
 from .scraping import Scraper, scraped

@@ -11,7 +11,7 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
 from quire.frontend.metrics.hub import MetricsHub
-from quire.frontend.metrics.snapshot import MetricsSnapshot
+from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.testing.metrics_audit import MetricsAudit, read_exposition
 from tests.unit.frontend.metrics.books import Books
 

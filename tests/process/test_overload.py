@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import httpx2
 import pytest
 
-from quire.frontend.metrics.snapshot import MetricsSnapshot
+from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 
 from .scraping import scraped
 from .serving import serving

@@ -13,8 +13,8 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.errors import ValidationError
 from quire.frontend.client.link import EngineLink
+from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats
-from quire.frontend.metrics.ledger import RequestLedger
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.supervision.core_death import CoreDeath
 from quire.testing.metrics_audit import MetricsAudit

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quire.errors import OverloadedError
-from quire.frontend.metrics.ledger import Receipt, RequestLedger
+from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
 from quire.wire.shared_counts import SharedCount

@@ -24,7 +24,7 @@ from quire.config.engine_args import EngineArgs
 from quire.errors import EngineDeadError
 from quire.frontend.admission import AdmissionControl, Reservation
 from quire.frontend.client.base import AsyncEngineCoreClient, make_async_client
-from quire.frontend.metrics.manager import StatLogger
+from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.output_collector import Output, RequestOutputCollector
 from quire.frontend.output_handler import OutputHandler
 from quire.frontend.prompts import PromptType

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError
 from quire.frontend.client.base import AsyncEngineCoreClient
+from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats, LiveRequest
-from quire.frontend.metrics.ledger import RequestLedger
 
 
 class EngineWatch:

@@ -19,9 +19,9 @@ from quire.errors import ConfigError
 from quire.frontend.admission import count_requests
 from quire.frontend.client.base import EngineCoreClient, make_client
 from quire.frontend.deadlines import TIMEOUT_S, Deadlines, deadline_error
-from quire.frontend.metrics.ledger import Receipt
-from quire.frontend.metrics.manager import StatLogger
-from quire.frontend.metrics.reader import Metric, read_metrics
+from quire.frontend.metrics.collect.ledger import Receipt
+from quire.frontend.metrics.publish.reader import Metric, read_metrics
+from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.parallel_sampling import fan_out
 from quire.frontend.prompts import PromptType
 from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from quire.errors import ClientError, GenerationError, make_error
-from quire.frontend.metrics.ledger import RequestLedger
-from quire.frontend.metrics.stats import IterationStats, RequestOwner
+from quire.frontend.metrics.collect.events import IterationStats, RequestOwner
+from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.parallel_sampling import ParentRequest
 from quire.frontend.request_state import OutputQueue, QueuePlace, RequestState
 from quire.frontend.request_tracing import RequestTracer

@@ -14,9 +14,9 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.frontend.input_processor import InputProcessor
+from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats, StepStats
-from quire.frontend.metrics.ledger import RequestLedger
-from quire.frontend.metrics.manager import StatLogger
+from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
 from quire.frontend.prompts import PromptType, parse_prompt
 from quire.frontend.request_state import RequestState

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.errors import ValidationError
-from quire.frontend.metrics.stats import SessionStats
+from quire.frontend.metrics.collect.events import SessionStats
 from quire.frontend.prompts import PromptType
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams

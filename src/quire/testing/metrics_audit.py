@@ -17,8 +17,9 @@ from contextlib import asynccontextmanager
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.frontend.metrics.prometheus import PrometheusStatLogger
-from quire.frontend.metrics.snapshot import Family, Kind, MetricsSnapshot, Series
+from quire.frontend.metrics.catalog.spec import Kind
+from quire.frontend.metrics.publish.prometheus import PrometheusStatLogger
+from quire.frontend.metrics.publish.snapshot import Family, MetricsSnapshot, Series
 from quire.testing.watching import watching
 
 _PER_FINISHED_REQUEST = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from quire.frontend.client import link
+from quire.frontend.metrics.collect.events import IterationStats, SessionStats
+from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats
-from quire.frontend.metrics.ledger import Receipt, RequestLedger
-from quire.frontend.metrics.stats import IterationStats, SessionStats
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.supervision.journal import JournalEntry
 from tests.simulation.mutants.registry import Patch, frontend_mutant, wrap

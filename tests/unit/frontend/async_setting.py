@@ -9,9 +9,9 @@ from typing import Any
 
 from quire.config.engine_args import EngineArgs
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.metrics.manager import StatLogger
-from quire.frontend.metrics.snapshot import MetricsSnapshot
-from quire.frontend.metrics.stats import IterationStats
+from quire.frontend.metrics.collect.events import IterationStats
+from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
+from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.testing.metrics_audit import MetricsAudit

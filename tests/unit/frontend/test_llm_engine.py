@@ -13,8 +13,8 @@ import pytest
 from quire.config.engine_args import EngineArgs
 from quire.errors import ConfigError, ValidationError
 from quire.frontend.llm_engine import LLMEngine
-from quire.frontend.metrics.manager import StatLogger
-from quire.frontend.metrics.stats import IterationStats
+from quire.frontend.metrics.collect.events import IterationStats
+from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import GenerationError
-from quire.frontend.metrics.stats import IterationStats
+from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.parallel_sampling import fan_out
 from quire.frontend.text.detokenizer import IncrementalDetokenizer, TextDetokenizer

@@ -13,8 +13,8 @@ import pytest
 from quire.config.engine_args import EngineArgs
 from quire.errors import PromptTooLongError, ValidationError
 from quire.frontend.llm_engine import LLMEngine
-from quire.frontend.metrics.manager import StatLogger
-from quire.frontend.metrics.stats import IterationStats
+from quire.frontend.metrics.collect.events import IterationStats
+from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.text.detokenizer import IncrementalDetokenizer
 from quire.frontend.text.tokenizer import Tokenizer

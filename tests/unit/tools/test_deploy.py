@@ -16,10 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tools.dashboards.__main__ import file_name, make_dashboard
 from tools.dashboards.panels import DASHBOARDS
 
-from quire.frontend.metrics.catalog import METRICS
-from quire.frontend.metrics.exchange import HttpExchange
-from quire.frontend.metrics.process import ProcessMetrics
-from quire.frontend.metrics.prometheus import MetricsSetup, PrometheusStatLogger
+from quire.frontend.metrics.catalog.table import METRICS
+from quire.frontend.metrics.collect.exchange import HttpExchange
+from quire.frontend.metrics.publish.process import ProcessMetrics
+from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
 
 from .promql import parse
 

@@ -33,7 +33,7 @@ FRONTEND_PHASES = {
     "process": ("quire.frontend.output_processor:OutputProcessor", "process_outputs"),
 }
 PROCESS_PARTS = {
-    "statistics": ("quire.frontend.metrics.stats:IterationStats", "update_from_output"),
+    "statistics": ("quire.frontend.metrics.collect.events:IterationStats", "update_from_output"),
     "detokenize": ("quire.frontend.text.detokenizer:TextDetokenizer", "update"),
     "make output": ("quire.frontend.request_state:RequestState", "make_request_output"),
     "hand over": ("quire.frontend.output_collector:RequestOutputCollector", "put"),

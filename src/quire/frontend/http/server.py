@@ -24,7 +24,7 @@ from quire.errors import ConfigError
 from quire.frontend.http.connection import make_connection_class
 from quire.frontend.http.state import ServerState
 from quire.frontend.http.tls import make_tls_context
-from quire.frontend.metrics.manager import StatLoggerManager
+from quire.frontend.metrics.publish.stat_loggers import StatLoggerManager
 from quire.frontend.openai.app import build_app
 from quire.logger import init_logger
 

@@ -32,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from quire.errors import ServerError
-from quire.frontend.metrics.facts import Load
+from quire.frontend.metrics.collect.facts import Load
 from quire.frontend.metrics.hub_messages import (
     TO_HUB,
     Answer,
@@ -45,7 +45,7 @@ from quire.frontend.metrics.hub_messages import (
     encode_message,
     read_message,
 )
-from quire.frontend.metrics.report import ProcessReport, ReportSource, merge_reports
+from quire.frontend.metrics.publish.report import ProcessReport, ReportSource, merge_reports
 from quire.logger import init_logger
 from quire.wire.serial import WireError
 

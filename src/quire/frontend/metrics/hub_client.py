@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from quire.errors import ServerError
-from quire.frontend.metrics.facts import Load
+from quire.frontend.metrics.collect.facts import Load
 from quire.frontend.metrics.hub import ANSWER_TIMEOUT_S
 from quire.frontend.metrics.hub_messages import (
     FROM_HUB,
@@ -22,7 +22,7 @@ from quire.frontend.metrics.hub_messages import (
     encode_message,
     read_message,
 )
-from quire.frontend.metrics.report import ProcessReport, ReportSource
+from quire.frontend.metrics.publish.report import ProcessReport, ReportSource
 from quire.logger import init_logger
 from quire.wire.serial import WireError
 

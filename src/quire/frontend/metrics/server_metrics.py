@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from quire.errors import NotFoundError, ServerError
-from quire.frontend.metrics.exposition import Format
 from quire.frontend.metrics.frontend_stats import FrontendStats
-from quire.frontend.metrics.process import END_MARK, ProcessMetrics
-from quire.frontend.metrics.prometheus import HAS_FAILED, PrometheusStatLogger
-from quire.frontend.metrics.report import ProcessReport, ReportSource
+from quire.frontend.metrics.publish.exposition import Format
+from quire.frontend.metrics.publish.process import END_MARK, ProcessMetrics
+from quire.frontend.metrics.publish.prometheus import HAS_FAILED, PrometheusStatLogger
+from quire.frontend.metrics.publish.report import ProcessReport, ReportSource
 
 
 class ServerMetrics:

@@ -14,7 +14,7 @@ import pytest
 from quire.config.server import ServerConfig
 from quire.frontend.http import server
 from quire.frontend.http.server import Listeners, StopSignals
-from quire.frontend.metrics.manager import StatLoggerManager
+from quire.frontend.metrics.publish.stat_loggers import StatLoggerManager
 
 
 def test_the_second_signal_is_a_hurry_and_a_call_is_none() -> None:

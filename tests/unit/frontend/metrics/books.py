@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from quire.frontend.metrics.facts import AdapterLoad, FrontendFacts
-from quire.frontend.metrics.ledger import Receipt, RequestLedger
-from quire.frontend.metrics.prometheus import MetricsSetup, PrometheusStatLogger
-from quire.frontend.metrics.report import ProcessReport
-from quire.frontend.metrics.snapshot import Family, MetricsSnapshot, Series
-from quire.frontend.metrics.stats import FinishedRequestStats, FirstToken, IterationStats, RequestOwner
+from quire.frontend.metrics.collect.events import FinishedRequestStats, FirstToken, IterationStats, RequestOwner
+from quire.frontend.metrics.collect.facts import AdapterLoad, FrontendFacts
+from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
+from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
+from quire.frontend.metrics.publish.report import ProcessReport
+from quire.frontend.metrics.publish.snapshot import Family, MetricsSnapshot, Series
 from quire.wire.engine_core import FinishReason
 from quire.wire.stats import PrefillStats, SchedulerStats
 

@@ -10,11 +10,11 @@ import pytest
 
 from quire.config.engine_args import EngineArgs
 from quire.errors import ConfigError
+from quire.frontend.metrics.catalog.spec import KV_SAMPLING, LEGACY_NAMES, NANS
+from quire.frontend.metrics.collect.events import IterationStats
+from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats, make_setup
-from quire.frontend.metrics.ledger import RequestLedger
-from quire.frontend.metrics.manager import StatLogger
-from quire.frontend.metrics.spec import KV_SAMPLING, LEGACY_NAMES, NANS
-from quire.frontend.metrics.stats import IterationStats
+from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest

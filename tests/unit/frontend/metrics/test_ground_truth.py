@@ -17,7 +17,7 @@ import pytest
 
 from quire.config.engine_args import EngineArgs
 from quire.frontend.llm_engine import LLMEngine
-from quire.frontend.metrics.snapshot import MetricsSnapshot
+from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.testing.fake_executor import FakeExecutor

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ServerError
-from quire.frontend.metrics.facts import Load
+from quire.frontend.metrics.collect.facts import Load
 from quire.frontend.metrics.hub import MetricsHub
 from quire.frontend.metrics.hub_client import HubClient
 from quire.frontend.metrics.hub_messages import (
@@ -22,8 +22,8 @@ from quire.frontend.metrics.hub_messages import (
     encode_message,
     read_message,
 )
-from quire.frontend.metrics.report import ProcessReport
-from quire.frontend.metrics.snapshot import MetricsSnapshot
+from quire.frontend.metrics.publish.report import ProcessReport
+from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.testing.metrics_audit import MetricsAudit
 from quire.wire.serial import WireError
 

@@ -8,7 +8,7 @@ from quire.errors import ServerError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.endpoint import Endpoint, RequestContext
 from quire.frontend.http.errors import HttpError
-from quire.frontend.metrics.exposition import CONTENT_TYPES, choose_format
+from quire.frontend.metrics.publish.exposition import CONTENT_TYPES, choose_format
 
 
 async def metrics(context: RequestContext) -> Response:

@@ -1,0 +1,222 @@
+"""Rows of the catalog that vLLM does not have: the ledger, the core's health, saturation, and those of HTTP."""
+
+from __future__ import annotations
+
+from quire.frontend.metrics.catalog.spec import LORA, QUIRE, MetricSpec, each, labelled, of_exchange, of_ledger, of_step
+from quire.frontend.metrics.collect.ledger import DISCARD_REASONS, FINISH_REASONS, REJECTION_REASONS
+from quire.frontend.metrics.collect.saturation import RESOURCES
+
+LIVE_STATES = ("waiting", "running", "resting")
+
+LEDGER: tuple[MetricSpec, ...] = (
+    of_ledger(
+        name="requests_received",
+        help="Requests that came, one per output asked for.",
+        value=lambda facts: facts.ledger.num_received,
+    ),
+    of_ledger(
+        name="requests_accepted",
+        help="Requests that were taken in.",
+        value=lambda facts: facts.ledger.num_accepted,
+    ),
+    of_ledger(
+        name="requests_rejected",
+        help="Requests that were refused, or given up before they were taken in, by the reason. No work was done.",
+        labels=("reason",),
+        known=each(REJECTION_REASONS),
+        samples=lambda facts: labelled(facts.ledger.rejected),
+    ),
+    of_ledger(
+        name="requests_in_admission",
+        kind="gauge",
+        help="Requests that came and are being read: received = accepted + rejected + in admission.",
+        value=lambda facts: facts.ledger.num_in_admission,
+    ),
+    of_ledger(
+        name="requests_finished",
+        help="Requests that were taken in and have ended, by the reason.",
+        labels=("reason",),
+        known=each(FINISH_REASONS),
+        samples=lambda facts: labelled(facts.ledger.finished),
+    ),
+    of_ledger(
+        name="requests_live",
+        kind="gauge",
+        help="Requests that have not ended, as this server sees them: accepted = finished + live + lost.",
+        labels=("state",),
+        known=each(LIVE_STATES),
+        samples=lambda facts: [((state,), facts.num_live.get(state, 0)) for state in LIVE_STATES],
+    ),
+    of_ledger(
+        name="requests_lost",
+        help="Requests that were live in an API process when that was killed.",
+        value=lambda facts: facts.num_lost,
+    ),
+    of_ledger(
+        name="api_processes",
+        kind="gauge",
+        help="Processes whose numbers these are: those that answered, and those that did not (shown as they were).",
+        labels=("state",),
+        known=each(("answered", "late")),
+        samples=lambda facts: [((state,), facts.num_processes.get(state, 0)) for state in ("answered", "late")],
+    ),
+    of_ledger(
+        name="api_processes_lost",
+        help="API processes that were gone without a last report.",
+        value=lambda facts: facts.num_lost_processes,
+    ),
+    of_ledger(
+        name="queue_tokens",
+        kind="gauge",
+        help="Tokens of the prompts that wait for their first token.",
+        value=lambda facts: facts.num_queued_tokens,
+    ),
+    of_ledger(
+        name="delivered_tokens",
+        help="Tokens that became part of an answer: generation = delivered + discarded.",
+        value=lambda facts: facts.ledger.num_delivered_tokens,
+    ),
+    of_ledger(
+        name="discarded_tokens",
+        help="Tokens generated for a live request that are no part of its answer, by the reason.",
+        labels=("reason",),
+        known=each(DISCARD_REASONS),
+        samples=lambda facts: labelled(facts.ledger.discarded_tokens),
+    ),
+    of_ledger(
+        name="late_tokens",
+        help="Tokens that came for requests which had ended; in no other count.",
+        value=lambda facts: facts.ledger.num_late_tokens,
+    ),
+    of_ledger(
+        name="requests_resumed",
+        help="Requests that went on after a restart of the engine core.",
+        value=lambda facts: facts.core_counts.get("resumed_requests", 0),
+    ),
+    of_ledger(
+        name="requests_poisoned",
+        help="Requests failed alone because they kept ending the engine core.",
+        value=lambda facts: facts.core_counts.get("poisoned_requests", 0),
+    ),
+    of_ledger(
+        name="restart_recomputed_tokens",
+        help="Tokens computed again because the engine core was restarted.",
+        value=lambda facts: facts.core_counts.get("recomputed_tokens", 0),
+    ),
+    of_step(
+        name="preemption_recomputed_tokens",
+        kind="counter",
+        help="Tokens computed again because a request had lost its blocks.",
+        value=lambda stats: stats.num_recomputed_tokens,
+        prefix=QUIRE,
+    ),
+    of_ledger(
+        name="engine_restarts",
+        help="Restarts of the engine core, by what had ended it.",
+        labels=("cause",),
+        known=each(("crash", "hang", "killed", "start", "lost")),
+        samples=lambda facts: labelled(facts.core_restarts),
+    ),
+    of_ledger(
+        name="dropped_messages",
+        help="Messages of the engine core, or parts of them, that could not be used, by the reason.",
+        labels=("reason",),
+        known=each(("stale", "corrupt", "repeated", "lost", "unknown")),
+        samples=lambda facts: [
+            ((reason,), facts.core_counts.get(reason, 0))
+            for reason in ("stale", "corrupt", "repeated", "lost", "unknown")
+        ],
+    ),
+    of_ledger(
+        name="engine_ready",
+        kind="gauge",
+        help="1 if a request would be worked on now; 0 while the engine core is being started again.",
+        value=lambda facts: float(facts.is_core_ready),
+    ),
+    of_ledger(
+        name="engine_step_age_seconds",
+        kind="gauge",
+        help="Since the last step, while there is something to compute; else 0.",
+        value=lambda facts: facts.step_age_s,
+    ),
+    of_step(
+        name="kv_blocks",
+        kind="gauge",
+        help="Blocks of the KV cache: held by requests, free with content that may be hit, free without.",
+        labels=("state",),
+        known=each(("used", "cached", "free")),
+        samples=lambda stats: (
+            (("used",), stats.num_used_blocks),
+            (("cached",), stats.num_cached_blocks),
+            (("free",), stats.num_free_blocks),
+        ),
+        prefix=QUIRE,
+    ),
+    of_ledger(
+        name="saturation",
+        kind="gauge",
+        help="How near the engine is to the most it can do, in [0, 1], whatever the shape of the requests.",
+        value=lambda facts: facts.saturation.value,
+    ),
+    of_ledger(
+        name="saturation_by_resource",
+        kind="gauge",
+        help="The shares whose largest is quire_saturation.",
+        labels=("resource",),
+        known=each(RESOURCES),
+        samples=lambda facts: labelled(facts.saturation.by_resource),
+    ),
+    of_ledger(
+        name="saturation_limit_tokens_per_second",
+        kind="gauge",
+        help="Prompt and output tokens per second at which compute is used up, in the present mix, as measured.",
+        value=lambda facts: facts.saturation.limit_tokens_per_s,
+    ),
+    of_ledger(
+        name="lora_requests",
+        kind="gauge",
+        help="Live requests by LoRA adapter: the busiest ones, and the rest as `other`.",
+        labels=("adapter", "state"),
+        samples=lambda facts: [((adapter, state), count) for adapter, state, count in facts.adapters.capped()],
+        condition=LORA,
+    ),
+)
+
+HTTP: tuple[MetricSpec, ...] = (
+    of_exchange(
+        name="http_requests",
+        kind="counter",
+        help="HTTP requests by method, class of status and route; probes left out.",
+        labels=("method", "status", "handler"),
+        samples=lambda done: (((done.method, f"{done.status // 100}xx", done.handler), 1),),
+    ),
+    of_exchange(
+        name="http_request_duration_seconds",
+        kind="histogram",
+        help="From an HTTP request to the end of its answer, by method and route.",
+        labels=("method", "handler"),
+        samples=lambda done: (((done.method, done.handler), done.duration_s),),
+        family="http",
+    ),
+    of_exchange(
+        name="http_request_duration_highr_seconds",
+        kind="histogram",
+        help="The same in finer buckets, without labels.",
+        value=lambda done: done.duration_s,
+        family="http_highr",
+    ),
+    of_exchange(
+        name="http_request_size_bytes",
+        kind="summary",
+        help="Bodies of HTTP requests, as announced, by route.",
+        labels=("handler",),
+        samples=lambda done: (((done.handler,), done.request_bytes),),
+    ),
+    of_exchange(
+        name="http_response_size_bytes",
+        kind="summary",
+        help="Bodies of the answers, by route.",
+        labels=("handler",),
+        samples=lambda done: (((done.handler,), done.response_bytes),),
+    ),
+)

@@ -1,0 +1,155 @@
+"""What is true of a frontend at the moment somebody asks: the source of the metrics that are read, not counted.
+
+Several frontends of one server are as one by `merge_facts`, which is commutative and associative.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import reduce
+
+import msgspec
+
+from quire.frontend.metrics.collect.ledger import RequestLedger, add_counts
+from quire.frontend.metrics.collect.saturation import Saturation
+
+OTHER_ADAPTERS = "other"
+"""The label of all adapters beyond the cap."""
+MAX_ADAPTER_SERIES = 50
+"""Adapters with series of their own (promise: no client can make the exposition grow without bound)."""
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How busy the engine is, in a few numbers that cost nothing to make."""
+
+    kv_cache_usage: float
+    num_running: int
+    num_waiting: int
+    saturation: float
+
+
+class AdapterLoad(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Live requests of LoRA adapters, by adapter."""
+
+    running: dict[str, int] = {}
+    waiting: dict[str, int] = {}
+
+    @classmethod
+    def count(cls, requests: Iterable[tuple[str, bool]]) -> AdapterLoad:
+        """Of (adapter, is it running) per live request."""
+        running: Counter[str] = Counter()
+        waiting: Counter[str] = Counter()
+        for adapter, is_running in requests:
+            (running if is_running else waiting)[adapter] += 1
+        return cls(running, waiting)
+
+    def plus(self, other: AdapterLoad) -> AdapterLoad:
+        """Both in one."""
+        return AdapterLoad(add_counts(self.running, other.running), add_counts(self.waiting, other.waiting))
+
+    def capped(self, limit: int = MAX_ADAPTER_SERIES) -> list[tuple[str, str, int]]:
+        """(adapter, state, requests): the `limit` busiest adapters, and the others together."""
+        total = Counter(self.running) + Counter(self.waiting)
+        busiest = sorted(total, key=lambda name: (-total[name], name))
+        shown, others = busiest[:limit], busiest[limit:]
+        rows = []
+        for state, load in (("running", self.running), ("waiting", self.waiting)):
+            rows += [(name, state, load.get(name, 0)) for name in shown]
+            if others:
+                rows.append((OTHER_ADAPTERS, state, sum(load.get(name, 0) for name in others)))
+        return rows
+
+
+class FrontendFacts(msgspec.Struct, kw_only=True, array_like=True, frozen=True, gc=False):
+    """One moment of one frontend. Made for each snapshot, by the thread that owns what it shows."""
+
+    time: float
+    """Wall clock, as all times here."""
+    ledger: RequestLedger
+    num_live: dict[str, int]
+    """Requests that have not ended, by "waiting" (no token yet), "running", "resting" (a session without input)."""
+    num_lost: int = 0
+    """Requests that were live in a process when that was gone."""
+    num_queued_tokens: int = 0
+    """Of the prompts that wait."""
+    admission_rejections: dict[str, int] = {}
+    """User requests, by the limit."""
+    core_counts: dict[str, int] = {}
+    """`EngineLink.counts`."""
+    core_restarts: dict[str, int] = {}
+    is_core_ready: bool = True
+    oldest_arrival: float | None = None
+    """Of the live requests that do not rest; None if there is none."""
+    last_step_time: float = 0.0
+    """When the last step was heard of."""
+    saturation: Saturation = Saturation()
+    sleep_level: int = 0
+    sleep_time: float = 0.0
+    """When `sleep_level` was set; 0 if it never was."""
+    operations_in_flight: dict[str, int] = {}
+    adapters: AdapterLoad = AdapterLoad()
+    max_lora: int = 0
+    num_processes: dict[str, int] = msgspec.field(default_factory=lambda: {"answered": 1})
+    """Of the server, by "answered", or "late": their last report is what is shown of them."""
+    num_lost_processes: int = 0
+    """Gone without a last report."""
+
+    @property
+    def step_age_s(self) -> float:
+        """Since the last step, while there is something to compute; else 0."""
+        if self.oldest_arrival is None:
+            return 0.0
+        return max(0.0, self.time - max(self.oldest_arrival, self.last_step_time))
+
+
+def merge_facts(facts: Sequence[FrontendFacts]) -> FrontendFacts:
+    """Frontends of one server as one; at least one."""
+    return reduce(_merge, facts)
+
+
+def _merge(a: FrontendFacts, b: FrontendFacts) -> FrontendFacts:
+    arrivals = [arrival for arrival in (a.oldest_arrival, b.oldest_arrival) if arrival is not None]
+    later = max(a, b, key=lambda facts: (facts.time, not facts.is_core_ready))
+    sleep_time, sleep_level = max((facts.sleep_time, facts.sleep_level) for facts in (a, b))
+    return FrontendFacts(
+        time=later.time,
+        ledger=a.ledger.plus(b.ledger),
+        num_live=add_counts(a.num_live, b.num_live),
+        num_lost=a.num_lost + b.num_lost,
+        num_queued_tokens=a.num_queued_tokens + b.num_queued_tokens,
+        admission_rejections=add_counts(a.admission_rejections, b.admission_rejections),
+        core_counts=add_counts(a.core_counts, b.core_counts),
+        core_restarts=add_counts(a.core_restarts, b.core_restarts),
+        is_core_ready=later.is_core_ready,
+        oldest_arrival=min(arrivals, default=None),
+        last_step_time=max(a.last_step_time, b.last_step_time),
+        saturation=a.saturation.or_more(b.saturation),
+        sleep_level=sleep_level,
+        sleep_time=sleep_time,
+        operations_in_flight=add_counts(a.operations_in_flight, b.operations_in_flight),
+        adapters=a.adapters.plus(b.adapters),
+        max_lora=max(a.max_lora, b.max_lora),
+        num_processes=add_counts(a.num_processes, b.num_processes),
+        num_lost_processes=a.num_lost_processes + b.num_lost_processes,
+    )
+
+
+def close_facts(facts: FrontendFacts, *, is_lost: bool) -> FrontendFacts:
+    """What stays when the frontend is gone, its books closed: its live requests are lost, so that the sums of the
+    ledger go on to add up. `is_lost` if the frontend has not said that it ends."""
+    ledger = facts.ledger
+    rejected = add_counts(ledger.rejected, {"lost": ledger.num_in_admission} if ledger.num_in_admission else {})
+    return msgspec.structs.replace(
+        facts,
+        ledger=msgspec.structs.replace(ledger, num_in_admission=0, rejected=rejected),
+        num_live={},
+        num_lost=facts.num_lost + sum(facts.num_live.values()),
+        num_queued_tokens=0,
+        oldest_arrival=None,
+        saturation=Saturation(),
+        operations_in_flight={},
+        adapters=AdapterLoad(),
+        num_processes={},
+        num_lost_processes=facts.num_lost_processes + is_lost,
+    )
