@@ -35,12 +35,21 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module of the package. `in_function`: inside a function. `typing_only`: for type checkers only."""
+    """One import of a module. `in_function`: inside a function. `typing_only`: for type checkers only."""
 
     importer: str
     imported: str
+    line: int
     in_function: bool
     typing_only: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+    @property
+    def package(self) -> str:
+        """The top-level package that is imported."""
+        return self.imported.split(".")[0]
 
 
 class Source:
@@ -154,28 +163,33 @@ class Checkout:
         return [(source, node) for source in self.sources for node in source.classes]
 
     @cached_property
-    def imports(self) -> list[Import]:
-        """Every import of a module of the package by another."""
+    def all_imports(self) -> list[Import]:
+        """Every import by a module of the package. `from a import b` imports a.b where that is a module, else a."""
         return [found for source in self.sources for found in self._walk(source, source.tree, False, False)]
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        """Every import of a module of the package by a module of the package."""
+        return [found for found in self.all_imports if found.imported in self.modules]
 
     def _walk(self, source: Source, node: ast.AST, in_function: bool, typing_only: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
-            inside = in_function or isinstance(child, Function | ast.Lambda)
+            if isinstance(child, ast.expr):
+                continue
+            inside = in_function or isinstance(child, Function)
             typing = typing_only or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
             for name in self._imported(child):
-                yield Import(source.module, name, inside, typing)
-            if not isinstance(child, ast.expr):
-                yield from self._walk(source, child, inside, typing)
+                yield Import(source.module, name, child.lineno, inside, typing)  # type: ignore[attr-defined]
+            yield from self._walk(source, child, inside, typing)
 
     def _imported(self, node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in self.modules)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
             for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                name = name if name in self.modules else node.module
-                if name in self.modules:
-                    yield name
+                name = f"{module}.{alias.name}"
+                yield name if name in self.modules else module
 
     def cycles(self, *, typing_too: bool = False) -> list[list[str]]:
         """Groups of modules that import one another, each group sorted."""

@@ -1,9 +1,9 @@
-"""Finds what may run foreign code, or take memory without bound, in a source text: nothing is executed."""
+"""Finds what may run foreign code, or take memory without bound, in syntax trees: nothing is executed."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 FORBIDDEN_MODULES = {
     "pickle",
@@ -51,18 +51,22 @@ FORBIDDEN_ARGUMENTS = {"allow_pickle": False, "shell": False, "trust_remote_code
 """Keyword arguments that must not be anything else."""
 
 
-def dangers(source: str) -> list[str]:
-    """What in a source text runs foreign code, as "line 3: torch.load"."""
-    tree = ast.parse(source)
-    aliases = _aliases(tree)
-    return [f"line {line}: {what}" for node in ast.walk(tree) for line, what in _dangers_of(node, aliases)]
+def nodes_of(text: str) -> list[ast.AST]:
+    """Returns the nodes of the syntax tree of a source text."""
+    return list(ast.walk(ast.parse(text)))
 
 
-def unbounded_reads(source: str) -> list[str]:
-    """Where a source text reads as much as it is given: `read()` without a size, and a ZMQ socket made by hand, which
-    has no bound on a message."""
+def dangers(nodes: Sequence[ast.AST]) -> list[str]:
+    """Returns what in a file runs foreign code, as "line 3: torch.load"."""
+    aliases = _aliases(nodes)
+    return [f"line {line}: {what}" for node in nodes for line, what in _dangers_of(node, aliases)]
+
+
+def unbounded_reads(nodes: Iterable[ast.AST]) -> list[str]:
+    """Returns the calls that read as much as is sent: `read()` without a size, and a ZMQ socket made by hand, which has
+    no bound on a message."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             called = ast.unparse(node.func)
             is_unbounded = node.func.attr in ("read", "readlines", "readline", "readall") and not _has_size(node)
@@ -71,10 +75,10 @@ def unbounded_reads(source: str) -> list[str]:
     return found
 
 
-def file_reads(source: str) -> list[str]:
-    """Where a source text opens a file by its path."""
+def file_reads(nodes: Iterable[ast.AST]) -> list[str]:
+    """Returns the calls that open a file by its path."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Call):
             is_method = isinstance(node.func, ast.Attribute) and node.func.attr in ("read_text", "read_bytes", "open")
             called = ast.unparse(node.func)
@@ -90,10 +94,10 @@ def _has_size(call: ast.Call) -> bool:
     return not (isinstance(call.args[0], ast.UnaryOp) or ast.unparse(call.args[0]) == "None")
 
 
-def _aliases(tree: ast.Module) -> dict[str, str]:
-    """Name in this module -> full name: `import numpy as np`, `from torch import load as l`."""
+def _aliases(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """Returns name in this file -> full name: `import numpy as np`, `from torch import load as l`."""
     aliases: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             aliases |= {a.asname: a.name for a in node.names if a.asname}
         elif isinstance(node, ast.ImportFrom):

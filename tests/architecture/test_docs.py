@@ -7,30 +7,39 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
 from tools.compat.page import make_page
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+from .sources import CHECKOUT, ROOT
+
+PAGES = {str(path.relative_to(ROOT)): path for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])}
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 REFERENCE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
 ROW = re.compile(r"^\| (S\d-[A-Z]+-\d+[^|]*?) \| ([^|]*) \| ([^|]*) \|$")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_resolve(page: Path) -> None:
+def test_links_resolve() -> None:
     broken = [
-        target
+        f"{name}: {target}"
+        for name, page in PAGES.items()
         for target in LINK.findall(page.read_text(encoding="utf-8"))
         if not target.startswith(("http:", "https:", "mailto:")) and not (page.parent / target).exists()
     ]
-    assert not broken
+    assert not broken, "\n".join(broken)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_named_commands_exist(page: Path) -> None:
-    for script in re.findall(r"\bscripts/(\w+)", page.read_text(encoding="utf-8")):
-        assert (ROOT / "scripts" / script).exists(), f"scripts/{script}"
+def test_named_commands_exist() -> None:
+    missing = [
+        f"{name}: scripts/{script}"
+        for name, page in PAGES.items()
+        for script in re.findall(r"\bscripts/(\w+)", page.read_text(encoding="utf-8"))
+        if not (ROOT / "scripts" / script).exists()
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def _body(path: Path) -> list[ast.stmt]:
+    parsed = next((source.tree for source in CHECKOUT.sources if source.path == path), None)
+    return (parsed or ast.parse(path.read_text(encoding="utf-8"))).body
 
 
 @cache
@@ -48,7 +57,7 @@ def _symbols(path: Path) -> set[str]:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names.update(prefix + t.id for t in targets if isinstance(t, ast.Name))
 
-    walk(ast.parse(path.read_text(encoding="utf-8")).body, "")
+    walk(_body(path), "")
     return names
 
 
@@ -59,16 +68,16 @@ def _resolve(reference: str) -> Path | None:
     return None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_named_code_exists(page: Path) -> None:
+def test_named_code_exists() -> None:
     """`path/file.py:Symbol` in a page names a file and something it defines."""
     missing = []
-    for file, symbol in REFERENCE.findall(page.read_text(encoding="utf-8")):
-        if "/" in file and symbol:
-            path = _resolve(file)
-            if path is None or symbol not in _symbols(path):
-                missing.append(f"{file}:{symbol}")
-    assert not missing
+    for name, page in PAGES.items():
+        for file, symbol in REFERENCE.findall(page.read_text(encoding="utf-8")):
+            if "/" in file and symbol:
+                path = _resolve(file)
+                if path is None or symbol not in _symbols(path):
+                    missing.append(f"{name}: {file}:{symbol}")
+    assert not missing, "\n".join(missing)
 
 
 def test_the_page_beside_vllm_is_up_to_date() -> None:

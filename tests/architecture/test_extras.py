@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from pathlib import Path
 
-from .imports import all_imports
+from .sources import CHECKOUT, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
     "optional-dependencies"
 ]
@@ -48,7 +46,7 @@ def test_all_is_all_of_them() -> None:
 
 
 def test_an_extra_is_declared_only_as_long_as_nothing_imports_it() -> None:
-    imported = {i.imported.split(".")[0] for i in all_imports()}
+    imported = {found.package for found in CHECKOUT.all_imports}
     for extra, (_, state) in _rows().items():
         names = {IMPORT_NAMES.get(name, name) for name in _distributions(extra)}
         if state == "declared":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .imports import PACKAGE
+from .sources import PACKAGE
 
 UI = PACKAGE / "assets" / "ui"
 FILES = sorted(UI.iterdir())

@@ -8,7 +8,7 @@ import sys
 
 import quire
 
-from .imports import SRC
+from .sources import SRC
 
 EXPORTS = [
     "AsyncEngineArgs",
