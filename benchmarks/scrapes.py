@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from quire.cli.bench.own_server import own_server
+from quire.cli.bench.startup import own_server
 
 SO_TIMESTAMPNS = 35
 """asm-generic/socket.h; Python's `socket` does not name it."""

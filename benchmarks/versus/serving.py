@@ -17,12 +17,10 @@ from benchmarks.versus.figures import Figure, Row
 from benchmarks.versus.peers import Peer, Place
 from benchmarks.versus.processes import ManagedProcess
 from benchmarks.versus.rounds import Say
-from quire.cli.bench.arrivals import ALL_AT_ONCE, arrival_times
-from quire.cli.bench.load import LoadRequest, LoadRun
+from quire.cli.bench.load import Endpoint, LoadRequest, LoadRun, Sender
 from quire.cli.bench.outcomes import LoadResult, ServiceLevel
 from quire.cli.bench.outcomes import figures as load_figures
-from quire.cli.bench.sending import Endpoint, Sender
-from quire.cli.bench.workloads import BenchRequest, IdRange, mixed_requests
+from quire.cli.bench.workloads import ALL_AT_ONCE, BenchRequest, IdRange, arrival_times, mixed_requests
 from quire.cli.remote.address import ServerAddress
 from quire.cli.remote.client import HttpClient
 

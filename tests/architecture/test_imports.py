@@ -53,10 +53,10 @@ THIRD_PARTY: dict[str, set[str]] = {
 }
 ONLY_IN: dict[str, set[str]] = {
     "transformers": {"quire.frontend.text.hf_tokenizer", "quire.frontend.text.tokenizer", "quire.testing.tiny_models"},
-    "yaml": {"quire.cli.config_file", "quire.cli.flags"},
+    "yaml": {"quire.cli.command_line", "quire.cli.flags"},
     "torch": {"quire.cli.collect_env"},
     "opentelemetry": {"quire.frontend.otel"},
-    "gguf": {"quire.cli.gguf_checkpoint", "quire.cli.gguf_tensors"},
+    "gguf": {"quire.cli.gguf_checkpoint"},
     "prometheus_client": {"quire.frontend.metrics.publish.process", "quire.testing.metrics_audit"},
     "httptools": {"quire.cli.remote.connection"},
 }

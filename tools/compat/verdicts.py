@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.cli.options import Option
+from quire.cli.command_line import Option
 from quire.cli.serve import command_line
 from quire.config.flags import flags_of
 from quire.config.server import ServerConfig

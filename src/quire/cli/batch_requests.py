@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from quire.cli.batch_files import InputRow
-from quire.cli.options import nearest
-from quire.cli.sampling_options import make_sampling_params
+from quire.cli.command_line import nearest
+from quire.cli.option_groups import make_sampling_params
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.openai.protocol.forms import FormBody
 from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams

@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire.cli.command_line import CommandLine
-from quire.cli.options import Arguments, Option, Positional
+from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.errors import ConfigError
 from quire.worker.packed_cache import InvalidPackedFileError, PackedCache, max_cache_bytes, open_packed_file
 

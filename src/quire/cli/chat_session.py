@@ -8,8 +8,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.cli.generation import RequestTiming
-from quire.errors import PromptTooLongError, ValidationError
+from quire.cli.generation import Engine, RequestTiming
+from quire.cli.option_groups import make_sampling_params
+from quire.errors import GenerationError, PromptTooLongError, ValidationError
+from quire.sampling_params import RequestOutputKind, SamplingParams
 
 Message = dict[str, str]
 
@@ -187,3 +189,62 @@ class ChatSession:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+class ChatTokenizer(Protocol):
+    """The part of `Tokenizer` a chat needs."""
+
+    def apply_chat_template(self, conversation: Any, *, add_generation_prompt: bool) -> Any:
+        """Messages to prompt token ids."""
+
+
+class EngineChatModel:
+    """Renders and counts with the model's own tokenizer. `model_defaults` are its sampling parameters."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        max_model_len: int,
+        model_defaults: Mapping[str, Any],
+        name: str = "model",
+    ) -> None:
+        self.name = name
+        self.max_model_len: int | None = max_model_len
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._model_defaults = model_defaults
+        self._num_requests = 0
+
+    def longest_answer(self, params: Mapping[str, Any]) -> int | None:
+        """Raises ValidationError."""
+        return self._sampling_params(params).max_tokens
+
+    def render(self, messages: Sequence[Message]) -> ChatPrompt:
+        """Token ids."""
+        token_ids = list(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
+        return ChatPrompt(token_ids, len(token_ids))
+
+    def answer(
+        self, prompt: ChatPrompt, params: Mapping[str, Any], timing: RequestTiming
+    ) -> Generator[AnswerPiece, None, None]:
+        """Raises GenerationError when the engine fails."""
+        request_id = f"chat-{self._num_requests}"
+        self._num_requests += 1
+        self._engine.add_request(request_id, {"prompt_token_ids": prompt.content}, self._sampling_params(params))
+        has_ended = False
+        try:
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    timing.record(output, time.perf_counter())
+                    has_ended = has_ended or output.finished
+                    for o in output.outputs:
+                        if o.finish_reason == "error":
+                            raise GenerationError(o.error_message or "the engine failed to answer; ask again")
+                        yield AnswerPiece(o.text, o.finish_reason)
+        finally:
+            if not has_ended:
+                self._engine.abort_request([request_id])
+
+    def _sampling_params(self, params: Mapping[str, Any]) -> SamplingParams:
+        return make_sampling_params({**params, "n": 1}, self._model_defaults, output_kind=RequestOutputKind.DELTA)

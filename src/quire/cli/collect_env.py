@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__, envs
-from quire.cli.command_line import CommandLine
+from quire.cli.command_line import Arguments, CommandLine, Option
 from quire.cli.machine import cpu_facts, memory_facts
-from quire.cli.options import Arguments, Option
 from quire.cli.terminal import human_bytes
 
 _PACKAGES = (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.cli.command_line import CommandLine
-from quire.cli.options import Arguments, Positional
+from quire.cli.command_line import Arguments, CommandLine, Positional
 from quire.errors import ConfigError
 from quire.resolve import resolve
 

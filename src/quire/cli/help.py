@@ -8,8 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from quire.cli.command_line import CommandLine
-from quire.cli.options import Option, nearest
+from quire.cli.command_line import CommandLine, Option, nearest
 from quire.config.flags import parse_human_int
 from quire.errors import ConfigError
 

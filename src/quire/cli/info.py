@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
-from quire.cli.command_line import CommandLine
-from quire.cli.engine_options import engine_args, engine_options
-from quire.cli.model_report import make_report
-from quire.cli.options import Arguments, Option, Positional
+from quire.cli.command_line import Arguments, CommandLine, Option, Positional
+from quire.cli.option_groups import engine_args, engine_options
 from quire.cli.terminal import human_bytes, human_count
+from quire.config.attention_layout import attention_windows
+from quire.config.checkpoint import CheckpointIndex
+from quire.config.engine import EngineConfig
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig, resolve_dtype_name
+from quire.config.quantization import quantization_method, read_stored_scheme, weight_memory
+from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
+from quire.errors import ConfigError
+from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
+from quire.worker.host import available_cpu_memory, cpu_kv_cache_bytes, useful_kv_cache_bytes
+from quire.worker.models.registry import MODELS
 
 EXIT_PROBLEM = 2
 
@@ -56,3 +66,199 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, int) and not name.endswith("token"):
         return human_count(value) if name.endswith("parameters") else f"{value:,}"
     return str(value)
+
+
+Facts = dict[str, Any]
+
+
+def make_report(config: EngineConfig) -> Facts:
+    """Sections of facts, fit for JSON. What would stop the model from being served is listed under "problems"."""
+    model = config.model_config
+    problems: list[str] = []
+    report: Facts = {
+        "model": {
+            "name": model.name,
+            "directory": str(model.model_dir),
+            "architecture": model.hf_config.architecture or None,
+            "does": ", ".join(model.pooling.tasks) if model.pooling is not None else "generate",
+            "supported": model.hf_config.family in MODELS,
+        }
+    }
+    for name, section in (
+        ("weights", _weights),
+        ("shape", _shape),
+        ("kv_cache", _kv_cache),
+        ("capacity", _capacity),
+        ("sampling_defaults", _sampling_defaults),
+        ("tokenizer", _tokenizer),
+    ):
+        try:
+            report[name] = section(config, report)
+        except ConfigError as e:
+            problems.append(str(e))
+    report["problems"] = list(dict.fromkeys(_unsupported(model) + problems))
+    return report
+
+
+def kv_cache_specs(hf: HFConfig, block_size: int, dtype: str) -> dict[str, AnyKVCacheSpec]:
+    """What each layer keeps per token, as the worker will report it."""
+    if hf.is_encoder:
+        return {}
+    heads, size = hf.num_key_value_heads, hf.head_dim
+    return {
+        f"layer {i}": FullAttentionSpec(block_size, heads, size, dtype)
+        if window is None
+        else SlidingWindowSpec(block_size, heads, size, dtype, window)
+        for i, window in enumerate(attention_windows(hf))
+    }
+
+
+def _unsupported(model: ModelConfig) -> list[str]:
+    hf = model.hf_config
+    problems = []
+    if hf.family not in MODELS:
+        problems.append(f"architecture {hf.architecture!r} is not implemented; known are {', '.join(sorted(MODELS))}")
+    try:
+        stored = hf.get("quantization_config")
+        quantization_method(model.quantization, stored, hf.path)
+        if stored:
+            read_stored_scheme(stored, hf.path)
+    except ConfigError as e:
+        problems.append(str(e))
+    return problems
+
+
+def _weights(config: EngineConfig, report: Facts) -> Facts:
+    model = config.model_config
+    dtype = resolve_dtype_name(model, "cpu")
+    if config.load_config.load_format == "dummy":
+        return {"dtype": dtype, "parameters": None, "memory_bytes": None, "stored_bytes": {}}
+    index = CheckpointIndex.from_dir(model.model_dir)
+    stored: dict[str, int] = {}
+    for tensor in index.tensors.values():
+        stored[tensor.dtype] = stored.get(tensor.dtype, 0) + tensor.nbytes
+    hf = model.hf_config
+    config_of = hf.get("quantization_config")
+    method = quantization_method(model.quantization, config_of, hf.path)
+    memory = weight_memory(
+        index,
+        DTYPE_BYTES[dtype],
+        is_tied=hf.tie_word_embeddings,
+        method=method,
+        stored=read_stored_scheme(config_of, hf.path) if config_of else None,
+    )
+    return {
+        "files": len({t.file for t in index.tensors.values()}),
+        "tensors": len(index.tensors),
+        "parameters": memory.parameters,
+        "stored_bytes": stored,
+        "dtype": dtype,
+        "quantization": method,
+        "quantized_parameters": memory.quantized_parameters,
+        "memory_bytes": memory.num_bytes,
+    }
+
+
+def _shape(config: EngineConfig, report: Facts) -> Facts:
+    hf = config.model_config.hf_config
+    windows = [window for window in attention_windows(hf) if window is not None]
+    return {
+        "layers": hf.num_hidden_layers,
+        "sliding_window_layers": len(windows),
+        "sliding_window": max(windows, default=None),
+        "hidden_size": hf.hidden_size,
+        "attention_heads": hf.num_attention_heads,
+        "kv_heads": hf.num_key_value_heads,
+        "head_size": hf.head_dim,
+        "vocabulary": hf.vocab_size,
+        "context_length": hf.context_len,
+    }
+
+
+def _kv_cache(config: EngineConfig, report: Facts) -> Facts:
+    specs = kv_cache_specs(config.model_config.hf_config, config.cache_config.block_size, _cache_dtype(config))
+    block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+    return {
+        "dtype": _cache_dtype(config),
+        "block_size": config.cache_config.block_size,
+        "bytes_per_token": block_bytes // config.cache_config.block_size,
+    }
+
+
+def _cache_dtype(config: EngineConfig) -> str:
+    asked = config.cache_config.cache_dtype
+    return resolve_dtype_name(config.model_config, "cpu") if asked == "auto" else asked
+
+
+def _capacity(config: EngineConfig, report: Facts) -> Facts:
+    """Of a CPU: what a GPU has left is known after loading only."""
+    if config.device_config.device == "cuda" or "weights" not in report:
+        return {}
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    if model.hf_config.is_encoder:  # computes texts whole, and keeps nothing of them
+        return {
+            "free_memory_bytes": available_cpu_memory(),
+            "max_model_len": model.model_len,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        }
+    specs = kv_cache_specs(model.hf_config, cache.block_size, _cache_dtype(config))
+    free = available_cpu_memory()
+    kv_bytes = cache.kv_cache_memory_bytes
+    if kv_bytes is None or kv_bytes < 0:
+        block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+        useful = useful_kv_cache_bytes(model.model_len, scheduler.max_num_seqs or 1, cache.block_size, block_bytes)
+        kv_bytes = cpu_kv_cache_bytes(max(0, free - (report["weights"]["memory_bytes"] or 0)), useful)
+    step_tokens = scheduler.max_num_scheduled_tokens
+    (sized, *_), model_len = make_kv_cache_configs(
+        cache, [specs], [kv_bytes], model.model_len, model.max_model_len == -1, step_tokens
+    )
+    concurrency = max_concurrency(sized, model_len, step_tokens)
+    return {
+        "free_memory_bytes": free,
+        "cache_bytes": sum(tensor.size for tensor in sized.kv_cache_tensors),
+        "blocks": sized.num_blocks,
+        "tokens": int(concurrency * model_len),
+        "max_model_len": model_len,
+        "max_concurrency": round(concurrency, 2),
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+    }
+
+
+def _sampling_defaults(config: EngineConfig, report: Facts) -> Facts:
+    return dict(config.model_config.sampling_defaults)
+
+
+def _tokenizer(config: EngineConfig, report: Facts) -> Facts:
+    model = config.model_config
+    tokenizer, settings = (_read_json(model.tokenizer_dir / f"{n}.json") for n in ("tokenizer", "tokenizer_config"))
+    kind = tokenizer.get("model") or {}
+    return {
+        "file": "tokenizer.json" if tokenizer else None,
+        "kind": kind.get("type"),
+        "vocabulary": len(kind.get("vocab") or ()) or None,
+        "added_tokens": len(tokenizer.get("added_tokens") or ()),
+        **{name: _token_text(settings.get(name)) for name in ("bos_token", "eos_token")},
+        "chat_template": bool(
+            model.chat_template
+            or settings.get("chat_template")
+            or (model.tokenizer_dir / "chat_template.jinja").exists()
+        ),
+    }
+
+
+def _read_json(path: Path) -> Facts:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} cannot be read: {e}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value

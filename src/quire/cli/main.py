@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire import __version__, envs
-from quire.cli.command_line import CommandLine
+from quire.cli.command_line import CommandLine, nearest
 from quire.cli.help import find_help_topic, format_help
-from quire.cli.options import nearest
 from quire.errors import ClientError, ConfigError, QuireError
 from quire.resolve import resolve
 from quire.timeline import stamp

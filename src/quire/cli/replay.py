@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from quire.cli.command_line import CommandLine
-from quire.cli.engine_options import engine_options
-from quire.cli.options import Arguments, Option, Positional
+from quire.cli.command_line import Arguments, CommandLine, Option, Positional
+from quire.cli.option_groups import engine_options
 from quire.config.engine_args import FLAGS
 from quire.resolve import resolve
 

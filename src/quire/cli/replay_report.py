@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from quire.cli.options import Arguments
+from quire.cli.bench.workloads import IdRange
+from quire.cli.command_line import Arguments
 from quire.cli.replay import CHANGES, NOT_OURS
-from quire.cli.rerun import Rerun
-from quire.config.engine_args import FLAGS
-from quire.engine.recording.format import RecordingReader
+from quire.config.engine_args import FLAGS, EngineArgs
+from quire.engine.recording.format import HASH_BYTES, IS_POOLING, RecordingReader
 from quire.errors import ConfigError
 from quire.replay.step_times import PART_NAMES, StepTimes, fit_step_times
-from quire.replay.study import Study, study
+from quire.replay.study import RecordedRequest, Study, study
 from quire.replay.what_if import Changes, Figures, measure, predict
+from quire.resolve import resolve
+from quire.sampling_params import RequestOutputKind, SamplingParams
 
 EXIT_DIFFERENT = 1
 
@@ -175,3 +180,87 @@ def _table(columns: dict[str, Figures]) -> list[str]:
             rows.append((f"{title} {place}, ms", ["-" if value is None else f"{value:.2f}" for value in values]))
     head = f"  {'':<22}" + "".join(f"{name:>14}" for name in columns)
     return [head, *(f"  {title:<22}" + "".join(f"{value:>14}" for value in values) for title, values in rows)]
+
+
+class Rerun:
+    """One run. It is recorded to `path`, and measured from that recording as the first one was."""
+
+    def __init__(self, study: Study, changes: Changes, model: str, flags: dict[str, Any], path: Path) -> None:
+        """Raises ConfigError for a load that cannot be served again."""
+        if any(request.segments[0].add.flags & IS_POOLING for request in study.requests):
+            raise ConfigError("--rerun: the recording has pooling requests; only generation is served again")
+        header = changes.apply(study.header)
+        scheduler = header.scheduler
+        self._requests = study.requests
+        self._block_size = min(header.kv_cache.block_sizes)
+        self._args = EngineArgs(
+            **{
+                "model": model,
+                "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+                "max_num_seqs": scheduler.max_num_seqs,
+                "scheduling_policy": scheduler.scheduling_policy,
+                "enable_chunked_prefill": scheduler.enable_chunked_prefill,
+                "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
+                "scheduler_reserve_full_isl": scheduler.scheduler_reserve_full_isl,
+                "watermark": scheduler.watermark,
+                "block_size": self._block_size,
+                "num_gpu_blocks_override": header.kv_cache.num_blocks,
+                "enable_prefix_caching": header.enable_caching,
+                "max_model_len": header.max_model_len,
+                "skip_tokenizer_init": True,
+                "disable_log_stats": True,
+                "record": str(path),
+                **flags,
+            }
+        )
+
+    def run(self) -> None:
+        """Serve everything, at the times it came."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        config = self._args.create_engine_config("serving")
+        ids = IdRange.of_vocabulary(config.model_config.hf_config.vocab_size)
+        prompts = [self._make_prompt(number, ids) for number in range(len(self._requests))]
+        async with resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(config) as engine:
+            start = time.monotonic() - min((r.segments[0].arrival_s for r in self._requests), default=0.0)
+            pairs = zip(self._requests, prompts, strict=True)
+            async with asyncio.TaskGroup() as tasks:
+                for number, (request, prompt) in enumerate(pairs):
+                    tasks.create_task(_serve(engine, str(number), request, prompt, start))
+
+    def _make_prompt(self, number: int, ids: IdRange) -> list[int]:
+        """Tokens that follow from the recorded hashes of the blocks; beyond the last full block they are its own."""
+        request = self._requests[number]
+        add = request.segments[0].add
+        if add.prompt is not None:
+            return add.prompt
+        tokens: list[int] = []
+        for start in range(0, len(request.blocks), HASH_BYTES):
+            if len(tokens) >= add.num_prompt_tokens:
+                break
+            tokens += _draw(request.blocks[start : start + HASH_BYTES], self._block_size, ids)
+        tokens += _draw(number, max(0, add.num_prompt_tokens - len(tokens)), ids)
+        return tokens[: add.num_prompt_tokens]
+
+
+def _draw(seed: int | bytes, count: int, ids: IdRange) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(ids.low, ids.high) for _ in range(count)]
+
+
+async def _serve(engine: Any, request_id: str, request: RecordedRequest, prompt: list[int], start: float) -> None:
+    segment = request.segments[0]
+    await asyncio.sleep(max(0.0, start + segment.arrival_s - time.monotonic()))
+    num_outputs = max(1, segment.num_outputs)
+    params = SamplingParams(
+        temperature=0.0,
+        ignore_eos=True,
+        min_tokens=num_outputs,
+        max_tokens=num_outputs,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    stream = engine.generate({"prompt_token_ids": prompt}, params, request_id, priority=segment.add.priority)
+    async for _ in stream:
+        pass

@@ -13,10 +13,8 @@ from functools import partial
 from typing import Any
 
 from quire import __version__, envs
-from quire.cli.command_line import CommandLine, ForeignFlags
-from quire.cli.engine_options import engine_args, engine_options, flag_option
-from quire.cli.options import Arguments, Positional
-from quire.cli.vllm_options import vllm_options
+from quire.cli.command_line import Arguments, CommandLine, ForeignFlags, Positional
+from quire.cli.option_groups import engine_args, engine_options, flag_option, vllm_options
 from quire.config.engine import EngineConfig
 from quire.config.flags import flags_of
 from quire.config.server import ServerConfig, read_api_keys

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.cli.bench.arrivals import ALL_AT_ONCE, EVENLY, arrival_times
+from quire.cli.bench.workloads import ALL_AT_ONCE, EVENLY, arrival_times
 
 
 def gaps(times: list[float]) -> list[float]:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cli.bench.charts import HEIGHT, WIDTH, Axis, Chart, Series, to_svg
-from quire.cli.bench.plots import check_plot_path, to_html, write_plot
+from quire.cli.bench.plots import HEIGHT, WIDTH, Axis, Chart, Series, check_plot_path, to_html, to_svg, write_plot
 from quire.errors import ConfigError
 
 values = st.just(0.0) | st.floats(1e-6, 1e9)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quire.cli.bench.datasets import (
     TRACE_BLOCK,
     FileDataset,
+    Material,
     RandomDataset,
     TraceDataset,
     TraceRow,
@@ -22,9 +23,8 @@ from quire.cli.bench.datasets import (
     read_sharegpt,
     read_trace,
 )
-from quire.cli.bench.lengths import Lengths
 from quire.cli.bench.load import LoadRequest
-from quire.cli.bench.words import Material
+from quire.cli.bench.workloads import Lengths
 from quire.errors import ConfigError
 
 MATERIAL = Material(tuple(range(300, 400)), tokens_per_word=2.0)

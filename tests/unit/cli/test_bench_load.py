@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.cli.bench.arrivals import EVENLY, arrival_times
 from quire.cli.bench.load import LoadRequest, LoadRun
 from quire.cli.bench.outcomes import LoadResult, Outcome
+from quire.cli.bench.workloads import EVENLY, arrival_times
 from quire.cli.generation import RequestTiming
 from quire.cli.remote.failures import RefusedError, RemoteError
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from quire.cli.bench.arrivals import EVENLY, arrival_times
 from quire.cli.bench.outcomes import (
     Failure,
     LoadResult,
@@ -20,6 +19,7 @@ from quire.cli.bench.outcomes import (
     keeps_up,
     peak_in_flight,
 )
+from quire.cli.bench.workloads import EVENLY, arrival_times
 from quire.cli.generation import RequestTiming
 from quire.errors import ConfigError
 

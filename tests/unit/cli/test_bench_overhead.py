@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.cli.bench.metering import PhaseMeter, difference, thread_times
 from quire.cli.bench.overhead import format_overhead
-from quire.cli.bench.overhead_runs import CORE_THREAD, per_token
+from quire.cli.bench.overhead_runs import CORE_THREAD, PhaseMeter, difference, per_token, thread_times
 from quire.cli.main import main
 from quire.frontend.output_processor import OutputProcessor
 

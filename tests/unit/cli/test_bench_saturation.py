@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.cli.bench.saturation import RateSearch
+from quire.cli.bench.outcomes import RateSearch
 
 
 def search(first: float, tolerance: float, is_sustained: Callable[[float], bool], max_probes: int = 60) -> RateSearch:

@@ -9,8 +9,7 @@ from typing import cast
 
 import pytest
 
-from quire.cli.bench.load import LoadRequest
-from quire.cli.bench.sending import Endpoint, Sender
+from quire.cli.bench.load import Endpoint, LoadRequest, Sender
 from quire.cli.generation import RequestTiming
 from quire.cli.remote.client import HttpClient
 from quire.cli.remote.events import Choice, Chunk, Usage

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from quire.cli.chat import read_message
-from quire.cli.chat_commands import CHAT_COMMANDS
-from quire.cli.chat_engine import EngineChatModel
-from quire.cli.chat_session import ChatSession
+from quire.cli.chat import CHAT_COMMANDS, read_message
+from quire.cli.chat_session import ChatSession, EngineChatModel
 from quire.cli.main import main
 from quire.errors import PromptTooLongError
 from quire.sampling_params import SamplingParams

@@ -11,10 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cli.command_line import CommandLine
-from quire.cli.engine_options import engine_args, engine_options
-from quire.cli.options import Option, Positional
-from quire.cli.sampling_options import sampling_options
+from quire.cli.command_line import CommandLine, Option, Positional
+from quire.cli.option_groups import engine_args, engine_options, sampling_options
 from quire.config.engine_args import FLAGS
 from quire.config.flags import FlagSpec, parse_human_int
 from quire.errors import ConfigError, ValidationError

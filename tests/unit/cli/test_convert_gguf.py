@@ -13,9 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from quire.cli.gguf_checkpoint import convert
-from quire.cli.gguf_metadata import make_config
-from quire.cli.gguf_tensors import part_halves, to_bfloat16
+from quire.cli.gguf_checkpoint import convert, make_config, part_halves, to_bfloat16
 from quire.cli.main import main
 from quire.config.checkpoint import CheckpointIndex
 from quire.config.model import resolve_model_dir

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from quire.cli.info import kv_cache_specs
 from quire.cli.main import main
-from quire.cli.model_report import kv_cache_specs
 from quire.config.engine_args import EngineArgs
 from quire.config.hf_config import HFConfig
 from quire.wire.kv_cache import AnyKVCacheSpec
@@ -88,11 +88,11 @@ def test_facts(checkpoint: Path, capsys: Capture) -> None:
 
 
 def test_memory_rule_is_the_workers(checkpoint: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.cli.model_report.available_cpu_memory", lambda: 10_000_000)
+    monkeypatch.setattr("quire.cli.info.available_cpu_memory", lambda: 10_000_000)
     weights = (512 * 64 + 64) * 2
     report = info(capsys, str(checkpoint))
     assert report["capacity"]["blocks"] == int(0.4 * (10_000_000 - weights)) // (256 * 16)
-    monkeypatch.setattr("quire.cli.model_report.available_cpu_memory", lambda: 10**12)
+    monkeypatch.setattr("quire.cli.info.available_cpu_memory", lambda: 10**12)
     report = info(capsys, str(checkpoint), "--max-num-seqs", "2")
     assert report["capacity"]["blocks"] == 2 * 256 // 16 + 1
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from quire.cli.bench import own_server as module
-from quire.cli.bench.own_server import own_server
+from quire.cli.bench import startup as module
+from quire.cli.bench.startup import own_server
 from quire.errors import EngineDeadError
 
 SAY = "import os, sys, time\ndef say(text): print(text, file=sys.stderr, flush=True)\n"

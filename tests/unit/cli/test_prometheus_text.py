@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 
-from quire.cli.prometheus_text import Metrics, growth, quantile, quantile_between
+from quire.cli.server_watch import Metrics, growth, quantile, quantile_between
 
 
 def test_it_reads_what_the_library_writes() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from quire.cli.bench.command import COMMON_OPTIONS, run_benchmark
+from quire.cli.bench.offline import COMMON_OPTIONS, run_benchmark
 from quire.cli.bench.workloads import uniform_requests
-from quire.cli.command_line import CommandLine
-from quire.cli.engine_options import engine_options
-from quire.cli.options import Arguments, Option
+from quire.cli.command_line import Arguments, CommandLine, Option
+from quire.cli.option_groups import engine_options
 
 
 def command_line() -> CommandLine:

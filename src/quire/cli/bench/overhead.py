@@ -10,10 +10,9 @@ import asyncio
 from typing import Any
 
 from quire import __version__
-from quire.cli.bench.command import report
-from quire.cli.command_line import CommandLine
+from quire.cli.bench.offline import report
+from quire.cli.command_line import Arguments, CommandLine, Option
 from quire.cli.machine import cpu_facts
-from quire.cli.options import Arguments, Option
 from quire.errors import ConfigError
 from quire.resolve import resolve
 

@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__
-from quire.cli.bench.datasets import Dataset, RandomDataset, TraceDataset, read_custom, read_sharegpt, read_trace
-from quire.cli.bench.own_server import own_server
-from quire.cli.bench.plots import check_plot_path, write_plot
-from quire.cli.bench.sending import Endpoint, Sender
-from quire.cli.bench.serve_charts import run_charts, sweep_charts
+from quire.cli.bench.datasets import (
+    Dataset,
+    Material,
+    RandomDataset,
+    TraceDataset,
+    find_material,
+    read_custom,
+    read_sharegpt,
+    read_trace,
+)
+from quire.cli.bench.load import Endpoint, Sender
+from quire.cli.bench.plots import check_plot_path, run_charts, sweep_charts, write_plot
 from quire.cli.bench.serve_options import (
     DEFAULT_INPUT_LEN,
     DEFAULT_OUTPUT_LEN,
@@ -28,15 +35,12 @@ from quire.cli.bench.serve_options import (
 )
 from quire.cli.bench.serve_report import format_run, to_json, warnings
 from quire.cli.bench.serve_run import LoadPlan, LoadRunner, ServeRun
-from quire.cli.bench.startup import flag_words
-from quire.cli.bench.words import Material, find_material
-from quire.cli.command_line import CommandLine
-from quire.cli.engine_options import engine_args, engine_options
+from quire.cli.bench.startup import flag_words, own_server
+from quire.cli.command_line import Arguments, CommandLine
 from quire.cli.machine import cpu_facts
-from quire.cli.options import Arguments
+from quire.cli.option_groups import engine_args, engine_options, validate_remote
 from quire.cli.remote.address import ServerAddress
 from quire.cli.remote.client import HttpClient, ModelCard, given_api_key
-from quire.cli.remote.options import validate_remote
 from quire.cli.terminal import Style
 from quire.errors import ConfigError
 from quire.resolve import resolve

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from quire.cli.bench.lengths import Lengths
+from quire.cli.bench.load import Endpoint
 from quire.cli.bench.outcomes import ServiceLevel
-from quire.cli.bench.sending import Endpoint
 from quire.cli.bench.serve_run import LoadPlan
-from quire.cli.options import Arguments, Option
-from quire.cli.remote.options import GROUP as SERVER_GROUP
-from quire.cli.remote.options import remote_options
+from quire.cli.bench.workloads import Lengths
+from quire.cli.command_line import Arguments, Option
+from quire.cli.option_groups import SERVER_GROUP, remote_options
 from quire.config.flags import parse_json_object
 from quire.errors import ConfigError
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from quire.cli.bench.arrivals import ALL_AT_ONCE, arrival_times
 from quire.cli.bench.datasets import Dataset
 from quire.cli.bench.load import LoadRequest, LoadRun, Send
-from quire.cli.bench.outcomes import Level, LoadResult, Outcome, ServiceLevel, figures, keeps_up
-from quire.cli.bench.saturation import RateSearch
+from quire.cli.bench.outcomes import Level, LoadResult, Outcome, RateSearch, ServiceLevel, figures, keeps_up
+from quire.cli.bench.workloads import ALL_AT_ONCE, arrival_times
 
 DEFAULT_PROMPTS = 100
 FEWEST_PROBES = 32

@@ -7,11 +7,11 @@ from typing import Any
 
 from quire.cli.chat_session import AnswerPiece, ChatPrompt, Message
 from quire.cli.generation import RequestTiming
+from quire.cli.option_groups import make_sampling_params
 from quire.cli.remote.client import ModelCard
 from quire.cli.remote.events import Chunk, Delta
 from quire.cli.remote.failures import RefusedError
 from quire.cli.remote.requests import RemoteServer
-from quire.cli.sampling_options import make_sampling_params
 
 PATH = "/v1/chat/completions"
 

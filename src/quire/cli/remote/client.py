@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quire import __version__, envs
-from quire.cli.options import nearest
+from quire.cli.command_line import nearest
 from quire.cli.remote.address import ServerAddress
 from quire.cli.remote.connection import BodySink, HttpConnection, WholeBody
 from quire.cli.remote.events import Chunk, EventReader

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.cli.options import Arguments
+from quire.cli.command_line import Arguments
 from quire.cli.remote.address import ServerAddress
 from quire.cli.remote.client import HttpClient, ModelCard, given_api_key
 from quire.cli.remote.events import Chunk

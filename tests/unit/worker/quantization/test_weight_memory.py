@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli.model_report import make_report
+from quire.cli.info import make_report
 from quire.config.engine_args import EngineArgs
 from quire.worker.layers.weights import weight_bytes
 
@@ -57,7 +57,7 @@ def test_there_is_more_room_for_the_kv_cache(tiny_checkpoint: Make, monkeypatch:
     """Free memory less the weights, as they really are."""
     path = tiny_checkpoint("llama")
     free = report(path)["weights"]["memory_bytes"] + 300_000
-    monkeypatch.setattr("quire.cli.model_report.available_cpu_memory", lambda: free)
+    monkeypatch.setattr("quire.cli.info.available_cpu_memory", lambda: free)
     flags = {"max_num_seqs": 256, "max_model_len": 64}
     blocks = [report(path, quantization=method, **flags)["capacity"]["blocks"] for method in (None, "int8")]
     assert blocks[0] < blocks[1]
