@@ -35,7 +35,7 @@ from quire import LLM
 from quire.cli.bench.workloads import WORKLOADS, IdRange
 from quire.config.engine_args import EngineArgs
 from quire.frontend.metrics.frontend_stats import StepStats
-from quire.frontend.metrics.publish.process import ProcessMetrics
+from quire.frontend.metrics.server_metrics import ProcessMetrics
 from quire.frontend.request_pipeline import RequestPipeline
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import (

@@ -57,7 +57,7 @@ ONLY_IN: dict[str, set[str]] = {
     "torch": {"quire.cli.collect_env"},
     "opentelemetry": {"quire.frontend.otel"},
     "gguf": {"quire.cli.gguf_checkpoint"},
-    "prometheus_client": {"quire.frontend.metrics.publish.process", "quire.testing.metrics_audit"},
+    "prometheus_client": {"quire.frontend.metrics.server_metrics", "quire.testing.metrics_audit"},
     "httptools": {"quire.cli.remote.connection"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""

@@ -24,8 +24,7 @@ import quire.wire
 from quire import envs
 from quire.cli.command_line import CommandLine
 from quire.cli.main import COMMANDS
-from quire.frontend.metrics.catalog.buckets import FAMILIES
-from quire.frontend.metrics.catalog.spec import MetricSpec
+from quire.frontend.metrics.catalog.spec import FAMILIES, MetricSpec
 from quire.frontend.metrics.catalog.table import INFOS, METRICS
 from quire.frontend.openai.app import endpoints_of
 from quire.resolve import resolve

@@ -99,7 +99,7 @@ def _serve_alone(
     waiting_room = resolve("quire.frontend.http.waiting_room:WaitingRoom")
     with waiting_room(listeners.sockets, listeners.tls, config.root_path or ""):
         engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config)
-    recent = resolve("quire.frontend.metrics.publish.recent:RecentRequests")()
+    recent = resolve("quire.frontend.metrics.publish.stat_loggers:RecentRequests")()
     engine.pipeline.stat_loggers.add(recent)
     try:
         make_state = partial(

@@ -23,7 +23,7 @@ from quire.frontend import beam_search
 from quire.frontend.batch import BatchRunner, LoRAs, Params, UseTqdm
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.llm_keywords import check_keywords
-from quire.frontend.metrics.publish.reader import Metric
+from quire.frontend.metrics.publish.snapshot import Metric
 from quire.frontend.prompts import PromptType
 from quire.frontend.scoring import PairScorer, Texts, pair_texts
 from quire.frontend.text.chat_template import ContentFormat, Message
@@ -330,7 +330,7 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """All metrics at this moment: `Counter`, `Gauge`, `Histogram`, `Vector`
-        (quire.frontend.metrics.publish.reader).
+        (quire.frontend.metrics.publish.snapshot).
 
         Raises ConfigError unless the model was made with `disable_log_stats=False`.
         """

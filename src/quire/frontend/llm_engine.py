@@ -20,7 +20,7 @@ from quire.frontend.admission import count_requests
 from quire.frontend.client.base import EngineCoreClient, make_client
 from quire.frontend.deadlines import TIMEOUT_S, Deadlines, deadline_error
 from quire.frontend.metrics.collect.ledger import Receipt
-from quire.frontend.metrics.publish.reader import Metric, read_metrics
+from quire.frontend.metrics.publish.snapshot import Metric, read_metrics
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.parallel_sampling import fan_out
 from quire.frontend.prompts import PromptType

@@ -17,9 +17,9 @@ from tools.dashboards.__main__ import file_name, make_dashboard
 from tools.dashboards.panels import DASHBOARDS
 
 from quire.frontend.metrics.catalog.table import METRICS
-from quire.frontend.metrics.collect.exchange import HttpExchange
-from quire.frontend.metrics.publish.process import ProcessMetrics
+from quire.frontend.metrics.collect.events import HttpExchange
 from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
+from quire.frontend.metrics.server_metrics import ProcessMetrics
 
 from .promql import parse
 

@@ -32,8 +32,7 @@ from quire.frontend.http.server import Listeners, StopSignals, serve
 from quire.frontend.http.state import ServerState
 from quire.frontend.http.tls import make_tls_context
 from quire.frontend.metrics.hub_client import HubClient
-from quire.frontend.metrics.publish.logging import LoggingStatLogger
-from quire.frontend.metrics.publish.recent import RecentRequests
+from quire.frontend.metrics.publish.stat_loggers import LoggingStatLogger, RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.logger import init_logger
 from quire.resolve import resolve

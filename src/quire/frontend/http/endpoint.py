@@ -31,7 +31,7 @@ from quire.frontend.http.errors import ErrorShape, HttpError, error_body, error_
 from quire.frontend.http.orca import REQUEST_HEADER, RESPONSE_HEADER, load_report
 from quire.frontend.http.state import ServerState
 from quire.frontend.http.tenants import TenantPlace
-from quire.frontend.metrics.collect.exchange import HttpExchange
+from quire.frontend.metrics.collect.events import HttpExchange
 from quire.logger import init_logger
 
 logger = init_logger("quire.access")

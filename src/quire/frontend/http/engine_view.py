@@ -18,7 +18,7 @@ import numpy.typing as npt
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.fleet.peers import Peers
 from quire.frontend.http.errors import UnavailableError
-from quire.frontend.metrics.publish.recent import EndedRequest, RecentRequests
+from quire.frontend.metrics.publish.stat_loggers import EndedRequest, RecentRequests
 from quire.frontend.request_state import RequestState
 from quire.wire.snapshot import BlockMap, EngineSnapshot, RequestSnapshot
 

@@ -14,7 +14,7 @@ from quire.frontend.http.auth import Gatekeeper
 from quire.frontend.http.engine_view import RequestWatch, SnapshotSource
 from quire.frontend.http.errors import UnavailableError
 from quire.frontend.http.tenants import Tenants
-from quire.frontend.metrics.publish.recent import RecentRequests
+from quire.frontend.metrics.publish.stat_loggers import RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.rendering import PromptRenderer

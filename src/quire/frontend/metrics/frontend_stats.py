@@ -10,14 +10,17 @@ from typing import Protocol
 from quire import envs
 from quire.config.engine import CacheConfig, EngineConfig
 from quire.frontend.metrics.catalog.spec import KV_SAMPLING, LEGACY_NAMES, NANS
-from quire.frontend.metrics.collect.events import IterationStats
+from quire.frontend.metrics.collect.events import ControlOperations, IterationStats
 from quire.frontend.metrics.collect.facts import AdapterLoad, FrontendFacts, Load
 from quire.frontend.metrics.collect.ledger import RequestLedger
-from quire.frontend.metrics.collect.operations import ControlOperations
 from quire.frontend.metrics.collect.saturation import EngineLimits, Saturation, SaturationMeter
-from quire.frontend.metrics.publish.logging import LoggingStatLogger
 from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
-from quire.frontend.metrics.publish.stat_loggers import StatLogger, StatLoggerManager, load_stat_logger
+from quire.frontend.metrics.publish.stat_loggers import (
+    LoggingStatLogger,
+    StatLogger,
+    StatLoggerManager,
+    load_stat_logger,
+)
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.stats import SchedulerStats
 

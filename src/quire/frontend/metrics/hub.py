@@ -45,7 +45,7 @@ from quire.frontend.metrics.hub_messages import (
     encode_message,
     read_message,
 )
-from quire.frontend.metrics.publish.report import ProcessReport, ReportSource, merge_reports
+from quire.frontend.metrics.publish.snapshot import ProcessReport, ReportSource, merge_reports
 from quire.logger import init_logger
 from quire.wire.serial import WireError
 

@@ -22,7 +22,7 @@ from quire.frontend.metrics.hub_messages import (
     encode_message,
     read_message,
 )
-from quire.frontend.metrics.publish.report import ProcessReport, ReportSource
+from quire.frontend.metrics.publish.snapshot import ProcessReport, ReportSource
 from quire.logger import init_logger
 from quire.wire.serial import WireError
 

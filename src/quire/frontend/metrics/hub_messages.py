@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from quire.frontend.metrics.collect.facts import Load
-from quire.frontend.metrics.publish.report import ProcessReport
+from quire.frontend.metrics.publish.snapshot import ProcessReport
 from quire.wire.serial import WireError
 
 MAX_MESSAGE_BYTES = 16 << 20

@@ -6,8 +6,7 @@ from quire.frontend.metrics.collect.events import FinishedRequestStats, FirstTok
 from quire.frontend.metrics.collect.facts import AdapterLoad, FrontendFacts
 from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
 from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
-from quire.frontend.metrics.publish.report import ProcessReport
-from quire.frontend.metrics.publish.snapshot import Family, MetricsSnapshot, Series
+from quire.frontend.metrics.publish.snapshot import Family, MetricsSnapshot, ProcessReport, Series
 from quire.wire.engine_core import FinishReason
 from quire.wire.stats import PrefillStats, SchedulerStats
 

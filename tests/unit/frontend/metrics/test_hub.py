@@ -22,8 +22,7 @@ from quire.frontend.metrics.hub_messages import (
     encode_message,
     read_message,
 )
-from quire.frontend.metrics.publish.report import ProcessReport
-from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
+from quire.frontend.metrics.publish.snapshot import MetricsSnapshot, ProcessReport
 from quire.testing.metrics_audit import MetricsAudit
 from quire.wire.serial import WireError
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.frontend.metrics.catalog.buckets import FAMILIES, TOKENS
 from quire.frontend.metrics.catalog.quire_rows import HTTP, LEDGER
-from quire.frontend.metrics.catalog.spec import QUIRE, VLLM, InfoSpec, MetricSpec
+from quire.frontend.metrics.catalog.spec import FAMILIES, QUIRE, TOKENS, VLLM, InfoSpec, MetricSpec
 from quire.frontend.metrics.catalog.vllm_rows import (
     COUNTERS,
     ENGINE_GAUGES,

@@ -27,9 +27,14 @@ from quire.frontend.metrics.catalog.spec import (
     of_prefills,
     of_step,
 )
-from quire.frontend.metrics.collect.events import FinishedRequestStats, FirstToken
+from quire.frontend.metrics.collect.events import (
+    SLEEP_OPERATIONS,
+    WEIGHT_OPERATIONS,
+    ControlOperation,
+    FinishedRequestStats,
+    FirstToken,
+)
 from quire.frontend.metrics.collect.facts import FrontendFacts
-from quire.frontend.metrics.collect.operations import SLEEP_OPERATIONS, WEIGHT_OPERATIONS, ControlOperation
 from quire.wire.engine_core import FINISH_REASON_STRINGS
 from quire.wire.stats import SpecDecodingStats
 

@@ -1,20 +1,23 @@
-"""Statistics made of engine outputs (checklist S0-ST-001…017, S4-OB-011…017). Plain numbers; no exporter is known here.
+"""What happens to requests as plain numbers: outputs, finished requests, control operations, HTTP exchanges.
 
-Two clocks, never mixed: `arrival_time` and `iteration_timestamp` are this process's wall clock; the `*_ts` fields and
-the engine's `timestamp` are the core's monotonic clock. An interval is a difference of two stamps of one clock.
+No exporter is known here. Two clocks are used and never mixed: `arrival_time` and `iteration_timestamp` are this
+process's wall clock; the `*_ts` fields and the engine's `timestamp` are the core's monotonic clock. An interval is the
+difference of two stamps of one clock.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 
 from quire.outputs import RequestStateStats
 from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
-from quire.wire.stats import BaseCacheStats, PrefillStats
+from quire.wire.stats import PrefillStats
 
 _QUEUED, _SCHEDULED, _PREEMPTED = (
     EngineCoreEventType.QUEUED,
@@ -251,32 +254,54 @@ def _interval(start: float, end: float) -> float | None:
     return end - start if start and end else None
 
 
-class CachingMetrics:
-    """The hit rate of a cache over the last `max_recent_requests` look-ups."""
+@dataclass(frozen=True, slots=True)
+class HttpExchange:
+    """`handler` is the route's path, never the client's words: those have no bound."""
 
-    def __init__(self, max_recent_requests: int = 1000) -> None:
-        self._max_recent = max_recent_requests
-        self._window: deque[tuple[int, int, int]] = deque()
-        self._requests = self._queries = self._hits = 0
+    method: str
+    handler: str
+    status: int
+    duration_s: float
+    request_bytes: int
+    response_bytes: int
 
-    def observe(self, stats: BaseCacheStats) -> None:
-        """Take in what a report counted; a report of an emptied cache starts the window anew."""
-        if stats.reset:
-            self._window.clear()
-            self._requests = self._queries = self._hits = 0
-        if stats.requests == 0:
-            return
-        self._window.append((stats.requests, stats.queries, stats.hits))
-        self._add((stats.requests, stats.queries, stats.hits), 1)
-        while len(self._window) > 1 and self._requests > self._max_recent:
-            self._add(self._window.popleft(), -1)
 
-    def _add(self, entry: tuple[int, int, int], sign: int) -> None:
-        self._requests += sign * entry[0]
-        self._queries += sign * entry[1]
-        self._hits += sign * entry[2]
+SLEEP_OPERATIONS = ("sleep", "release_kv_cache_memory", "wake")
+WEIGHT_OPERATIONS = ("init", "shutdown", "start", "start_draft", "update", "finish")
+"""vLLM's; of these Quire has `update`."""
 
-    @property
-    def hit_rate(self) -> float:
-        """Hits per query, 0..1; 0 before the first query."""
-        return self._hits / self._queries if self._queries else 0.0
+
+@dataclass(frozen=True, slots=True)
+class ControlOperation:
+    """One that has ended, well or not."""
+
+    operation: str
+    """One of SLEEP_OPERATIONS or WEIGHT_OPERATIONS."""
+    duration_s: float
+
+
+class ControlOperations:
+    """Times what is done inside `timed`, and tells `on_end`."""
+
+    def __init__(self, on_end: Callable[[ControlOperation], None]) -> None:
+        self._on_end = on_end
+        self.in_flight: Counter[str] = Counter()
+        self.sleep_level = 0
+        """0: awake."""
+        self.sleep_time = 0.0
+        """Wall clock of when that was last set; 0 for never."""
+
+    def set_sleep_level(self, level: int) -> None:
+        """The engine sleeps that deep from now on."""
+        self.sleep_level, self.sleep_time = level, time.time()
+
+    @contextmanager
+    def timed(self, operation: str) -> Iterator[ControlOperations]:
+        """Around the operation."""
+        start = time.monotonic()
+        self.in_flight[operation] += 1
+        try:
+            yield self
+        finally:
+            self.in_flight[operation] -= 1
+            self._on_end(ControlOperation(operation, time.monotonic() - start))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import Literal, Protocol
 
-from quire.frontend.metrics.publish.snapshot import Exemplar, Family, Series
+from quire.frontend.metrics.publish.snapshot import Exemplar, Family, Series, format_value
 
 Format = Literal["text", "openmetrics"]
 CONTENT_TYPES: dict[Format, str] = {
@@ -170,13 +170,6 @@ def make_prefixes(family: Family, labels: tuple[str, ...]) -> list[str]:
     before = "".join(f"{pair}," for pair in pairs)
     bounds = [*(format_value(bound) for bound in family.bounds), "+Inf"]
     return [f'{name}_bucket{{{before}le="{bound}"}} ' for bound in bounds] + ends
-
-
-def format_value(value: float) -> str:
-    """A number as Prometheus reads it: 1.0, 0.25, +Inf."""
-    if math.isfinite(value):
-        return repr(float(value))
-    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
 def format_exemplar(exemplar: Exemplar | None) -> str:

@@ -9,16 +9,12 @@ from functools import partial
 from typing import Any
 
 from quire.errors import ServerError
-from quire.frontend.metrics.catalog.buckets import make_bounds
-from quire.frontend.metrics.catalog.spec import LAZY
+from quire.frontend.metrics.catalog.spec import LAZY, make_bounds
 from quire.frontend.metrics.catalog.table import BUILD_INFO, CACHE_CONFIG_INFO, METRICS
-from quire.frontend.metrics.collect.events import IterationStats
-from quire.frontend.metrics.collect.exchange import HttpExchange
+from quire.frontend.metrics.collect.events import ControlOperation, HttpExchange, IterationStats
 from quire.frontend.metrics.collect.facts import FrontendFacts
-from quire.frontend.metrics.collect.operations import ControlOperation
 from quire.frontend.metrics.publish.exposition import Exposition, Format, LiveExposition
-from quire.frontend.metrics.publish.report import ProcessReport
-from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
+from quire.frontend.metrics.publish.snapshot import MetricsSnapshot, ProcessReport
 from quire.frontend.metrics.publish.stat_loggers import StatLogger, StepReport
 from quire.frontend.metrics.publish.store import MetricsStore
 from quire.logger import init_logger

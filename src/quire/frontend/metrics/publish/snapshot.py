@@ -1,16 +1,29 @@
-"""All metrics of one process at one moment, as plain data: what is written for Prometheus, read by `get_metrics`, sent
-to another process and merged there.
+"""All metrics of one process at one moment, as plain data: written for Prometheus, returned by `LLM.get_metrics()`, or
+sent to another process and merged there.
 
-A snapshot is made in one go by the thread that counts, so the laws between its numbers hold (promise P12).
+A snapshot is made in one go by the thread that counts, so the laws between its numbers hold (promise P12). Processes
+exchange a `ProcessReport`, whose three parts are merged by different rules:
+
+* `counted`: counters and histograms add up. A gauge there describes the engine core, so the latest value is right. The
+  core sends its statistics to one process only (its client 0), so nothing of the core is counted twice.
+* `facts`: `merge_facts` has a rule for each field. Rows are computed from the merged facts, once.
+* `process`: memory, time and garbage collections, labelled with the process. They are never added, and end with it.
+
+Merging is commutative and associative except for the rounding of sums of seconds. The laws of the ledger are equations
+between sums, so they hold for a merged report whenever they hold for each part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from quire.frontend.metrics.catalog.spec import Kind
+from quire.frontend.metrics.catalog.spec import VLLM, Kind
+from quire.frontend.metrics.collect.facts import FrontendFacts, close_facts, merge_facts
 
 
 class Exemplar(msgspec.Struct, array_like=True, gc=False):
@@ -112,3 +125,122 @@ def _merge_family(into: Family, other: Family) -> None:
             for bucket, exemplar in series.exemplars.items():
                 if bucket not in mine.exemplars or mine.exemplars[bucket].timestamp < exemplar.timestamp:
                     mine.exemplars[bucket] = exemplar
+
+
+class ProcessReport(msgspec.Struct, array_like=True, gc=False):
+    """Made in one go by the thread that counts."""
+
+    counted: MetricsSnapshot
+    """The rows that events are counted in."""
+    facts: FrontendFacts
+    process: MetricsSnapshot
+    """Families with the label `process`; of a merged report, those of every process that lives."""
+
+    def close(self, *, is_lost: bool) -> ProcessReport:
+        """What stays of it when its process is gone; `is_lost` if that ended without saying so."""
+        return ProcessReport(self.counted, close_facts(self.facts, is_lost=is_lost), MetricsSnapshot([]))
+
+    def note_late(self) -> ProcessReport:
+        """The same as the word of a process that does not answer now."""
+        return msgspec.structs.replace(self, facts=msgspec.structs.replace(self.facts, num_processes={"late": 1}))
+
+
+def merge_reports(reports: Sequence[ProcessReport]) -> ProcessReport:
+    """Several processes of one server as one; at least one. Raises ValueError where they are of different versions."""
+    return ProcessReport(
+        merge_snapshots(report.counted for report in reports),
+        merge_facts([report.facts for report in reports]),
+        merge_snapshots(report.process for report in reports),
+    )
+
+
+class ReportSource(ABC):
+    """Who knows the reports of all processes of a server."""
+
+    @abstractmethod
+    async def gather(self) -> ProcessReport:
+        """All of them as one, of this moment. Raises ServerError if that cannot be had."""
+
+
+_POSITION = "position"
+"""A counter with this label is a vector."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One series of one metric: the name as in queries (a counter's without `_total`) and all its labels."""
+
+    name: str
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Counter(Metric):
+    """How much there was since the start."""
+
+    value: float = 0
+
+
+@dataclass(frozen=True)
+class Vector(Metric):
+    """A counter per position."""
+
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Gauge(Metric):
+    """How much there is."""
+
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class Histogram(Metric):
+    """What was observed. `buckets` are cumulative, by upper bound as Prometheus writes it; "+Inf" has all."""
+
+    count: int = 0
+    sum: float = 0.0
+    buckets: dict[str, int] = field(default_factory=dict)
+
+
+def format_value(value: float) -> str:
+    """A number as Prometheus reads it: 1.0, 0.25, +Inf."""
+    if math.isfinite(value):
+        return repr(float(value))
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+
+
+def read_metrics(snapshot: MetricsSnapshot, prefix: str = VLLM) -> list[Metric]:
+    """The metrics whose names begin with `prefix`, in the order of the catalog."""
+    metrics: list[Metric] = []
+    for family in snapshot.families:
+        if not family.name.startswith(prefix):
+            continue
+        if family.kind == "counter" and family.label_names[-1:] == (_POSITION,):
+            metrics += _read_vectors(family)
+        else:
+            metrics += [_read_series(family, series) for series in family.series]
+    return metrics
+
+
+def _read_vectors(family: Family) -> list[Metric]:
+    values: dict[tuple[str, ...], list[float]] = {}
+    for series in sorted(family.series, key=lambda s: int(s.labels[-1])):
+        values.setdefault(series.labels[:-1], []).append(series.value)
+    names = family.label_names[:-1]
+    return [Vector(family.name, dict(zip(names, labels, strict=True)), found) for labels, found in values.items()]
+
+
+def _read_series(family: Family, series: Series) -> Metric:
+    labels = dict(zip(family.label_names, series.labels, strict=True))
+    if family.kind == "counter":
+        value = series.value
+        return Counter(family.name, labels, int(value) if value.is_integer() else value)
+    if family.kind == "gauge":
+        return Gauge(family.name, labels, series.value)
+    buckets, total = {}, 0
+    for bound, count in zip((*family.bounds, float("inf")), series.counts, strict=True):
+        total += count
+        buckets[format_value(bound)] = total
+    return Histogram(family.name, labels, total, series.value, buckets)

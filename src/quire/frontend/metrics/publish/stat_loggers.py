@@ -1,23 +1,33 @@
-"""Where statistics go: a list of loggers. A new exporter is a class with `record`, named by --stat-loggers."""
+"""Where statistics go: a list of loggers. A new exporter is a class with `record`, named by --stat-loggers.
+
+Two of Quire's own are here, too: the statistics line of the log, and the list of requests that finished last.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import msgspec
 
+from quire import envs
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 from quire.failpoints import failpoint
-from quire.frontend.metrics.collect.events import IterationStats
-from quire.frontend.metrics.collect.exchange import HttpExchange
-from quire.frontend.metrics.collect.operations import ControlOperation
+from quire.frontend.metrics.collect.events import (
+    ControlOperation,
+    FinishedRequestStats,
+    HttpExchange,
+    IterationStats,
+)
 from quire.logger import init_logger
 from quire.resolve import resolve
-from quire.wire.stats import SchedulerStats
+from quire.wire.engine_core import FINISH_REASON_STRINGS
+from quire.wire.stats import BaseCacheStats, SchedulerStats, SpecDecodingStats
 
 logger = init_logger(__name__)
 
@@ -160,3 +170,190 @@ def load_stat_logger(name: str, config: EngineConfig) -> StatLogger:
             "(quire.frontend.metrics.publish.stat_loggers)"
         )
     return stat_logger
+
+
+class LoggingStatLogger(StatLogger):
+    """One line of throughput and load every QUIRE_LOG_STATS_INTERVAL seconds, per engine.
+
+    At level DEBUG while nothing happens: the first quiet interval is still said aloud, so that the last line of a busy
+    time does not stay for ever. Prompt tokens are those computed. Of several processes of one server the one that the
+    core tells its statistics speaks for all; the others are quiet.
+    """
+
+    is_patient = True
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._interval = envs.LOG_STATS_INTERVAL.number()
+        self._last_log = clock()
+        self._engines: dict[int, _EngineLine] = {}
+
+    def record(
+        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
+    ) -> None:
+        engine = self._engines.get(engine_index)
+        if engine is None:
+            engine = self._engines[engine_index] = _EngineLine()
+        engine.add(scheduler_stats, iteration_stats)
+        if self._clock() - self._last_log >= self._interval:
+            self.log()
+
+    def log(self) -> None:
+        now = self._clock()
+        elapsed = max(now - self._last_log, 1e-9)
+        self._last_log = now
+        for index, engine in self._engines.items():
+            name = f"engine {index}: " if len(self._engines) > 1 else ""
+            level, line = engine.take_line(elapsed)
+            logger.log(level, "%s%s", name, line)
+
+
+class _EngineLine:
+    """What one engine did since its last line."""
+
+    def __init__(self) -> None:
+        self._num_prompt_tokens = self._num_generation_tokens = self._num_preemptions = 0
+        self._num_draft_tokens = self._num_accepted_tokens = 0
+        self._scheduler_stats = SchedulerStats()
+        self._prefix_cache = CachingMetrics()
+        self._was_busy = False
+
+    def add(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None) -> None:
+        if iteration_stats is not None:
+            self._num_preemptions += iteration_stats.num_preempted_reqs
+        if scheduler_stats is not None:
+            self._num_prompt_tokens += scheduler_stats.num_prefilled_tokens
+            self._num_generation_tokens += scheduler_stats.num_generation_tokens
+            self._scheduler_stats = scheduler_stats
+            self._prefix_cache.observe(scheduler_stats.prefix_cache_stats)
+            self._add_drafts(scheduler_stats.spec_decoding_stats)
+
+    def _add_drafts(self, stats: SpecDecodingStats | None) -> None:
+        if stats is not None:
+            self._num_draft_tokens += stats.num_draft_tokens
+            self._num_accepted_tokens += stats.num_accepted_tokens
+
+    def take_line(self, elapsed_s: float) -> tuple[int, str]:
+        """Its level and text; counting starts anew."""
+        stats = self._scheduler_stats
+        num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        parts = [
+            f"prompt {self._num_prompt_tokens / elapsed_s:.1f} tokens/s",
+            f"generation {self._num_generation_tokens / elapsed_s:.1f} tokens/s",
+            f"running {stats.num_running_reqs}",
+            f"waiting {num_waiting}",
+            f"KV cache {100 * stats.kv_cache_usage:.1f}%",
+            f"prefix cache hits {100 * self._prefix_cache.hit_rate:.1f}%",
+        ]
+        if self._num_preemptions:
+            parts.append(f"preemptions {self._num_preemptions}")
+        if self._num_draft_tokens:
+            parts.append(f"drafts accepted {100 * self._num_accepted_tokens / self._num_draft_tokens:.1f}%")
+        is_busy = bool(
+            self._num_prompt_tokens or self._num_generation_tokens or stats.num_running_reqs or stats.num_waiting_reqs
+        )
+        level = logging.INFO if is_busy or self._was_busy else logging.DEBUG
+        self._num_prompt_tokens = self._num_generation_tokens = self._num_preemptions = 0
+        self._num_draft_tokens = self._num_accepted_tokens = 0
+        self._was_busy = is_busy
+        return level, ", ".join(parts)
+
+
+class CachingMetrics:
+    """The hit rate of a cache over the last `max_recent_requests` look-ups."""
+
+    def __init__(self, max_recent_requests: int = 1000) -> None:
+        self._max_recent = max_recent_requests
+        self._window: deque[tuple[int, int, int]] = deque()
+        self._requests = self._queries = self._hits = 0
+
+    def observe(self, stats: BaseCacheStats) -> None:
+        """Take in what a report counted; a report of an emptied cache starts the window anew."""
+        if stats.reset:
+            self._window.clear()
+            self._requests = self._queries = self._hits = 0
+        if stats.requests == 0:
+            return
+        self._window.append((stats.requests, stats.queries, stats.hits))
+        self._add((stats.requests, stats.queries, stats.hits), 1)
+        while len(self._window) > 1 and self._requests > self._max_recent:
+            self._add(self._window.popleft(), -1)
+
+    def _add(self, entry: tuple[int, int, int], sign: int) -> None:
+        self._requests += sign * entry[0]
+        self._queries += sign * entry[1]
+        self._hits += sign * entry[2]
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per query, 0..1; 0 before the first query."""
+        return self._hits / self._queries if self._queries else 0.0
+
+
+MAX_RECENT = 256
+
+
+class EndedRequest(msgspec.Struct, gc=False):
+    """One request that has ended. Durations in seconds, of stages it reached; `end_time` is wall clock."""
+
+    number: int
+    """Grows with each that ends: the count of them, or the time where several processes share the numbers."""
+    id: str
+    """The user's."""
+    reason: str
+    end_time: float
+    e2e_s: float
+    queued_s: float | None
+    prefill_s: float | None
+    decode_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+
+
+class RecentRequests(StatLogger):
+    """Keeps the last `max_recent`. With `clock`, which only grows, its numbers are comparable with those of others that
+    have the same clock."""
+
+    is_patient = True
+
+    def __init__(self, max_recent: int = MAX_RECENT, *, clock: Callable[[], int] | None = None) -> None:
+        self._ended: deque[EndedRequest] = deque(maxlen=max_recent)
+        self._clock = clock
+        self._last_number = 0
+
+    def record(
+        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
+    ) -> None:
+        if iteration_stats is not None:
+            for stats in iteration_stats.finished_requests:
+                self._last_number = max(self._last_number + 1, self.now())
+                self._ended.append(_describe(stats, self._last_number, iteration_stats.iteration_timestamp))
+
+    def now(self) -> int:
+        """What a request that ends from now on has at least as its number."""
+        self.catch_up()
+        return 0 if self._clock is None else self._clock()
+
+    def after(self, number: int) -> list[EndedRequest]:
+        """Those that ended after the one of this number, oldest first."""
+        self.catch_up()
+        return [ended for ended in self._ended if ended.number > number]
+
+
+def _describe(stats: FinishedRequestStats, number: int, end_time: float) -> EndedRequest:
+    return EndedRequest(
+        number=number,
+        id=stats.request_id,
+        reason=FINISH_REASON_STRINGS[stats.finish_reason],
+        end_time=end_time,
+        e2e_s=stats.e2e_latency,
+        queued_s=stats.queued_time,
+        prefill_s=stats.prefill_time,
+        decode_s=stats.decode_time,
+        prompt_tokens=stats.num_prompt_tokens,
+        cached_tokens=stats.num_cached_tokens,
+        output_tokens=stats.num_generation_tokens,
+        preemptions=stats.num_preemptions,
+    )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.frontend.metrics.catalog.buckets import FAMILY_NAMES
+from quire.frontend.metrics.catalog.spec import FAMILY_NAMES
 from quire.frontend.metrics.catalog.table import METRICS, NOT_APPLICABLE, make_metrics_page
 
 ROOT = Path(__file__).resolve().parents[5]

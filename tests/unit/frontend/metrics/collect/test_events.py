@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.frontend.metrics.collect.events import CachingMetrics, FirstToken, IterationStats
+from quire.frontend.metrics.collect.events import FirstToken, IterationStats
+from quire.frontend.metrics.publish.stat_loggers import CachingMetrics
 from quire.outputs import RequestStateStats
 from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 from quire.wire.stats import PrefillStats, PrefixCacheStats

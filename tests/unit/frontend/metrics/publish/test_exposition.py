@@ -9,9 +9,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from quire.frontend.metrics.collect.facts import AdapterLoad
-from quire.frontend.metrics.publish.exposition import CONTENT_TYPES, Exposition, Format, choose_format, format_value
-from quire.frontend.metrics.publish.process import END_MARK, ProcessMetrics
-from quire.frontend.metrics.publish.snapshot import Exemplar, Family, Series
+from quire.frontend.metrics.publish.exposition import CONTENT_TYPES, Exposition, Format, choose_format
+from quire.frontend.metrics.publish.snapshot import Exemplar, Family, Series, format_value
+from quire.frontend.metrics.server_metrics import END_MARK, ProcessMetrics
 
 from ..books import OPERATIONS, Books
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from quire.frontend.metrics.collect.events import IterationStats
-from quire.frontend.metrics.publish.logging import LoggingStatLogger
+from quire.frontend.metrics.publish.stat_loggers import LoggingStatLogger
 from quire.wire.stats import PrefillStats, PrefixCacheStats, SchedulerStats, SpecDecodingStats
 
 

@@ -11,11 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ServerError
-from quire.frontend.metrics.collect.events import FinishedRequestStats, FirstToken, IterationStats, RequestOwner
-from quire.frontend.metrics.collect.exchange import HttpExchange
+from quire.frontend.metrics.collect.events import (
+    ControlOperation,
+    ControlOperations,
+    FinishedRequestStats,
+    FirstToken,
+    HttpExchange,
+    IterationStats,
+    RequestOwner,
+)
 from quire.frontend.metrics.collect.facts import OTHER_ADAPTERS, AdapterLoad, FrontendFacts
 from quire.frontend.metrics.collect.ledger import RequestLedger
-from quire.frontend.metrics.collect.operations import ControlOperation, ControlOperations
 from quire.frontend.metrics.collect.saturation import Saturation
 from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from quire.frontend.metrics.collect.events import IterationStats
-from quire.frontend.metrics.publish.recent import RecentRequests
+from quire.frontend.metrics.publish.stat_loggers import RecentRequests
 from quire.outputs import RequestStateStats
 from quire.wire.engine_core import FinishReason
 

@@ -6,9 +6,7 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
-from quire.frontend.metrics.collect.events import IterationStats
-from quire.frontend.metrics.collect.exchange import HttpExchange
-from quire.frontend.metrics.collect.operations import ControlOperation
+from quire.frontend.metrics.collect.events import ControlOperation, HttpExchange, IterationStats
 from quire.frontend.metrics.publish.stat_loggers import (
     MAX_PATIENCE_S,
     MAX_REPORTS_KEPT,

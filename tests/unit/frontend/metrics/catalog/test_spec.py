@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire.frontend.metrics.catalog.buckets import FAMILIES, TOKENS, make_bounds, token_bounds
+from quire.frontend.metrics.catalog.spec import FAMILIES, TOKENS, make_bounds, token_bounds
 
 
 @pytest.mark.parametrize(
