@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.engine_args import EngineArgs
@@ -25,11 +25,12 @@ from quire.errors import EngineDeadError
 from quire.frontend.admission import AdmissionControl, Reservation
 from quire.frontend.client.base import AsyncEngineCoreClient, make_async_client
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
-from quire.frontend.output_collector import Output, RequestOutputCollector
+from quire.frontend.new_request import NewRequest, Params
+from quire.frontend.output_collector import RequestOutputCollector
 from quire.frontend.output_handler import OutputHandler
 from quire.frontend.prompts import PromptType
 from quire.frontend.request_intake import RequestIntake
-from quire.frontend.request_pipeline import Params, RequestPipeline, load_tokenizer
+from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer
 from quire.frontend.session_feed import Inputs
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
@@ -130,22 +131,21 @@ class AsyncLLM:
         `prompt` may be an async generator of `StreamingInput`: a session, whose inputs are answered one after the other
         (`frontend/session.py`). It lasts until the generator ends and the last answer is given.
         """
-        stream = self._stream(
-            lambda: self.add_request(
-                request_id,
-                prompt,
-                sampling_params,
-                lora_request=lora_request,
-                tokenization_kwargs=tokenization_kwargs,
-                trace_headers=trace_headers,
-                priority=priority,
-                data_parallel_rank=data_parallel_rank,
+        return self._stream(
+            NewRequest(
+                request_id=request_id,
+                prompt=prompt,
+                params=self._params(prompt, sampling_params),
                 prompt_text=prompt_text,
+                priority=priority,
+                tokenization_kwargs=tokenization_kwargs or {},
+                trace_headers=trace_headers,
+                lora_request=lora_request,
+                data_parallel_rank=data_parallel_rank,
                 timeout_s=timeout_s,
                 reservation=reservation,
             )
         )
-        return cast("AsyncGenerator[RequestOutput, None]", stream)
 
     def encode(
         self,
@@ -161,29 +161,25 @@ class AsyncLLM:
         reservation: Reservation | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """The one output of a pooling request. Raises ValidationError where the model does not pool."""
-        stream = self._stream(
-            lambda: self.add_request(
-                request_id,
-                prompt,
-                pooling_params,
-                lora_request=lora_request,
-                tokenization_kwargs=tokenization_kwargs,
-                trace_headers=trace_headers,
+        return self._stream(
+            NewRequest(
+                request_id=request_id,
+                prompt=prompt,
+                params=pooling_params,
                 priority=priority,
+                tokenization_kwargs=tokenization_kwargs or {},
+                trace_headers=trace_headers,
+                lora_request=lora_request,
                 timeout_s=timeout_s,
                 reservation=reservation,
             )
         )
-        return cast("AsyncGenerator[PoolingRequestOutput, None]", stream)
 
-    async def _stream(self, add: Callable[[], Awaitable[RequestOutputCollector]]) -> AsyncGenerator[Output, None]:
-        collector = await add()
+    async def _stream(self, new: NewRequest) -> AsyncGenerator[Any, None]:
+        """Yields the outputs of a request, all of the kind its parameters ask for."""
+        collector = await self.add_new(new)
         try:
-            finished = False
-            while not finished:
-                while (output := collector.get_nowait()) is None:
-                    await collector.wait()
-                finished = output.finished
+            async for output in collector:
                 yield output
         finally:
             if not collector.is_final:
@@ -210,29 +206,40 @@ class AsyncLLM:
         `admission`; it is used up. Raises OverloadedError, ValidationError, TypeError for an id that is not a str,
         DeadlineExceededError, EngineDeadError.
         """
+        return await self.add_new(
+            NewRequest(
+                request_id=request_id,
+                prompt=prompt,
+                params=self._params(prompt, params),
+                prompt_text=prompt_text,
+                arrival_time=arrival_time,
+                priority=priority,
+                tokenization_kwargs=tokenization_kwargs or {},
+                trace_headers=trace_headers,
+                lora_request=lora_request,
+                data_parallel_rank=data_parallel_rank,
+                timeout_s=timeout_s,
+                reservation=reservation,
+            )
+        )
+
+    async def add_new(self, new: NewRequest) -> RequestOutputCollector:
+        """`add_request` for a request as one value."""
         try:
             self._require_loop()
             if self.dead_error is not None:
                 raise self.dead_error
         except BaseException as e:
-            if reservation is not None:
-                reservation.release(e)
+            if new.reservation is not None:
+                new.reservation.release(e)
             raise
         self._output_handler.start()
-        return await self._intake.add(
-            request_id,
-            prompt,
-            params,
-            arrival_time=arrival_time,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            trace_headers=trace_headers,
-            priority=priority,
-            data_parallel_rank=data_parallel_rank,
-            prompt_text=prompt_text,
-            timeout_s=timeout_s,
-            reservation=reservation,
-        )
+        return await self._intake.add(new)
+
+    def _params(self, prompt: Any, params: Params | None) -> Params:
+        if isinstance(prompt, EngineCoreRequest):
+            return prompt.params
+        return self.get_default_sampling_params() if params is None else params
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort by the user's id, or several, or internal ones. Unknown and finished ids are ignored.

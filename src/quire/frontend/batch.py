@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from quire.errors import ClientError, EngineDeadError, GenerationError, ValidationError, make_error
 from quire.frontend.llm_engine import LLMEngine
+from quire.frontend.new_request import NewRequest
 from quire.frontend.progress import GenerationProgress
 from quire.frontend.prompts import PromptType, as_prompt_list
 from quire.interrupts import InterruptShield
@@ -109,12 +110,14 @@ class BatchRunner:
             try:
                 requests.append(
                     self._engine.input_processor.process_inputs(
-                        str(next(self._request_counter)),
-                        prompt,
-                        prompt_params,
-                        lora_request=lora,
-                        priority=prompt_priority,
-                        tokenization_kwargs=tokenization_kwargs,
+                        NewRequest(
+                            request_id=str(next(self._request_counter)),
+                            prompt=prompt,
+                            params=prompt_params,
+                            priority=prompt_priority,
+                            tokenization_kwargs=tokenization_kwargs or {},
+                            lora_request=lora,
+                        )
                     )
                 )
             except ClientError as e:
@@ -132,7 +135,8 @@ class BatchRunner:
             for request, text in requests:
                 request.params.output_kind = RequestOutputKind.FINAL_ONLY
                 self._outputs[request.request_id] = None
-                self._engine.add_request(request.request_id, request, prompt_text=text)
+                new = NewRequest(request_id=request.request_id, prompt=request, params=request.params, prompt_text=text)
+                self._engine.add_new(new)
         return ids
 
     def add_and_run(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm = False) -> list[RequestOutput]:

@@ -9,6 +9,7 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from quire import envs
@@ -17,10 +18,10 @@ from quire.config.model import ModelConfig
 from quire.config.pooling import PoolingConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
+from quire.frontend.new_request import NewRequest
 from quire.frontend.prompts import ParsedPrompt, PromptType, TokensPrompt, parse_prompt
 from quire.frontend.session import validate_session_params
 from quire.frontend.text.tokenizer import Tokenizer
-from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
@@ -61,60 +62,56 @@ class InputProcessor:
         self._eos_token_id, self._more_eos_ids = _eos_ids(model_config, tokenizer)
         self._seeds = random.Random(model_config.seed)
 
-    def process_inputs(
-        self,
-        request_id: str,
-        prompt: PromptType,
-        params: SamplingParams | PoolingParams,
-        *,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        resumable: bool = False,
-    ) -> tuple[EngineCoreRequest, str | None]:
-        """(the request, the prompt's text if it has one). Raises ValidationError, PromptTooLongError or TypeError."""
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
-        PRIORITY.validate(priority)
-        if resumable:
-            validate_session_params(params)
-        if lora_request is not None:
+    def process_inputs(self, new: NewRequest) -> tuple[EngineCoreRequest, str | None]:
+        """Returns (the request, the text of its prompt, if it has one).
+
+        Raises ValidationError, PromptTooLongError, or TypeError for an id that is not a str.
+        """
+        if not isinstance(new.request_id, str):
+            raise TypeError(f"request_id must be a str, got {type(new.request_id).__name__}")
+        PRIORITY.validate(new.priority)
+        if new.resumable:
+            validate_session_params(new.params)
+        if new.lora_request is not None:
             raise ValidationError(
-                f"LoRA adapter {lora_request.lora_name!r} was asked for, and this engine has no LoRA support",
+                f"LoRA adapter {new.lora_request.lora_name!r} was asked for, and this engine has no LoRA support",
                 param="lora_request",
             )
-        parsed = parse_prompt(prompt)
-        token_ids = self._token_ids(parsed, tokenization_kwargs or {})
-        self._validate_prompt(token_ids, pools=isinstance(params, PoolingParams))
-        sampling_params, pooling_params = self._params(params, len(token_ids))
-        if arrival_time is None:
-            arrival_time = time.time() if parsed.arrival_time is None else parsed.arrival_time
+        prompt = self.read_prompt(new.prompt, new.tokenization_kwargs)
+        token_ids = prompt.token_ids
+        assert token_ids is not None
+        self._validate_prompt(token_ids, pools=isinstance(new.params, PoolingParams))
+        sampling_params, pooling_params = self._params(new.params, len(token_ids))
+        arrival_time = prompt.arrival_time if new.arrival_time is None else new.arrival_time
         request = EngineCoreRequest(
-            request_id=request_id,
+            request_id=new.request_id,
             prompt_token_ids=token_ids,
             sampling_params=sampling_params,
             pooling_params=pooling_params,
-            arrival_time=arrival_time,
-            lora_request=lora_request,
-            cache_salt=parsed.cache_salt,
-            data_parallel_rank=data_parallel_rank,
-            priority=priority,
-            trace_headers=trace_headers,
-            resumable=resumable,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            lora_request=new.lora_request,
+            cache_salt=prompt.cache_salt,
+            data_parallel_rank=new.data_parallel_rank,
+            priority=new.priority,
+            trace_headers=new.trace_headers,
+            resumable=new.resumable,
         )
-        return request, parsed.text
+        return request, prompt.text if new.prompt_text is None else new.prompt_text
 
-    def tokenize(self, prompt: PromptType, tokenization_kwargs: Mapping[str, Any] | None = None) -> TokensPrompt:
-        """`prompt` with the token ids of its text: what of `process_inputs` may be done on another thread, beforehand.
+    def read_prompt(self, prompt: Any, tokenization_kwargs: Mapping[str, Any]) -> ParsedPrompt:
+        """Returns `prompt` with its token ids, cut if `tokenization_kwargs` say so.
 
-        Raises as that does.
+        This part of `process_inputs` may take long, and may be done beforehand, on any thread: what it returned is
+        read again at no cost. Raises as `process_inputs`.
         """
         parsed = parse_prompt(prompt)
-        ids = self._token_ids(parsed, tokenization_kwargs or {})
-        tokens: dict[str, Any] = {"prompt_token_ids": ids, "prompt": parsed.text}
+        ids = self._token_ids(parsed, tokenization_kwargs)
+        return parsed if ids is parsed.token_ids else replace(parsed, token_ids=ids)
+
+    def tokenize(self, prompt: PromptType, tokenization_kwargs: Mapping[str, Any] | None = None) -> TokensPrompt:
+        """`read_prompt` as a dict."""
+        parsed = self.read_prompt(prompt, tokenization_kwargs or {})
+        tokens: dict[str, Any] = {"prompt_token_ids": parsed.token_ids, "prompt": parsed.text}
         if parsed.cache_salt is not None:
             tokens["cache_salt"] = parsed.cache_salt
         if parsed.arrival_time is not None:
@@ -136,7 +133,8 @@ class InputProcessor:
     # -- the prompt ---------------------------------------------------------------------------------------------------
 
     def _token_ids(self, prompt: ParsedPrompt, kwargs: Mapping[str, Any]) -> list[int]:
-        _validate_tokenization_kwargs(kwargs)
+        if kwargs:
+            _validate_tokenization_kwargs(kwargs)
         ids = prompt.token_ids
         if ids is None:
             assert prompt.text is not None

@@ -22,6 +22,7 @@ from quire.frontend.deadlines import TIMEOUT_S, Deadlines, deadline_error
 from quire.frontend.metrics.collect.ledger import Receipt
 from quire.frontend.metrics.publish.snapshot import Metric, read_metrics
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
+from quire.frontend.new_request import NewRequest
 from quire.frontend.parallel_sampling import fan_out
 from quire.frontend.prompts import PromptType
 from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer
@@ -118,28 +119,37 @@ class LLMEngine:
                     tokenization_kwargs=tokenization_kwargs,
                 )
             )
-        start = time.monotonic()
-        asked = prompt.params if isinstance(prompt, EngineCoreRequest) else params
-        receipt = self.pipeline.ledger.receive(count_requests(asked))
-        try:
-            request, text = self.pipeline.prepare(
-                request_id,
-                prompt,
-                params,
-                arrival_time=arrival_time,
-                lora_request=lora_request,
-                tokenization_kwargs=tokenization_kwargs,
-                trace_headers=trace_headers,
-                priority=priority,
+        if isinstance(prompt, EngineCoreRequest):
+            params = prompt.params
+        elif params is None:
+            params = self.input_processor.get_default_sampling_params()
+        return self.add_new(
+            NewRequest(
+                request_id=request_id,
+                prompt=prompt,
+                params=params,
                 prompt_text=prompt_text,
+                arrival_time=arrival_time,
+                priority=priority,
+                tokenization_kwargs=tokenization_kwargs or {},
+                trace_headers=trace_headers,
+                lora_request=lora_request,
                 resumable=resumable,
+                timeout_s=timeout_s,
             )
+        )
+
+    def add_new(self, new: NewRequest) -> str:
+        """The same for a request as one value; its internal id."""
+        start = time.monotonic()
+        receipt = self.pipeline.ledger.receive(count_requests(new.params))
+        try:
+            request, text = self.pipeline.prepare(new)
             internal_id = self._submit(request, text, receipt)
         except BaseException as e:
             receipt.reject(e)
             raise
-        if timeout_s is None and not resumable:
-            timeout_s = self._request_timeout_s
+        timeout_s = self._request_timeout_s if new.timeout_s is None and not new.resumable else new.timeout_s
         if timeout_s is not None:
             self._deadlines.add((internal_id, timeout_s), start + timeout_s)
         return internal_id

@@ -82,6 +82,14 @@ class RequestOutputCollector:
         if self.is_final and self.on_end is not None:
             self.on_end()
 
+    def __aiter__(self) -> RequestOutputCollector:
+        return self
+
+    async def __anext__(self) -> Output:
+        if self.is_final and self._output is None and self._error is None:
+            raise StopAsyncIteration
+        return await self.get()
+
     async def get(self) -> Output:
         """The next output, when there is one. Raises the exception that was put in."""
         while (output := self.get_nowait()) is None:

@@ -42,7 +42,9 @@ class ParsedPrompt:
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:
-    """Read one prompt. Raises ValidationError if it has none of the known forms."""
+    """Returns one prompt as a `ParsedPrompt`. Raises ValidationError if it has none of the known forms."""
+    if isinstance(prompt, ParsedPrompt):
+        return prompt
     if isinstance(prompt, str):
         return ParsedPrompt(text=prompt)
     if isinstance(prompt, Mapping):

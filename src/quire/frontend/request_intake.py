@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from msgspec.structs import replace
 
 from quire.config.engine import EngineConfig
 from quire.errors import SlowClientError
@@ -18,13 +19,13 @@ from quire.frontend.admission import (
 )
 from quire.frontend.client.base import AsyncEngineCoreClient
 from quire.frontend.deadlines import TIMEOUT_S, deadline_error
+from quire.frontend.new_request import NewRequest, Params
 from quire.frontend.output_collector import RequestOutputCollector
 from quire.frontend.parallel_sampling import fan_out
-from quire.frontend.prompts import PromptType, text_of
-from quire.frontend.request_pipeline import Params, RequestPipeline
+from quire.frontend.prompts import ParsedPrompt, parse_prompt
+from quire.frontend.request_pipeline import RequestPipeline
 from quire.frontend.request_timers import Expired, RequestTimers
 from quire.frontend.session_feed import Inputs, SessionFeed
-from quire.frontend.text.tokenizer import LONG_TEXT_CHARS
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
 
 CHILDREN_PER_TURN = 64
@@ -34,7 +35,7 @@ CHILDREN_PER_TURN = 64
 class RequestIntake:
     """Adds requests and ends them before their time. Whatever happens on the way, nothing of a request stays behind.
 
-    Belongs to one event loop. Long texts are tokenized on a thread, one after the other.
+    Belongs to one event loop.
     """
 
     def __init__(self, config: EngineConfig, engine_core: AsyncEngineCoreClient, pipeline: RequestPipeline) -> None:
@@ -49,52 +50,25 @@ class RequestIntake:
         self._pipeline = pipeline
         self._request_timeout_s = frontend.request_timeout_s
         self._timers = RequestTimers(frontend.slow_client_timeout_s, self._expire)
-        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="quire-tokenizer")
         self._aborts: set[asyncio.Task[None]] = set()
         """Of expired requests, on their way to the core."""
 
-    async def add(
-        self, request_id: str, prompt: PromptType | EngineCoreRequest | Inputs, params: Params | None, **details: Any
-    ) -> RequestOutputCollector:
-        """Queue a request, or begin a streaming-input session; where its outputs come out.
+    async def add(self, new: NewRequest) -> RequestOutputCollector:
+        """Queues a request, or begins a streaming-input session. Returns the collector of its outputs."""
+        start = asyncio.get_running_loop().time()
+        if isinstance(new.prompt, AsyncGenerator):
+            return await self._add_session(new, new.prompt, start)
+        return await self._add(new, start)
 
-        `details` are `timeout_s`, `reservation` and further arguments of `RequestPipeline.prepare`. A reservation is
-        room the caller has made sure of beforehand; it is used up, whatever happens.
-        """
-        if isinstance(prompt, AsyncGenerator):
-            return await self._add_session(request_id, prompt, params, **details)
-        return await self._add(request_id, prompt, params, **details)
-
-    async def _add(
-        self,
-        request_id: str,
-        prompt: PromptType | EngineCoreRequest,
-        params: Params | None,
-        *,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-        reservation: Reservation | None = None,
-        start: float | None = None,
-        **details: Any,
-    ) -> RequestOutputCollector:
-        """Its time counts from `start` on the loop's clock, or now."""
-        start = asyncio.get_running_loop().time() if start is None else start
-        if params is None:
-            params = self._pipeline.input_processor.get_default_sampling_params()
-        if reservation is None:
-            num_tokens = estimate_num_tokens(prompt)
-            asked = prompt.params if isinstance(prompt, EngineCoreRequest) else params
-            reservation = self.admission.reserve(
-                count_requests(asked), num_tokens, self._max_output_tokens(params, num_tokens)
-            )
+    async def _add(self, new: NewRequest, start: float) -> RequestOutputCollector:
+        """Its time counts from `start`, on the loop's clock."""
+        reservation = new.reservation or self._reserve(new)
         try:
-            TIMEOUT_S.validate(timeout_s)
-            timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
-            if not isinstance(prompt, EngineCoreRequest):
-                prompt = await self._tokenize(prompt, tokenization_kwargs)
-            request, text = self._pipeline.prepare(
-                request_id, prompt, params, tokenization_kwargs=tokenization_kwargs, **details
-            )
+            TIMEOUT_S.validate(new.timeout_s)
+            timeout_s = self._request_timeout_s if new.timeout_s is None else new.timeout_s
+            if not isinstance(new.prompt, EngineCoreRequest):
+                new = replace(new, prompt=await self._read_prompt(new.prompt, new.tokenization_kwargs))
+            request, text = self._pipeline.prepare(new)
             num_tokens = len(request.prompt_token_ids or ())
             reservation.correct(num_tokens, self._max_output_tokens(request.params, num_tokens))
             if timeout_s is not None and start + timeout_s <= asyncio.get_running_loop().time():
@@ -108,43 +82,31 @@ class RequestIntake:
             self._timers.watch(collector, start, timeout_s)
         return collector
 
+    def _reserve(self, new: NewRequest) -> Reservation:
+        num_tokens = estimate_num_tokens(new.prompt)
+        num_output_tokens = self._max_output_tokens(new.params, num_tokens)
+        return self.admission.reserve(count_requests(new.params), num_tokens, num_output_tokens)
+
     def _max_output_tokens(self, params: Params, num_prompt_tokens: int) -> int:
         return max_output_tokens(params, self._pipeline.input_processor.max_model_len, num_prompt_tokens)
 
-    async def _add_session(
-        self,
-        request_id: str,
-        inputs: Inputs,
-        params: Params | None,
-        *,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-        reservation: Reservation | None = None,
-        **details: Any,
-    ) -> RequestOutputCollector:
+    async def _add_session(self, new: NewRequest, inputs: Inputs, start: float) -> RequestOutputCollector:
         """The same for a session: its time begins with the wait for the first of `inputs`, whose size is admitted."""
-        params = self._pipeline.input_processor.get_default_sampling_params() if params is None else params
-        feed = SessionFeed(self._pipeline, self._engine_core, inputs, params, tokenization_kwargs, self._tokenize)
-        start = asyncio.get_running_loop().time()
+        feed = SessionFeed(
+            self._pipeline, self._engine_core, inputs, new.params, new.tokenization_kwargs, self._read_prompt
+        )
+        timeout_s = new.timeout_s
         try:
             TIMEOUT_S.validate(timeout_s)
             timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
             async with asyncio.timeout_at(None if timeout_s is None else start + timeout_s):
                 first = await feed.first()
-            collector = await self._add(
-                request_id,
-                first.prompt,
-                params if first.sampling_params is None else first.sampling_params,
-                tokenization_kwargs=tokenization_kwargs,
-                timeout_s=timeout_s,
-                reservation=reservation,
-                start=start,
-                resumable=True,
-                **details,
-            )
+            params = new.params if first.sampling_params is None else first.sampling_params
+            new = replace(new, prompt=first.prompt, params=params, resumable=True)
+            collector = await self._add(new, start)
         except BaseException as e:
-            if reservation is not None:
-                reservation.release(e)
+            if new.reservation is not None:
+                new.reservation.release(e)
             await feed.close()
             if isinstance(e, TimeoutError) and timeout_s is not None:
                 raise deadline_error(timeout_s) from None
@@ -153,12 +115,13 @@ class RequestIntake:
             feed.start(collector)
         return collector
 
-    async def _tokenize(self, prompt: PromptType, tokenization_kwargs: Mapping[str, Any] | None) -> PromptType:
-        text = text_of(prompt)
-        if text is None or len(text) <= LONG_TEXT_CHARS:
-            return prompt
-        loop, processor = asyncio.get_running_loop(), self._pipeline.input_processor
-        return await loop.run_in_executor(self._tokenizer_thread, processor.tokenize, prompt, tokenization_kwargs)
+    async def _read_prompt(self, prompt: Any, tokenization_kwargs: Mapping[str, Any]) -> ParsedPrompt:
+        parsed = parse_prompt(prompt)
+        num_chars = len(parsed.text or "") if parsed.token_ids is None else 0
+        processor = self._pipeline.input_processor
+        return await self._pipeline.text_thread.run(
+            num_chars, lambda: processor.read_prompt(parsed, tokenization_kwargs)
+        )
 
     async def _submit(
         self,
@@ -207,4 +170,4 @@ class RequestIntake:
         """Every reader gets its last output, with finish reason "abort". The core is not told: it ends, too."""
         self._pipeline.forget(list(self._pipeline.output_processor.request_states), internal=True)
         self._timers.stop()
-        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+        self._pipeline.text_thread.close()

@@ -5,10 +5,12 @@ Everything but the engine core and the loop around it: validation, the state of 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
@@ -17,6 +19,7 @@ from quire.frontend.input_processor import InputProcessor
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats, StepStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
+from quire.frontend.new_request import NewRequest, Params
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
 from quire.frontend.prompts import PromptType, parse_prompt
 from quire.frontend.request_state import RequestState
@@ -24,17 +27,14 @@ from quire.frontend.request_tracing import RequestTracer, make_span_sender
 from quire.frontend.session import make_input
 from quire.frontend.startup_tracing import make_start_phases
 from quire.frontend.supervision.startup_report import StartupReport
-from quire.frontend.text.tokenizer import Tokenizer
-from quire.lora_request import LoRARequest
-from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams
+from quire.frontend.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from quire.timeline import get_stamps, stamp
 from quire.version import __version__
 from quire.wire.chrome_trace import BatchTimes, encode_window
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, FinishReason
 from quire.wire.trace import TraceWindow
 
-Params = SamplingParams | PoolingParams
+T = TypeVar("T")
 
 
 class RequestPipeline:
@@ -76,54 +76,26 @@ class RequestPipeline:
         self.stat_loggers = self.stats.loggers
         self._startup: StartupReport | None = StartupReport(ready)
         """None once there was an output."""
+        self.text_thread = TextThread()
         if self._span_sender is not None:
             self._span_sender.send_start(make_start_phases(get_stamps(), ready.stamps))
 
     # -- down ---------------------------------------------------------------------------------------------------------
 
-    def prepare(
-        self,
-        request_id: str,
-        prompt: PromptType | EngineCoreRequest,
-        params: Params | None = None,
-        *,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        prompt_text: str | None = None,
-        resumable: bool = False,
-    ) -> tuple[EngineCoreRequest, str | None]:
-        """(a validated request, the text of its prompt). `params` of None are the model's defaults.
+    def prepare(self, new: NewRequest) -> tuple[EngineCoreRequest, str | None]:
+        """Returns (the validated request, the text to show as its prompt).
 
-        With `resumable` it opens a streaming-input session, to be gone on with by `prepare_input`.
-
-        An `EngineCoreRequest` made by the input processor is taken as it is, with `prompt_text` to show. Raises
-        ValidationError for what the request holds, TypeError for an id that is not a str.
+        An `EngineCoreRequest` in place of the prompt is taken as it is. Raises ValidationError for what the request
+        holds, TypeError for an id that is not a str.
         """
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
-        if isinstance(prompt, EngineCoreRequest):
-            if prompt.request_id != request_id:
-                raise ValidationError(
-                    f"request_id {request_id!r} is not that of the request, {prompt.request_id!r}", param="request_id"
-                )
-            return prompt, prompt_text
-        request, text = self.input_processor.process_inputs(
-            request_id,
-            prompt,
-            self.input_processor.get_default_sampling_params() if params is None else params,
-            arrival_time=arrival_time,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            trace_headers=trace_headers,
-            priority=priority,
-            data_parallel_rank=data_parallel_rank,
-            resumable=resumable,
-        )
-        return request, text if prompt_text is None else prompt_text
+        if not isinstance(new.prompt, EngineCoreRequest):
+            return self.input_processor.process_inputs(new)
+        if new.prompt.request_id != new.request_id:
+            raise ValidationError(
+                f"request_id {new.request_id!r} is not that of the request, {new.prompt.request_id!r}",
+                param="request_id",
+            )
+        return new.prompt, new.prompt_text
 
     def prepare_input(
         self,
@@ -146,12 +118,14 @@ class RequestPipeline:
             now = time.time() if arrival_time is None else arrival_time
             return make_input(session.request, [], session.request.sampling_params, now, resumable=False), None
         request, text = self.input_processor.process_inputs(
-            session.external_req_id,
-            prompt,
-            self.input_processor.get_default_sampling_params() if params is None else params,
-            arrival_time=arrival_time,
-            tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
-            resumable=True,
+            NewRequest(
+                request_id=session.external_req_id,
+                prompt=parsed,
+                params=self.input_processor.get_default_sampling_params() if params is None else params,
+                arrival_time=arrival_time,
+                tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
+                resumable=True,
+            )
         )
         if parsed.cache_salt not in (None, session.request.cache_salt):
             raise ValidationError(
@@ -213,6 +187,7 @@ class RequestPipeline:
 
     def close(self) -> None:
         """No request will finish any more: what was to be sent of finished ones is sent. Bounded in time."""
+        self.text_thread.close()
         if self._span_sender is not None:
             self._span_sender.close()
 
@@ -223,6 +198,26 @@ class RequestPipeline:
         if self.tokenizer is None:
             raise ValidationError("the engine was started with skip_tokenizer_init: it has no tokenizer")
         return self.tokenizer
+
+
+class TextThread:
+    """One thread for work on long texts, so that an event loop does not stand still for it. Short texts are worked on
+    at once."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-tokenizer")
+
+    async def run(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Returns the result of `work` on a text of so many characters."""
+        return work() if num_chars <= LONG_TEXT_CHARS else await self.run_aside(work)
+
+    async def run_aside(self, work: Callable[[], T]) -> T:
+        """Returns the result of `work`, done on the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def close(self) -> None:
+        """Ends the thread. Work that has not begun is cancelled."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:

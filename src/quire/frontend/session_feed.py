@@ -8,9 +8,9 @@ from typing import Any
 
 from quire.errors import EngineDeadError, ValidationError
 from quire.frontend.client.base import AsyncEngineCoreClient
+from quire.frontend.new_request import Params
 from quire.frontend.output_collector import RequestOutputCollector
-from quire.frontend.prompts import PromptType
-from quire.frontend.request_pipeline import Params, RequestPipeline
+from quire.frontend.request_pipeline import RequestPipeline
 from quire.frontend.session import StreamingInput
 
 Inputs = AsyncGenerator[StreamingInput, None]
@@ -27,7 +27,7 @@ class SessionFeed:
         inputs: Inputs,
         params: Params,
         tokenization_kwargs: Mapping[str, Any] | None,
-        tokenize: Callable[[PromptType, Mapping[str, Any]], Awaitable[PromptType]],
+        tokenize: Callable[[Any, Mapping[str, Any]], Awaitable[Any]],
     ) -> None:
         self._pipeline = pipeline
         self._engine_core = engine_core

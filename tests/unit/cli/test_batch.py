@@ -18,6 +18,7 @@ from quire.cli.main import main
 from quire.config.engine_args import EngineArgs
 from quire.errors import ClientError, EngineDeadError
 from quire.frontend.llm_engine import LLMEngine
+from quire.frontend.new_request import NewRequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind
 
@@ -343,7 +344,8 @@ def test_no_row_can_do_more_than_be_refused(
     try:
         request = reader.read(row)
         for prompt in request.prompts:
-            real_engine.input_processor.process_inputs("x", prompt, request.params, priority=request.priority)
+            new = NewRequest(request_id="x", prompt=prompt, params=request.params, priority=request.priority)
+            real_engine.input_processor.process_inputs(new)
     except ClientError:
         return
     assert request.custom_id == "x"

@@ -14,6 +14,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.frontend.input_processor import InputProcessor
+from quire.frontend.new_request import NewRequest
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
@@ -34,7 +35,8 @@ def processor(tokenizer: Tokenizer | None, generation: dict[str, Any] | None = N
 
 
 def process(p: InputProcessor, prompt: Any, params: Any = None, **options: Any) -> EngineCoreRequest:
-    return p.process_inputs("r", prompt, SamplingParams() if params is None else params, **options)[0]
+    params = SamplingParams() if params is None else params
+    return p.process_inputs(NewRequest(request_id="r", prompt=prompt, params=params, **options))[0]
 
 
 def sampling(request: EngineCoreRequest) -> SamplingParams:
@@ -55,7 +57,7 @@ def test_prompt_forms(tokenizer: Tokenizer) -> None:
         ({"prompt": "the fox"}, "the fox"),
         ({"prompt_token_ids": ids, "prompt": "shown"}, "shown"),
     ):
-        request, shown = p.process_inputs("r", prompt, SamplingParams())
+        request, shown = p.process_inputs(NewRequest(request_id="r", prompt=prompt, params=SamplingParams()))
         assert (request.prompt_token_ids, shown) == (ids, text)
         assert (request.request_id, request.external_req_id, request.pooling_params) == ("r", None, None)
 
@@ -140,7 +142,7 @@ def test_lora_ids_priorities_and_types_are_checked(tokenizer: Tokenizer) -> None
     with pytest.raises(ValidationError, match="got dict"):
         process(p, "a", {})
     with pytest.raises(TypeError, match="must be a str, got int"):
-        p.process_inputs(5, "a", SamplingParams())  # type: ignore[arg-type]
+        p.process_inputs(NewRequest(request_id=5, prompt="a", params=SamplingParams()))  # type: ignore[arg-type]
 
 
 def test_tasks(tokenizer: Tokenizer) -> None:
@@ -296,7 +298,7 @@ def test_internal_ids(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> 
         assert (external, request.external_req_id, len(suffix)) == ("r", "r", 32)
         assert int(suffix, 16) >= 0
     assert first.request_id != second.request_id
-    long, _ = p.process_inputs("x" * 65536, [5], SamplingParams())
+    long, _ = p.process_inputs(NewRequest(request_id="x" * 65536, prompt=[5], params=SamplingParams()))
     p.assign_request_id(long)
     assert len(long.request_id) < 100
     assert long.external_req_id == "x" * 65536

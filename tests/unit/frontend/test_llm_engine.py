@@ -15,6 +15,7 @@ from quire.errors import ConfigError, ValidationError
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
+from quire.frontend.new_request import NewRequest
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -49,6 +50,10 @@ def run(engine: LLMEngine) -> list[RequestOutput]:
     while engine.has_unfinished_requests():
         outputs += [output for output in engine.step() if isinstance(output, RequestOutput)]
     return outputs
+
+
+def process(engine: LLMEngine, request_id: str, params: SamplingParams) -> EngineCoreRequest:
+    return engine.input_processor.process_inputs(NewRequest(request_id=request_id, prompt=[50], params=params))[0]
 
 
 def test_a_request_end_to_end(model_dir: Path) -> None:
@@ -98,12 +103,12 @@ def test_only_what_the_core_needs_goes_down(model_dir: Path) -> None:
 
 def test_a_prepared_request_is_taken_as_it_is(model_dir: Path) -> None:
     engine, client, _ = make_engine(model_dir)
-    request, _ = engine.input_processor.process_inputs("a", [50], SamplingParams(max_tokens=1))
+    request = process(engine, "a", SamplingParams(max_tokens=1))
     engine.add_request("a", request, prompt_text="shown")
     assert run(engine)[0].prompt == "shown"
     with pytest.raises(ValueError, match="already has an internal id"):
         engine.add_request(client.added[0].request_id, client.added[0])
-    other, _ = engine.input_processor.process_inputs("b", [50], SamplingParams())
+    other = process(engine, "b", SamplingParams())
     with pytest.raises(ValidationError, match="'c' is not that of the request, 'b'"):
         engine.add_request("c", other)
 

@@ -143,7 +143,7 @@ def test_a_request_that_expires_in_the_tokenizer_is_never_added(model_dir: Path)
             await asyncio.sleep(10)
             return [50]
 
-        intake._tokenize = slow
+        intake._read_prompt = slow
         with pytest.raises(DeadlineExceededError):
             await last(s.llm, "text", LONG, "x", timeout_s=5)
         assert not s.added

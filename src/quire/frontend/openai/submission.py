@@ -89,19 +89,11 @@ class Submission:
         A request that the server's end has cut off raises UnavailableError, so that nobody takes it for an answer.
         """
         if len(self._collectors) == 1:
-            async for output in self._read(self._collectors[0]):
-                yield 0, output
+            async for output in self._collectors[0]:
+                yield 0, self._checked(output)
             return
         async for index, output in self._read_all():
             yield index, output
-
-    async def _read(self, collector: RequestOutputCollector) -> AsyncGenerator[RequestOutput, None]:
-        is_finished = False
-        while not is_finished:
-            while (output := collector.get_nowait()) is None:
-                await collector.wait()
-            is_finished = output.finished
-            yield self._checked(output)
 
     async def _read_all(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Of several, whichever has something, in turn."""
