@@ -26,8 +26,8 @@ from quire import LLM, SamplingParams
 from quire.config.engine_args import EngineArgs
 from quire.config.server import ServerConfig
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.http.state import ServerState
 from quire.frontend.openai.app import build_app
-from quire.frontend.openai.state import ServerState
 
 ROOT = Path(quire.__file__).resolve().parent
 OTHER_SIDE = ("engine", "worker")
