@@ -25,7 +25,7 @@ OUTSIDE_THE_CORE_RING = ("frontend/http", "frontend/openai", "frontend/fleet", "
 LONG_FILE, LONG_FUNCTION, MANY_PARAMETERS = 300, 60, 6
 SMALL_FILE = 120
 """Lines from which a file needs no second importer."""
-DOORS = ("reasoning_parsers", "routes", "tool_parsers", "executor", "quantization")
+DOORS = ("parsers", "routes", "executor", "quantization")
 """Names of folders whose files are doors: each file is a row of a table. A file is a door, too, where a string names it
 ("quire.cli.serve:main")."""
 DOTTED = re.compile(r"quire(?:\.\w+)+")

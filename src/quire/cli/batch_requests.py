@@ -17,7 +17,7 @@ from quire.cli.batch_files import InputRow
 from quire.cli.command_line import nearest
 from quire.cli.option_groups import make_sampling_params
 from quire.errors import NotFoundError, ValidationError
-from quire.frontend.openai.protocol.forms import FormBody
+from quire.frontend.openai.protocol.sampling import FormBody
 from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 

@@ -26,8 +26,7 @@ from quire.frontend.client.shared_links import OwnerLink
 from quire.frontend.engine_watch import EngineWatch
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.fleet.inquest import Inquest
-from quire.frontend.fleet.peer_link import PeerLink
-from quire.frontend.fleet.peers import Membership
+from quire.frontend.fleet.peer_link import Membership, PeerLink
 from quire.frontend.fleet.process import KILL_TIMEOUT_S, ApiProcess
 from quire.frontend.http.errors import UnavailableError
 from quire.frontend.http.server import END_GRACE_S, Listeners, StopRequests, StopSignals, log_stats_regularly

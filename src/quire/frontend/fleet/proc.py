@@ -25,12 +25,11 @@ from quire.errors import QuireError, error_name
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.fleet.counts import FleetCounts
-from quire.frontend.fleet.peer_link import PeerLink
-from quire.frontend.fleet.peers import FleetPeers, Membership
+from quire.frontend.fleet.peer_link import FleetPeers, Membership, PeerLink
 from quire.frontend.fleet.services import PeerServices
+from quire.frontend.http.connection import make_tls_context
 from quire.frontend.http.server import Listeners, StopSignals, serve
 from quire.frontend.http.state import ServerState
-from quire.frontend.http.tls import make_tls_context
 from quire.frontend.metrics.hub_client import HubClient
 from quire.frontend.metrics.publish.stat_loggers import LoggingStatLogger, RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics

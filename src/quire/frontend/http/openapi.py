@@ -6,8 +6,13 @@ Operations say in `x-access` who may call them (`Access`), and fields in `x-supp
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -15,15 +20,15 @@ import msgspec
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import RequestBody
 from quire.frontend.http.endpoint import Endpoint
-from quire.frontend.http.field_notes import field_notes, structs_of
+from quire.sampling_params import SamplingParams
 from quire.version import __version__
 
 REF = "#/components/schemas/{name}"
 TAGS: Mapping[str, tuple[str, ...]] = {
     "Generation": ("chat", "completions", "responses", "messages", "batch", "invocations"),
-    "Embeddings, classes and scores": ("embeddings", "cohere", "scores"),
+    "Embeddings, classes and scores": ("embeddings", "scores"),
     "Tokens and prompts": ("tokens", "render"),
-    "The server": ("models", "health", "metrics", "documents", "debug", "pages"),
+    "The server": ("models", "health", "pages"),
     "Administration": ("admin",),
 }
 """What belongs together: files of `routes/`. Routes of elsewhere are under OTHER_TAG."""
@@ -208,3 +213,45 @@ def _range(schema: Mapping[str, Any]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def structs_of(kinds: Sequence[type]) -> list[type[msgspec.Struct]]:
+    """These structs and all that their fields hold."""
+    return list(dict.fromkeys(found for info in msgspec.inspect.multi_type_info(kinds) for found in _structs_in(info)))
+
+
+def _structs_in(value: Any) -> Iterator[type[msgspec.Struct]]:
+    if isinstance(value, msgspec.inspect.StructType):
+        yield value.cls
+    if isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from _structs_in(getattr(value, name))
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _structs_in(item)
+
+
+@cache
+def field_notes(kind: type) -> Mapping[str, str]:
+    """The docstring of each field that has one, by its name. Fields of sampling have those of `SamplingParams`."""
+    notes = {} if kind is SamplingParams else {**field_notes(SamplingParams)}
+    for ancestor in reversed(kind.__mro__[:-1]):
+        notes.update(_notes_in(sys.modules[ancestor.__module__]).get(ancestor.__qualname__, {}))
+    return {name: note for name, note in notes.items() if name in getattr(kind, "__struct_fields__", ())}
+
+
+@cache
+def _notes_in(module: ModuleType) -> Mapping[str, Mapping[str, str]]:
+    """The notes of each class of a module; none where Python was installed without sources."""
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except OSError:
+        return {}
+    return {node.name: dict(_notes_of(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _notes_of(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, note in zip(node.body, node.body[1:], strict=False):
+        match field, note:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, " ".join(text.split())

@@ -21,9 +21,8 @@ import uvicorn
 from quire import envs
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
-from quire.frontend.http.connection import make_connection_class
+from quire.frontend.http.connection import make_connection_class, make_tls_context
 from quire.frontend.http.state import ServerState
-from quire.frontend.http.tls import make_tls_context
 from quire.frontend.metrics.publish.stat_loggers import StatLoggerManager
 from quire.frontend.openai.app import build_app
 from quire.logger import init_logger

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.fleet.peers import Membership
+from quire.frontend.fleet.peer_link import Membership
 from quire.frontend.http.auth import Gatekeeper
 from quire.frontend.http.engine_view import RequestWatch, SnapshotSource
 from quire.frontend.http.errors import UnavailableError

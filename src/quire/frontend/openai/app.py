@@ -26,15 +26,11 @@ from quire.frontend.openai.routes import (
     admin,
     batch,
     chat,
-    cohere,
     completions,
-    debug,
-    documents,
     embeddings,
     health,
     invocations,
     messages,
-    metrics,
     models,
     pages,
     render,
@@ -47,7 +43,6 @@ from quire.version import __version__
 
 ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     health.ENDPOINTS,
-    metrics.ENDPOINTS,
     models.ENDPOINTS,
     tokens.ENDPOINTS,
     completions.ENDPOINTS,
@@ -56,13 +51,10 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     responses.ENDPOINTS,
     messages.ENDPOINTS,
     embeddings.ENDPOINTS,
-    cohere.ENDPOINTS,
     scores.ENDPOINTS,
     render.ENDPOINTS,
     invocations.ENDPOINTS,
-    documents.ENDPOINTS,
     pages.ENDPOINTS,
-    debug.ENDPOINTS,
     admin.ENDPOINTS,
 )
 """Every endpoint there is, one row per file of `routes/`."""

@@ -8,8 +8,8 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from quire.frontend.http import field_notes as module
-from quire.frontend.http.field_notes import field_notes, structs_of
+from quire.frontend.http import openapi as module
+from quire.frontend.http.openapi import field_notes, structs_of
 from quire.sampling_params import SamplingParams
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
-from quire.frontend.openai.parsing.events import Arguments, CallStart, Content, Event, Reasoning
-from quire.frontend.openai.parsing.stream_parser import Program, StreamParser
+from quire.frontend.openai.parsers.events import Arguments, CallStart, Content, Event, Program, Reasoning, StreamParser
 
 Summary = list[tuple[str, str]]
 """(kind, text), with neighbours of one kind joined."""

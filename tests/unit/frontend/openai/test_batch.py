@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from ..http.test_streaming import until_gone, watch_aborts
 from .asgi import Call
 from .serving import Server, check
-from .test_streaming import until_gone, watch_aborts
 
 PATH = "/v1/chat/completions/batch"
 CONVERSATIONS: list[list[dict[str, Any]]] = [

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from quire.config.server import ServerConfig
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.openai.chat.format import ChatFormat
-from quire.frontend.openai.protocol.message_blocks import conversation_of
-from quire.frontend.openai.protocol.messages import MessagesBody
+from quire.frontend.openai.protocol.messages import MessagesBody, conversation_of
 from quire.frontend.openai.routes.messages import MessageWriter
 from quire.outputs import CompletionOutput, RequestOutput
 
+from ..http.test_streaming import until_gone, watch_aborts
 from .asgi import Call
 from .serving import Server, check
-from .test_streaming import until_gone, watch_aborts
 
 PATH = "/v1/messages"
 BODY: dict[str, Any] = {

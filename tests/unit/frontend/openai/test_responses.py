@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
+from ..http.test_streaming import until_gone, watch_aborts
 from .asgi import Call
 from .serving import Server, check, client_of
-from .test_streaming import until_gone, watch_aborts
 from .test_tool_calling import QUESTION, WEATHER
 
 PATH = "/v1/responses"

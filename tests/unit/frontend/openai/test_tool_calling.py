@@ -13,11 +13,10 @@ from quire.errors import ConfigError, ValidationError
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import make_message
+from quire.frontend.openai.parsers import reasoning as registry
+from quire.frontend.openai.parsers.reasoning import ReasoningParserSpec, ReasoningTags
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.sampling import make_sampling_params
-from quire.frontend.openai.reasoning_parsers import registry
-from quire.frontend.openai.reasoning_parsers.registry import ReasoningParserSpec
-from quire.frontend.openai.reasoning_parsers.tags import ReasoningTags
 from quire.structured_outputs import ReasoningTokens
 
 from .serving import Server, check, client_of

@@ -13,14 +13,13 @@ from typing import Any
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, ValidationError
 from quire.frontend.openai.chat.output import ChatParser, MessageParser, PlainText
-from quire.frontend.openai.parsing.stream_parser import Program, StreamParser
-from quire.frontend.openai.protocol.chat import ChatBody
-from quire.frontend.openai.protocol.tools import NamedToolChoice, tools_for_template
-from quire.frontend.openai.reasoning_parsers import registry as reasoning_registry
-from quire.frontend.openai.reasoning_parsers.registry import ReasoningParserSpec, reasoning_parser
-from quire.frontend.openai.tool_parsers import registry as tool_registry
-from quire.frontend.openai.tool_parsers.constrained import parse_required, required_schema
-from quire.frontend.openai.tool_parsers.registry import ToolParserSpec, tool_parser
+from quire.frontend.openai.parsers import reasoning as reasoning_registry
+from quire.frontend.openai.parsers import tools as tool_registry
+from quire.frontend.openai.parsers.constrained import parse_required, required_schema
+from quire.frontend.openai.parsers.events import Program, StreamParser
+from quire.frontend.openai.parsers.reasoning import ReasoningParserSpec, reasoning_parser
+from quire.frontend.openai.parsers.tools import ToolParserSpec, tool_parser
+from quire.frontend.openai.protocol.chat import ChatBody, NamedToolChoice, tools_for_template
 from quire.logger import init_logger
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import ReasoningTokens, StructuredOutputsParams

@@ -2,7 +2,7 @@
 
 A `ChatParser` is made for each choice of a request. It is fed the text as it comes and says what of it is content,
 reasoning or a tool call. Whole answers are parsed by the same parser, fed in one piece: so a stream and a whole answer
-never disagree. `format.ChatPlan` makes it, of a row of tool_parsers/registry.py and one of reasoning_parsers/.
+never disagree. `format.ChatPlan` makes it, of a row of parsers/tools.py and one of parsers/reasoning.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from quire.frontend.openai.parsing.events import Arguments, CallStart, Content, Event, Reasoning
-from quire.frontend.openai.parsing.stream_parser import StreamParser
+from quire.frontend.openai.parsers.events import Arguments, CallStart, Content, Event, Reasoning, StreamParser
 
 Delta = dict[str, Any]
 """The `delta` of a chunk: any of content, reasoning, tool_calls."""

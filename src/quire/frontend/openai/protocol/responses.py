@@ -21,10 +21,9 @@ from quire.frontend.http.bodies import (
     TokenId,
     Word,
 )
-from quire.frontend.openai.protocol.chat import ChatBody
-from quire.frontend.openai.protocol.sampling import bound_of
-from quire.frontend.openai.protocol.tools import (
+from quire.frontend.openai.protocol.chat import (
     MAX_TOOLS,
+    ChatBody,
     FunctionDefinition,
     FunctionName,
     NamedFunction,
@@ -32,6 +31,7 @@ from quire.frontend.openai.protocol.tools import (
     Tool,
     ToolChoice,
 )
+from quire.frontend.openai.protocol.sampling import bound_of
 from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
 
 MAX_ITEMS = 1 << 16

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.frontend.openai.chat.blocks import Block
-from quire.frontend.openai.protocol.logprobs import TokenNames, chat_logprobs
+from quire.frontend.openai.protocol.answer_parts import TokenNames, chat_logprobs
 from quire.outputs import CompletionOutput
 
 Entry = dict[str, Any]

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 
 from quire.errors import ClientError, ValidationError
-from quire.frontend.fleet.peers import Membership
+from quire.frontend.fleet.peer_link import Membership
 from quire.frontend.openai.responses.store import ResponseStore, StoredResponse
 
 EVENTS_WAIT_S = 10.0

@@ -17,9 +17,8 @@ from quire.frontend.http.state import ServerState
 from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import BlockEvent, BlockReader
 from quire.frontend.openai.chat.request import PreparedChat
-from quire.frontend.openai.protocol.logprobs import TokenNames
+from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames
 from quire.frontend.openai.protocol.responses import ResponsesBody
-from quire.frontend.openai.protocol.usage import TokenCount
 from quire.frontend.openai.responses.output import ResponseItem, TextLogprobs
 from quire.frontend.openai.submission import Submission
 from quire.outputs import RequestOutput

@@ -5,17 +5,57 @@ Parameters come in the query, as vLLM's clients send them; in a JSON body where 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
+from msgspec import Meta
 from starlette.responses import Response
 
 from quire.config.server import ServerConfig
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
-from quire.frontend.http.bodies import BodyReader
+from quire.frontend.http.bodies import BodyReader, Name, Object, PositiveCount, RequestBody, Word
 from quire.frontend.http.endpoint import Endpoint, Handler, QueryParameter, RequestContext, json_response
-from quire.frontend.openai.protocol.admin import AbortBody, CollectiveRpcBody, ProfileBody, UpdateWeightsBody
 from quire.wire.engine_core import PauseMode
+
+
+class AbortBody(RequestBody, kw_only=True):
+    """Requests to be aborted, by the ids of their answers."""
+
+    request_ids: Annotated[list[Name], Meta(max_length=65536)]
+
+    EXAMPLE = {"request_ids": ["chatcmpl-1"]}  # noqa: RUF012 - a ClassVar of the base class
+
+
+class UpdateWeightsBody(RequestBody, kw_only=True):
+    """Where new weights are."""
+
+    path: Word
+    """A checkpoint directory of the server's machine."""
+    version: Name | None = None
+    """What /weight_info is to say from then on."""
+
+    EXAMPLE = {"path": "/models/new"}  # noqa: RUF012
+
+
+class CollectiveRpcBody(RequestBody, kw_only=True):
+    """A call of a method of every worker."""
+
+    method: Name
+    args: Annotated[list[Any], Meta(max_length=1024)] | None = None
+    kwargs: Object | None = None
+    timeout: Annotated[float, Meta(gt=0, le=86400)] | None = None
+    """In seconds."""
+
+    EXAMPLE = {"method": "check_health"}  # noqa: RUF012
+
+
+class ProfileBody(RequestBody, kw_only=True):
+    """What the profiler is to record; nothing of it is needed."""
+
+    profile_prefix: Name | None = None
+    delay_iterations: PositiveCount | None = None
+    max_iterations: PositiveCount | None = None
+
 
 ABORT = BodyReader(AbortBody)
 UPDATE_WEIGHTS = BodyReader(UpdateWeightsBody)

@@ -3,20 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
 from starlette.responses import Response
 
+from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.chat.request import PreparedChat, prepare_chats
-from quire.frontend.openai.protocol.batch import BatchChatBody
-from quire.frontend.openai.protocol.chat import ChatBody
-from quire.frontend.openai.protocol.usage import TokenCount
+from quire.frontend.openai.protocol.answer_parts import TokenCount
+from quire.frontend.openai.protocol.chat import MAX_MESSAGES, ChatBody, Messages
 from quire.frontend.openai.routes.chat import ChatWriter
 from quire.frontend.openai.submission import Submission
 from quire.outputs import RequestOutput
+
+
+class BatchChatBody(ChatBody, kw_only=True):
+    """Conversations to be answered, each as /v1/chat/completions would; no streams and no tools."""
+
+    messages: Annotated[list[Messages], Meta(max_length=MAX_MESSAGES)]  # type: ignore[assignment]  # read, never passed on
+    """One list of messages for each conversation."""
+
+    EXAMPLE = {  # noqa: RUF012 - a ClassVar of the base class
+        "messages": [[{"role": "user", "content": "What is a quire?"}], [{"role": "user", "content": "And a choir?"}]],
+        "max_tokens": 40,
+    }
+    NEUTRAL = {  # noqa: RUF012
+        **ChatBody.NEUTRAL,
+        "stream": (False,),
+        "stream_options": (),
+        "tools": ([],),
+        "tool_choice": ("none",),
+    }
+
+    def conversations(self, max_num: int) -> list[ChatBody]:
+        """Each conversation as a request of its own. Raises ValidationError for none, or too many."""
+        if not 0 < len(self.messages) <= max_num:
+            raise ValidationError(
+                f"messages holds {len(self.messages)} conversations; a batch has 1 to {max_num} "
+                "(--max-prompts-per-request)",
+                param="messages",
+            )
+        shared = {name: getattr(self, name) for name in ChatBody.__struct_fields__ if name != "messages"}
+        return [ChatBody(messages=messages, **shared) for messages in self.messages]
+
 
 BATCH = BodyReader(BatchChatBody)
 

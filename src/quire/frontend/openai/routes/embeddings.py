@@ -1,17 +1,20 @@
-"""POST /v1/embeddings, /pooling and /classify: texts one by one, or a conversation."""
+"""POST /v1/embeddings, /pooling and /classify: texts one by one, or a conversation; /v2/embed: Cohere's API."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from starlette.responses import Response
 
-from quire.errors import NotFoundError
+from quire.errors import NotFoundError, ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.openai.pooling_work import answer_head, count_tokens, encode_array, pool_input
-from quire.frontend.openai.protocol.pooling import ClassifyBody, EmbeddingBody, PoolBody
+from quire.frontend.openai.pooling_work import answer_head, count_tokens, encode_array, naming, pool_input, pool_texts
+from quire.frontend.openai.protocol.pooling import ClassifyBody, CohereEmbedBody, EmbeddingBody, PoolBody
 from quire.pooling_params import POOLING_TASKS
 
 EMBEDDING = BodyReader(EmbeddingBody)
@@ -67,6 +70,69 @@ async def classify(context: RequestContext) -> Response:
     return json_response({**answer_head(context, body, "classify", model), "data": data, "usage": usage})
 
 
+EMBED = BodyReader(CohereEmbedBody)
+PROMPT_NAMES: Mapping[str, tuple[str, ...]] = {
+    "search_query": ("query",),
+    "search_document": ("document", "passage"),
+    "classification": (),
+    "clustering": (),
+}
+"""Cohere's words for what a text is for, and what models call the same."""
+
+
+async def embed(context: RequestContext) -> Response:
+    """Embed texts, as Cohere's clients ask for it."""
+    body = await context.read(EMBED)
+    state = context.state
+    state.check_model(body.model)
+    texts, name = body.given_texts(), "texts" if body.inputs is None else "inputs"
+    kinds = body.kinds()
+    limit = state.config.max_prompts_per_request
+    if len(texts) > limit:
+        raise ValidationError(
+            f"{name} holds {len(texts)} texts; a request may have {limit} (--max-prompts-per-request)", param=name
+        )
+    pooling = state.engine.model_config.pooling
+    prefix = prefix_of(body.input_type, dict(pooling.prompts) if pooling is not None else {})
+    texts = [prefix + text for text in texts]
+    asked = body.as_embedding(state.max_model_len)
+    with naming(name), naming("output_dimension", "dimensions"):
+        outputs = await pool_texts(context, asked, texts, asked.params("embed"))
+    vectors = [output.outputs.data for output in outputs]
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    answer = {
+        "id": f"embd-{context.request_id}",
+        "response_type": "embeddings_by_type",
+        "embeddings": {kind: encode_vectors(vectors, kind) for kind in kinds},
+        "texts": body.texts,
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": num_tokens}},
+    }
+    return json_response(answer)
+
+
+def prefix_of(input_type: str | None, prompts: Mapping[str, str]) -> str:
+    """What is written before a text: nothing, of a model without prefixes. Raises ValidationError for other words."""
+    if input_type is None:
+        return ""
+    for name in (input_type, *PROMPT_NAMES.get(input_type, ())):
+        if name in prompts:
+            return prompts[name]
+    if input_type in PROMPT_NAMES:
+        return ""
+    known = dict.fromkeys([*PROMPT_NAMES, *prompts])
+    raise ValidationError(
+        f"input_type must be one of {', '.join(known)}, got {input_type[:60]!r}", param="input_type", value=input_type
+    )
+
+
+def encode_vectors(vectors: Sequence[npt.NDArray[np.float32]], kind: str) -> list[Any]:
+    """Each vector as `kind` of embedding_types has it: numbers, base64 of them, or the signs of eight in a byte."""
+    if kind not in ("binary", "ubinary"):
+        return [encode_array(vector, kind) for vector in vectors]
+    packed = [np.packbits(vector > 0).astype(np.int16) for vector in vectors]
+    return [(bits - 128 if kind == "binary" else bits).tolist() for bits in packed]
+
+
 ENDPOINTS = (
     Endpoint(
         path="/v1/embeddings",
@@ -78,4 +144,5 @@ ENDPOINTS = (
     ),
     Endpoint(path="/pooling", handler=pool, access=Access.KEY, body=POOL, task=POOLING_TASKS, is_work=True),
     Endpoint(path="/classify", handler=classify, access=Access.KEY, body=CLASSIFY, task="classify", is_work=True),
+    Endpoint(path="/v2/embed", handler=embed, access=Access.KEY, body=EMBED, task="embed", is_work=True),
 )

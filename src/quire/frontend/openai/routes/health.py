@@ -1,12 +1,14 @@
-"""Probes, and what a server says about itself."""
+"""Probes, /version, /load, and /metrics for Prometheus."""
 
 from __future__ import annotations
 
 from starlette.responses import Response
 
+from quire.errors import ServerError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.http.errors import UnavailableError
+from quire.frontend.http.errors import HttpError, UnavailableError
+from quire.frontend.metrics.publish.exposition import CONTENT_TYPES, choose_format
 from quire.version import __version__
 
 
@@ -46,6 +48,16 @@ async def load(context: RequestContext) -> Response:
     return json_response({"server_load": context.state.lifecycle.server_load})
 
 
+async def metrics(context: RequestContext) -> Response:
+    """All metrics of this server in Prometheus' text format, or OpenMetrics where the Accept header asks."""
+    format = choose_format(context.request.headers.get("accept", ""))
+    try:
+        text = await context.state.metrics.write(format)
+    except ServerError as e:
+        raise HttpError(503, str(e)) from e
+    return Response(text, headers={"content-type": CONTENT_TYPES[format]})
+
+
 ENDPOINTS = (
     Endpoint(path="/health", handler=health, access=Access.OPEN, methods=("GET",)),
     Endpoint(path="/health/live", handler=live, access=Access.OPEN, methods=("GET",)),
@@ -53,4 +65,12 @@ ENDPOINTS = (
     Endpoint(path="/ping", handler=ping, access=Access.OPEN, methods=("GET", "POST")),
     Endpoint(path="/version", handler=version, access=Access.KEY, methods=("GET",)),
     Endpoint(path="/load", handler=load, access=Access.KEY, methods=("GET",)),
+    Endpoint(
+        path="/metrics",
+        handler=metrics,
+        access=Access.METRICS,
+        methods=("GET",),
+        is_on_admin=True,
+        is_polled=True,
+    ),
 )

@@ -1,23 +1,29 @@
-"""/ui, /ui/dashboard and their parts: static files of the package, which ask for nothing from anywhere else.
+"""Pages for people (/ui, /ui/dashboard, /docs) and what they show: /openapi.json, /server_info, /debug/state.
 
-Whoever knows the address may load them: they hold no secret, and a browser that opens an address can show no key. What
-they show comes from routes that ask for one. The files are read once, and found by their names in a table: no path of a
-client's reaches the file system.
+The pages are static files of the package that load nothing from other sites. Anyone may load them: they hold no secret,
+and a browser that opens an address cannot send a key. The routes behind them ask for one. The files are read once and
+found by their names in a table, so no path of a client's reaches the file system.
 """
 
 from __future__ import annotations
 
 import hashlib
+import platform
+import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
+import msgspec
 from starlette.responses import Response
 
 from quire.config.model import ASSETS_DIR
-from quire.errors import NotFoundError
+from quire.config.server import ServerConfig
+from quire.errors import NotFoundError, ValidationError
 from quire.frontend.http.auth import Access
-from quire.frontend.http.endpoint import Endpoint, RequestContext
-from quire.frontend.openai.routes.debug import has_pages
+from quire.frontend.http.endpoint import Endpoint, QueryParameter, RequestContext, json_response
+from quire.frontend.http.engine_view import describe_engine
+from quire.frontend.http.openapi import make_openapi
+from quire.version import __version__
 
 DIRECTORY = ASSETS_DIR / "ui"
 MEDIA_TYPES = {
@@ -109,9 +115,123 @@ async def page_part(context: RequestContext) -> Response:
     return send_asset(context, name)
 
 
+@lru_cache(maxsize=4)
+def _encode_openapi(endpoints: tuple[Endpoint, ...]) -> bytes:
+    return msgspec.json.encode(make_openapi(endpoints))
+
+
+async def openapi(context: RequestContext) -> Response:
+    """This API as an OpenAPI document."""
+    endpoints = tuple(context.request.app.state.endpoints)
+    document = await context.state.renderer.run_aside(lambda: _encode_openapi(endpoints))
+    return Response(document, media_type="application/json")
+
+
+async def docs_page(context: RequestContext) -> Response:
+    """A page that shows this API."""
+    return send_asset(context, "docs.html")
+
+
+async def redoc(context: RequestContext) -> Response:
+    """The same page under its other name."""
+    return Response(status_code=307, headers={"location": f"{context.request.scope['root_path']}/docs"})
+
+
+async def server_info(context: RequestContext) -> Response:
+    """What runs here: versions, the model, limits. No paths and no secrets."""
+    state = context.state
+    model = state.engine.model_config
+    limits = state.engine.admission
+    return json_response(
+        {
+            "version": __version__,
+            "python": platform.python_version(),
+            "platform": sys.platform,
+            "model": state.model_name,
+            "dtype": model.dtype,
+            "max_model_len": state.max_model_len,
+            "vocab_size": model.hf_config.vocab_size,
+            "supported_tasks": list(state.supported_tasks),
+            "max_num_queued_reqs": limits.max_num_reqs,
+            "max_num_queued_tokens": limits.max_num_tokens,
+            "max_num_reserved_tokens": limits.max_num_reserved_tokens,
+            "max_request_bytes": state.config.max_request_bytes,
+        }
+    )
+
+
+def _has_documents(config: ServerConfig) -> bool:
+    return not config.disable_fastapi_docs
+
+
+MAX_DIGITS = 18
+AFTER = QueryParameter(
+    "after", {"type": "integer", "minimum": 0, "default": 0}, "The number of a request that has ended."
+)
+
+
+async def debug_state(context: RequestContext) -> Response:
+    """Which blocks are free, cached and in use by whom, where every request stands, and which ended last (?after=N:
+    after number N). Ids and counts only, no text."""
+    state = context.state
+    after = context.request.query_params.get("after", "0")
+    if not (after.isascii() and after.isdigit() and len(after) <= MAX_DIGITS):
+        raise ValidationError(
+            f"after must be the number of a request that has ended, got {after[:60]!r}", param="after"
+        )
+    snapshot = await state.snapshots.get()
+    facts = {
+        "version": __version__,
+        "model": state.model_name,
+        "block_size": state.engine.engine_core.ready_response.block_size,
+        "max_model_len": state.max_model_len,
+        "abort": _abort_place(context),
+    }
+    stamps, ended = await state.watch.look([request.request_id for request in snapshot.requests], int(after))
+    view = describe_engine(snapshot, stamps, facts=facts, ended=ended)
+    response = json_response(view)
+    response.headers["cache-control"] = "no-store"
+    return response
+
+
+def _abort_place(context: RequestContext) -> str:
+    """Where requests can be aborted: "here" (/abort_requests of this listener), "admin" (of the other one) or "off"."""
+    endpoints: list[Endpoint] = context.request.app.state.endpoints
+    if any(endpoint.path == "/abort_requests" for endpoint in endpoints):
+        return "here"
+    return "admin" if context.state.config.enable_admin else "off"
+
+
+def has_pages(config: ServerConfig) -> bool:
+    """Whether people may watch (--disable-ui)."""
+    return not config.disable_ui
+
+
 ENDPOINTS = (
+    Endpoint(
+        path="/openapi.json",
+        handler=openapi,
+        access=Access.KEY,
+        methods=("GET",),
+        is_enabled=_has_documents,
+        is_on_admin=True,
+    ),
+    Endpoint(path="/docs", handler=docs_page, access=Access.OPEN, methods=("GET",), is_enabled=_has_documents),
+    Endpoint(path="/docs/{name}", handler=page_part, access=Access.OPEN, methods=("GET",), is_enabled=_has_documents),
+    Endpoint(path="/redoc", handler=redoc, access=Access.OPEN, methods=("GET",), is_enabled=_has_documents),
+    Endpoint(path="/server_info", handler=server_info, access=Access.KEY, methods=("GET",)),
     Endpoint(path="/", handler=home, access=Access.OPEN, methods=("GET",), is_enabled=has_pages),
     Endpoint(path="/ui", handler=chat_page, access=Access.OPEN, methods=("GET",), is_enabled=has_pages),
     Endpoint(path="/ui/dashboard", handler=dashboard_page, access=Access.OPEN, methods=("GET",), is_enabled=has_pages),
     Endpoint(path="/ui/{name}", handler=page_part, access=Access.OPEN, methods=("GET",), is_enabled=has_pages),
+    Endpoint(
+        path="/debug/state",
+        handler=debug_state,
+        query=(AFTER,),
+        access=Access.KEY,
+        methods=("GET",),
+        is_enabled=has_pages,
+        is_on_admin=True,
+        is_polled=True,
+    ),
 )

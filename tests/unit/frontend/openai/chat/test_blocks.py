@@ -11,8 +11,7 @@ from quire.config.server import ServerConfig
 from quire.frontend.openai.chat.blocks import BlockReader
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import ChatParser, make_message
-from quire.frontend.openai.protocol.chat import ChatBody
-from quire.frontend.openai.protocol.tools import FunctionDefinition, Tool
+from quire.frontend.openai.protocol.chat import ChatBody, FunctionDefinition, Tool
 
 FORMAT = ChatFormat(ServerConfig(tool_call_parser="hermes", reasoning_parser="qwen3"), None)
 PLAN = FORMAT.plan(ChatBody(messages=[], tools=[Tool(FunctionDefinition("f"))]))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.errors import NotFoundError, ValidationError
-from quire.frontend.fleet.peers import Membership, Peers
+from quire.frontend.fleet.peer_link import Membership, Peers
 from quire.frontend.openai.responses.shelf import FleetShelf, LocalShelf, make_response_id
 from quire.frontend.openai.responses.store import ResponseStore, StoredResponse
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from quire.frontend.openai.parsing.events import EventSink
-from quire.frontend.openai.parsing.json_text import escape_string
-from quire.frontend.openai.parsing.source import Step, TextSource
-from quire.frontend.openai.tool_parsers.call_object import MAX_NAME_CHARS, NAME, is_name
+from quire.frontend.openai.parsers.call_object import MAX_NAME_CHARS, NAME, is_name
+from quire.frontend.openai.parsers.events import EventSink
+from quire.frontend.openai.parsers.source import Step, TextSource, escape_string
 
 _KEYWORD = re.compile(r"\w*", re.ASCII)
 _WORD = re.compile(r"[\w.+-]*", re.ASCII)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from enum import Enum, auto
 
-from quire.frontend.openai.parsing.events import EventSink
-from quire.frontend.openai.parsing.json_text import decode_string
-from quire.frontend.openai.parsing.source import SPACE, Step, TextSource
+from quire.frontend.openai.parsers.events import EventSink
+from quire.frontend.openai.parsers.source import SPACE, Step, TextSource, decode_string
 
 NAME = re.compile(r"[\w.:/-]*", re.ASCII)
 """What the name of a tool is made of."""

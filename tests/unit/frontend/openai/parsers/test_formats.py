@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.frontend.openai.parsing.stream_parser import StreamParser
-from quire.frontend.openai.tool_parsers.constrained import parse_required, required_schema
-from quire.frontend.openai.tool_parsers.harmony import parse_harmony
-from quire.frontend.openai.tool_parsers.registry import TOOL_PARSERS
+from quire.frontend.openai.parsers.constrained import parse_required, required_schema
+from quire.frontend.openai.parsers.events import StreamParser
+from quire.frontend.openai.parsers.harmony import parse_harmony
+from quire.frontend.openai.parsers.tools import TOOL_PARSERS
 
 from ..reading import all_text, count_work, read, split
 from .texts import PIECES, TEXTS

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from quire.frontend.openai.parsing.events import EventSink
-from quire.frontend.openai.parsing.source import Markers, Step, TextSource
-from quire.frontend.openai.tool_parsers.call_object import is_name
+from quire.frontend.openai.parsers.call_object import is_name
+from quire.frontend.openai.parsers.events import EventSink
+from quire.frontend.openai.parsers.source import Markers, Step, TextSource
 
 MAX_HEADER_CHARS = 512
 _START, _MESSAGE = "<|start|>", "<|message|>"

@@ -9,8 +9,8 @@ import pytest
 
 import quire
 from quire.errors import ConfigError
-from quire.frontend.openai.reasoning_parsers import registry as reasoning_registry
-from quire.frontend.openai.tool_parsers.registry import TOOL_PARSERS, make_call_id, recognize, tool_parser
+from quire.frontend.openai.parsers import reasoning as reasoning_registry
+from quire.frontend.openai.parsers.tools import TOOL_PARSERS, make_call_id, recognize, tool_parser
 
 
 def test_the_demo_models_template_is_recognized() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from quire.frontend.openai.tool_parsers.constrained import closed, required_schema
+from quire.frontend.openai.parsers.constrained import closed, required_schema
 
 OPEN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 SHUT = OPEN | {"additionalProperties": False}

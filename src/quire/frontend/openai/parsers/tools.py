@@ -9,14 +9,18 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.errors import ConfigError
-from quire.frontend.openai.parsing.stream_parser import Program
-from quire.frontend.openai.tool_parsers.deepseek import parse_deepseek
-from quire.frontend.openai.tool_parsers.harmony import is_harmony, parse_harmony
-from quire.frontend.openai.tool_parsers.hermes import is_hermes, parse_hermes
-from quire.frontend.openai.tool_parsers.llama import parse_llama
-from quire.frontend.openai.tool_parsers.mistral import make_mistral_id, parse_mistral
-from quire.frontend.openai.tool_parsers.pythonic import parse_pythonic
-from quire.frontend.openai.tool_parsers.tagged_arguments import is_glm, is_qwen_coder, make_glm, make_qwen_coder
+from quire.frontend.openai.parsers.events import Program
+from quire.frontend.openai.parsers.harmony import is_harmony, parse_harmony
+from quire.frontend.openai.parsers.marked_calls import (
+    is_hermes,
+    make_mistral_id,
+    parse_deepseek,
+    parse_hermes,
+    parse_llama,
+    parse_mistral,
+)
+from quire.frontend.openai.parsers.pythonic import parse_pythonic
+from quire.frontend.openai.parsers.tagged_arguments import is_glm, is_qwen_coder, make_glm, make_qwen_coder
 
 
 def make_call_id() -> str:

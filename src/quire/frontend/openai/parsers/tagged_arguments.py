@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quire.frontend.openai.parsing.events import EventSink
-from quire.frontend.openai.parsing.json_text import escape_string
-from quire.frontend.openai.parsing.source import Markers, Step, TextSource
-from quire.frontend.openai.parsing.stream_parser import Program
-from quire.frontend.openai.tool_parsers.call_object import MAX_NAME_CHARS, NAME, is_name, read_end
+from quire.frontend.openai.parsers.call_object import MAX_NAME_CHARS, NAME, is_name, read_end
+from quire.frontend.openai.parsers.events import EventSink, Program
+from quire.frontend.openai.parsers.source import Markers, Step, TextSource, escape_string
 
 _KEY = re.compile(r"[^<>\s]*")
 _MAX_KEY_CHARS = 256

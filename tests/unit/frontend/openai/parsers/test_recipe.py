@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from quire.frontend.openai.tool_parsers import registry
+from quire.frontend.openai.parsers import tools as registry
 
 from ..reading import count_work, read, split
 

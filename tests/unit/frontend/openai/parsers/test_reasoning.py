@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.frontend.openai.reasoning_parsers.registry import REASONING_PARSERS, reasoning_parser
+from quire.frontend.openai.parsers.reasoning import REASONING_PARSERS, reasoning_parser
 
 from ..reading import Summary, all_text, count_work, read, split
-from ..tool_parsers.texts import PIECES
+from .texts import PIECES
 
 OPEN_PROMPT = "<|im_start|>assistant\n<think>\n"
 SHUT_PROMPT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"

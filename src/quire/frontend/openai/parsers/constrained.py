@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quire.frontend.openai.parsing.events import EventSink
-from quire.frontend.openai.parsing.source import Step, TextSource
-from quire.frontend.openai.tool_parsers.call_object import read_call_array
+from quire.frontend.openai.parsers.call_object import read_call_array
+from quire.frontend.openai.parsers.events import EventSink
+from quire.frontend.openai.parsers.source import Step, TextSource
 
 MAX_CALLS = 64
 """In one answer: a model that finds no end is given one."""

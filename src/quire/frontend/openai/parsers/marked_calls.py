@@ -1,0 +1,149 @@
+"""Formats in which a marker begins a call and JSON follows it.
+
+Hermes, Qwen 2.5 and 3, and Quire's demo model: <tool_call>{"name": "f", "arguments": {...}}</tool_call>.
+Llama 3.1 and later: {"name": "f", "parameters": {...}}, alone or after <|python_tag|>, several with ; between.
+Mistral: [TOOL_CALLS] [{"name": "f", "arguments": {...}}]; later [TOOL_CALLS]f{...} or [TOOL_CALLS]f[ARGS]{...}.
+DeepSeek V3 and R1, with the name outside of the JSON: <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, a line break,
+```json, the arguments, ```, <｜tool▁call▁end｜>.
+DeepSeek V3.1: <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+
+from quire.frontend.openai.parsers.call_object import (
+    MAX_NAME_CHARS,
+    NAME,
+    Found,
+    is_name,
+    read_bare_call,
+    read_call,
+    read_call_array,
+    read_calls,
+    read_end,
+)
+from quire.frontend.openai.parsers.events import EventSink
+from quire.frontend.openai.parsers.source import Markers, Step, TextSource
+
+_HERMES_CLOSE = "</tool_call>"
+_HERMES_OPEN = Markers("<tool_call>")
+
+
+def parse_hermes(source: TextSource, sink: EventSink) -> Step[None]:
+    """Calls anywhere in the text, each between its tags. A tag around anything else is content."""
+    while (marker := (yield from source.copy_until(_HERMES_OPEN, sink.content))) is not None:
+        source.begin(marker)
+        yield from source.skip_space()
+        if (yield from read_call(source, sink)) is Found.CALL:
+            yield from read_end(source, sink, _HERMES_CLOSE)
+
+
+def is_hermes(template: str) -> bool:
+    """Whether a chat template asks for this format: the tag, and JSON within it."""
+    others = ("<function=", "<arg_key>", "<parameter=", "<｜tool")
+    return "<tool_call>" in template and "arguments" in template and not any(sign in template for sign in others)
+
+
+_LLAMA_SEPARATORS = re.compile(r"[ \t\r\n;,]*")
+_PYTHON_TAG = Markers("<|python_tag|>")
+
+
+def parse_llama(source: TextSource, sink: EventSink) -> Step[None]:
+    """Calls at the very start, or after the tag. JSON anywhere else is content: nothing marks it as a call."""
+    marker: str | None = ""
+    while marker is not None:
+        source.begin(marker)
+        yield from source.skip_space()
+        if (yield from source.peek()) == "{":
+            yield from read_calls(source, sink, _LLAMA_SEPARATORS)
+        else:
+            sink.content(source.roll_back())
+        marker = yield from source.copy_until(_PYTHON_TAG, sink.content)
+
+
+_MISTRAL_OPEN = Markers("[TOOL_CALLS]")
+_MISTRAL_ID_CHARS = string.ascii_letters + string.digits
+
+
+def make_mistral_id() -> str:
+    """Nine letters and digits: Mistral's templates take no other id back."""
+    return "".join(secrets.choice(_MISTRAL_ID_CHARS) for _ in range(9))
+
+
+def parse_mistral(source: TextSource, sink: EventSink) -> Step[None]:
+    """Calls after each marker, in any of the three ways to write them."""
+    while (marker := (yield from source.copy_until(_MISTRAL_OPEN, sink.content))) is not None:
+        source.begin(marker)
+        yield from source.skip_space()
+        sign = yield from source.peek()
+        if sign == "[":
+            yield from read_call_array(source, sink)
+        elif sign == "{":
+            if (yield from read_call(source, sink)) is Found.CALL:
+                source.forget()
+        else:
+            yield from _read_mistral_call(source, sink)
+            sink.content(source.roll_back())
+
+
+def _read_mistral_call(source: TextSource, sink: EventSink) -> Step[None]:
+    name = yield from source.take_while(NAME, MAX_NAME_CHARS)
+    if not 0 < len(name) <= MAX_NAME_CHARS:
+        return
+    call_id = None
+    if (yield from source.match("[CALL_ID]")):
+        call_id = (yield from source.take_while(NAME, MAX_NAME_CHARS))[:MAX_NAME_CHARS]
+    yield from source.match("[ARGS]")
+    yield from source.skip_space()
+    yield from read_bare_call(source, sink, name, call_id or None)
+
+
+_DEEPSEEK_CALLS = Markers("<｜tool▁calls▁begin｜>")
+_CALLS_END = "<｜tool▁calls▁end｜>"
+_CALL = "<｜tool▁call▁begin｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_CALL_END = "<｜tool▁call▁end｜>"
+_FENCE = "```"
+
+
+def parse_deepseek(source: TextSource, sink: EventSink) -> Step[None]:
+    """Blocks of calls anywhere in the text."""
+    while (marker := (yield from source.copy_until(_DEEPSEEK_CALLS, sink.content))) is not None:
+        source.begin(marker)
+        yield from source.skip_space()
+        has_calls = False
+        while (yield from source.match(_CALL)):
+            if not (yield from _read_deepseek_call(source, sink)):
+                break
+            has_calls = True
+            source.forget()
+            source.begin()
+            yield from source.skip_space()
+        else:
+            if has_calls and (yield from source.match(_CALLS_END, or_end=True)):
+                source.forget()
+        sink.content(source.roll_back())
+
+
+def _read_deepseek_call(source: TextSource, sink: EventSink) -> Step[bool]:
+    """One call, up to and with its end tag; what is recorded when it returns False is content."""
+    name = yield from source.take_while(NAME, MAX_NAME_CHARS)
+    if not (yield from source.match(_SEPARATOR)):
+        return False
+    is_fenced = (yield from source.peek()) != "{"
+    if is_fenced:
+        name = yield from source.take_while(NAME, MAX_NAME_CHARS)
+        yield from source.skip_space()
+        if not (yield from source.match(_FENCE + "json")):
+            return False
+        yield from source.skip_space()
+    if not is_name(name) or not (yield from read_bare_call(source, sink, name)):
+        return False
+    yield from source.skip_space()
+    if is_fenced:
+        yield from source.match(_FENCE)
+        yield from source.skip_space()
+    return (yield from source.match(_CALL_END, or_end=True))

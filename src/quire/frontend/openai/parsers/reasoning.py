@@ -1,0 +1,120 @@
+"""The table of reasoning parsers: a new family is a row here, and a file if it is not written between two tags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+from quire.errors import ConfigError
+from quire.frontend.openai.parsers.events import EventSink, Program
+from quire.frontend.openai.parsers.harmony import is_harmony, parse_harmony_text
+from quire.frontend.openai.parsers.source import Markers, Step, TextSource
+from quire.structured_outputs import ReasoningTokens
+
+
+def parse_tags(open_tag: str, close_tag: str, is_inside: bool, source: TextSource, sink: EventSink) -> Step[None]:
+    """Reasoning up to the closing tag, content behind it.
+
+    The reasoning begins with the opening tag, or at once if `is_inside`. Tags are of neither kind. A text that begins
+    otherwise is content, and tags further on in it are, too; one without a closing tag is reasoning to its end.
+    """
+    source.begin()
+    yield from source.skip_space()
+    if (yield from source.match(open_tag)):
+        source.forget()
+    elif is_inside:
+        sink.reasoning(source.roll_back())
+    else:
+        return
+    yield from source.copy_until(Markers(close_tag), sink.reasoning)
+
+
+@dataclass(frozen=True)
+class ReasoningTags:
+    """What stands around reasoning. With `begins_inside` a prompt need not end with the opening tag to be in it."""
+
+    open: str
+    close: str
+    begins_inside: bool = False
+
+    def is_inside(self, prompt: str) -> bool:
+        """Whether an answer to `prompt` begins with reasoning that need not be opened."""
+        end = self._end_of(prompt)
+        return end.endswith(self.open) or (self.begins_inside and not end.endswith(self.close))
+
+    def is_over(self, prompt: str) -> bool:
+        """Whether the prompt has closed it: an answer has none."""
+        return self._end_of(prompt).endswith(self.close)
+
+    def make_program(self, prompt: str) -> Program:
+        """The program for an answer to `prompt`, which may have opened the reasoning, or closed it, already."""
+        return partial(parse_tags, self.open, self.close, self.is_inside(prompt))
+
+    def find_tokens(self, prompt: str, find_id: Callable[[str], int | None]) -> ReasoningTokens | None:
+        """The tokens around reasoning in an answer to `prompt`; None unless each tag that comes is a token."""
+        close_id, open_id = find_id(self.close), find_id(self.open)
+        is_inside = self.is_inside(prompt)
+        if close_id is None or (open_id is None and not is_inside):
+            return None
+        return ReasoningTokens(close_id, None if is_inside else open_id)
+
+    def _end_of(self, prompt: str) -> str:
+        return prompt[-(len(self.open) + len(self.close) + 16) :].rstrip()
+
+
+@dataclass(frozen=True)
+class ReasoningParserSpec:
+    """How a family of models writes its reasoning."""
+
+    make_program: Callable[[str], Program]
+    """The program for an answer to a prompt, of which it sees the text ("" where there is none)."""
+    keeps_special_tokens: bool = False
+    """Its markers may be special tokens, which must not be left out of the text."""
+    recognizes: Callable[[str], bool] = lambda template: False
+    """Whether a chat template's answers are unreadable without it; then no flag is needed."""
+    tags: ReasoningTags | None = None
+    """What it stands between, if that is all there is to it."""
+
+
+def _tags(open_tag: str, close_tag: str, *, begins_inside: bool = False, special: bool = False) -> ReasoningParserSpec:
+    tags = ReasoningTags(open_tag, close_tag, begins_inside)
+    return ReasoningParserSpec(tags.make_program, special, tags=tags)
+
+
+_THINK = _tags("<think>", "</think>")
+_THINK_AT_ONCE = _tags("<think>", "</think>", begins_inside=True)
+
+REASONING_PARSERS: Mapping[str, ReasoningParserSpec] = MappingProxyType(
+    {
+        "deepseek_r1": _THINK_AT_ONCE,
+        "deepseek_v3": _THINK,
+        "glm45": _THINK,
+        "minimax_m2": _THINK_AT_ONCE,
+        "mistral": _tags("[THINK]", "[/THINK]", special=True),
+        "olmo3": _THINK_AT_ONCE,
+        "qwen3": _THINK,
+        "seed_oss": _tags("<seed:think>", "</seed:think>"),
+        "step3": _THINK_AT_ONCE,
+        "openai_gptoss": ReasoningParserSpec(
+            lambda prompt: parse_harmony_text, keeps_special_tokens=True, recognizes=is_harmony
+        ),
+    }
+)
+"""By the names of vLLM's --reasoning-parser."""
+
+
+def reasoning_parser(name: str) -> ReasoningParserSpec:
+    """The row called `name`. Raises ConfigError."""
+    spec = REASONING_PARSERS.get(name)
+    if spec is None:
+        raise ConfigError(f"--reasoning-parser {name!r} is not one of {', '.join(REASONING_PARSERS)}")
+    return spec
+
+
+def recognize(template: str | None) -> str | None:
+    """The name of the family that a chat template is of, if there is no doubt."""
+    if template is None:
+        return None
+    return next((name for name, spec in REASONING_PARSERS.items() if spec.recognizes(template)), None)
