@@ -52,7 +52,11 @@ THIRD_PARTY: dict[str, set[str]] = {
     "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec", "prometheus_client"},
 }
 ONLY_IN: dict[str, set[str]] = {
-    "transformers": {"quire.frontend.text.hf_tokenizer", "quire.frontend.text.tokenizer", "quire.testing.tiny_models"},
+    "transformers": {
+        "quire.frontend.text.tokenizer_files",
+        "quire.frontend.text.tokenizer",
+        "quire.testing.tiny_models",
+    },
     "yaml": {"quire.cli.command_line", "quire.cli.flags"},
     "torch": {"quire.cli.collect_env"},
     "opentelemetry": {"quire.frontend.otel"},

@@ -16,7 +16,7 @@ from quire.frontend.client.link import EngineLink
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats
 from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.supervision.core_death import CoreDeath
+from quire.frontend.supervision.quarantine import CoreDeath
 from quire.testing.metrics_audit import MetricsAudit
 from quire.wire.engine_core import (
     EngineCoreEvent,

@@ -25,10 +25,8 @@ from quire.errors import EngineDeadError
 from quire.frontend.admission import AdmissionControl, Reservation
 from quire.frontend.client.base import AsyncEngineCoreClient, make_async_client
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
-from quire.frontend.new_request import NewRequest, Params
-from quire.frontend.output_collector import RequestOutputCollector
-from quire.frontend.output_handler import OutputHandler
-from quire.frontend.prompts import PromptType
+from quire.frontend.new_request import NewRequest, Params, PromptType
+from quire.frontend.output_handler import OutputHandler, RequestOutputCollector
 from quire.frontend.request_intake import RequestIntake
 from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer
 from quire.frontend.session_feed import Inputs

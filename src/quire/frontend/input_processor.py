@@ -18,8 +18,7 @@ from quire.config.model import ModelConfig
 from quire.config.pooling import PoolingConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
-from quire.frontend.new_request import NewRequest
-from quire.frontend.prompts import ParsedPrompt, PromptType, TokensPrompt, parse_prompt
+from quire.frontend.new_request import NewRequest, ParsedPrompt, PromptType, TokensPrompt, parse_prompt
 from quire.frontend.session import validate_session_params
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.pooling_params import PoolingParams

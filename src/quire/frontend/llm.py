@@ -18,13 +18,13 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
-from quire.config.engine_args import EngineArgs
+from quire.config.engine_args import FLAGS, EngineArgs
+from quire.config.vllm_flags import settle_vllm_flags, vllm_flags
 from quire.frontend import beam_search
 from quire.frontend.batch import BatchRunner, LoRAs, Params, UseTqdm
 from quire.frontend.llm_engine import LLMEngine
-from quire.frontend.llm_keywords import check_keywords
 from quire.frontend.metrics.publish.snapshot import Metric
-from quire.frontend.prompts import PromptType
+from quire.frontend.new_request import PromptType
 from quire.frontend.scoring import PairScorer, Texts, pair_texts
 from quire.frontend.text.chat_template import ContentFormat, Message
 from quire.frontend.text.tokenizer import Tokenizer
@@ -412,3 +412,17 @@ class LLM:
     def stop_profile(self) -> None:
         """Stop the workers' profiler and write its trace."""
         self.llm_engine.stop_profile()
+
+
+def check_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that are flags, or are no known ones. Raises ConfigError for one that would have to be ignored."""
+    flags = {name: value for name, value in keywords.items() if name in FLAGS}
+    others = {name: value for name, value in keywords.items() if name not in FLAGS}
+    if others.get("trust_remote_code") is False:  # `LLM` passes it always, and the table is a file
+        del others["trust_remote_code"]
+    if not others:
+        return flags
+    known = {name for name, flag in vllm_flags().items() if flag.ignored or flag.refused}
+    ours = settle_vllm_flags({name: value for name, value in others.items() if name in known}, as_keywords=True)
+    unknown = {name: value for name, value in others.items() if name not in known}
+    return {**{name: value for name, value in ours.items() if name in FLAGS}, **flags, **unknown}

@@ -22,10 +22,9 @@ from quire.frontend.deadlines import TIMEOUT_S, Deadlines, deadline_error
 from quire.frontend.metrics.collect.ledger import Receipt
 from quire.frontend.metrics.publish.snapshot import Metric, read_metrics
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
-from quire.frontend.new_request import NewRequest
-from quire.frontend.parallel_sampling import fan_out
-from quire.frontend.prompts import PromptType
+from quire.frontend.new_request import NewRequest, PromptType
 from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer
+from quire.frontend.request_state import fan_out
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.interrupts import InterruptShield
 from quire.lora_request import LoRARequest

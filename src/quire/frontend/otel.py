@@ -23,8 +23,7 @@ from opentelemetry.trace.propagation import set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from quire.errors import ConfigError
-from quire.frontend.request_tracing import RequestRecord
-from quire.frontend.startup_tracing import StartPhase
+from quire.frontend.tracing import RequestRecord, StartPhase
 from quire.resolve import resolve
 from quire.version import __version__
 

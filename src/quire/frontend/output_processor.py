@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from quire.errors import ClientError, GenerationError, make_error
 from quire.frontend.metrics.collect.events import IterationStats, RequestOwner
 from quire.frontend.metrics.collect.ledger import RequestLedger
-from quire.frontend.parallel_sampling import ParentRequest
-from quire.frontend.request_state import OutputQueue, QueuePlace, RequestState
-from quire.frontend.request_tracing import RequestTracer
+from quire.frontend.request_state import OutputQueue, ParentRequest, QueuePlace, RequestState
 from quire.frontend.session import SessionState
 from quire.frontend.text.tokenizer import Tokenizer
+from quire.frontend.tracing import RequestTracer
 from quire.logger import init_logger
 from quire.outputs import PoolingRequestOutput, RequestOutput, RequestStateStats
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason

@@ -18,13 +18,11 @@ from quire.frontend.admission import (
     max_output_tokens,
 )
 from quire.frontend.client.base import AsyncEngineCoreClient
-from quire.frontend.deadlines import TIMEOUT_S, deadline_error
-from quire.frontend.new_request import NewRequest, Params
-from quire.frontend.output_collector import RequestOutputCollector
-from quire.frontend.parallel_sampling import fan_out
-from quire.frontend.prompts import ParsedPrompt, parse_prompt
+from quire.frontend.deadlines import TIMEOUT_S, Expired, RequestTimers, deadline_error
+from quire.frontend.new_request import NewRequest, Params, ParsedPrompt, parse_prompt
+from quire.frontend.output_handler import RequestOutputCollector
 from quire.frontend.request_pipeline import RequestPipeline
-from quire.frontend.request_timers import Expired, RequestTimers
+from quire.frontend.request_state import fan_out
 from quire.frontend.session_feed import Inputs, SessionFeed
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
 

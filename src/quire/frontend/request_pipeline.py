@@ -19,15 +19,12 @@ from quire.frontend.input_processor import InputProcessor
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats, StepStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
-from quire.frontend.new_request import NewRequest, Params
+from quire.frontend.new_request import NewRequest, Params, PromptType, parse_prompt
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
-from quire.frontend.prompts import PromptType, parse_prompt
 from quire.frontend.request_state import RequestState
-from quire.frontend.request_tracing import RequestTracer, make_span_sender
 from quire.frontend.session import make_input
-from quire.frontend.startup_tracing import make_start_phases
-from quire.frontend.supervision.startup_report import StartupReport
 from quire.frontend.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from quire.frontend.tracing import RequestTracer, StartupReport, make_span_sender, make_start_phases
 from quire.timeline import get_stamps, stamp
 from quire.version import __version__
 from quire.wire.chrome_trace import BatchTimes, encode_window

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from quire.errors import ValidationError
 from quire.frontend.input_processor import InputProcessor
-from quire.frontend.prompts import PromptType
+from quire.frontend.new_request import PromptType
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.outputs import PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
 from quire.pooling_params import PoolingParams

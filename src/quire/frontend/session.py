@@ -20,7 +20,7 @@ import msgspec
 
 from quire.errors import ValidationError
 from quire.frontend.metrics.collect.events import SessionStats
-from quire.frontend.prompts import PromptType
+from quire.frontend.new_request import PromptType
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason

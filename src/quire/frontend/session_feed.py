@@ -9,7 +9,7 @@ from typing import Any
 from quire.errors import EngineDeadError, ValidationError
 from quire.frontend.client.base import AsyncEngineCoreClient
 from quire.frontend.new_request import Params
-from quire.frontend.output_collector import RequestOutputCollector
+from quire.frontend.output_handler import RequestOutputCollector
 from quire.frontend.request_pipeline import RequestPipeline
 from quire.frontend.session import StreamingInput
 

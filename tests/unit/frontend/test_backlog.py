@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from quire.frontend.backlog import Backlog
+from quire.frontend.output_handler import Backlog
 from quire.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 
 

@@ -18,8 +18,7 @@ from quire.errors import (
     PromptTooLongError,
     ValidationError,
 )
-from quire.frontend.llm import LLM
-from quire.frontend.llm_keywords import check_keywords
+from quire.frontend.llm import LLM, check_keywords
 from quire.outputs import RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason

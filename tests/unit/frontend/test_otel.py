@@ -18,7 +18,7 @@ from quire.errors import ConfigError, GenerationError
 from quire.frontend import otel
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.otel import SpanSender, grpc_address, make_exporter, operation_of, protocol_of, traces_url
-from quire.frontend.request_tracing import RequestRecord, RequestTracer, make_span_sender
+from quire.frontend.tracing import RequestRecord, RequestTracer, make_span_sender
 from quire.sampling_params import SamplingParams
 
 from .fake_client import FakeClient

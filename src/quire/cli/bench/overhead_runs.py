@@ -16,8 +16,8 @@ from quire.cli.command_line import Arguments
 from quire.config.engine import EngineConfig
 from quire.config.engine_args import EngineArgs
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.client.async_inproc import AsyncInprocClient
 from quire.frontend.client.async_mp import AsyncMPClient
+from quire.frontend.client.inproc import AsyncInprocClient
 from quire.resolve import resolve
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.testing.fake_executor import FakeExecutor
@@ -40,7 +40,7 @@ PROCESS_PARTS = {
     "statistics": ("quire.frontend.metrics.collect.events:IterationStats", "update_from_output"),
     "detokenize": ("quire.frontend.text.detokenizer:TextDetokenizer", "update"),
     "make output": ("quire.frontend.request_state:RequestState", "make_request_output"),
-    "hand over": ("quire.frontend.output_collector:RequestOutputCollector", "put"),
+    "hand over": ("quire.frontend.output_handler:RequestOutputCollector", "put"),
 }
 """What `process` is made of: called once per token, so they are timed in a run of their own, by a cheaper clock."""
 

@@ -87,7 +87,7 @@ def flag_words(args: Arguments) -> list[str]:
 
 
 def run_once(command: list[str], files_to_forget: list[Path]) -> dict[str, Any]:
-    """One start: its report (frontend/supervision/startup_report.py), with `spawned_s`, when this process began it.
+    """One start: its report (frontend/tracing.py), with `spawned_s`, when this process began it.
 
     Raises EngineDeadError if the command fails or takes longer than `TIMEOUT_S`.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.frontend.client.base import AsyncEngineCoreClient
-from quire.frontend.client.control_state import REMEMBERED_VERBS
+from quire.frontend.client.control_calls import REMEMBERED_VERBS
 from quire.frontend.client.link import EngineLink
 from quire.frontend.client.mailbox import LoopMailbox
 from quire.frontend.client.mp import MPClient

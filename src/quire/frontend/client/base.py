@@ -23,7 +23,7 @@ CLIENTS: dict[tuple[bool, bool], str] = {
     (False, True): "quire.frontend.client.sync_mp:SyncMPClient",
     (False, False): "quire.frontend.client.inproc:InprocClient",
     (True, True): "quire.frontend.client.async_mp:AsyncMPClient",
-    (True, False): "quire.frontend.client.async_inproc:AsyncInprocClient",
+    (True, False): "quire.frontend.client.inproc:AsyncInprocClient",
 }
 """(for asyncio, core in a process of its own) to the client (checklist S2-CL-006)."""
 

@@ -1,14 +1,34 @@
-"""An engine core in this process: calls instead of messages, and a step whenever output is asked for."""
+"""An engine core in this process: calls instead of messages.
+
+`InprocClient` runs a step whenever output is asked for. `AsyncInprocClient` has one thread own the core, so that an
+event loop never waits for a step. For notebooks, debuggers and tests: no second process, no sockets, and a breakpoint
+in the scheduler works.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import queue
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.frontend.client.base import EngineCoreClient
+from quire.errors import EngineDeadError, error_name
+from quire.frontend.client.base import AsyncEngineCoreClient, EngineCoreClient
+from quire.frontend.client.mailbox import LoopMailbox
+from quire.logger import init_logger
 from quire.resolve import resolve
-from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest
+from quire.wire.engine_core import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    FinishReason,
+)
+
+logger = init_logger(__name__)
 
 ENGINE_CORE = "quire.engine.core:EngineCore"
 RUN_UTILITY = "quire.engine.utility:run_utility"
@@ -55,3 +75,185 @@ class InprocClient(EngineCoreClient):
 
     def shutdown(self) -> None:
         self.engine_core.shutdown()
+
+
+MAX_UNTAKEN_STEPS = 8
+"""The core waits when the loop is this many steps behind."""
+SHUTDOWN_TIMEOUT_S = 30.0
+"""How long a shutdown waits for the step that is running."""
+
+_Command = Callable[[InprocClient | None], None]
+"""Done on the core's thread; None instead of a core: it is gone."""
+
+
+class AsyncInprocClient(AsyncEngineCoreClient):
+    """Builds the core on a thread of its own and drives it there. Raises what the core's start-up raises.
+
+    A step that fails ends the core: there is no other process to start again.
+    """
+
+    def __init__(self, config: EngineConfig, *, log_stats: bool) -> None:
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        """For the core's thread; None ends it."""
+        self._outputs = LoopMailbox(MAX_UNTAKEN_STEPS, lambda: self._commands.put(_wake_up))
+        self._dead_error: EngineDeadError | None = None
+        self._end = threading.Lock()
+        """Held while a command is put in and while the thread ends: no command falls between."""
+        self._abort_early: Callable[[list[str]], None] = lambda request_ids: None
+        started: Future[EngineCoreReadyResponse] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(config, log_stats, started), name="quire-engine-core", daemon=True
+        )
+        self._thread.start()
+        self._ready_response = started.result()
+
+    @property
+    def ready_response(self) -> EngineCoreReadyResponse:
+        return self._ready_response
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.engine_dead
+
+    @property
+    def engine_dead(self) -> bool:
+        return self._dead_error is not None
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """As the base class says; a request the core refuses is answered with an output of FinishReason.ERROR."""
+        self._post(lambda core: self._add(core, request))
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        if request_ids and not self.engine_dead:
+            self._abort_early(request_ids)  # while a step is running, before its outputs are made
+            self._post(lambda core: core.abort_requests(request_ids) if core is not None else None)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._outputs.take()
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        return await self._call(lambda core: core.call_utility(method, *args))
+
+    async def collective_rpc_async(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Functions are welcome: they cross no process. The worker is their first argument."""
+        return list(await self._call(lambda core: core.collective_rpc(method, timeout, args, kwargs)))
+
+    def shutdown(self) -> None:
+        with self._end:
+            self._dead_error = self._dead_error or EngineDeadError("the engine was shut down")
+            self._commands.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(SHUTDOWN_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.warning("a step has been running for %s s; its thread is left alone", SHUTDOWN_TIMEOUT_S)
+
+    # -- to the core's thread -----------------------------------------------------------------------------------------
+
+    def _post(self, command: _Command) -> None:
+        with self._end:
+            if self._dead_error is not None:
+                raise self._dead_error
+            self._commands.put(command)
+
+    async def _call(self, function: Callable[[InprocClient], Any]) -> Any:
+        answer: Future[Any] = Future()
+        self._post(lambda core: _answer(answer, lambda: function(self._require(core))))
+        return await asyncio.wrap_future(answer)
+
+    def _require(self, core: InprocClient | None) -> InprocClient:
+        if core is None:
+            assert self._dead_error is not None
+            raise self._dead_error
+        return core
+
+    # -- on the core's thread -----------------------------------------------------------------------------------------
+
+    def _run(self, config: EngineConfig, log_stats: bool, started: Future[EngineCoreReadyResponse]) -> None:
+        try:
+            core = InprocClient(config, log_stats=log_stats)
+        except BaseException as e:
+            started.set_exception(e)
+            return
+        self._abort_early = core.engine_core.aborts_queue.put
+        core.engine_core.lifecycle.can_wait = True
+        started.set_result(core.ready_response)
+        try:
+            while self._run_commands(core):
+                outputs = core.get_output()
+                if outputs.outputs or outputs.scheduler_stats is not None:
+                    self._outputs.put_outputs(outputs)
+        except Exception as e:
+            logger.exception("a step of the engine core failed; the engine is dead")
+            error = EngineDeadError(f"a step of the engine core failed: {type(e).__name__}: {e}")
+            error.__cause__ = e
+            with self._end:
+                self._dead_error = error
+        finally:
+            core.shutdown()
+            assert self._dead_error is not None
+            self._outputs.put_end(self._dead_error)
+            self._refuse_commands()
+
+    def _run_commands(self, core: InprocClient) -> bool:
+        """Do what was asked for; wait while there is no step to run or nobody takes what they give. False: the end."""
+        while True:
+            try:
+                if not core.has_work():
+                    core.engine_core.lifecycle.notify_idle()
+                may_wait = self._outputs.is_full or not core.has_work()
+                command = self._commands.get(block=may_wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(core)
+
+    def _refuse_commands(self) -> None:
+        while not self._commands.empty():
+            command = self._commands.get_nowait()
+            if command is not None:
+                command(None)
+
+    def _add(self, core: InprocClient | None, request: EngineCoreRequest) -> None:
+        if core is None:
+            return
+        try:
+            core.add_request(request)
+        except Exception as e:  # whatever is wrong with one request costs no other
+            refusal = EngineCoreOutput(
+                request.request_id, [], finish_reason=FinishReason.ERROR, error_message=str(e), error_type=error_name(e)
+            )
+            self._outputs.put_outputs(EngineCoreOutputs(outputs=[refusal]))
+
+
+def _wake_up(core: InprocClient | None) -> None:
+    """A command that only wakes the thread."""
+
+
+def _answer(answer: Future[Any], call: Callable[[], Any]) -> None:
+    """Give the result of `call`, which may be a Future itself: then the answer comes when that ends."""
+    if not answer.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except Exception as e:
+        answer.set_exception(e)
+        return
+    if isinstance(result, Future):
+        result.add_done_callback(lambda later: _pass_on(later, answer))
+    else:
+        answer.set_result(result)
+
+
+def _pass_on(later: Future[Any], answer: Future[Any]) -> None:
+    error = later.exception()
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(later.result())

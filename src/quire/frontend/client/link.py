@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 from quire.errors import EngineDeadError
 from quire.frontend.client.control_calls import Answer, ControlCalls
-from quire.frontend.supervision.core_death import CoreDeath
 from quire.frontend.supervision.journal import Journal, JournalEntry, Standing, num_tokens_of
-from quire.frontend.supervision.quarantine import Quarantine
+from quire.frontend.supervision.quarantine import CoreDeath, Quarantine
 from quire.logger import init_logger
 from quire.wire.engine_core import (
     EngineCoreEventType,

@@ -21,8 +21,8 @@ from quire.errors import EngineDeadError, QuireError, ServerError, make_error
 from quire.failpoints import failpoint
 from quire.frontend.client.control_calls import Answer
 from quire.frontend.client.link import EngineLink, LinkState
-from quire.frontend.client.wakeup import Wakeup
-from quire.frontend.supervision.core_death import CoreDeath
+from quire.frontend.supervision.quarantine import CoreDeath
+from quire.interrupts import Wakeup
 from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.handshake import ENGINE_CORE_DEAD, engine_identity

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import msgspec
 
 from quire.frontend.client.link import EngineLink, LinkState, Message, Verdict
-from quire.frontend.supervision.core_death import CoreDeath
 from quire.frontend.supervision.journal import JournalEntry, Standing
+from quire.frontend.supervision.quarantine import CoreDeath
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, EngineCoreRequestType
 
 TRIAL_SUFFIX = "~t"

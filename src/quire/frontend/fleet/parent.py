@@ -23,8 +23,8 @@ from quire.errors import NotFoundError, QuireError, ServerError, make_error
 from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.client.mp import make_client_addresses
 from quire.frontend.client.shared_links import OwnerLink
-from quire.frontend.engine_watch import EngineWatch
 from quire.frontend.fleet.counts import FleetCounts
+from quire.frontend.fleet.engine_watch import EngineWatch
 from quire.frontend.fleet.inquest import Inquest
 from quire.frontend.fleet.peer_link import Membership, PeerLink
 from quire.frontend.fleet.process import KILL_TIMEOUT_S, ApiProcess
@@ -33,7 +33,7 @@ from quire.frontend.http.server import END_GRACE_S, Listeners, StopRequests, Sto
 from quire.frontend.http.waiting_room import WaitingRoom
 from quire.frontend.metrics.hub import MetricsHub
 from quire.frontend.metrics.server_metrics import ServerMetrics
-from quire.frontend.supervision.core_death import SAME_SIGNAL_GRACE_S, describe_exit, was_asked_to_end
+from quire.frontend.supervision.quarantine import SAME_SIGNAL_GRACE_S, describe_exit, was_asked_to_end
 from quire.frontend.supervision.supervisor import RestartBudget
 from quire.logger import init_logger
 from quire.wire.api_process import EVERYBODY, PARENT, ApiLaunch, PeerMessage

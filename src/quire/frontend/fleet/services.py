@@ -13,7 +13,7 @@ from quire.frontend.client.shared_links import MemberLink
 from quire.frontend.fleet.inquest import EncodedSuspect, encode_suspects
 from quire.frontend.http.server import StopRequests
 from quire.frontend.http.state import ServerState
-from quire.frontend.supervision.core_death import CoreDeath, DeathCause
+from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
 from quire.wire.api_process import PeerMessage
 
 

@@ -15,7 +15,7 @@
 loop that counts (`stats`), so every report is made between two turns of it: in one report all laws hold.
 
 The core tells its statistics (`SchedulerStats`) to its client 0 only. A parent that serves no requests has to take them
-all the same: `EngineWatch` (frontend/engine_watch.py) does.
+all the same: `EngineWatch` (frontend/fleet/engine_watch.py) does.
 
 Every process tells the hub how it stands when somebody scrapes any of them, once a second, and at its end. Whatever was
 shown to anybody the hub knows and keeps, so no counter goes back when a process is killed: what it counted since its

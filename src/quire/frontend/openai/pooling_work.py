@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from quire.errors import ClientError
 from quire.frontend.http.endpoint import RequestContext
+from quire.frontend.new_request import TokensPrompt
 from quire.frontend.openai.chat.request import sample_text
 from quire.frontend.openai.protocol.chat import check_template_variables
 from quire.frontend.openai.protocol.completion import as_prompts
 from quire.frontend.openai.protocol.pooling import InputBody, PoolingBody
 from quire.frontend.openai.submission import Submission, check_admission
-from quire.frontend.prompts import TokensPrompt
 from quire.outputs import PoolingRequestOutput
 from quire.pooling_params import PoolingParams
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, PromptTooLongError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.new_request import PromptType, TokensPrompt
 from quire.frontend.openai.protocol.sampling import GenerationBody
-from quire.frontend.prompts import PromptType, TokensPrompt
 from quire.frontend.text.chat_template import ContentFormat
 from quire.frontend.text.tokenizer import LONG_TEXT_CHARS
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quire.config.server import ServerConfig
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.prompts import TokensPrompt
+from quire.frontend.new_request import TokensPrompt
 from quire.logger import init_logger
 from quire.outputs import PoolingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams

@@ -16,9 +16,9 @@ from quire.frontend.http.errors import ErrorShape, UnavailableError, error_body
 from quire.frontend.http.state import Lifecycle
 from quire.frontend.http.streaming import EventStream, error_event
 from quire.frontend.http.tenants import TenantPlace
+from quire.frontend.new_request import TokensPrompt
 from quire.frontend.openai.request_log import RequestLog
-from quire.frontend.output_collector import Output, RequestOutputCollector
-from quire.frontend.prompts import TokensPrompt
+from quire.frontend.output_handler import Output, RequestOutputCollector
 from quire.outputs import PoolingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams

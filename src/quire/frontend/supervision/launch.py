@@ -22,7 +22,7 @@ import zmq
 
 from quire import envs
 from quire.errors import ConfigError, EngineDeadError, make_error
-from quire.frontend.supervision.core_death import describe_exit
+from quire.frontend.supervision.quarantine import describe_exit
 from quire.logger import child_level, init_logger
 from quire.wire.handshake import (
     EngineHandshakeMetadata,

@@ -1,21 +1,78 @@
-"""Poison control: which request killed the core, and how the others are spared (promise P2).
+"""How an engine core ended, and poison control: which request killed it, and how the others are spared (promise P2).
 
-The requests in the last step of a core that crashed or hung become *suspects*. Each is tried alone on the restarted
-core, until its first output clears it; all others wait meanwhile, because only isolation makes the verdict sound. One
-whose trial ends in a second death is *guilty*. So a poison costs two restarts however many requests were around it; one
-that kills the core only some steps later costs a few more, because each further trial is twice as long.
-
-A core killed from outside accuses nobody, except a request that was in the last step of `MAX_DEATHS_WITHOUT_TOKEN`
-such cores in a row without a token in between: the system may be killing the core for the memory that one takes.
+* The requests in the last step of a core that crashed or hung are *suspects*.
+* Each suspect runs alone on the restarted core until its first output clears it. All other requests wait: a verdict is
+  sound only in isolation.
+* A suspect whose trial ends in a second death is *guilty*. So a poison costs two restarts, however many requests were
+  around it. One that kills the core only some steps later costs a few more: each further trial is twice as long.
+* A core killed from outside makes a suspect only of a request that was in the last step of
+  `MAX_DEATHS_WITHOUT_TOKEN` such cores in a row without a token in between: the system may be killing the core for the
+  memory which that request takes.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Literal, NamedTuple
 
-from quire.frontend.supervision.core_death import CoreDeath
 from quire.frontend.supervision.journal import Journal, JournalEntry
+
+DeathCause = Literal["crash", "hang", "killed", "start", "lost"]
+"""crash: it ended itself, by an error or a fault. hang: it made no progress and was killed for it. killed: somebody
+else sent it a signal (an operator, the system out of memory). start: it never got ready. lost: the connection to a
+core that another process looks after is gone; nothing more is known."""
+
+_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals no core sends itself: a fault of its own is SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL …"""
+_ASKED_TO_END = frozenset({0, -signal.SIGTERM, -signal.SIGINT})
+"""Exit statuses of a core that somebody asked to end: in good order, or before it could listen to signals."""
+SAME_SIGNAL_GRACE_S = 0.5
+"""Whoever asks a whole group of processes to end (systemd, kill of a group) asks us, too, but we may hear of the core's
+end first."""
+
+
+class CoreDeath(NamedTuple):
+    """The end of one incarnation of a core."""
+
+    cause: DeathCause
+    description: str
+    """For a log line and an error message: "was killed by SIGSEGV in phase EXECUTE"."""
+    request_ids: tuple[str, ...] | None = ()
+    """The request being taken in and those of the step, as the core called them; None where nobody can tell."""
+    was_asked: bool = False
+    """By a signal to end, and not by us."""
+
+    def calls_for_successor(self, age_s: float, *, is_draining: bool, has_live_requests: bool) -> bool:
+        """Whether another core is to be started now, `age_s` after the death. A server that ends needs one for the
+        requests that still have time, and for nothing else."""
+        if self.was_asked and age_s < SAME_SIGNAL_GRACE_S:
+            return False
+        return has_live_requests or not is_draining
+
+
+def cause_of_exit(returncode: int) -> DeathCause:
+    """What the exit status of a core that had been ready says. One that ended in good order was told to by somebody."""
+    if returncode < 0:
+        return "killed" if -returncode in _FROM_OUTSIDE else "crash"
+    return "crash" if returncode else "killed"
+
+
+def was_asked_to_end(returncode: int) -> bool:
+    """Whether an exit status says so."""
+    return returncode in _ASKED_TO_END
+
+
+def describe_exit(returncode: int) -> str:
+    """The exit status in words."""
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    try:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was killed by signal {-returncode}"
+
 
 MAX_DEATHS_WITHOUT_TOKEN = 3
 MAX_TRIAL_TOKENS = 256

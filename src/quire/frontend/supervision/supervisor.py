@@ -20,8 +20,6 @@ import zmq
 
 from quire.config.engine import LifecycleConfig
 from quire.errors import EngineDeadError, QuireError
-from quire.frontend.client.wakeup import Wakeup
-from quire.frontend.supervision.core_death import CoreDeath, cause_of_exit, describe_exit, was_asked_to_end
 from quire.frontend.supervision.launch import (
     KILL_TIMEOUT_S,
     START_LOOK_S,
@@ -29,6 +27,8 @@ from quire.frontend.supervision.launch import (
     CoreProcess,
     StalledStartError,
 )
+from quire.frontend.supervision.quarantine import CoreDeath, cause_of_exit, describe_exit, was_asked_to_end
+from quire.interrupts import Wakeup
 from quire.logger import init_logger
 from quire.wire.heartbeat import Heartbeat, HeartbeatPage
 

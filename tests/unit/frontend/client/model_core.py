@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.frontend.client.link import EngineLink, Message
-from quire.frontend.supervision.core_death import CoreDeath, DeathCause
+from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import (
     EngineCoreOutput,

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.errors import ConfigError
+from quire.errors import ConfigError, EngineDeadError, ValidationError
 from quire.frontend.client import inproc
-from quire.frontend.client.base import make_client
-from quire.frontend.client.inproc import InprocClient
+from quire.frontend.client.base import make_async_client, make_client
+from quire.frontend.client.inproc import MAX_UNTAKEN_STEPS, AsyncInprocClient, InprocClient
 from quire.sampling_params import SamplingParams
-from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-
-
-class FakeExecutor:
-    """Only its name matters here."""
+from quire.testing.fake_executor import FakeExecutor
+from quire.testing.fake_model import FakeModel, expected_output
+from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 
 class FakeCore:
@@ -91,3 +92,224 @@ def test_an_unknown_executor_is_named(model_dir: Path) -> None:
     config = EngineArgs(str(model_dir), distributed_executor_backend="nowhere:Nothing").create_engine_config()
     with pytest.raises(ConfigError, match="nowhere"):
         make_client(config, log_stats=False)
+
+
+DEADLINE_S = 20
+
+
+class Gate:
+    """Where a step stands still until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.may_go_on = threading.Semaphore(0)
+
+    def pass_through(self) -> None:
+        self.begun.release()
+        assert self.may_go_on.acquire(timeout=DEADLINE_S)
+
+    async def wait_for_step(self) -> None:
+        assert await asyncio.to_thread(self.begun.acquire, timeout=DEADLINE_S)
+
+
+class GatedExecutor(FakeExecutor):
+    gate: ClassVar[Gate]
+    num_steps: ClassVar[int]
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        GatedExecutor.num_steps += 1
+        self.gate.pass_through()
+        return super().execute_model(*args, **kwargs)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    made = Gate()
+    monkeypatch.setattr(GatedExecutor, "gate", made, raising=False)
+    monkeypatch.setattr(GatedExecutor, "num_steps", 0, raising=False)
+    return made
+
+
+class FailingExecutor(FakeExecutor):
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        raise OSError("no more memory")
+
+
+def make(model_dir: Path, executor: type = FakeExecutor) -> AsyncInprocClient:
+    name = f"{executor.__module__}:{executor.__name__}"
+    config = EngineArgs(str(model_dir), distributed_executor_backend=name).create_engine_config("serving")
+    client = make_async_client(config, log_stats=False)
+    assert isinstance(client, AsyncInprocClient)
+    return client
+
+
+def request(request_id: str, max_tokens: int = 4, prompt: tuple[int, ...] = (5, 6)) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id, list(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=True), None, 0.0
+    )
+
+
+async def collect(client: AsyncInprocClient, until: Callable[[list[EngineCoreOutput]], bool]) -> list[EngineCoreOutput]:
+    seen: list[EngineCoreOutput] = []
+    while not until(seen):
+        seen += (await asyncio.wait_for(client.get_output_async(), DEADLINE_S)).outputs
+    return seen
+
+
+def is_finished(outputs: list[EngineCoreOutput]) -> bool:
+    return bool(outputs) and outputs[-1].finished
+
+
+def run(client: AsyncInprocClient, test: Callable[[], Any]) -> Any:
+    try:
+        return asyncio.run(test())
+    finally:
+        client.shutdown()
+        assert not any(t.name == "quire-engine-core" for t in threading.enumerate())
+
+
+def test_a_request(model_dir: Path) -> None:
+    client = make(model_dir)
+
+    async def test() -> list[EngineCoreOutput]:
+        await client.add_request_async(request("a"))
+        return await collect(client, is_finished)
+
+    outputs = run(client, test)
+    params = request("a").sampling_params
+    assert params is not None
+    assert [o.new_token_ids[0] for o in outputs] == expected_output(FakeModel(), [5, 6], params, 64).token_ids
+    assert client.ready_response.supported_tasks == ("generate",)
+
+
+def test_start_up_errors_come_out_of_the_constructor(model_dir: Path) -> None:
+    config = EngineArgs(str(model_dir), distributed_executor_backend="nowhere:Nothing").create_engine_config()
+    with pytest.raises(ConfigError, match="nowhere"):
+        make_async_client(config, log_stats=False)
+
+
+def test_a_refused_request_is_answered(model_dir: Path) -> None:
+    client = make(model_dir)
+
+    async def test() -> list[EngineCoreOutput]:
+        await client.add_request_async(request("long", prompt=tuple(range(80))))
+        return await collect(client, is_finished)
+
+    (refusal,) = run(client, test)
+    assert (refusal.request_id, refusal.finish_reason) == ("long", FinishReason.ERROR)
+    assert refusal.error_message is not None
+    assert "80" in refusal.error_message
+
+
+def test_an_abort_during_a_step_takes_effect_with_that_step(model_dir: Path, gate: Gate) -> None:
+    client = make(model_dir, GatedExecutor)
+
+    async def test() -> list[EngineCoreOutput]:
+        for name in ("a", "b"):
+            await client.add_request_async(request(name, max_tokens=2))
+        await gate.wait_for_step()
+        await client.abort_requests_async(["a", "unknown"])
+        for _ in range(8):
+            gate.may_go_on.release()
+        return await collect(client, is_finished)
+
+    outputs = run(client, test)
+    assert {o.request_id for o in outputs if o.new_token_ids} == {"b"}
+
+
+def test_the_core_waits_for_a_loop_that_is_behind(model_dir: Path, gate: Gate) -> None:
+    client = make(model_dir, GatedExecutor)
+
+    async def test() -> int:
+        for _ in range(100):
+            gate.may_go_on.release()
+        await client.add_request_async(request("a", max_tokens=30))
+        await client.get_output_async()
+        for _ in range(MAX_UNTAKEN_STEPS + 1):  # as many as there is room for, without taking one
+            await gate.wait_for_step()
+        await client.call_utility_async("is_scheduler_paused")  # the thread listens, and what it began is done
+        num_steps = GatedExecutor.num_steps
+        await collect(client, is_finished)
+        return num_steps
+
+    assert run(client, test) == 1 + MAX_UNTAKEN_STEPS
+
+
+def test_control_calls(model_dir: Path) -> None:
+    client = make(model_dir)
+
+    async def test() -> None:
+        await client.pause_scheduler_async("keep")
+        assert await client.is_scheduler_paused_async() is True
+        await client.add_request_async(request("a"))
+        assert await client.collective_rpc_async(lambda executor: type(executor).__name__) == ["FakeExecutor"]
+        await client.resume_scheduler_async()
+        await collect(client, is_finished)
+        assert await client.reset_prefix_cache_async() is True
+        with pytest.raises(ValidationError, match="no control verb 'shut_down'"):
+            await client.call_utility_async("shut_down")
+
+    run(client, test)
+
+
+@pytest.mark.parametrize("verb", ["pause_scheduler", "sleep"])
+def test_a_pause_by_wait_lets_requests_end_first(model_dir: Path, gate: Gate, verb: str) -> None:
+    client = make(model_dir, GatedExecutor)
+
+    async def test() -> None:
+        await client.add_request_async(request("a", max_tokens=2))
+        await gate.wait_for_step()
+        paused = asyncio.ensure_future(client.call_utility_async(verb, *([2] if verb == "sleep" else []), "wait"))
+        await asyncio.sleep(0)
+        gate.may_go_on.release()
+        await gate.wait_for_step()
+        assert not paused.done()
+        gate.may_go_on.release()
+        assert len(await collect(client, is_finished)) == 2
+        gate.may_go_on.release(10)  # steps that tell the worker who has finished
+        await asyncio.wait_for(paused, DEADLINE_S)
+        assert await client.is_scheduler_paused_async() is True
+        assert await client.is_sleeping_async() is (verb == "sleep")
+        await client.add_request_async(request("b", max_tokens=1))
+        assert await client.wake_up_async() is True
+        assert (await collect(client, is_finished))[0].request_id == "b"
+
+    run(client, test)
+
+
+def test_a_step_that_fails_is_the_end(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    client = make(model_dir, FailingExecutor)
+    assert client.is_ready
+
+    async def test() -> None:
+        await client.add_request_async(request("a"))
+        with pytest.raises(EngineDeadError, match="OSError: no more memory") as caught:
+            await asyncio.wait_for(client.get_output_async(), DEADLINE_S)
+        assert isinstance(caught.value.__cause__, OSError)
+        assert client.engine_dead
+        assert not client.is_ready
+        with pytest.raises(EngineDeadError, match="no more memory"):
+            await client.add_request_async(request("b"))
+        with pytest.raises(EngineDeadError, match="no more memory"):
+            await client.is_scheduler_paused_async()
+        await client.abort_requests_async(["a"])
+
+    run(client, test)
+
+
+def test_shutdown(model_dir: Path) -> None:
+    client = make(model_dir)
+
+    async def test() -> None:
+        await client.add_request_async(request("a", max_tokens=50))
+        await client.get_output_async()
+        client.shutdown()
+        client.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await collect(client, lambda outputs: False)
+
+    run(client, test)
+
+
+def test_shutdown_before_anything(model_dir: Path) -> None:
+    make(model_dir).shutdown()

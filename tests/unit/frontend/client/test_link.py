@@ -7,7 +7,7 @@ import pytest
 from quire.errors import EngineDeadError
 from quire.frontend.client.control_calls import Answer
 from quire.frontend.client.link import EngineLink, LinkState
-from quire.frontend.supervision.core_death import CoreDeath
+from quire.frontend.supervision.quarantine import CoreDeath
 from quire.wire.engine_core import (
     EngineCoreEvent,
     EngineCoreEventType,

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.frontend.supervision.core_death import CoreDeath
+from quire.frontend.supervision.quarantine import CoreDeath
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
 
 from .model_core import Driver, expected_tokens, make_request

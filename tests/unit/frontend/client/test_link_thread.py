@@ -13,7 +13,7 @@ import zmq
 from quire.errors import EngineDeadError, ModelLoadError, ServerError, ValidationError
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread
-from quire.frontend.supervision.core_death import CoreDeath
+from quire.frontend.supervision.quarantine import CoreDeath
 from quire.testing.fake_engine import READY, FakeEngine
 from quire.wire.engine_core import (
     EngineCoreOutput,

@@ -10,7 +10,7 @@ import pytest
 
 from quire.frontend.client.link import LinkState, Verdict
 from quire.frontend.client.shared_links import DeathReport, MemberLink, OwnerLink, Suspect
-from quire.frontend.supervision.core_death import CoreDeath, DeathCause
+from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
 
 from .model_core import ABORT, ADD, UTILITY, Driver, ModelCore, expected_tokens, make_ready, make_request

@@ -12,7 +12,7 @@ import pytest
 from quire.frontend.client.shared_links import OwnerLink, Suspect
 from quire.frontend.fleet import inquest
 from quire.frontend.fleet.inquest import Inquest, decode_suspects, encode_suspects
-from quire.frontend.supervision.core_death import CoreDeath
+from quire.frontend.supervision.quarantine import CoreDeath
 from quire.wire.engine_core import EngineCoreRequestType
 from tests.unit.frontend.client.model_core import make_ready, make_request
 

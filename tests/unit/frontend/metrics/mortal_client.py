@@ -12,7 +12,7 @@ from quire.engine.core import EngineCore
 from quire.engine.utility import run_utility
 from quire.frontend.client.base import EngineCoreClient
 from quire.frontend.client.link import EngineLink
-from quire.frontend.supervision.core_death import CoreDeath
+from quire.frontend.supervision.quarantine import CoreDeath
 from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 

@@ -12,7 +12,7 @@ import httpx2
 from quire.config.engine_args import EngineArgs
 from quire.config.server import ServerConfig
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.client.async_inproc import AsyncInprocClient
+from quire.frontend.client.inproc import AsyncInprocClient
 from quire.frontend.http.state import ServerState
 from quire.frontend.openai.app import build_app
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest

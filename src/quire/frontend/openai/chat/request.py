@@ -9,11 +9,11 @@ from typing import Any
 
 from quire.frontend.http.endpoint import RequestContext
 from quire.frontend.http.state import ServerState
+from quire.frontend.new_request import TokensPrompt
 from quire.frontend.openai.chat.format import ChatPlan
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.sampling import make_sampling_params
 from quire.frontend.openai.submission import check_admission
-from quire.frontend.prompts import TokensPrompt
 from quire.sampling_params import SamplingParams
 
 

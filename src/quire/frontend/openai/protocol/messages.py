@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from quire.errors import ValidationError
 from quire.frontend.http.bodies import Name, Object, PositiveCount, RequestBody, Text, Word
+from quire.frontend.new_request import MAX_CACHE_SALT_CHARS
 from quire.frontend.openai.protocol.chat import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -22,7 +23,6 @@ from quire.frontend.openai.protocol.chat import (
     ToolChoice,
 )
 from quire.frontend.openai.protocol.sampling import bound_of
-from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
 
 Message = dict[str, Any]
 Content = str | Sequence[Mapping[str, Any]]

@@ -11,9 +11,9 @@ from msgspec import Meta
 from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX
 from quire.frontend.http.bodies import Int64, Name, Object, PositiveCount, RequestBody, Text
+from quire.frontend.new_request import MAX_CACHE_SALT_CHARS
 from quire.frontend.openai.protocol.chat import Messages
 from quire.frontend.openai.protocol.completion import Prompts
-from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
 from quire.pooling_params import PoolingParams
 
 EncodingFormat = Literal["float", "base64"]

@@ -21,6 +21,7 @@ from quire.frontend.http.bodies import (
     TokenId,
     Word,
 )
+from quire.frontend.new_request import MAX_CACHE_SALT_CHARS
 from quire.frontend.openai.protocol.chat import (
     MAX_TOOLS,
     ChatBody,
@@ -32,7 +33,6 @@ from quire.frontend.openai.protocol.chat import (
     ToolChoice,
 )
 from quire.frontend.openai.protocol.sampling import bound_of
-from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
 
 MAX_ITEMS = 1 << 16
 LOGPROBS = "message.output_text.logprobs"

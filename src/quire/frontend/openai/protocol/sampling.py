@@ -22,7 +22,7 @@ from quire.frontend.http.bodies import (
     TokenId,
     Word,
 )
-from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
+from quire.frontend.new_request import MAX_CACHE_SALT_CHARS
 from quire.sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGPROB_TOKEN_IDS,

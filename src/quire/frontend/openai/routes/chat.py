@@ -12,13 +12,13 @@ from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.http.streaming import DONE, encode_json, event
+from quire.frontend.new_request import TokensPrompt
 from quire.frontend.openai.chat.format import ChatPlan
 from quire.frontend.openai.chat.output import ChatParser, Delta, make_message
 from quire.frontend.openai.chat.request import prepare_chats
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, chat_logprobs, prompt_logprobs
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.submission import Submission, stream_response
-from quire.frontend.prompts import TokensPrompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 

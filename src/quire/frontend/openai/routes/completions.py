@@ -13,11 +13,11 @@ from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.http.streaming import DONE, encode_json, event
+from quire.frontend.new_request import TokensPrompt
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, prompt_logprobs, text_logprobs
 from quire.frontend.openai.protocol.completion import DEFAULT_MAX_TOKENS, CompletionBody
 from quire.frontend.openai.protocol.sampling import make_sampling_params
 from quire.frontend.openai.submission import Submission, check_admission, stream_response
-from quire.frontend.prompts import TokensPrompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 

@@ -18,6 +18,7 @@ from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.http.errors import ErrorShape, HttpError, error_body
+from quire.frontend.new_request import TokensPrompt
 from quire.frontend.openai.chat.request import prepare_chats
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.response_items import messages_of, with_instructions
@@ -26,7 +27,6 @@ from quire.frontend.openai.routes.chat import CHAT
 from quire.frontend.openai.routes.completions import COMPLETION, prepare_completion
 from quire.frontend.openai.routes.messages import MESSAGES, error_object
 from quire.frontend.openai.routes.responses import RESPONSES
-from quire.frontend.prompts import TokensPrompt
 from quire.sampling_params import SamplingParams
 
 _OUR_OWN = frozenset({"skip_clone", "eos_token_id", "bad_words_token_ids"})

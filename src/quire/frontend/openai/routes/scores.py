@@ -10,10 +10,10 @@ from starlette.responses import Response
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.new_request import TokensPrompt
 from quire.frontend.openai.pooling_work import answer_head, count_tokens, naming, pool_prompts, pool_texts
 from quire.frontend.openai.protocol.pooling import PoolingBody, RerankBody, ScoreBody
 from quire.frontend.openai.submission import check_admission
-from quire.frontend.prompts import TokensPrompt
 from quire.frontend.scoring import PairScorer, pair_texts
 from quire.outputs import ScoringRequestOutput
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quire.frontend.supervision.startup_report import Startup, StartupReport, describe_start
+from quire.frontend.tracing import Startup, StartupReport, describe_start
 from quire.timeline import Stamp
 from quire.wire.engine_core import EngineCoreReadyResponse
 

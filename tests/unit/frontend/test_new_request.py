@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.errors import ValidationError
-from quire.frontend.prompts import ParsedPrompt, as_prompt_list, parse_prompt
+from quire.frontend.new_request import ParsedPrompt, as_prompt_list, parse_prompt
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,132 @@
-"""What is told of a finished request to whoever collects spans. Knows neither OpenTelemetry nor any exporter.
+"""Reports of an engine's start and of finished requests: log line, start-up file, and spans (checklist S3-TR-001).
 
-One record per user's request: the n outputs of a prompt are added up. Stamps of the core and of this process are put
-on the wall clock with one look at both clocks, which are those of one machine.
+A finished request gives one record, however many outputs its prompt has. Time stamps of the core and of this process
+are put on the wall clock with one look at both clocks: both processes run on one machine. `otel.py` exports the
+records; this module knows no exporter.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
+from quire import envs
 from quire.config.observability import ObservabilityConfig
 from quire.errors import ConfigError
 from quire.frontend.request_state import RequestState
-from quire.frontend.startup_tracing import StartPhase
 from quire.logger import init_logger
 from quire.outputs import RequestStateStats
 from quire.resolve import resolve
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.wire.engine_core import FinishReason
+from quire.timeline import Stamp, get_stamps, stamp
+from quire.wire.engine_core import EngineCoreReadyResponse, FinishReason
+from quire.wire.process import peak_memory_bytes
 
 logger = init_logger(__name__)
+
+PREPARE_MODEL = ("KV cache", "warm-up")
+"""The stamps of the phase that vLLM calls "Prepare model"."""
+
+
+@dataclass(slots=True)
+class StartPhase:
+    """Something that took time at a start; seconds by the wall clock."""
+
+    name: str
+    start_time: float
+    end_time: float
+    cpu_s: float
+    """CPU time that its process used meanwhile, over all threads."""
+    phases: list[StartPhase] = field(default_factory=list)
+
+
+def make_start_phases(frontend: Sequence[Stamp], core: Sequence[Stamp]) -> StartPhase:
+    """One process after the other, each phase from one stamp to the next; both lists begin with the process.
+
+    `core` is empty where the core lives in the frontend's process, whose list then has the core's stamps, too.
+    """
+    to_wall = time.time() - time.monotonic()
+    whole = _make_process("engine start", frontend, to_wall)
+    if core:
+        whole.phases.append(_make_process("EngineCoreProc init", core, to_wall))
+    return whole
+
+
+def _make_process(name: str, stamps: Sequence[Stamp], to_wall: float) -> StartPhase:
+    whole = _make_phase(name, stamps[0], stamps[-1], to_wall)
+    prepare: StartPhase | None = None
+    for before, after in pairwise(stamps):
+        phase = _make_phase(after.name, before, after, to_wall)
+        if after.name not in PREPARE_MODEL:
+            whole.phases.append(phase)
+            continue
+        if prepare is None:
+            prepare = _make_phase("Prepare model", before, after, to_wall)
+            whole.phases.append(prepare)
+        prepare.phases.append(phase)
+        prepare.end_time = phase.end_time
+        prepare.cpu_s = sum(part.cpu_s for part in prepare.phases)
+    return whole
+
+
+def _make_phase(name: str, start: Stamp, end: Stamp, to_wall: float) -> StartPhase:
+    return StartPhase(name, start.time_s + to_wall, end.time_s + to_wall, end.cpu_s - start.cpu_s)
+
+
+MIB = 1 << 20
+
+
+class Startup(msgspec.Struct):
+    """The report, as JSON. `core` is empty where the core lives in the frontend's process: one list has both."""
+
+    frontend: list[Stamp]
+    core: list[Stamp]
+    frontend_peak_memory_bytes: int
+    core_peak_memory_bytes: int
+
+
+class StartupReport:
+    """Made when the engine is ready; `finish` once its first output is there."""
+
+    def __init__(self, ready: EngineCoreReadyResponse) -> None:
+        stamp("engine ready")
+        self._ready = ready
+        logger.info("%s", describe_start(get_stamps(), ready.stamps, peak_memory_bytes(), ready.peak_memory_bytes))
+
+    def finish(self) -> None:
+        """Write the report, where one is wanted. A file that cannot be written is a line in the log."""
+        stamp("first output")
+        name = envs.STARTUP_REPORT.get()
+        if not name:
+            return
+        startup = Startup(get_stamps(), self._ready.stamps, peak_memory_bytes(), self._ready.peak_memory_bytes)
+        part = Path(f"{name}.{os.getpid()}.part")
+        try:
+            part.write_bytes(msgspec.json.encode(startup))
+            part.replace(name)  # whoever waits for it finds it whole
+        except OSError as e:
+            logger.warning("%s=%s cannot be written: %s", envs.STARTUP_REPORT.name, name, e.strerror or e)
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+
+
+def describe_start(frontend: Sequence[Stamp], core: Sequence[Stamp], frontend_memory: int, core_memory: int) -> str:
+    """The line of the log. Without a core's stamps the core is in this process."""
+    start, end = frontend[0], frontend[-1]
+    text = f"engine ready {end.time_s - start.time_s:.2f} s after its process began"
+    memory = f"peak memory {frontend_memory // MIB} MiB"
+    if core:
+        text += f", its core after {core[-1].time_s - core[0].time_s:.2f} s"
+        memory += f", core {core_memory // MIB} MiB"
+    return f"{text}; {memory}"
 
 
 @dataclass(slots=True)

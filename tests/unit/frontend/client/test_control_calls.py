@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.engine.utility import UTILITIES
-from quire.frontend.client.control_state import REMEMBERED_VERBS, REPEATABLE_VERBS, ControlState
+from quire.frontend.client.control_calls import REMEMBERED_VERBS, REPEATABLE_VERBS, ControlState
 from quire.lora_request import LoRARequest
 
 LORA = LoRARequest("adapter", 7, "/l")
@@ -54,7 +54,7 @@ def test_calls(calls: list[Call], expected: list[tuple[str, tuple[Any, ...]]]) -
 
 
 def test_every_verb_of_the_core_is_decided_about() -> None:
-    """A new verb is repeatable or not: say so in the table of control_state.py."""
+    """A new verb is repeatable or not: say so in the table of control_calls.py."""
     unrepeatable = {"collective_rpc", "profile", "execute_dummy_batch", "get_dropped_messages"}
     assert UTILITIES.keys() - REPEATABLE_VERBS <= unrepeatable
 

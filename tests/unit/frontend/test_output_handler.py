@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from quire.errors import GenerationError
-from quire.frontend.output_collector import RequestOutputCollector
+from quire.frontend.output_handler import RequestOutputCollector
 from quire.outputs import CompletionOutput, Logprob, PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.sampling_params import RequestOutputKind
 

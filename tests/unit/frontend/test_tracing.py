@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from quire.frontend.startup_tracing import StartPhase, make_start_phases
+from quire.frontend.tracing import StartPhase, make_start_phases
 from quire.timeline import Stamp
 
 FRONTEND = [Stamp("process", 1.0, 0.0), Stamp("configuration", 1.5, 0.25), Stamp("engine ready", 9.0, 0.5)]
