@@ -27,6 +27,14 @@ def test_links_resolve() -> None:
     assert not broken, "\n".join(broken)
 
 
+def test_every_page_is_in_the_table_of_contents() -> None:
+    """docs/README.md is also the table of contents of the site (tools/docs_site.py)."""
+    listed = set(LINK.findall(PAGES["docs/README.md"].read_text(encoding="utf-8")))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} == {
+        name for name in listed if "/" not in name
+    }
+
+
 def test_named_commands_exist() -> None:
     missing = [
         f"{name}: scripts/{script}"
@@ -77,6 +85,18 @@ def test_named_code_exists() -> None:
                 path = _resolve(file)
                 if path is None or symbol not in _symbols(path):
                     missing.append(f"{name}: {file}:{symbol}")
+    assert not missing, "\n".join(missing)
+
+
+def test_lines_that_a_page_changes_exist() -> None:
+    """A ```diff block names a file in its first line; each line that it takes away stands there exactly once."""
+    missing = [
+        f"{name}: {file}: {line.strip()}"
+        for name, page in PAGES.items()
+        for file, body in re.findall(r"^```diff\n# (\S+)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+        for line in re.findall(r"^-(.+)$", body, re.MULTILINE)
+        if (ROOT / file).read_text(encoding="utf-8").splitlines().count(line) != 1
+    ]
     assert not missing, "\n".join(missing)
 
 

@@ -88,6 +88,22 @@ def check_kill_the_core(out: str) -> None:
     assert out.endswith("8 of 8 texts are equal to those of the undisturbed run.\n")
 
 
+def check_same_bits(out: str) -> None:
+    assert re.match(r"\d\d tokens, each with 5 log-probabilities\n", out)
+    assert out.endswith("from a warm cache, the same bits: True\namong 30 others, the same bits: True\n")
+
+
+def check_ledger(out: str) -> None:
+    *equations, verdict = out.splitlines()
+    assert verdict == "every law holds: True"
+    assert len(equations) == 4
+    for equation in equations:
+        left, right = re.sub(r"\(.*\)", "", equation).split("=")
+        assert int(re.findall(r"\d+", left)[0]) == sum(map(int, re.findall(r"\d+", right)))
+    assert equations[0] == "24 requests received = 24 accepted + 0 rejected"
+    assert "(8 aborted)" in equations[1]
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "generate": check_generate,
     "chat": check_chat,
@@ -97,6 +113,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "new_weights": check_new_weights,
     "streams": check_streams,
     "kill_the_core": check_kill_the_core,
+    "same_bits": check_same_bits,
+    "ledger": check_ledger,
 }
 
 
@@ -149,3 +167,12 @@ def test_the_page_names_every_example() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"examples/([\w.]+)", page)) - {"README.md"}
     assert named == {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
+
+
+def test_the_readme_prints_what_it_shows(tmp_path: Path) -> None:
+    code, output = re.search(
+        r"```python\n(.*?)```\n\n```\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL
+    ).groups()  # type: ignore[union-attr]
+    program = tmp_path / "readme.py"
+    program.write_text(code, encoding="utf-8")
+    assert run(str(program)) == output
