@@ -21,8 +21,8 @@ from quire.cli.bench.load import Endpoint, LoadRequest, LoadRun, Sender
 from quire.cli.bench.outcomes import LoadResult, ServiceLevel
 from quire.cli.bench.outcomes import figures as load_figures
 from quire.cli.bench.workloads import ALL_AT_ONCE, BenchRequest, IdRange, arrival_times, mixed_requests
-from quire.cli.remote.address import ServerAddress
 from quire.cli.remote.client import HttpClient
+from quire.cli.remote.protocol import ServerAddress
 
 CAPACITY_REQUESTS = 64
 SHARES = (0.5, 0.9)
@@ -92,7 +92,7 @@ class Server:
                 arrival_times(rate, len(requests), seed),
             )
         finally:
-            client.close()
+            await client.close()
 
     def close(self) -> None:
         """End it."""

@@ -48,7 +48,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     },
     "replay": {"msgspec", "numpy"},
     "face": set(),
-    "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "httptools"},
+    "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "aiohttp", "yarl"},
     "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec", "prometheus_client"},
 }
 ONLY_IN: dict[str, set[str]] = {
@@ -62,7 +62,7 @@ ONLY_IN: dict[str, set[str]] = {
     "opentelemetry": {"quire.frontend.otel"},
     "gguf": {"quire.cli.gguf_checkpoint"},
     "prometheus_client": {"quire.frontend.metrics.server_metrics", "quire.testing.metrics_audit"},
-    "httptools": {"quire.cli.remote.connection"},
+    "aiohttp": {"quire.cli.remote.client"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
 

@@ -23,10 +23,10 @@ from quire.cli.option_groups import (
     sampling_options,
     validate_remote,
 )
-from quire.cli.remote.chat import RemoteChatModel
-from quire.cli.remote.requests import RemoteServer
+from quire.cli.remote.models import REMOTE_SERVER, RemoteChatModel
 from quire.cli.terminal import Style
 from quire.errors import ClientError, ConfigError, GenerationError
+from quire.resolve import resolve
 
 
 class LeaveChatError(Exception):
@@ -162,7 +162,7 @@ def run(args: Arguments) -> int:
     """Chat until the input ends."""
     if args["url"] is not None:
         validate_remote(args)
-        with RemoteServer.of(args) as server:
+        with resolve(REMOTE_SERVER).of(args) as server:
             card = server.find_model(args["model_name"] or args.given.get("model"))
             return _chat(args, RemoteChatModel(server, card), f" at {server.address}")
     return _chat(args, _load_model(args))

@@ -21,11 +21,11 @@ from quire.cli.option_groups import (
     sampling_options,
     validate_remote,
 )
-from quire.cli.remote.completion import RemoteCompletions
-from quire.cli.remote.requests import RemoteServer
+from quire.cli.remote.models import REMOTE_SERVER, RemoteCompletions
 from quire.cli.terminal import Style
 from quire.errors import ConfigError, GenerationError
 from quire.outputs import CompletionOutput, RequestOutput
+from quire.resolve import resolve
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
@@ -71,7 +71,7 @@ def _run_on_server(args: Arguments, prompts: list[str]) -> int:
     fields = {"max_tokens": params.max_tokens, **args.given_among(SAMPLING_HELP)}
     if params.structured_outputs is not None:
         fields["structured_outputs"] = params.structured_outputs
-    with RemoteServer.of(args) as server:
+    with resolve(REMOTE_SERVER).of(args) as server:
         card = server.find_model(args.given.get("model"))
         completions = RemoteCompletions(server, card, fields)
         timings = completions.start(prompts)

@@ -14,7 +14,7 @@ from quire.cli.bench.load import LoadRequest, LoadRun
 from quire.cli.bench.outcomes import LoadResult, Outcome
 from quire.cli.bench.workloads import EVENLY, arrival_times
 from quire.cli.generation import RequestTiming
-from quire.cli.remote.failures import RefusedError, RemoteError
+from quire.cli.remote.protocol import RefusedError, RemoteError
 
 from .virtual_time import run_virtually, virtual_now
 

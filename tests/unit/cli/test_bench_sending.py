@@ -12,7 +12,7 @@ import pytest
 from quire.cli.bench.load import Endpoint, LoadRequest, Sender
 from quire.cli.generation import RequestTiming
 from quire.cli.remote.client import HttpClient
-from quire.cli.remote.events import Choice, Chunk, Usage
+from quire.cli.remote.protocol import Choice, Chunk, Usage
 
 
 class ScriptedClient:

@@ -14,10 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cli.remote.address import ServerAddress
 from quire.cli.remote.client import HttpClient, given_api_key
-from quire.cli.remote.events import Chunk, EventReader
-from quire.cli.remote.failures import RefusedError, RemoteError, kind_of
+from quire.cli.remote.protocol import Chunk, EventReader, RefusedError, RemoteError, ServerAddress, kind_of
 from quire.errors import ConfigError, NotFoundError, QuireError
 
 from .fake_server import FakeServer, Reply, always, saying, serving
@@ -32,7 +30,7 @@ def ask(url: str, question: Callable[[HttpClient], Awaitable[T]], key: str | Non
         try:
             return await question(client)
         finally:
-            client.close()
+            await client.close()
 
     return asyncio.run(main())
 

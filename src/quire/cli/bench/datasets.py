@@ -11,13 +11,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from quire.cli.bench.load import LoadRequest
 from quire.cli.bench.workloads import Lengths
-from quire.cli.remote.client import HttpClient
-from quire.cli.remote.failures import RefusedError
+from quire.cli.remote.protocol import RefusedError
 from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.cli.remote.client import HttpClient
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "

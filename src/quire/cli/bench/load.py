@@ -11,16 +11,17 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.cli.bench.outcomes import Failure, LoadResult, Outcome
 from quire.cli.generation import RequestTiming
-from quire.cli.remote.client import HttpClient
-from quire.cli.remote.events import Choice, Chunk
-from quire.cli.remote.failures import RemoteError, kind_of
+from quire.cli.remote.protocol import Choice, Chunk, RemoteError, kind_of
 from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.cli.remote.client import HttpClient
 
 REQUEST_LIMIT_S = 600.0
 

@@ -39,8 +39,7 @@ from quire.cli.bench.startup import flag_words, own_server
 from quire.cli.command_line import Arguments, CommandLine
 from quire.cli.machine import cpu_facts
 from quire.cli.option_groups import engine_args, engine_options, validate_remote
-from quire.cli.remote.address import ServerAddress
-from quire.cli.remote.client import HttpClient, ModelCard, given_api_key
+from quire.cli.remote.protocol import ModelCard, ServerAddress, given_api_key
 from quire.cli.terminal import Style
 from quire.errors import ConfigError
 from quire.resolve import resolve
@@ -143,7 +142,7 @@ async def _measure(
     plan: LoadPlan,
     read_dataset: Callable[[Material, ModelCard], Dataset],
 ) -> tuple[ModelCard, ServeRun]:
-    client = HttpClient(address, key)
+    client = resolve("quire.cli.remote.client:HttpClient")(address, key)
     try:
         card = await client.find_model(args.given.get("model") if server_url(args) is not None else None)
         is_synthetic = args["dataset_name"] in ("random", "trace")
@@ -159,7 +158,7 @@ async def _measure(
         runner = LoadRunner(sender.send, dataset, plan, lambda words: print(words, file=sys.stderr, flush=True))
         return card, await runner.run()
     finally:
-        client.close()
+        await client.close()
 
 
 # -- the report -------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""A server that runs elsewhere, seen from the command line: plain asyncio and HTTP/1.1, no torch and no engine."""
+"""Access to a server that runs elsewhere, for the command line: no torch and no engine."""
