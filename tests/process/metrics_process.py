@@ -1,24 +1,37 @@
 """An API process as the metrics see it: keeps books as its standard input says, and answers scrapes on its output.
 
-A line is the name of an operation of `Books` and how often, or "scrape"; the answer to each is a line of JSON.
+Its arguments are the descriptor of its connection to the parent, and its number. A line of input is the name of an
+operation of `Books` and how often, or "scrape"; the answer to each is a line of JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
+from typing import Any
 
 from quire.errors import ServerError
-from quire.frontend.metrics.hub_client import HubClient
+from quire.frontend.fleet.metrics import encode_report, gather_from_parent
+from quire.frontend.fleet.peer_link import PeerLink
+from quire.wire.api_process import PeerMessage
 from tests.unit.frontend.metrics.books import Books
 
 
-async def main(path: str, name: str) -> None:
+async def main(descriptor: str, name: str) -> None:
     """Until the input ends; then it reports for the last time."""
     books = Books(name)
-    client = HubClient(path, name, books.take, report_interval_s=3600.0)
-    await client.connect()
+
+    async def handle(call: PeerMessage) -> Any:
+        return encode_report(books.take()) if call.method == "report" else None
+
+    link = PeerLink(handle)
+    await link.connect(socket.socket(fileno=int(descriptor)))
+    reading = asyncio.create_task(link.run())
+    await link.call("join")
+    await link.call("report", encode_report(books.take()), False)
+    await link.call("ready")
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
@@ -27,14 +40,16 @@ async def main(path: str, name: str) -> None:
         answer = ""
         if operation == "scrape":
             try:
-                answer = books.metrics.write(await client.gather())
+                answer = books.metrics.write(await gather_from_parent(link, 3600.0))
             except ServerError as e:
                 answer = f"error: {e}"
         else:
             for _ in range(int(count[0])):
                 getattr(books, operation)()
         print(json.dumps(answer), flush=True)
-    await client.close()
+    await link.call("report", encode_report(books.take()), True)
+    await link.end()
+    await reading
 
 
 if __name__ == "__main__":

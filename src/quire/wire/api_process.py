@@ -48,7 +48,7 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     counts_path: str
     """The file of the `SharedCounts`."""
     metrics_path: str = ""
-    """The socket on which processes exchange metrics."""
+    """Unused: metrics are calls like all others. The field goes when the protocol version next changes."""
     protocol_version: int = PROTOCOL_VERSION
 
 

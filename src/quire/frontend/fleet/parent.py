@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.config.engine import EngineConfig
@@ -26,12 +25,12 @@ from quire.frontend.client.shared_links import OwnerLink
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.fleet.engine_watch import EngineWatch
 from quire.frontend.fleet.inquest import Inquest
+from quire.frontend.fleet.metrics import FleetMetrics, encode_report
 from quire.frontend.fleet.peer_link import Membership, PeerLink
 from quire.frontend.fleet.process import KILL_TIMEOUT_S, ApiProcess
 from quire.frontend.http.errors import UnavailableError
 from quire.frontend.http.server import END_GRACE_S, Listeners, StopRequests, StopSignals, log_stats_regularly
 from quire.frontend.http.waiting_room import WaitingRoom
-from quire.frontend.metrics.hub import MetricsHub
 from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.frontend.supervision.quarantine import SAME_SIGNAL_GRACE_S, describe_exit, was_asked_to_end
 from quire.frontend.supervision.supervisor import RestartBudget
@@ -76,6 +75,8 @@ class ApiProcesses:
         self.are_ready = asyncio.Event()
         self.call_core: Callable[..., Any] | None = None
         """How a control verb is called that changes the core."""
+        self.metrics: FleetMetrics | None = None
+        """None where statistics are off."""
 
     def start(self) -> None:
         """Start them all. Raises ServerError."""
@@ -168,6 +169,8 @@ class ApiProcesses:
             del self._connections[index]
             self._links.pop(index, None)
         code = await process.wait_end(KILL_TIMEOUT_S)
+        if self.metrics is not None:
+            self.metrics.note_gone(index)
         self._on_death(index)
         return code
 
@@ -213,12 +216,18 @@ class ApiProcesses:
                 self._failures[source] = make_error(error_type, message, ServerError)
             case "control", (method, args) if self.call_core is not None:
                 return await self.call_core(method, *args)
+            case "metrics", () if self.metrics is not None:
+                return encode_report(await self.metrics.gather())
+            case "report", (None | bytes() as report, bool() as is_final) if self.metrics is not None:
+                self.metrics.note_report(source, report, is_final=is_final)
             case _:
                 raise ServerError(f"the parent has no call {call.method!r}")
         return None
 
     def _note_joined(self, index: int) -> None:
         link = self._links[index] = self._connections[index]
+        if self.metrics is not None:
+            self.metrics.join(index, link)
         if self._core_gone:
             link.tell("core_gone", self._core_gone)
         if self._stopping.is_set():
@@ -265,7 +274,6 @@ def serve_with_processes(
             admin_listener=None if listeners.admin is None else listeners.admin.fileno(),
             urls=(listeners.url, listeners.admin_url),
             counts_path=str(directory.path / "counts"),
-            metrics_path=str(directory.path / "metrics"),
         )
 
     processes = ApiProcesses(count, make_launch, counts.clear)
@@ -288,7 +296,7 @@ def serve_with_processes(
             Inquest(owner, client.mp.ask_link, processes.ask_all),
         )
         drain_s = server.drain_accept_s + config.lifecycle_config.shutdown_timeout
-        asyncio.run(_run(processes, core, directory.path / "metrics", drain_s, on_ready))
+        asyncio.run(_run(processes, core, drain_s, on_ready))
     finally:
         processes.kill()
         listeners.close()  # before the core ends: whoever comes now should go elsewhere at once
@@ -305,12 +313,8 @@ class _SharedCore(NamedTuple):
     inquest: Inquest
 
 
-async def _run(
-    processes: ApiProcesses, core: _SharedCore, metrics_path: Path, drain_s: float, on_ready: Callable[[], None]
-) -> None:
+async def _run(processes: ApiProcesses, core: _SharedCore, drain_s: float, on_ready: Callable[[], None]) -> None:
     stats = core.watch.stats
-    hub = MetricsHub(metrics_path, ServerMetrics(stats, "0").take, get_load=stats.get_load)
-    await hub.start()
     with StopSignals() as stop:
         helpers = [
             asyncio.create_task(_tell_when_ready(processes, on_ready)),
@@ -319,12 +323,14 @@ async def _run(
             asyncio.create_task(core.inquest.run()),
             asyncio.create_task(log_stats_regularly(stats.loggers)),
         ]
+        if stats.metrics is not None:
+            processes.metrics = FleetMetrics(ServerMetrics(stats, "0").take, stats.get_load)
+            helpers.append(asyncio.create_task(processes.metrics.run()))
         try:
             await processes.run()
         finally:
             for helper in helpers:
                 helper.cancel()
-            await hub.close()
 
 
 async def _tell_when_ready(processes: ApiProcesses, on_ready: Callable[[], None]) -> None:

@@ -21,16 +21,17 @@ from typing import Any
 import msgspec
 
 from quire.config.server import decode_config, decode_server_config
-from quire.errors import QuireError, error_name
+from quire.errors import QuireError, ServerError, error_name
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.fleet.counts import FleetCounts
+from quire.frontend.fleet.metrics import encode_report, gather_from_parent
 from quire.frontend.fleet.peer_link import FleetPeers, Membership, PeerLink
 from quire.frontend.fleet.services import PeerServices
 from quire.frontend.http.connection import make_tls_context
+from quire.frontend.http.errors import UnavailableError
 from quire.frontend.http.server import Listeners, StopSignals, serve
 from quire.frontend.http.state import ServerState
-from quire.frontend.metrics.hub_client import HubClient
 from quire.frontend.metrics.publish.stat_loggers import LoggingStatLogger, RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.logger import init_logger
@@ -86,7 +87,7 @@ class ApiServer:
         state = self._make_state(link)
         self._services = PeerServices(state, client, self._stop)
         await link.call("join")
-        async with self._exchanging_metrics(state.metrics):
+        async with self._exchanging_metrics(link, state.metrics):
             await serve(
                 state,
                 self._listeners(),
@@ -97,20 +98,21 @@ class ApiServer:
         state.renderer.close()
 
     @contextlib.asynccontextmanager
-    async def _exchanging_metrics(self, metrics: ServerMetrics) -> AsyncIterator[None]:
-        """The parent, which gathers them, knows of those of this process meanwhile, and of the last of them."""
-        stats = self.engine.pipeline.stats
-        if stats.metrics is None:
+    async def _exchanging_metrics(self, link: PeerLink, metrics: ServerMetrics) -> AsyncIterator[None]:
+        """The parent gathers the metrics of this process meanwhile, and has its last report afterwards."""
+        if self.engine.pipeline.stats.metrics is None:
             yield
             return
-        launch = self._launch
-        hub = HubClient(launch.metrics_path, str(launch.index), metrics.take, on_load=stats.note_load)
-        await hub.connect()
-        metrics.source = hub
+        await link.call("report", encode_report(metrics.take()), False)
+        metrics.gather = partial(gather_from_parent, link)
         try:
             yield
         finally:
-            await hub.close()
+            last = None
+            with contextlib.suppress(ServerError):  # the exporter has failed
+                last = encode_report(metrics.take())
+            with contextlib.suppress(UnavailableError):
+                await link.call("report", last, True)
 
     def _make_state(self, link: PeerLink) -> ServerState:
         launch = self._launch

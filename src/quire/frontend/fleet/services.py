@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from quire.errors import NotFoundError
 from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.client.link import Verdict
 from quire.frontend.client.shared_links import MemberLink
 from quire.frontend.fleet.inquest import EncodedSuspect, encode_suspects
+from quire.frontend.fleet.metrics import encode_report
 from quire.frontend.http.server import StopRequests
 from quire.frontend.http.state import ServerState
+from quire.frontend.metrics.collect.facts import Load
 from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
 from quire.wire.api_process import PeerMessage
 
@@ -28,6 +32,7 @@ class PeerServices:
         self._table: dict[str, Callable[..., Awaitable[Any]]] = {
             "abort": self._abort,
             "watch": self._watch,
+            "report": self._report_metrics,
             "core_died": self._report_death,
             "convict": self._convict,
             "core_gone": self._note_core_gone,
@@ -51,6 +56,10 @@ class PeerServices:
 
     async def _watch(self, request_ids: list[str], after: int) -> tuple[Any, Any]:
         return self._state.watch.look_here(request_ids, after)
+
+    async def _report_metrics(self, load: Any) -> bytes:
+        self._state.engine.pipeline.stats.note_load(msgspec.convert(load, Load))
+        return encode_report(self._state.metrics.take())
 
     async def _note_core_gone(self, reason: str) -> None:
         self._client.note_gone(reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from quire.errors import NotFoundError, ServerError
@@ -9,7 +11,7 @@ from quire.frontend.metrics.catalog.spec import Kind
 from quire.frontend.metrics.frontend_stats import FrontendStats
 from quire.frontend.metrics.publish.exposition import Exposition, Format
 from quire.frontend.metrics.publish.prometheus import HAS_FAILED, PrometheusStatLogger
-from quire.frontend.metrics.publish.snapshot import Family, MetricsSnapshot, ProcessReport, ReportSource, Series
+from quire.frontend.metrics.publish.snapshot import Family, MetricsSnapshot, ProcessReport, Series
 
 END_MARK = "# EOF\n"
 _KINDS: dict[str, Kind] = {"counter": "counter"}
@@ -52,19 +54,19 @@ class ServerMetrics:
     def __init__(self, stats: FrontendStats, process: str = "") -> None:
         self._stats = stats
         self._process_metrics = ProcessMetrics(process)
-        self.source: ReportSource | None = None
-        """Who knows the reports of all processes; None where there is one process."""
+        self.gather: Callable[[], Awaitable[ProcessReport]] | None = None
+        """Returns the merged report of all processes of the server; None where there is one process."""
 
     def take(self) -> ProcessReport:
-        """This process alone, for a `ReportSource`. Raises as `write`."""
+        """This process alone, to be merged with the others. Raises as `write`."""
         return self._get_exporter().report(self._process_metrics.snapshot())
 
     async def write(self, format: Format = "text") -> str:
         """All of it. Raises NotFoundError where statistics are off, ServerError if they cannot be had."""
         exporter = self._get_exporter()
-        if self.source is None:
+        if self.gather is None:
             return exporter.exposition(format) + self._process_metrics.exposition(format)
-        report = await self.source.gather()
+        report = await self.gather()
         return exporter.write(report, format) + (END_MARK if format == "openmetrics" else "")
 
     def _get_exporter(self) -> PrometheusStatLogger:

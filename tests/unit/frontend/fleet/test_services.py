@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+import msgspec
 import pytest
 
 from quire.errors import NotFoundError
@@ -17,8 +18,11 @@ from quire.frontend.fleet.inquest import decode_suspects
 from quire.frontend.fleet.services import PeerServices
 from quire.frontend.http.server import StopRequests
 from quire.frontend.http.state import ServerState
+from quire.frontend.metrics.collect.facts import Load
+from quire.frontend.metrics.publish.snapshot import ProcessReport
 from quire.wire.api_process import PeerMessage
 from tests.unit.frontend.client.model_core import make_ready, make_request
+from tests.unit.frontend.metrics.books import Books
 
 T = TypeVar("T")
 
@@ -32,7 +36,11 @@ class Process:
         self.link = MemberLink(1)
         shelf = {name: self._note(name) for name in ("show", "cancel", "delete", "events_from", "conversation")}
         state = SimpleNamespace(
-            engine=SimpleNamespace(abort=self._note("abort")),
+            engine=SimpleNamespace(
+                abort=self._note("abort"),
+                pipeline=SimpleNamespace(stats=SimpleNamespace(note_load=self.heard.append)),
+            ),
+            metrics=SimpleNamespace(take=Books("1").take),
             watch=SimpleNamespace(look_here=lambda *args: ["seen", *args]),
             shelf=SimpleNamespace(local=SimpleNamespace(**shelf)),
         )
@@ -57,6 +65,13 @@ def _at_once(command: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(command())
     return future
+
+
+def test_a_report_is_given_for_the_load() -> None:
+    process = Process()
+    report = msgspec.msgpack.decode(process.ask("report", [0.5, 3, 2, 0.75]), type=ProcessReport)
+    assert report.facts.num_processes == {"answered": 1}
+    assert process.heard == [Load(0.5, 3, 2, 0.75)]
 
 
 def test_each_call_reaches_what_does_it() -> None:

@@ -16,7 +16,6 @@ between sums, so they hold for a merged report whenever they hold for each part 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -154,16 +153,8 @@ def merge_reports(reports: Sequence[ProcessReport]) -> ProcessReport:
     )
 
 
-class ReportSource(ABC):
-    """Who knows the reports of all processes of a server."""
-
-    @abstractmethod
-    async def gather(self) -> ProcessReport:
-        """All of them as one, of this moment. Raises ServerError if that cannot be had."""
-
-
 _POSITION = "position"
-"""A counter with this label is a vector."""
+"""A counter with this label is returned as a `Vector`."""
 
 
 @dataclass(frozen=True)
