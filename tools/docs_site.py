@@ -33,6 +33,7 @@ SECTIONS = {
     "docs/recipes/README.md": "docs/recipes",
     "docs/notes/README.md": "docs/notes",
     "docs/performance.md": "docs/notes/README.md",
+    "docs/GUARANTEES.md": "docs/guarantee_details.md",
 }
 """Page → the folder, or the page, that its table of contents holds."""
 PROJECT = (

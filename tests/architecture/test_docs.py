@@ -88,6 +88,16 @@ def test_named_code_exists() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_named_tests_exist() -> None:
+    missing = [
+        f"{name}: {path}"
+        for name, page in PAGES.items()
+        for path in re.findall(r"`(tests/[\w/]+(?:\.py)?)[`:]", page.read_text(encoding="utf-8"))
+        if not (ROOT / path).exists()
+    ]
+    assert not missing, "\n".join(missing)
+
+
 def test_lines_that_a_page_changes_exist() -> None:
     """A ```diff block names a file in its first line; each line that it takes away stands there exactly once."""
     missing = [
