@@ -199,10 +199,10 @@ async def serve(
 
 
 async def log_stats_regularly(loggers: StatLoggerManager) -> None:
-    """Have the statistics written regularly, also while there is no step that would."""
+    """Writes the statistics at every interval, also while there is no step that would."""
     while True:
         await asyncio.sleep(max(envs.LOG_STATS_INTERVAL.number(), 1.0))
-        loggers.log()
+        loggers.log_regularly()
 
 
 async def drain(state: ServerState, stop: StopRequests, shutdown_timeout_s: float) -> None:

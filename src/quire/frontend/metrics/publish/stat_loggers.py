@@ -76,7 +76,11 @@ class StatLogger(ABC):
         """An HTTP request was answered."""
 
     def log(self) -> None:  # noqa: B027 - an exporter that is only ever scraped has nothing to do here
-        """Write out what was recorded since the last time, if this logger writes at all."""
+        """Writes out what was recorded since the last time, if this logger writes at all."""
+
+    def log_regularly(self) -> None:
+        """Called by a server at every interval, also while nothing is recorded. Logs, unless `record` just has."""
+        self.log()
 
 
 class StatLoggerManager:
@@ -146,9 +150,14 @@ class StatLoggerManager:
         self._each(lambda stat_logger: stat_logger.record_exchange(exchange))
 
     def log(self) -> None:
-        """Let every logger write now."""
+        """Makes every logger write now."""
         self.catch_up()
         self._each(lambda stat_logger: stat_logger.log())
+
+    def log_regularly(self) -> None:
+        """Makes every logger write that has not done so in this interval."""
+        self.catch_up()
+        self._each(lambda stat_logger: stat_logger.log_regularly())
 
     def _each(self, call: Callable[[StatLogger], None], loggers: Sequence[StatLogger] | None = None) -> None:
         for stat_logger in list(self.loggers if loggers is None else loggers):
@@ -188,15 +197,33 @@ class LoggingStatLogger(StatLogger):
         self._last_log = clock()
         self._engines: dict[int, _EngineLine] = {}
 
+    def record_all(self, reports: Sequence[StepReport]) -> None:
+        for report in reports:
+            self._count(report.scheduler_stats, report.iteration_stats, report.engine_index)
+        self._log_after(self._interval)  # not between two of them: the next line would have tokens and no time
+
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
+    ) -> None:
+        self._count(scheduler_stats, iteration_stats, engine_index)
+        self._log_after(self._interval)
+
+    def _count(
+        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int
     ) -> None:
         engine = self._engines.get(engine_index)
         if engine is None:
             engine = self._engines[engine_index] = _EngineLine()
         engine.add(scheduler_stats, iteration_stats)
-        if self._clock() - self._last_log >= self._interval:
+
+    def _log_after(self, duration_s: float) -> None:
+        if self._clock() - self._last_log >= duration_s:
             self.log()
+
+    def log_regularly(self) -> None:
+        # Half an interval: this clock and the server's beat at one rate, but not at one time. A line just after
+        # another would have next to no time to divide its tokens by.
+        self._log_after(self._interval / 2)
 
     def log(self) -> None:
         now = self._clock()

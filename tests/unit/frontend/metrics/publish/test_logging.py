@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from quire.frontend.metrics.collect.events import IterationStats
-from quire.frontend.metrics.publish.stat_loggers import LoggingStatLogger
+from quire.frontend.metrics.publish.stat_loggers import MAX_PATIENCE_S, LoggingStatLogger, StatLoggerManager
 from quire.wire.stats import PrefillStats, PrefixCacheStats, SchedulerStats, SpecDecodingStats
 
 
@@ -79,3 +79,36 @@ def test_engines_have_lines_of_their_own(lines: pytest.LogCaptureFixture) -> Non
     logger.record(SchedulerStats(num_running_reqs=2), None, 1)
     logger.log()
     assert [message.split(" prompt")[0] for message in lines.messages] == ["engine 0:", "engine 1:"]
+
+
+def test_two_callers_share_one_clock_and_every_number_adds_up(lines: pytest.LogCaptureFixture) -> None:
+    """Steps log when an interval is over, and so does the server: at the same moments, by and large."""
+    clock = Clock()
+    loggers = StatLoggerManager([LoggingStatLogger(clock)], clock)
+    last, num_tokens = 0.0, 0.0
+    for step in range(1, 6001):  # a minute at 1,000 tokens/s
+        clock.now = step / 100
+        loggers.record(SchedulerStats(num_running_reqs=1, num_generation_tokens=10, num_prefilled_tokens=1), None)
+        if step % 1000 in (0, 1):  # the server's timer, now late, now early
+            loggers.log_regularly()
+        for message in lines.messages:
+            rate = float(message.split("generation ")[1].split(" ")[0])
+            assert rate == pytest.approx(1000.0, rel=0.2)
+            num_tokens += rate * (clock.now - last)
+            last = clock.now
+        lines.clear()
+    assert last > 50.0
+    assert num_tokens == pytest.approx(1000.0 * last, abs=1000 * MAX_PATIENCE_S)
+
+
+def test_a_server_writes_a_line_although_no_step_does(lines: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    loggers = StatLoggerManager([LoggingStatLogger(clock)], clock)
+    loggers.record(SchedulerStats(num_running_reqs=1, num_generation_tokens=50), None)
+    for now in (10.0, 10.001, 20.0):
+        clock.now = now
+        loggers.log_regularly()
+    assert [(record.levelname, record.message[:44]) for record in lines.records] == [
+        ("INFO", "prompt 0.0 tokens/s, generation 5.0 tokens/s"),
+        ("INFO", "prompt 0.0 tokens/s, generation 0.0 tokens/s"),
+    ]
