@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -98,3 +99,15 @@ def test_the_process_speaks_both_formats() -> None:
     assert text.endswith(END_MARK)
     names = {family.name for family in parse_openmetrics(text)}
     assert {"python_info", "process_resident_memory_bytes"} <= names
+
+
+@pytest.mark.parametrize("format", ["text", "openmetrics"])
+def test_one_start_time_stands_for_all_created_samples(format: Format) -> None:
+    """docs/metrics.md says why there are none, and what to read instead."""
+    books, process = Books(), ProcessMetrics()
+    for operation in (Books.receive, Books.accept, Books.yield_token, Books.finish):
+        operation(books)
+    text = books.metrics.exposition(format) + process.exposition(format)
+    assert "_created" not in text
+    (start,) = (float(line.split()[-1]) for line in text.splitlines() if line.startswith("process_start_time_seconds "))
+    assert 0 < start <= time.time()
