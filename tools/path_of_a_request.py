@@ -27,7 +27,7 @@ from quire.config.engine_args import EngineArgs
 from quire.config.server import ServerConfig
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.http.state import ServerState
-from quire.frontend.openai.app import build_app
+from quire.frontend.openai.app import add_parts, build_app
 
 ROOT = Path(quire.__file__).resolve().parent
 OTHER_SIDE = ("engine", "worker")
@@ -82,7 +82,7 @@ def chat(recorder: Recorder) -> None:
 
     async def run() -> None:
         async with AsyncLLM.from_engine_args(EngineArgs("demo")) as engine:
-            app = build_app(ServerState(engine, ServerConfig()))
+            app = build_app(add_parts(ServerState(engine, ServerConfig())))
             for is_on in (False, True):
                 recorder.is_on = is_on
                 status = await post(app, "/v1/chat/completions", body)

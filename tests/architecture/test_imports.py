@@ -117,6 +117,27 @@ def test_only_the_server_knows_http() -> None:
     assert not broken, "\n".join(broken)
 
 
+SERVER_FLOORS = ("http", "openai", "fleet")
+"""The HTTP machinery, the formats and routes, the processes of one server: each imports itself and those before it,
+and nothing else of the frontend imports any of them."""
+
+
+def _server_floor(module: str) -> int:
+    """Returns the floor of a module of the server; -1 for the rest of the frontend."""
+    room = module.removeprefix("quire.frontend.").split(".")[0]
+    return SERVER_FLOORS.index(room) if room in SERVER_FLOORS else -1
+
+
+def test_the_server_has_no_arrow_up() -> None:
+    broken = [
+        str(i)
+        for i in IMPORTS
+        if i.importer.startswith("quire.frontend.") and _server_floor(i.imported) > _server_floor(i.importer)
+    ]
+    assert not broken, "\n".join(broken)
+    assert {_server_floor(m) for m in CHECKOUT.modules if m.startswith("quire.frontend.")} == {-1, 0, 1, 2}
+
+
 METRICS = "quire.frontend.metrics."
 METRICS_FLOORS = ("collect", "catalog", "publish")
 """Numbers are counted, rows name them, and exporters write the rows: a floor imports itself and those before it. What

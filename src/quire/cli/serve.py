@@ -102,16 +102,16 @@ def _serve_alone(
     recent = resolve("quire.frontend.metrics.publish.stat_loggers:RecentRequests")()
     engine.pipeline.stat_loggers.add(recent)
     try:
-        make_state = partial(
-            resolve("quire.frontend.http.state:ServerState"),
+        state = resolve("quire.frontend.http.state:ServerState")(
             engine,
             config,
             key_digests=keys,
             stall_s=engine_config.frontend_config.slow_client_timeout_s,
             recent=recent,
         )
+        resolve("quire.frontend.openai.app:add_parts")(state)
         patience_s = engine_config.lifecycle_config.shutdown_timeout
-        main = serve_until_told_to_end(make_state, listeners, patience_s, tell)
+        main = serve_until_told_to_end(state, listeners, patience_s, tell)
         with asyncio.Runner(loop_factory=resolve("uvloop:new_event_loop")) as runner:
             runner.run(main)
     finally:
@@ -137,10 +137,9 @@ def describe_pages(url: str, admin_url: str | None) -> str:
 
 
 async def serve_until_told_to_end(
-    make_state: Callable[[], Any], listeners: Any, shutdown_timeout_s: float, tell: Callable[[], None]
+    state: Any, listeners: Any, shutdown_timeout_s: float, tell: Callable[[], None]
 ) -> None:
     """The server's life, for `run`. `tell` is called when it serves."""
-    state = make_state()
     run_server = resolve("quire.frontend.http.server:serve")
-    await run_server(state, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=tell)
-    state.renderer.close()
+    build_app = resolve("quire.frontend.openai.app:build_app")
+    await run_server(state, build_app, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=tell)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import secrets
 import socket
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from quire.errors import NotFoundError, ServerError, error_name, make_error
-from quire.frontend.fleet.counts import FleetCounts
+from quire.errors import ServerError, error_name, make_error
 from quire.frontend.http.errors import UnavailableError
+from quire.frontend.http.membership import Peers
 from quire.logger import init_logger
 from quire.wire.api_process import EVERYBODY, LENGTH, MAX_PEER_BYTES, PARENT, PeerMessage, encode_peer
 from quire.wire.serial import WireError
@@ -132,19 +129,6 @@ def _gone() -> UnavailableError:
     return UnavailableError("the process that knows of this is gone; it is being started again")
 
 
-class Peers:
-    """Nobody: the server is one process."""
-
-    async def gather(self, method: str, *args: Any) -> list[Any]:
-        """What all others answer. One that is gone, or fails, is left out."""
-        return []
-
-    async def call(self, index: int, method: str, *args: Any) -> Any:
-        """What process `index` answers. Raises what it raised, by class; OverloadedError where it is being started
-        again, NotFoundError where there is no such process."""
-        raise NotFoundError(f"this server has no process {index}")
-
-
 class FleetPeers(Peers):
     """Those behind a link to the parent, which passes calls on."""
 
@@ -156,23 +140,3 @@ class FleetPeers(Peers):
 
     async def call(self, index: int, method: str, *args: Any) -> Any:
         return await self._link.call(method, *args, target=index)
-
-
-@dataclass(frozen=True)
-class Membership:
-    """What a server process is: by default the only one."""
-
-    index: int = 1
-    num_processes: int = 1
-    peers: Peers = field(default_factory=Peers)
-    counts: FleetCounts | None = None
-    """What all count together."""
-    salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
-    """What cache salts are made with, so that they cannot be guessed."""
-    created: int = field(default_factory=lambda: int(time.time()))
-    """When the server was started."""
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other process."""
-        return self.num_processes == 1

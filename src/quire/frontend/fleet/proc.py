@@ -26,14 +26,16 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.fleet.metrics import encode_report, gather_from_parent
-from quire.frontend.fleet.peer_link import FleetPeers, Membership, PeerLink
+from quire.frontend.fleet.peer_link import FleetPeers, PeerLink
 from quire.frontend.fleet.services import PeerServices
 from quire.frontend.http.connection import make_tls_context
 from quire.frontend.http.errors import UnavailableError
+from quire.frontend.http.membership import Membership
 from quire.frontend.http.server import Listeners, StopSignals, serve
 from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.publish.stat_loggers import LoggingStatLogger, RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics
+from quire.frontend.openai.app import add_parts, build_app
 from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.wire.api_process import LENGTH, ApiLaunch, PeerMessage, encode_peer
@@ -90,12 +92,12 @@ class ApiServer:
         async with self._exchanging_metrics(link, state.metrics):
             await serve(
                 state,
+                build_app,
                 self._listeners(),
                 shutdown_timeout_s=self._lifecycle.shutdown_timeout,
                 on_ready=partial(link.tell, "ready"),
                 stop=self._stop,
             )
-        state.renderer.close()
 
     @contextlib.asynccontextmanager
     async def _exchanging_metrics(self, link: PeerLink, metrics: ServerMetrics) -> AsyncIterator[None]:
@@ -120,18 +122,21 @@ class ApiServer:
             index=launch.index,
             num_processes=launch.num_processes,
             peers=FleetPeers(link),
-            counts=self._counts,
+            in_flight=self._counts.in_flight,
+            rooms_of_keys=self._counts.rooms_of_keys,
             salt_secret=launch.salt_secret,
             created=launch.created,
         )
-        return ServerState(
-            self.engine,
-            self._config,
-            key_digests=launch.key_digests,
-            stall_s=self._stall_s,
-            recent=self._recent,
-            member=member,
-            metrics=ServerMetrics(self.engine.pipeline.stats, str(launch.index)),
+        return add_parts(
+            ServerState(
+                self.engine,
+                self._config,
+                key_digests=launch.key_digests,
+                stall_s=self._stall_s,
+                recent=self._recent,
+                member=member,
+                metrics=ServerMetrics(self.engine.pipeline.stats, str(launch.index)),
+            )
         )
 
     def _listeners(self) -> Listeners:

@@ -17,6 +17,7 @@ from quire.frontend.fleet.metrics import encode_report
 from quire.frontend.http.server import StopRequests
 from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.collect.facts import Load
+from quire.frontend.openai.responses.store import ServerResponses
 from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
 from quire.wire.api_process import PeerMessage
 
@@ -28,7 +29,7 @@ class PeerServices:
         self._state = state
         self._client = client
         self._stop = stop
-        shelf = state.shelf.local
+        responses = state.part(ServerResponses).local
         self._table: dict[str, Callable[..., Awaitable[Any]]] = {
             "abort": self._abort,
             "watch": self._watch,
@@ -37,11 +38,11 @@ class PeerServices:
             "convict": self._convict,
             "core_gone": self._note_core_gone,
             "stop": self._end,
-            "show_response": shelf.show,
-            "cancel_response": shelf.cancel,
-            "delete_response": shelf.delete,
-            "response_events": shelf.events_from,
-            "conversation": shelf.conversation,
+            "show_response": responses.show,
+            "cancel_response": responses.cancel,
+            "delete_response": responses.delete,
+            "response_events": responses.events_from,
+            "conversation": responses.conversation,
         }
 
     async def handle(self, call: PeerMessage) -> Any:

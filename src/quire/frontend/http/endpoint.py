@@ -169,7 +169,7 @@ class RequestContext:
         """The result of work on what was read: at once, or on the renderer's thread where that was large."""
         if self._content is None or len(self._content) <= LARGE_BODY_BYTES:
             return work()
-        return await self.state.renderer.run_aside(work)
+        return await self.state.engine.pipeline.text_thread.run_aside(work)
 
     async def read_bytes(self) -> bytes:
         """The body as it came; it may be asked for again. Raises HttpError: 408, 413, 415."""

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.fleet.peer_link import Peers
 from quire.frontend.http.errors import UnavailableError
+from quire.frontend.http.membership import Peers
 from quire.frontend.metrics.publish.stat_loggers import EndedRequest, RecentRequests
 from quire.frontend.request_state import RequestState
 from quire.wire.snapshot import BlockMap, EngineSnapshot, RequestSnapshot

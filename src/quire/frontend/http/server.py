@@ -14,9 +14,10 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import uvicorn
+from fastapi import FastAPI
 
 from quire import envs
 from quire.config.server import ServerConfig
@@ -24,7 +25,6 @@ from quire.errors import ConfigError
 from quire.frontend.http.connection import make_connection_class, make_tls_context
 from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.publish.stat_loggers import StatLoggerManager
-from quire.frontend.openai.app import build_app
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
@@ -35,6 +35,12 @@ IDLE_CONNECTION_S = 75
 else a request may be on its way while we close, and its sender cannot know whether it was heard."""
 END_GRACE_S = 1.0
 """What connections get to send their last words."""
+
+
+class AppBuilder(Protocol):
+    """Makes the application of the main listener, or of the admin one."""
+
+    def __call__(self, state: ServerState, *, is_admin: bool = False) -> FastAPI: ...
 
 
 @dataclass
@@ -162,6 +168,7 @@ class StopSignals(StopRequests):
 
 async def serve(
     state: ServerState,
+    build_app: AppBuilder,
     listeners: Listeners,
     *,
     shutdown_timeout_s: float,
@@ -174,10 +181,10 @@ async def serve(
     Raises ConfigError for a middleware that cannot be used. The engine is the caller's to shut down.
     """
     _route_log(state.config)
-    servers = [_make_server(state, listeners.url, is_admin=False)]
+    servers = [_make_server(state, build_app(state))]
     sockets = [listeners.main]
     if listeners.admin is not None:
-        servers.append(_make_server(state, listeners.url, is_admin=True))
+        servers.append(_make_server(state, build_app(state, is_admin=True)))
         sockets.append(listeners.admin)
     with stop or StopSignals() as stop, contextlib.ExitStack() as at_end:
         running = [
@@ -243,10 +250,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _make_server(state: ServerState, url: str, *, is_admin: bool) -> _Server:
+def _make_server(state: ServerState, app: FastAPI) -> _Server:
     config = state.config
     settings = uvicorn.Config(
-        build_app(state, is_admin=is_admin),
+        app,
         http=make_connection_class(config.header_timeout_s, config.h11_max_incomplete_event_size),
         log_config=None,
         access_log=False,

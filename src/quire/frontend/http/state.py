@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
+from quire.config.model import ModelConfig
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.fleet.peer_link import Membership
 from quire.frontend.http.auth import Gatekeeper
 from quire.frontend.http.engine_view import RequestWatch, SnapshotSource
 from quire.frontend.http.errors import UnavailableError
+from quire.frontend.http.membership import Membership
 from quire.frontend.http.tenants import Tenants
 from quire.frontend.metrics.publish.stat_loggers import RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics
-from quire.frontend.openai.chat.format import ChatFormat
-from quire.frontend.openai.rendering import PromptRenderer
-from quire.frontend.openai.responses.shelf import FleetShelf, LocalShelf
-from quire.frontend.openai.responses.store import ResponseStore
 from quire.version import __version__
 from quire.wire.shared_counts import SharedCount
+
+Part = TypeVar("Part")
 
 
 class Lifecycle:
@@ -86,36 +86,33 @@ class ServerState:
         self.member = member = Membership() if member is None else member
         self.metrics = metrics if metrics is not None else ServerMetrics(engine.pipeline.stats)
         """Of this process, unless told otherwise."""
-        self.recent = recent if recent is not None else RecentRequests()
-        """Empty where the engine's statistics go elsewhere."""
         self.snapshots = SnapshotSource(engine)
-        self.watch = RequestWatch(engine, self.recent, member.peers)
+        self.watch = RequestWatch(engine, RecentRequests() if recent is None else recent, member.peers)
         self.stall_s = stall_s
         """How long a stream may wait for its reader (--slow-client-timeout-s); 0 for ever."""
         self.gatekeeper = Gatekeeper(key_digests, protect_metrics=config.protect_metrics, admin_host=config.admin_host)
-        counts = member.counts
         self.tenants = Tenants(
             config.max_requests_per_key,
             config.max_tokens_per_key,
             engine.admission.rejections,
-            None if counts is None else counts.rooms_of_keys,
+            member.rooms_of_keys,
         )
-        self.renderer = PromptRenderer(engine, config)
-        self.chat_format = ChatFormat(config, _template_with_tools(engine))
-        self.lifecycle = Lifecycle(None if counts is None else counts.in_flight)
-        self.responses = ResponseStore(
-            -(-config.max_stored_responses // member.num_processes),
-            config.max_stored_response_bytes // member.num_processes,
-        )
-        """Those of this process, which has its part of the room."""
-        self.shelf = FleetShelf(LocalShelf(self.responses), member)
+        self.lifecycle = Lifecycle(member.in_flight)
         self.model_names = engine.model_config.names
-        self.created = member.created
-        self.model_hash = _model_hash(engine)
-        self.fingerprint = _fingerprint(config, self.model_hash)
+        self.fingerprint = _fingerprint(config, engine.model_config)
         self.supported_tasks = tuple(engine.engine_core.ready_response.supported_tasks)
         quiet = config.disable_access_log_for_endpoints or ""
         self._quiet_paths = frozenset(path.strip() for path in quiet.split(",") if path.strip())
+        self._parts: dict[type, Any] = {}
+
+    def add_part(self, part: object) -> None:
+        """Adds an object that the routes share. There is one of each class."""
+        self._parts[type(part)] = part
+
+    def part(self, kind: type[Part]) -> Part:
+        """Returns the object of class `kind` that the routes share."""
+        found: Part = self._parts[kind]
+        return found
 
     @property
     def model_name(self) -> str:
@@ -158,20 +155,19 @@ class ServerState:
             raise UnavailableError("the server is shutting down and takes no new requests; try another one", close=True)
 
 
-def _template_with_tools(engine: AsyncLLM) -> str | None:
-    """The chat template that conversations with tools go through; None if there is none."""
-    templates = engine.tokenizer.chat_templates if engine.tokenizer is not None else {}
-    return templates.get("tool_use", templates.get("default"))
-
-
-def _model_hash(engine: AsyncLLM) -> str:
-    """Changes with what could change an answer: the version, the model, its type."""
-    model = engine.model_config
+def hash_model(model: ModelConfig) -> str:
+    """Returns a hash that changes with everything that may change an answer: version, model, type."""
     identity = repr((__version__, model.name, model.revision, model.dtype, model.hf_overrides, model.seed))
     return hashlib.sha256(identity.encode()).hexdigest()[:8]
 
 
-def _fingerprint(config: ServerConfig, model_hash: str) -> str | None:
-    if config.fingerprint_mode == "full":
-        return f"quire-{__version__}-{model_hash}"
-    return {"hash": model_hash, "custom": config.fingerprint_value, "none": None}[config.fingerprint_mode]
+def _fingerprint(config: ServerConfig, model: ModelConfig) -> str | None:
+    match config.fingerprint_mode:
+        case "full":
+            return f"quire-{__version__}-{hash_model(model)}"
+        case "hash":
+            return hash_model(model)
+        case "custom":
+            return config.fingerprint_value
+        case _:
+            return None

@@ -1,27 +1,19 @@
-"""The application: the table of routes, and FastAPI around them.
+"""The table of routes, and what they share.
 
 A new endpoint is a file under `routes/` with its `ENDPOINTS`, and a row in `ROUTERS`.
 """
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
-from quire.errors import ConfigError
-from quire.frontend.http.auth import Access
+from quire.frontend.http.app import make_app, select_endpoints
 from quire.frontend.http.endpoint import Endpoint
-from quire.frontend.http.errors import error_response, http_status_error, unknown_route, wrong_method
 from quire.frontend.http.state import ServerState
+from quire.frontend.openai.chat.format import ChatFormat
+from quire.frontend.openai.rendering import PromptRenderer
+from quire.frontend.openai.responses.store import LocalResponses, ResponseStore, ServerResponses
 from quire.frontend.openai.routes import (
     admin,
     batch,
@@ -38,8 +30,6 @@ from quire.frontend.openai.routes import (
     scores,
     tokens,
 )
-from quire.resolve import resolve
-from quire.version import __version__
 
 ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     health.ENDPOINTS,
@@ -60,87 +50,23 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
 """Every endpoint there is, one row per file of `routes/`."""
 
 
+def add_parts(state: ServerState) -> ServerState:
+    """Adds to `state` what the routes share, and returns it. Raises ConfigError for flags that do not fit the model."""
+    engine, config, member = state.engine, state.config, state.member
+    templates = engine.tokenizer.chat_templates if engine.tokenizer is not None else {}
+    state.add_part(PromptRenderer(engine, config))
+    state.add_part(ChatFormat(config, templates.get("tool_use", templates.get("default"))))
+    max_num, max_bytes = config.max_stored_responses, config.max_stored_response_bytes
+    store = ResponseStore(-(-max_num // member.num_processes), max_bytes // member.num_processes)
+    state.add_part(ServerResponses(LocalResponses(store), member))
+    return state
+
+
 def endpoints_of(config: ServerConfig, *, is_admin: bool) -> list[Endpoint]:
-    """The endpoints of the main listener, or of the admin one."""
-    found = [endpoint for router in ROUTERS for endpoint in router if endpoint.is_enabled(config)]
-    if is_admin:
-        return [e for e in found if e.access in (Access.ADMIN, Access.OPEN) or e.is_on_admin]
-    with_admin = config.enable_admin and not config.admin_is_apart
-    return [e for e in found if e.access is not Access.ADMIN or with_admin]
+    """Returns the endpoints of the main listener, or of the admin one."""
+    return select_endpoints((endpoint for router in ROUTERS for endpoint in router), config, is_admin=is_admin)
 
 
 def build_app(state: ServerState, *, is_admin: bool = False) -> FastAPI:
-    """The ASGI application around `state`. Raises ConfigError for a middleware that cannot be used."""
-    config = state.config
-    app = FastAPI(
-        title="Quire",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-    )
-    app.state.server = state
-    app.state.is_admin = is_admin
-    app.state.endpoints = endpoints_of(config, is_admin=is_admin)
-    for endpoint in app.state.endpoints:
-        add_endpoint(app, endpoint)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    if config.allowed_origins and not is_admin:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.allowed_origins),
-            allow_credentials=config.allow_credentials,
-            allow_methods=list(config.allowed_methods),
-            allow_headers=list(config.allowed_headers),
-        )
-    for name in config.middleware:
-        _add_middleware(app, name)
-    if config.root_path:
-        app.add_middleware(_UnderPath, root_path=config.root_path)
-    return app
-
-
-class _UnderPath:
-    """--root-path: the path under which a proxy serves all this, whether it takes that path off or not."""
-
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self._app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app({**scope, "root_path": self._root_path}, receive, send)
-
-
-def add_endpoint(app: FastAPI, endpoint: Endpoint) -> None:
-    """Register a route. Raises TypeError for anything that is no `Endpoint`, and so has declared no access."""
-    if not isinstance(endpoint, Endpoint) or not isinstance(endpoint.access, Access):
-        raise TypeError(
-            f"{endpoint!r} is no Endpoint with an Access; a route that does not say who may call it is none"
-        )
-    app.router.routes.append(Route(endpoint.path, endpoint, methods=list(endpoint.methods)))
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """What the framework refuses: no such route, not that method."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    if status == 404:
-        return error_response(unknown_route(request.scope["path"]))
-    headers = getattr(error, "headers", None) or {}
-    refusal = http_status_error(status)
-    if status == 405 and "Allow" in headers:
-        refusal = wrong_method(request.method, request.scope["path"], headers["Allow"])
-    response = error_response(refusal)
-    response.headers.update(headers)
-    return response
-
-
-def _add_middleware(app: FastAPI, name: str) -> None:
-    """--middleware: a class, or an async function of (request, call_next), by dotted name."""
-    module_name, _, attribute = name.replace(":", ".").rpartition(".")
-    found: Any = resolve(f"{module_name}:{attribute}")
-    if inspect.isclass(found):
-        app.add_middleware(found)  # type: ignore[arg-type]  # whatever the operator names
-    elif inspect.iscoroutinefunction(found):
-        app.middleware("http")(found)
-    else:
-        raise ConfigError(f"--middleware {name} is neither a class nor an async function")
+    """Returns the application of one listener. Raises ConfigError for a middleware that cannot be used."""
+    return make_app(state, (endpoint for router in ROUTERS for endpoint in router), is_admin=is_admin)

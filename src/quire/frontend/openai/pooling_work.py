@@ -18,6 +18,7 @@ from quire.frontend.openai.chat.request import sample_text
 from quire.frontend.openai.protocol.chat import check_template_variables
 from quire.frontend.openai.protocol.completion import as_prompts
 from quire.frontend.openai.protocol.pooling import InputBody, PoolingBody
+from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.submission import Submission, check_admission
 from quire.outputs import PoolingRequestOutput
 from quire.pooling_params import PoolingParams
@@ -43,7 +44,7 @@ async def pool_input(context: RequestContext, body: InputBody, params: PoolingPa
             return await pool_texts(context, body, texts, params)
     with naming("messages"):
         check_admission(context, [sample_text(body.messages)], 1, max_tokens=0)
-        text = await context.state.renderer.render_chat(
+        text = await context.state.part(PromptRenderer).render_chat(
             body.messages,
             chat_template=body.chat_template,
             add_generation_prompt=body.add_generation_prompt,
@@ -66,7 +67,7 @@ async def pool_texts(
     if reserves:
         check_admission(context, texts, 1, max_tokens=0)
     salt = context.cache_salt(body.cache_salt)
-    prompts = await context.state.renderer.tokenize_all(texts, body.tokenization(), cache_salt=salt)
+    prompts = await context.state.part(PromptRenderer).tokenize_all(texts, body.tokenization(), cache_salt=salt)
     return await pool_prompts(context, body, prompts, [params] * len(prompts))
 
 

@@ -5,10 +5,8 @@ Short texts are handled at once; anything long goes to a thread, one after the o
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 from quire.config.server import ServerConfig
@@ -23,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class PromptRenderer:
-    """Owns the thread for long prompts. `close` ends it."""
+    """Renders conversations and tokenizes prompts."""
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
         self._processor = engine.pipeline.input_processor
@@ -31,7 +29,7 @@ class PromptRenderer:
         self._content_format = cast("ContentFormat", config.chat_template_content_format)
         self._trusts_templates = config.trust_request_chat_template
         self._variables = _parse_variables(config.default_chat_template_kwargs)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-render")
+        self._thread = engine.pipeline.text_thread
 
     async def tokenize(
         self, prompt: str | Sequence[int], options: Mapping[str, Any], *, cache_salt: str | None = None
@@ -61,7 +59,7 @@ class PromptRenderer:
                 self.check_room(len(tokens["prompt_token_ids"]), max_tokens)
             return tokens
 
-        return await self._run(_size(prompts), lambda: [tokenize_one(prompt) for prompt in prompts])
+        return await self._thread.run(_size(prompts), lambda: [tokenize_one(prompt) for prompt in prompts])
 
     def truncation(self, body: GenerationBody, max_tokens: int | None) -> dict[str, Any]:
         """The `tokenization_kwargs` by which a request has its prompt cut. What "fits" leaves room for `max_tokens`."""
@@ -99,7 +97,7 @@ class PromptRenderer:
                 "--trust-request-chat-template to run what requests bring",
                 param="chat_template",
             )
-        text = await self._run(
+        text = await self._thread.run(
             _size([messages, tools or (), documents or (), variables or ()]),
             lambda: tokenizer.apply_chat_template(
                 messages,
@@ -123,18 +121,11 @@ class PromptRenderer:
     async def count_tokens(self, text: str) -> int:
         """How many tokens a text has; 0 without a tokenizer."""
         tokenizer = self._tokenizer
-        return 0 if tokenizer is None else await self._run(len(text), lambda: len(tokenizer.encode(text, False)))
-
-    async def run_aside(self, work: Callable[[], Result]) -> Result:
-        """The result of something that may take long, on the thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return 0 if tokenizer is None else await self._thread.run(len(text), lambda: len(tokenizer.encode(text, False)))
 
     async def run_sized(self, value: Any, work: Callable[[], Result]) -> Result:
         """The result of work on `value`: at once, or on the thread if there is much text in it."""
-        return await self._run(_size(value), work)
-
-    async def _run(self, num_chars: int, work: Callable[[], Result]) -> Result:
-        return work() if num_chars <= LONG_TEXT_CHARS else await self.run_aside(work)
+        return await self._thread.run(_size(value), work)
 
     def check_room(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """Raises ValidationError if prompt and output cannot both fit the context."""
@@ -153,10 +144,6 @@ class PromptRenderer:
                 param="max_tokens",
                 value=max_tokens,
             )
-
-    def close(self) -> None:
-        """End the thread; what waits for it is cancelled."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _size(value: Any) -> int:

@@ -34,7 +34,7 @@ class Process:
         self.heard: list[Any] = []
         self.stop = StopRequests()
         self.link = MemberLink(1)
-        shelf = {name: self._note(name) for name in ("show", "cancel", "delete", "events_from", "conversation")}
+        responses = {name: self._note(name) for name in ("show", "cancel", "delete", "events_from", "conversation")}
         state = SimpleNamespace(
             engine=SimpleNamespace(
                 abort=self._note("abort"),
@@ -42,7 +42,7 @@ class Process:
             ),
             metrics=SimpleNamespace(take=Books("1").take),
             watch=SimpleNamespace(look_here=lambda *args: ["seen", *args]),
-            shelf=SimpleNamespace(local=SimpleNamespace(**shelf)),
+            part=lambda kind: SimpleNamespace(local=SimpleNamespace(**responses)),
         )
         client = SimpleNamespace(
             mp=SimpleNamespace(link=self.link, ask_link=_at_once),

@@ -45,6 +45,10 @@ def test_a_hurry_is_a_wish_to_end() -> None:
     assert stop.hurried.is_set()
 
 
+def build_nothing(*_: object, **flags: bool) -> Any:
+    """The application of a server that serves nothing."""
+
+
 class Uvicorn:
     """A server that only runs."""
 
@@ -72,7 +76,7 @@ def test_collections_do_not_walk_what_start_up_made(monkeypatch: pytest.MonkeyPa
 
         engine = SimpleNamespace(pipeline=SimpleNamespace(stat_loggers=StatLoggerManager()))
         state: Any = SimpleNamespace(config=ServerConfig(), engine=engine)
-        await server.serve(state, listeners, shutdown_timeout_s=0.0, on_ready=note_ready, stop=stop)
+        await server.serve(state, build_nothing, listeners, shutdown_timeout_s=0.0, on_ready=note_ready, stop=stop)
 
     monkeypatch.setattr(server, "_route_log", lambda config: None)
     monkeypatch.setattr(server, "_make_server", lambda *args, **flags: Uvicorn())

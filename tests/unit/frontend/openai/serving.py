@@ -14,7 +14,7 @@ from quire.config.server import ServerConfig
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.inproc import AsyncInprocClient
 from quire.frontend.http.state import ServerState
-from quire.frontend.openai.app import build_app
+from quire.frontend.openai.app import add_parts, build_app
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest
 from quire.wire.serial import MsgpackDecoder, MsgpackEncoder
 
@@ -39,7 +39,7 @@ class Server:
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig, keys: Sequence[bytes]) -> None:
         self.engine = engine
-        self.state = ServerState(engine, config, key_digests=keys)
+        self.state = add_parts(ServerState(engine, config, key_digests=keys))
         self.app = build_app(self.state)
         self.client = client_of(self.app)
 
@@ -120,6 +120,5 @@ def check(
             assert not engine.pipeline.output_processor.request_states
             assert (engine.admission.num_reqs, engine.admission.num_tokens) == (0, 0)
             assert server.state.lifecycle.num_in_flight == 0
-            server.state.renderer.close()
 
     asyncio.run(asyncio.wait_for(run(), timeout_s))

@@ -13,9 +13,11 @@ from fastapi import FastAPI
 from quire.config.server import ServerConfig
 from quire.errors import EngineDeadError
 from quire.frontend.admission import Reservation
+from quire.frontend.http.app import add_endpoint
 from quire.frontend.http.auth import Access
 from quire.frontend.http.endpoint import Endpoint
-from quire.frontend.openai.app import ROUTERS, add_endpoint, build_app, endpoints_of
+from quire.frontend.openai.app import ROUTERS, build_app, endpoints_of
+from quire.frontend.openai.rendering import PromptRenderer
 from quire.version import __version__
 
 from .serving import Server, check, client_of
@@ -339,7 +341,7 @@ def test_room_is_reserved_before_the_prompt_is_rendered(monkeypatch: pytest.Monk
     """Whoever comes while a prompt is in the tokenizer finds the queue full; afterwards all room is free again."""
 
     async def test(server: Server) -> None:
-        renderer, admission = server.state.renderer, server.engine.admission
+        renderer, admission = server.state.part(PromptRenderer), server.engine.admission
         tokenize, seen = renderer.tokenize_all, []
 
         async def meet(*args: Any, **options: Any) -> Any:

@@ -51,7 +51,6 @@ def serve(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Serv
                     await test(server)
                 assert not engine.pipeline.output_processor.request_states
                 assert (engine.admission.num_reqs, engine.admission.num_tokens) == (0, 0)
-                server.state.renderer.close()
 
         asyncio.run(asyncio.wait_for(with_server(), 180))
 

@@ -10,6 +10,8 @@ from typing import Any
 import openai
 import pytest
 
+from quire.frontend.openai.responses.store import ServerResponses
+
 from ..http.test_streaming import until_gone, watch_aborts
 from .asgi import Call
 from .serving import Server, check, client_of
@@ -253,7 +255,7 @@ def test_a_response_in_the_background_can_be_ended(verb: str, streams: bool) -> 
         aborted = watch_aborts(server)
         call = Call(server.app, PATH, {**LONG, "background": True, "stream": streams})
         await call.wait_for(b"resp_")
-        (response_id,) = {key for _, key in server.state.responses._running}
+        (response_id,) = {key for _, key in server.state.part(ServerResponses).local.store._running}
         while not (await server.get(f"{PATH}/{response_id}")).json()["output"]:
             if not streams:
                 break
@@ -268,7 +270,7 @@ def test_a_response_in_the_background_can_be_ended(verb: str, streams: bool) -> 
         else:
             assert (await server.client.delete(f"{PATH}/{response_id}")).status_code == 200
             assert (await server.get(f"{PATH}/{response_id}")).status_code == 404
-            assert server.state.responses.num_bytes == 0
+            assert server.state.part(ServerResponses).local.store.num_bytes == 0
         await call.task
         await until_gone(server)
         assert aborted
@@ -322,7 +324,7 @@ def test_a_client_that_leaves_aborts_its_response(streams: bool) -> None:
         await call.task
         await until_gone(server)
         assert aborted
-        assert server.state.responses.num_responses == 0
+        assert server.state.part(ServerResponses).local.store.num_responses == 0
 
     check(test, executor="Leisurely")
 

@@ -17,6 +17,7 @@ from quire.frontend.openai.parsers import reasoning as registry
 from quire.frontend.openai.parsers.reasoning import ReasoningParserSpec, ReasoningTags
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.sampling import make_sampling_params
+from quire.frontend.openai.rendering import PromptRenderer
 from quire.structured_outputs import ReasoningTokens
 
 from .serving import Server, check, client_of
@@ -309,7 +310,7 @@ def reasoning_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("reasoning_demo")
 def test_an_answer_in_json_after_reasoning() -> None:
     async def test(server: Server) -> None:
-        close_id = server.state.renderer.find_token("</tool_call>")
+        close_id = server.state.part(PromptRenderer).find_token("</tool_call>")
         schema = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
         form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
         body = {"messages": [QUESTION], "response_format": form, "max_tokens": 60}
@@ -353,7 +354,7 @@ def test_a_budget_of_reasoning_counts_between_the_models_tokens() -> None:
 @pytest.mark.usefixtures("reasoning_demo")
 def test_reasoning_ends_with_its_budget() -> None:
     async def test(server: Server) -> None:
-        close_id = server.state.renderer.find_token("</tool_call>")
+        close_id = server.state.part(PromptRenderer).find_token("</tool_call>")
         body: dict[str, Any] = {"messages": [QUESTION], "max_tokens": 30, "temperature": 0, "ignore_eos": True}
         body |= {"logit_bias": {str(close_id): -100}, "return_token_ids": True}  # it would never end by itself
         (endless,) = (await server.answer(PATH, **body))["choices"]
@@ -390,12 +391,12 @@ def test_reasoning_ends_with_its_budget() -> None:
 @pytest.mark.usefixtures("reasoning_demo")
 def test_usage_tells_the_tokens_of_thoughts_from_the_others() -> None:
     async def test(server: Server) -> None:
-        close_id = server.state.renderer.find_token("</tool_call>")
+        close_id = server.state.part(PromptRenderer).find_token("</tool_call>")
         body = {"messages": [QUESTION], "max_tokens": 20, "n": 2, "seed": 1, "temperature": 1, "ignore_eos": True}
         endless = {**body, "logit_bias": {str(close_id): -100}}
         thought = await server.answer(PATH, **endless)
         texts = [choice["message"]["reasoning"] for choice in thought["choices"]]
-        expected = sum([await server.state.renderer.count_tokens(text) for text in texts])
+        expected = sum([await server.state.part(PromptRenderer).count_tokens(text) for text in texts])
         assert thought["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
         assert abs(expected - thought["usage"]["completion_tokens"]) <= len(texts)  # half a character at the end
         hidden = await server.answer(PATH, **endless, include_reasoning=False)

@@ -10,9 +10,10 @@ from typing import Any
 from quire.frontend.http.endpoint import RequestContext
 from quire.frontend.http.state import ServerState
 from quire.frontend.new_request import TokensPrompt
-from quire.frontend.openai.chat.format import ChatPlan
+from quire.frontend.openai.chat.format import ChatFormat, ChatPlan
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.sampling import make_sampling_params
+from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.submission import check_admission
 from quire.sampling_params import SamplingParams
 
@@ -50,9 +51,9 @@ async def prepare_chats(
         if prompts:
             await asyncio.sleep(0)  # others may go on between two prompts
         prompt = await render_prompt(context, conversation, plan, params.max_tokens)
-        state.renderer.check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
+        state.part(PromptRenderer).check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
         prompts.append(prompt)
-    texts, find_token = [prompt.get("prompt") or "" for prompt in prompts], state.renderer.find_token
+    texts, find_token = [prompt.get("prompt") or "" for prompt in prompts], state.part(PromptRenderer).find_token
     plan.limit_reasoning(params, texts, find_token, thinking_budget)
     plan = plan.place_form(params, texts, find_token)
     return PreparedChat(prompts, params, plan)
@@ -61,7 +62,7 @@ async def prepare_chats(
 def _plan(state: ServerState, body: ChatBody) -> tuple[SamplingParams, ChatPlan]:
     defaults = state.engine.model_config.sampling_defaults
     params = make_sampling_params(body, defaults, max_tokens=body.output_limit, logprobs=body.num_logprobs)
-    plan = state.chat_format.plan(body)
+    plan = state.part(ChatFormat).plan(body)
     plan.adjust(params)
     return params, plan
 
@@ -70,7 +71,7 @@ async def render_prompt(
     context: RequestContext, body: ChatBody, plan: ChatPlan, max_tokens: int | None = None
 ) -> TokensPrompt:
     """The prompt of a conversation, through the model's chat template. `max_tokens` are to follow."""
-    renderer = context.state.renderer
+    renderer = context.state.part(PromptRenderer)
     text = await renderer.render_chat(
         body.messages,
         chat_template=body.chat_template,

@@ -1,22 +1,29 @@
-"""Responses that may be asked for again, or gone on from: in memory, bounded in number and bytes, each its key's own.
+"""Stored responses: in memory, bounded in number and bytes, each visible only to the key that made it.
 
-What is too much drops the oldest finished response of the owner who has most, so that nobody can push out what others
-keep. A response that still runs in the background has its place, and is never dropped.
+Above a limit the store drops the oldest finished response of the owner that has most, so that one owner cannot displace
+another's responses. A response that still runs in the background is never dropped. A response stays in the process that
+made it; where a server has several, its id names that process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
 
 from quire.errors import NotFoundError, OverloadedError, ValidationError
+from quire.frontend.http.membership import Membership
 
 OVERHEAD = 1024
 """Bytes an entry is taken to need beside what it holds."""
+EVENTS_WAIT_S = 10.0
+"""How long another process waits for the next event before it asks again."""
+_HOME = re.compile(r"resp_([0-9]{1,3})_")
 
 
 class StoredResponse:
@@ -174,3 +181,134 @@ class ResponseStore:
         self.num_bytes -= size
         if not kept:
             del self._finished[owner], self._bytes_of[owner]
+
+
+class LocalResponses:
+    """Operations on the stored responses of this process. Each raises NotFoundError for a response that `owner` does
+    not have."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self.store = store
+
+    async def show(self, owner: bytes, response_id: str) -> bytes:
+        """Returns the response in its current state, as JSON."""
+        return self.store.get(owner, response_id).as_json()
+
+    async def cancel(self, owner: bytes, response_id: str) -> bytes:
+        """Cancels a background response and returns it as JSON. Raises ValidationError for another one."""
+        stored = self.store.get(owner, response_id)
+        if not stored.is_background:
+            raise ValidationError(
+                "only a response with background: true can be cancelled; close the connection of another one"
+            )
+        await _end(stored)
+        return stored.as_json()
+
+    async def delete(self, owner: bytes, response_id: str) -> None:
+        """Deletes a response, after cancelling it if it is under way."""
+        await _end(self.store.delete(owner, response_id))
+
+    async def conversation(self, owner: bytes, response_id: str) -> bytes:
+        """Returns the conversation up to and with the answer, a JSON list of messages. Raises ValidationError if the
+        response has come to no answer."""
+        return self.store.get(owner, response_id).get_conversation()
+
+    async def follow(self, owner: bytes, response_id: str, start: int) -> AsyncGenerator[bytes, None]:
+        """Returns an iterator over the events from number `start` on, up to the last one. Raises ValidationError for a
+        response whose events are not stored."""
+        return self._get_streamed(owner, response_id).follow(start)
+
+    async def events_from(self, owner: bytes, response_id: str, start: int, wait_s: float) -> tuple[list[bytes], bool]:
+        """Returns (events from number `start` on, whether they are the last), for another process. Waits up to `wait_s`
+        for the first of them. Raises as `follow`."""
+        stored = self._get_streamed(owner, response_id)
+        await stored.wait_events(start, wait_s)
+        return (stored.events or [])[start:], stored.describe is None
+
+    def _get_streamed(self, owner: bytes, response_id: str) -> StoredResponse:
+        stored = self.store.get(owner, response_id)
+        if stored.events is None:
+            raise ValidationError(
+                "only the events of a response that was created with background: true and stream: true are kept; "
+                "leave stream out",
+                param="stream",
+            )
+        return stored
+
+
+async def _end(stored: StoredResponse) -> None:
+    if stored.task is not None:
+        task = stored.task
+        task.cancel()
+        await asyncio.wait({task})
+
+
+class ServerResponses:
+    """The same operations on the stored responses of all processes of the server."""
+
+    def __init__(self, local: LocalResponses, member: Membership) -> None:
+        self.local = local
+        self._member = member
+
+    def make_id(self) -> str:
+        """Returns an id that cannot be guessed. It names this process where there are several."""
+        home = "" if self._member.is_alone else f"{self._member.index}_"
+        return f"resp_{home}{uuid.uuid4().hex}"
+
+    def _home(self, response_id: str) -> int | None:
+        """Returns the index of the other process that stores the response; None for this one."""
+        found = _HOME.match(response_id)
+        index = 0 if found is None else int(found[1])
+        return index if 1 <= index <= self._member.num_processes and index != self._member.index else None
+
+    async def show(self, owner: bytes, response_id: str) -> bytes:
+        """Returns the response in its current state, as JSON."""
+        home = self._home(response_id)
+        if home is None:
+            return await self.local.show(owner, response_id)
+        return bytes(await self._member.peers.call(home, "show_response", owner, response_id))
+
+    async def cancel(self, owner: bytes, response_id: str) -> bytes:
+        """Cancels a background response and returns it as JSON."""
+        home = self._home(response_id)
+        if home is None:
+            return await self.local.cancel(owner, response_id)
+        return bytes(await self._member.peers.call(home, "cancel_response", owner, response_id))
+
+    async def delete(self, owner: bytes, response_id: str) -> None:
+        """Deletes a response."""
+        home = self._home(response_id)
+        if home is None:
+            await self.local.delete(owner, response_id)
+        else:
+            await self._member.peers.call(home, "delete_response", owner, response_id)
+
+    async def conversation(self, owner: bytes, response_id: str) -> bytes:
+        """Returns the conversation up to and with the answer."""
+        home = self._home(response_id)
+        if home is None:
+            return await self.local.conversation(owner, response_id)
+        return bytes(await self._member.peers.call(home, "conversation", owner, response_id))
+
+    async def follow(self, owner: bytes, response_id: str, start: int) -> AsyncGenerator[bytes, None]:
+        """Returns an iterator over the events from number `start` on."""
+        home = self._home(response_id)
+        if home is None:
+            return await self.local.follow(owner, response_id, start)
+
+        async def ask(position: int, wait_s: float) -> tuple[list[bytes], bool]:
+            call = self._member.peers.call
+            events, is_over = await call(home, "response_events", owner, response_id, position, wait_s)
+            return events, is_over
+
+        async def generate(events: list[bytes], is_over: bool) -> AsyncGenerator[bytes, None]:
+            position = start
+            while True:
+                for event in events:
+                    yield event
+                position += len(events)
+                if is_over:
+                    return
+                events, is_over = await ask(position, EVENTS_WAIT_S)
+
+        return generate(*await ask(start, 0.0))

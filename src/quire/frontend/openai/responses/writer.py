@@ -19,6 +19,7 @@ from quire.frontend.openai.chat.blocks import BlockEvent, BlockReader
 from quire.frontend.openai.chat.request import PreparedChat
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames
 from quire.frontend.openai.protocol.responses import ResponsesBody
+from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.responses.output import ResponseItem, TextLogprobs
 from quire.frontend.openai.submission import Submission
 from quire.outputs import RequestOutput
@@ -46,7 +47,7 @@ class ResponseWriter:
             is_plain=chat.plan.is_plain,
         )
         self._usage = TokenCount(shows_cached=state.config.enable_prompt_tokens_details)
-        self._count_tokens = state.renderer.count_tokens
+        self._count_tokens = state.part(PromptRenderer).count_tokens
         self._num_reasoning_tokens = 0
         self._error: dict[str, Any] | None = None
         self._next_number = 0

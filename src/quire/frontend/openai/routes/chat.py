@@ -18,6 +18,7 @@ from quire.frontend.openai.chat.output import ChatParser, Delta, make_message
 from quire.frontend.openai.chat.request import prepare_chats
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, chat_logprobs, prompt_logprobs
 from quire.frontend.openai.protocol.chat import ChatBody
+from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.submission import Submission, stream_response
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -69,7 +70,7 @@ class ChatWriter:
         self._name = TokenNames(context.state.engine.tokenizer, as_ids=as_ids)
         self._num_top_logprobs = params.logprobs or 0
         self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details) if usage is None else usage
-        self._count_tokens = context.state.renderer.count_tokens
+        self._count_tokens = context.state.part(PromptRenderer).count_tokens
         self._sends_usage = body.wants_usage or config.enable_force_include_usage
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:

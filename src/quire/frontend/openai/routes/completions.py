@@ -17,6 +17,7 @@ from quire.frontend.new_request import TokensPrompt
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, prompt_logprobs, text_logprobs
 from quire.frontend.openai.protocol.completion import DEFAULT_MAX_TOKENS, CompletionBody
 from quire.frontend.openai.protocol.sampling import make_sampling_params
+from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.submission import Submission, check_admission, stream_response
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -44,16 +45,16 @@ async def prepare_completion(
     context: RequestContext, body: CompletionBody, *, reserves: bool = True
 ) -> tuple[list[TokensPrompt], SamplingParams]:
     """(the prompts, what is asked of each). With `reserves` their room in the queue is taken before any work."""
-    state = context.state
+    state, renderer = context.state, context.state.part(PromptRenderer)
     texts = body.prompts(state.config.max_prompts_per_request)
     defaults = state.engine.model_config.sampling_defaults
     params = await context.work_on_body(lambda: _sampling_params(body, defaults))
     state.check_num_outputs(len(texts) * params.n)
     if reserves:
         check_admission(context, texts, params.n, params.max_tokens)
-    options = {"add_special_tokens": body.add_special_tokens} | state.renderer.truncation(body, params.max_tokens)
+    options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body, params.max_tokens)
     salt = context.cache_salt(body.cache_salt)
-    prompts = await state.renderer.tokenize_all(texts, options, cache_salt=salt, max_tokens=params.max_tokens)
+    prompts = await renderer.tokenize_all(texts, options, cache_salt=salt, max_tokens=params.max_tokens)
     for prompt in prompts:
         if body.echo and prompt.get("prompt") is None and state.engine.tokenizer is not None:
             prompt["prompt"] = state.engine.tokenizer.decode(prompt["prompt_token_ids"])

@@ -14,6 +14,7 @@ from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.http.errors import status_of, words_of
 from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, Events
+from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import ChatParser
 from quire.frontend.openai.chat.request import prepare_chats, render_prompt
 from quire.frontend.openai.protocol.messages import CountTokensBody, MessagesBody
@@ -58,7 +59,7 @@ async def count_tokens(context: RequestContext) -> Response:
     body = await context.read(COUNT_TOKENS)
     context.state.check_model(body.model)
     chat = await context.work_on_body(body.as_chat)
-    plan = await context.work_on_body(lambda: context.state.chat_format.plan(chat))
+    plan = await context.work_on_body(lambda: context.state.part(ChatFormat).plan(chat))
     prompt = await render_prompt(context, chat, plan)
     num_tokens = len(prompt["prompt_token_ids"])
     return json_response({"input_tokens": num_tokens, "context_management": {"original_input_tokens": num_tokens}})

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from quire.frontend.http.auth import Access
 from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.http.state import ServerState
+from quire.frontend.http.state import ServerState, hash_model
 
 
 async def list_models(context: RequestContext) -> Response:
@@ -26,9 +26,9 @@ async def show_model(context: RequestContext) -> Response:
 def model_card(state: ServerState, name: str) -> dict[str, Any]:
     """A model as OpenAI describes one, with vLLM's further fields; `root` tells no path."""
     permission = {
-        "id": f"modelperm-{state.model_hash}",
+        "id": f"modelperm-{hash_model(state.engine.model_config)}",
         "object": "model_permission",
-        "created": state.created,
+        "created": state.member.created,
         "allow_create_engine": False,
         "allow_sampling": True,
         "allow_logprobs": True,
@@ -42,7 +42,7 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": state.created,
+        "created": state.member.created,
         "owned_by": "quire",
         "root": name,
         "parent": None,

@@ -123,7 +123,7 @@ def _encode_openapi(endpoints: tuple[Endpoint, ...]) -> bytes:
 async def openapi(context: RequestContext) -> Response:
     """This API as an OpenAPI document."""
     endpoints = tuple(context.request.app.state.endpoints)
-    document = await context.state.renderer.run_aside(lambda: _encode_openapi(endpoints))
+    document = await context.state.engine.pipeline.text_thread.run_aside(lambda: _encode_openapi(endpoints))
     return Response(document, media_type="application/json")
 
 

@@ -23,6 +23,7 @@ from quire.frontend.openai.chat.request import prepare_chats
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.response_items import messages_of, with_instructions
 from quire.frontend.openai.protocol.sampling import GenerationBody
+from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.routes.chat import CHAT
 from quire.frontend.openai.routes.completions import COMPLETION, prepare_completion
 from quire.frontend.openai.routes.messages import MESSAGES, error_object
@@ -63,7 +64,7 @@ async def render_response(context: RequestContext) -> dict[str, Any]:
         raise ValidationError(
             "rendering knows no stored responses; send the whole conversation as input", param="previous_response_id"
         )
-    messages = await context.state.renderer.run_sized(body.input, lambda: messages_of(body.input))
+    messages = await context.state.part(PromptRenderer).run_sized(body.input, lambda: messages_of(body.input))
     chat = body.as_chat(with_instructions(body.instructions, messages))
     return await _render_chat(context, chat, f"resp_{context.request_id}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from quire.errors import ClientError, ValidationError
+from quire.errors import ClientError, OverloadedError, ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, QueryParameter, RequestContext, json_response
-from quire.frontend.openai.background import BackgroundRun
+from quire.frontend.http.errors import note_error
+from quire.frontend.http.state import Lifecycle
 from quire.frontend.openai.chat.request import prepare_chats
 from quire.frontend.openai.protocol.response_items import Message, messages_of, with_instructions
 from quire.frontend.openai.protocol.responses import ResponsesBody
-from quire.frontend.openai.responses.shelf import blame, make_response_id
-from quire.frontend.openai.responses.store import StoredResponse
+from quire.frontend.openai.rendering import PromptRenderer
+from quire.frontend.openai.responses.store import ResponseStore, ServerResponses, StoredResponse
 from quire.frontend.openai.responses.writer import ResponseWriter
 from quire.frontend.openai.submission import Submission, stream_response
 
@@ -36,7 +38,7 @@ async def create_response(context: RequestContext) -> Response:
     body = await context.read(RESPONSES)
     model = context.state.check_model(body.model)
     _check_background(context, body)
-    response_id = make_response_id(context.state.member)
+    response_id = context.state.part(ServerResponses).make_id()
     messages = await _conversation(context, body)
     chat = await prepare_chats(context, [body.as_chat(with_instructions(body.instructions, messages))])
     writer = ResponseWriter(context.state, body, model, response_id, chat)
@@ -49,7 +51,7 @@ async def create_response(context: RequestContext) -> Response:
             stored = StoredResponse(_owner(context), response_id)
             stored.body = msgspec.json.encode(response)
             stored.conversation = msgspec.json.encode([*messages, writer.message()])
-            context.state.responses.put(stored)
+            _store(context).put(stored)
 
     if body.stream:
         return stream_response(context, writer.events(submission, keep), submission, encode_error=writer.failure)
@@ -64,30 +66,30 @@ async def create_response(context: RequestContext) -> Response:
 
 async def show_response(context: RequestContext) -> Response:
     """A stored response; with ?stream=true the events of one in the background, those after ?starting_after=."""
-    shelf, response_id = context.state.shelf, _response_id(context)
+    responses, response_id = context.state.part(ServerResponses), _response_id(context)
     with _in_path():
         if not context.query_switch("stream", False):
-            return Response(await shelf.show(_owner(context), response_id), media_type="application/json")
+            return Response(await responses.show(_owner(context), response_id), media_type="application/json")
         text = context.request.query_params.get("starting_after", "-1")
         try:
             start = int(text[:20]) + 1
         except ValueError:
             raise ValidationError("starting_after must be a sequence number", param="starting_after") from None
-        return stream_response(context, await shelf.follow(_owner(context), response_id, max(0, start)), None)
+        return stream_response(context, await responses.follow(_owner(context), response_id, max(0, start)), None)
 
 
 async def delete_response(context: RequestContext) -> Response:
     """Forget a stored response; one that is under way is cancelled."""
     response_id = _response_id(context)
     with _in_path():
-        await context.state.shelf.delete(_owner(context), response_id)
+        await context.state.part(ServerResponses).delete(_owner(context), response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(context: RequestContext) -> Response:
     """End a response in the background where it is; one that has ended stays as it is."""
     with _in_path():
-        body = await context.state.shelf.cancel(_owner(context), _response_id(context))
+        body = await context.state.part(ServerResponses).cancel(_owner(context), _response_id(context))
     return Response(body, media_type="application/json")
 
 
@@ -97,7 +99,17 @@ def _in_path() -> Iterator[None]:
     try:
         yield
     except ClientError as e:
-        raise blame(e, "response_id") from None
+        raise _blame(e, "response_id") from None
+
+
+def _blame(error: ClientError, param: str) -> ClientError:
+    """Returns the error with the name of the field that held the id."""
+    error.param = error.param or param
+    return error
+
+
+def _store(context: RequestContext) -> ResponseStore:
+    return context.state.part(ServerResponses).local.store
 
 
 def _response_id(context: RequestContext) -> str:
@@ -113,17 +125,17 @@ async def _conversation(context: RequestContext, body: ResponsesBody) -> list[Me
     before = b"[]"
     if body.previous_response_id is not None:
         try:
-            before = await context.state.shelf.conversation(_owner(context), body.previous_response_id)
+            before = await context.state.part(ServerResponses).conversation(_owner(context), body.previous_response_id)
         except ClientError as e:
-            raise blame(e, "previous_response_id") from None
-    return await context.state.renderer.run_sized(
+            raise _blame(e, "previous_response_id") from None
+    return await context.state.part(PromptRenderer).run_sized(
         [body.input, before], lambda: [*msgspec.json.decode(before, type=list[Message]), *messages_of(body.input)]
     )
 
 
 def _check_background(context: RequestContext, body: ResponsesBody) -> None:
     """Raises ValidationError where nobody could ever see the response."""
-    if body.background and (body.store is False or not context.state.responses.max_num):
+    if body.background and (body.store is False or not _store(context).max_num):
         why = "store: true" if body.store is False else "a server that keeps responses (--max-stored-responses)"
         raise ValidationError(f"background needs {why}, or nobody can ask for the response", param="background")
 
@@ -135,18 +147,18 @@ async def _answer_later(
     submission: Submission,
     messages: list[Message],
 ) -> Response:
-    state = context.state
+    store = _store(context)
     stored = StoredResponse(_owner(context), writer.response_id)
     stored.is_background = True
     stored.describe = writer.snapshot
     stored.events = [] if body.stream else None
     first = json_response(writer.snapshot())
     try:
-        state.responses.begin(stored)
+        store.begin(stored)
     except BaseException:
         await submission.close()
         raise
-    await BackgroundRun(stored, state.responses, state.lifecycle, writer, submission, messages).start()
+    await BackgroundRun(stored, store, context.state.lifecycle, writer, submission, messages).start()
     return stream_response(context, stored.follow(), None) if body.stream else first
 
 
@@ -158,3 +170,71 @@ ENDPOINTS = (
     Endpoint(path=ONE_PATH, handler=delete_response, access=Access.KEY, methods=("DELETE",), task="generate"),
     Endpoint(path=f"{ONE_PATH}/cancel", handler=cancel_response, access=Access.KEY, task="generate"),
 )
+
+
+class BackgroundRun:
+    """One response under way. It counts as load, is kept by the store, and ends with its task, however that ends."""
+
+    def __init__(
+        self,
+        stored: StoredResponse,
+        store: ResponseStore,
+        lifecycle: Lifecycle,
+        writer: ResponseWriter,
+        submission: Submission,
+        messages: list[dict[str, Any]],
+    ) -> None:
+        """`messages` is the conversation that is answered. The store knows `stored` already."""
+        self._stored = stored
+        self._store = store
+        self._lifecycle = lifecycle
+        self._writer = writer
+        self._submission = submission
+        self._messages = messages
+
+    async def start(self) -> None:
+        """Begin; back as soon as a cancellation would be noticed."""
+        self._stored.task = asyncio.create_task(self._run())
+        await asyncio.sleep(0)
+
+    async def _run(self) -> None:
+        self._lifecycle.begin_request()
+        try:
+            try:
+                async with contextlib.aclosing(self._writer.events(self._submission)) as chunks:
+                    async for events in chunks:
+                        self._keep(events)
+            except asyncio.CancelledError:
+                self._writer.cancel()
+                self._append(self._writer.last_event())
+            except Exception as e:
+                note_error(e, self._writer.response_id)
+                self._append(self._writer.failure(e))
+            self._finish()
+            await self._submission.close()
+        finally:
+            self._lifecycle.end_request()
+
+    def _keep(self, events: bytes) -> None:
+        self._append(events)
+        if self._stored.events is None or self._writer.status != "in_progress":
+            return  # nothing is kept, or nothing follows
+        if not self._store.grow(self._stored, len(events)):
+            raise OverloadedError(
+                "the events of this response are more than can be kept now (--max-stored-response-bytes); ask without "
+                "stream, or without background"
+            )
+
+    def _append(self, events: bytes) -> None:
+        if self._stored.events is not None:
+            self._stored.events += [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
+            self._stored.note_news()
+
+    def _finish(self) -> None:
+        stored, writer = self._stored, self._writer
+        stored.body = msgspec.json.encode(writer.snapshot())
+        if writer.status in ("completed", "incomplete"):
+            stored.conversation = msgspec.json.encode([*self._messages, writer.message()])
+        stored.describe = stored.task = None
+        self._store.finish(stored)
+        stored.note_news()

@@ -13,6 +13,7 @@ from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.new_request import TokensPrompt
 from quire.frontend.openai.pooling_work import answer_head, count_tokens, naming, pool_prompts, pool_texts
 from quire.frontend.openai.protocol.pooling import PoolingBody, RerankBody, ScoreBody
+from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.submission import check_admission
 from quire.frontend.scoring import PairScorer, pair_texts
 from quire.outputs import ScoringRequestOutput
@@ -65,7 +66,7 @@ async def _score(
     together = "score" in state.supported_tasks
     if together:
         check_admission(context, [first + second for first, second in pairs], 1, max_tokens=0)
-    job = await state.renderer.run_sized(
+    job = await state.part(PromptRenderer).run_sized(
         pairs, lambda: scorer.plan(pairs, body.params(TASKS[0] if together else TASKS[1]), body.tokenization())
     )
     if together:

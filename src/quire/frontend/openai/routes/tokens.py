@@ -11,6 +11,7 @@ from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader, Name, Object, RequestBody, Text, TokenIds
 from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
 from quire.frontend.openai.protocol.chat import Messages, Tools, check_template_variables, tools_for_template
+from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.text.tokenizer import Tokenizer
 
 
@@ -64,7 +65,7 @@ async def tokenize(context: RequestContext) -> Response:
     state.check_model(body.model)
     tokenizer = await state.engine.get_tokenizer()
     if body.messages is not None:
-        text = await state.renderer.render_chat(
+        text = await state.part(PromptRenderer).render_chat(
             body.messages,
             chat_template=body.chat_template,
             tools=tools_for_template(body.tools) if body.tools else None,
@@ -75,7 +76,7 @@ async def tokenize(context: RequestContext) -> Response:
     else:
         text = body.prompt or ""
     adds_special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-    prompt = await state.renderer.tokenize(text, {"add_special_tokens": adds_special})
+    prompt = await state.part(PromptRenderer).tokenize(text, {"add_special_tokens": adds_special})
     ids = prompt["prompt_token_ids"]
     answer = {"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
@@ -95,7 +96,9 @@ async def detokenize(context: RequestContext) -> Response:
             f"tokens holds id {unknown}, outside the vocabulary [0, {len(tokenizer)})", param="tokens", value=unknown
         )
     if len(body.tokens) > LONG_LIST:
-        return json_response({"prompt": await state.renderer.run_aside(lambda: tokenizer.decode(body.tokens))})
+        return json_response(
+            {"prompt": await state.engine.pipeline.text_thread.run_aside(lambda: tokenizer.decode(body.tokens))}
+        )
     return json_response({"prompt": tokenizer.decode(body.tokens)})
 
 

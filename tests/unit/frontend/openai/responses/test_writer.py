@@ -38,7 +38,7 @@ def writer_for(**fields: Any) -> ResponseWriter:
     state: Any = SimpleNamespace(
         config=ServerConfig(),
         engine=SimpleNamespace(tokenizer=None),
-        renderer=SimpleNamespace(count_tokens=count_words),
+        part=lambda kind: SimpleNamespace(count_tokens=count_words),
     )
     chat = PreparedChat([{"prompt_token_ids": [1, 2], "prompt": ""}], SamplingParams(logprobs=0), plan)
     return ResponseWriter(state, body, "m", "resp_x", chat)

@@ -10,27 +10,26 @@ from typing import Any
 import pytest
 
 from quire.errors import NotFoundError, ValidationError
-from quire.frontend.fleet.peer_link import Membership, Peers
-from quire.frontend.openai.responses.shelf import FleetShelf, LocalShelf, make_response_id
-from quire.frontend.openai.responses.store import ResponseStore, StoredResponse
+from quire.frontend.http.membership import Membership, Peers
+from quire.frontend.openai.responses.store import LocalResponses, ResponseStore, ServerResponses, StoredResponse
 
 
 class Neighbours(Peers):
-    """The shelves of all processes, called as over a wire: what crosses is JSON or bytes."""
+    """The responses of all processes, called as over a wire: what crosses is JSON or bytes."""
 
     def __init__(self) -> None:
-        self.shelves: dict[int, LocalShelf] = {}
+        self.locals: dict[int, LocalResponses] = {}
         self.calls: list[tuple[int, str]] = []
 
     async def call(self, index: int, method: str, *args: Any) -> Any:
         self.calls.append((index, method))
-        shelf = self.shelves[index]
+        local = self.locals[index]
         table: dict[str, Callable[..., Any]] = {
-            "show_response": shelf.show,
-            "cancel_response": shelf.cancel,
-            "delete_response": shelf.delete,
-            "response_events": shelf.events_from,
-            "conversation": shelf.conversation,
+            "show_response": local.show,
+            "cancel_response": local.cancel,
+            "delete_response": local.delete,
+            "response_events": local.events_from,
+            "conversation": local.conversation,
         }
         return await table[method](*args)
 
@@ -42,17 +41,17 @@ class Server:
         self.peers = Neighbours()
         self.members = {i: Membership(i, 2, self.peers) for i in (1, 2)}
         self.stores = {i: ResponseStore(8, 1 << 20) for i in (1, 2)}
-        self.peers.shelves = {i: LocalShelf(store) for i, store in self.stores.items()}
-        self.shelves = {i: FleetShelf(self.peers.shelves[i], self.members[i]) for i in (1, 2)}
+        self.peers.locals = {i: LocalResponses(store) for i, store in self.stores.items()}
+        self.responses = {i: ServerResponses(self.peers.locals[i], self.members[i]) for i in (1, 2)}
 
     def keep(self, index: int) -> StoredResponse:
-        stored = StoredResponse(b"me", make_response_id(self.members[index]))
+        stored = StoredResponse(b"me", self.responses[index].make_id())
         stored.body, stored.conversation = b'{"n":1}', b'[{"role":"user"}]'
         self.stores[index].put(stored)
         return stored
 
     def begin(self, index: int) -> StoredResponse:
-        stored = StoredResponse(b"me", make_response_id(self.members[index]))
+        stored = StoredResponse(b"me", self.responses[index].make_id())
         stored.is_background, stored.events = True, []
         stored.describe = lambda: {"status": "in_progress"}
         self.stores[index].begin(stored)
@@ -63,7 +62,7 @@ class Server:
 def test_it_is_found_by_every_process_and_for_its_owner_only(asked: int) -> None:
     async def run() -> None:
         server = Server()
-        shelf = server.shelves[asked]
+        shelf = server.responses[asked]
         for home in (1, 2):
             response_id = server.keep(home).response_id
             assert json.loads(await shelf.show(b"me", response_id)) == {"n": 1}
@@ -90,7 +89,7 @@ def test_events_are_followed_from_anywhere(asked: int) -> None:
         stored = server.begin(1)
         assert stored.events is not None
         stored.events += [b"e0", b"e1", b"e2"]
-        events = await server.shelves[asked].follow(b"me", stored.response_id, 1)
+        events = await server.responses[asked].follow(b"me", stored.response_id, 1)
         seen = [await anext(events), await anext(events)]
         waiting = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
@@ -107,13 +106,13 @@ def test_events_are_followed_from_anywhere(asked: int) -> None:
 
 
 def test_ids_of_a_single_process_tell_nothing_and_foreign_ones_lead_nowhere() -> None:
-    assert make_response_id(Membership()).count("_") == 1
+    assert ServerResponses(LocalResponses(ResponseStore(1, 1)), Membership()).make_id().count("_") == 1
 
     async def run() -> None:
         server = Server()
         for response_id in ("resp_3_x", "resp_0_x", "resp_999999999999999_x", "resp_x", "", "resp_1_" + "x" * 10_000):
             with pytest.raises(NotFoundError):
-                await server.shelves[1].show(b"me", response_id)
+                await server.responses[1].show(b"me", response_id)
         assert not server.peers.calls
 
     asyncio.run(run())

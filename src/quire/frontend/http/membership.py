@@ -1,0 +1,48 @@
+"""What one process of a server is among the others, and how it calls them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.errors import NotFoundError
+from quire.frontend.admission import SharedRoom
+from quire.wire.shared_counts import SharedCount
+
+
+class Peers:
+    """The other processes of a server that has none: it is the only one."""
+
+    async def gather(self, method: str, *args: Any) -> list[Any]:
+        """Returns the answers of all other processes, without those of processes that are gone or fail."""
+        return []
+
+    async def call(self, index: int, method: str, *args: Any) -> Any:
+        """Returns the answer of process `index`. Raises what it raised, by class; OverloadedError while it is being
+        started again, NotFoundError if there is no such process."""
+        raise NotFoundError(f"this server has no process {index}")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One process of a server; by default the only one."""
+
+    index: int = 1
+    num_processes: int = 1
+    peers: Peers = field(default_factory=Peers)
+    in_flight: SharedCount | None = None
+    """Number of requests under way, counted by all processes together; None where there is one."""
+    rooms_of_keys: Mapping[bytes, tuple[SharedRoom, SharedRoom]] = field(default_factory=dict)
+    """By digest of an API key: the requests and tokens under way in all processes. Empty where there is one."""
+    salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    """Key of the cache salts, so that they cannot be guessed."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix time of the server's start."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the server has no other process."""
+        return self.num_processes == 1
