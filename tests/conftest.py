@@ -1,7 +1,7 @@
-"""What every test has: a cache directory of its own run, so that nothing is found of, or left in, the user's.
+"""What every test has: seeds, workers, times, and a cache directory of the run, apart from the user's.
 
-Properties are tried on the same examples in every run, and a slow machine fails none of them:
-`--hypothesis-profile=explore` tries others.
+Hypothesis tries the same examples in every run, and a slow machine fails none of them. In the fresh tier it tries
+others.
 """
 
 from __future__ import annotations
@@ -11,14 +11,66 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis import core as hypothesis_core
 
+from tests.rows import ALL_ROWS, keep_pairwise
+from tests.seeds import BASE_SEED, FRESH, seed_of
+from tests.times import COVERED, Times
+from tests.workers import longest_first, make_scheduler
+
+_HERE = Path(__file__).parent
+_COVERED = [_HERE.parent / folder for folder in COVERED]
+"""Tests in which `scripts/test --coverage` counts branches: those of the parts with a floor. Counting them doubles the
+time of these tests."""
 _UNTIMED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("explore", _UNTIMED)
-settings.register_profile("same", _UNTIMED, derandomize=True, database=None)
-settings.load_profile("same")
+settings.register_profile("fresh", _UNTIMED, database=None, max_examples=1000)
+settings.register_profile("same", _UNTIMED, database=None, derandomize=True)
+settings.load_profile("fresh" if FRESH else "same")
+if FRESH:
+    hypothesis_core.global_force_seed = seed_of(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--times", action="store_true", help="print processor seconds per folder, and enforce the budgets")
+    parser.addoption("--store-times", action="store_true", help="write tests/times.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Times(config))
+
+
+def pytest_report_header() -> str:
+    return f"seeds: fresh, again with QUIRE_TEST_SEED={BASE_SEED}" if FRESH else "seeds: the same in every run"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if FRESH:
+        terminalreporter.write_line(pytest_report_header())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("fresh")
+        if not any(item.path.is_relative_to(folder) for folder in _COVERED):
+            item.add_marker("no_cover")
+    if not ALL_ROWS:
+        rows = [item for item in items if item.path.is_relative_to(_HERE / "unit" / "worker")]
+        dropped = set(rows).difference(keep_pairwise(rows))
+        config.hook.pytest_deselected(items=[item for item in rows if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
+    if hasattr(config, "workerinput"):
+        items[:] = longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return make_scheduler(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")

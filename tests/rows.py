@@ -1,0 +1,47 @@
+"""Rows of tests with many parameters: pairwise in the default suite, all of them in the fresh tier.
+
+A kernel's test has a row for each combination of shape, specification, type and instruction set. Faults of kernels
+show with one value or with two together, so the default suite takes rows until every pair of values has met. All rows
+run with QUIRE_TEST_ROWS=all, which `scripts/test` sets when the kernels have changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations
+
+import pytest
+
+from tests.seeds import FRESH
+
+ALL_ROWS = FRESH or os.environ.get("QUIRE_TEST_ROWS") == "all"
+Row = Mapping[str, Hashable]
+
+
+def pairwise_rows(rows: Sequence[Row]) -> list[int]:
+    """Returns ascending indices of rows that together hold every pair of values that any row holds."""
+    pairs = [frozenset(combinations(sorted(row.items()), 2)) for row in rows]
+    missing = frozenset().union(*pairs)
+    chosen = []
+    while missing:
+        best = max(range(len(rows)), key=lambda i: (len(pairs[i] & missing), -i))
+        chosen.append(best)
+        missing -= pairs[best]
+    return sorted(chosen)
+
+
+def keep_pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the tests without the rows that add no pair of values; tests of one or two parameters keep all."""
+    rows: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            rows.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: set[pytest.Item] = set()
+    for group in rows.values():
+        # rows that have a value in common have the same object: a value need not be hashable
+        values = [{name: id(value) for name, value in item.callspec.params.items()} for item in group]
+        if len(values[0]) > 2:
+            kept = set(pairwise_rows(values))
+            dropped.update(item for i, item in enumerate(group) if i not in kept)
+    return [item for item in items if item not in dropped]

@@ -1,0 +1,149 @@
+"""Processor seconds of every test file, and the time budgets of the folders.
+
+Wall time depends on what else a machine does. Counted is processor time, of the process of the tests and of the
+processes it has waited for, divided by the time of a fixed loop that is measured again and again between the tests: a
+slow or busy machine slows down both. One "second" is a second of the machine on which REFERENCE_LOOP_S was measured.
+
+`--times` prints the seconds of each folder beside its budget and fails the run when one is exceeded. `--store-times`
+writes times.json, from which the workers take what to start first. The budgets are in time_budgets.toml.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STORE = Path(__file__).with_name("times.json")
+BUDGETS = Path(__file__).with_name("time_budgets.toml")
+REFERENCE_LOOP_S = 0.010
+MARGIN = 1.5
+"""A folder may take this much more than its budget before the run fails: processor time differs between machines."""
+COVERED = ("tests/unit/engine", "tests/unit/frontend")
+"""Folders whose branches `scripts/test --coverage` counts, for which they may take twice as long."""
+CALIBRATION_INTERVAL_S = 5.0
+
+
+def stored_seconds() -> dict[str, float]:
+    """Returns file -> seconds of the run that was stored last."""
+    return json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else {}
+
+
+def budgets() -> dict[str, float]:
+    """Returns folder -> seconds it may take."""
+    return tomllib.loads(BUDGETS.read_text(encoding="utf-8"))["seconds"]
+
+
+def folder_of(file: str, folders: dict[str, float]) -> str:
+    """Returns the longest of the folders with a budget that holds a file; the file's own if there is none."""
+    parents = [str(parent) for parent in Path(file).parents]
+    return next((parent for parent in parents if parent in folders), parents[0])
+
+
+def exceeded(seconds: dict[str, float], limits: dict[str, float], *, counts_branches: bool = False) -> list[str]:
+    """Returns a sentence for each folder that took more than its budget allows, or has none."""
+    factors = {folder: 2 if counts_branches and folder.startswith(COVERED) else 1 for folder in seconds}
+    return [
+        f"{folder} took {spent:.0f} s, and its budget is {limits[folder]:.0f} s"
+        if folder in limits
+        else f"{folder} has no time budget"
+        for folder, spent in seconds.items()
+        if spent > MARGIN * factors[folder] * limits.get(folder, 0.0)
+    ]
+
+
+def _spent() -> float:
+    now = os.times()
+    return now.user + now.system + now.children_user + now.children_system
+
+
+def _loop() -> float:
+    """Returns the processor seconds of a fixed piece of work, without a tracer of branches."""
+    tracer = sys.gettrace()
+    sys.settrace(None)
+    start, table = time.process_time(), {}
+    for i in range(100_000):
+        table[i & 1023] = table.get(i & 511, 0) + i
+    spent = time.process_time() - start
+    sys.settrace(tracer)
+    return spent
+
+
+class Times:
+    """Counts in the process that runs tests; in the controller of several workers, adds up what they counted."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.seconds: dict[str, float] = {}
+        """File -> processor seconds, not yet divided by the loop."""
+        self.loops: list[float] = []
+        self._next_loop = 0.0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
+        if time.monotonic() >= self._next_loop:
+            self.loops.append(_loop())
+            self._next_loop = time.monotonic() + CALIBRATION_INTERVAL_S
+        before = _spent()
+        result = yield
+        file = item.nodeid.partition("::")[0]
+        self.seconds[file] = self.seconds.get(file, 0.0) + _spent() - before
+        return result
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(self.config, "workeroutput", None)
+        if output is not None:
+            output["times"] = (self.seconds, self.loops)
+        elif self.config.getoption("--store-times"):
+            stored = {file: round(spent, 1) for file, spent in sorted(self.normal_seconds().items())}
+            STORE.write_text(json.dumps(stored, indent=0) + "\n", encoding="utf-8")
+        elif self.config.getoption("--times") and self._exceeded() and not session.exitstatus:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        seconds, loops = getattr(node, "workeroutput", {}).get("times", ({}, []))
+        self.loops += loops
+        for file, spent in seconds.items():
+            self.seconds[file] = self.seconds.get(file, 0.0) + spent
+
+    def normal_seconds(self) -> dict[str, float]:
+        """Returns file -> seconds of the reference machine."""
+        scale = REFERENCE_LOOP_S / statistics.median(self.loops) if self.loops else 1.0
+        return {file: spent * scale for file, spent in self.seconds.items()}
+
+    def folder_seconds(self) -> dict[str, float]:
+        """Returns folder -> seconds of the reference machine, the folders being those with budgets."""
+        limits, total = budgets(), {}
+        for file, spent in self.normal_seconds().items():
+            folder = folder_of(file, limits)
+            total[folder] = total.get(folder, 0.0) + spent
+        return dict(sorted(total.items(), key=lambda pair: -pair[1]))
+
+    def _exceeded(self) -> list[str]:
+        counts_branches = bool(self.config.getoption("--cov", None))
+        return exceeded(self.folder_seconds(), budgets(), counts_branches=counts_branches)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.config.getoption("--times") or not self.seconds:
+            return
+        folders, limits = self.folder_seconds(), budgets()
+        whole, loop_ms = sum(folders.values()), 1000 * statistics.median(self.loops)
+        terminalreporter.section(
+            f"processor seconds (the loop took {loop_ms:.1f} ms, here {REFERENCE_LOOP_S * 1000:.0f})"
+        )
+        for folder, spent in folders.items():
+            limit = limits.get(folder)
+            terminalreporter.write_line(f"{folder:<32}{spent:>8.1f}{100 * spent / whole:>6.1f} %  of {limit or '?'}")
+        terminalreporter.write_line(f"{'all':<32}{whole:>8.1f}")
+        for line in self._exceeded():
+            terminalreporter.write_line(f"over its budget: {line}", red=True)
