@@ -9,19 +9,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from quire.cli.batch_files import InputRow, ResultFile, error_body, read_rows, row_id
-from quire.cli.batch_requests import BatchRequest, RequestReader
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.cli.generation import Engine, make_engine
 from quire.cli.option_groups import engine_args, engine_options
 from quire.config.engine_args import EngineArgs
 from quire.errors import ClientError, ConfigError, GenerationError, QuireError, ServerError, ValidationError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.resolve import resolve
 
+if TYPE_CHECKING:
+    from quire.cli.batch_requests import BatchRequest, RequestReader
+
+REQUEST_READER = "quire.cli.batch_requests:RequestReader"
+"""Resolved by name, because its protocol classes take a while to load."""
 _RERUN = "run the same command again to go on"
 
 
@@ -52,12 +57,13 @@ def run(args: Arguments) -> int:
         if num_rows:
             _run_rows(engine_args(args, disable_log_stats=True), source, results, num_rows)
     except (KeyboardInterrupt, ServerError):
-        print(f"\nstopped with {len(results.done)} results in {target}; {_RERUN}", file=sys.stderr)
+        advice = f"; {_RERUN}" if results.can_resume else ""
+        print(f"\nstopped with {len(results.done)} results in {results.name}{advice}", file=sys.stderr)
         raise
     finally:
         results.close()
     failed = sum(results.done.values())
-    print(f"{len(results.done)} results in {target}, {failed} failed", file=sys.stderr)
+    print(f"{len(results.done)} results in {results.name}, {failed} failed", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -86,7 +92,7 @@ def _run_rows(flags: EngineArgs, source: Path, results: ResultFile, num_rows: in
     config = flags.create_engine_config()
     engine = make_engine(flags)
     model = config.model_config
-    reader = RequestReader(
+    reader = resolve(REQUEST_READER)(
         list(dict.fromkeys([model.name, model.model])),
         model.sampling_defaults,
         model.seed,

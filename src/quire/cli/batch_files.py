@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from quire.errors import ClientError, ConfigError, QuireError, ValidationError
 
 MAX_LINE_BYTES = 64 << 20
 """A request line longer than this is refused: no context holds so much text."""
+MAX_RESULT_BYTES = 1 << 29
+"""A line of an existing output file that is longer is not a result."""
+STDOUT = "-"
+"""The output file's name that means standard output."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,9 @@ def row_id(line_number: int) -> str:
 
 
 def read_rows(path: Path) -> Iterator[InputRow]:
-    """The rows of a JSONL file. Raises ConfigError if it cannot be read."""
+    """Yields the rows of a JSONL file. Raises ConfigError if it cannot be read, or not twice."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a regular file; a batch reads its requests twice")
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
@@ -63,31 +70,39 @@ def _refuse_constant(name: str) -> Any:
 
 
 class ResultFile:
-    """The output file. Opening it reads what an earlier run wrote and cuts off a line that run left half written.
+    """The output. Opening it reads the results of an earlier run and cuts off a line that was left half written.
 
-    `done` maps the key of every finished row to whether it failed. Raises ConfigError when the file holds something
+    `done` maps the key of every finished row to whether it failed. Only a regular file is read and resumed: a device
+    or a pipe is written from its beginning, and so is stdout (`-`). Raises ConfigError when the file holds something
     else than results, so that a wrong -o never damages anything.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.name = "stdout" if str(path) == STDOUT else str(path)
+        self.can_resume = self.name != "stdout" and (not path.exists() or path.is_file())
         self.done: dict[str, bool] = {}
         try:
-            end = self._read_existing()
-            self._file: BinaryIO = path.open("ab")
-            if self._file.tell() != end:
-                self._file.truncate(end)
+            if self.name == "stdout":
+                sys.stdout.flush()
+                self._file = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+            elif self.can_resume:
+                end = self._read_existing(path)
+                self._file = path.open("ab", buffering=0)
+                if self._file.tell() != end:
+                    self._file.truncate(end)
+            else:
+                self._file = path.open("wb", buffering=0)
         except OSError as e:
             raise ConfigError(f"-o {path}: {e.strerror or e}") from None
 
-    def _read_existing(self) -> int:
-        """Fill `done`; the length of the file up to its last whole line."""
+    def _read_existing(self, path: Path) -> int:
+        """Fills `done`. Returns the length of the file up to its last whole line."""
         end = 0
-        if not self.path.exists():
+        if not path.exists():
             return end
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_RESULT_BYTES), b""), start=1):
+                if not line.endswith(b"\n") and len(line) < MAX_RESULT_BYTES:
                     break
                 self._note(number, line)
                 end += len(line)
@@ -100,27 +115,32 @@ class ResultFile:
             self.done[str(key)] = row["error"] is not None
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"-o {self.path} exists and its line {number} is not a batch result; give another file"
+                f"-o {self.name} exists and its line {number} is not a batch result; give another file"
             ) from None
 
     def write(self, key: str, row: dict[str, Any]) -> None:
-        """Append one result and hand it to the system at once."""
+        """Appends one result and passes it to the system at once. Raises ConfigError, for a full disk among others."""
         try:
             line = json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # a custom_id may hold half a surrogate pair, which only an escape can write
             line = json.dumps(row).encode()
+        left = memoryview(line + b"\n")
         try:
-            self._file.write(line + b"\n")
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
+        except BrokenPipeError:
+            raise
         except OSError as e:
-            raise ConfigError(f"-o {self.path} cannot be written: {e.strerror or e}") from None
+            raise ConfigError(f"-o {self.name} cannot be written: {e.strerror or e}") from None
         self.done[key] = row["error"] is not None
 
     def close(self) -> None:
-        """Make sure of what was written."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Has the system store what was written. There is no buffer here, so a failed write is not repeated."""
+        try:
+            if self.can_resume:
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
 
 def error_body(error: QuireError) -> dict[str, Any]:

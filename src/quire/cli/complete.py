@@ -17,13 +17,14 @@ from quire.cli.option_groups import (
     form_options,
     make_form,
     make_sampling_params,
+    name_form_flags,
     remote_options,
     sampling_options,
     validate_remote,
 )
 from quire.cli.remote.models import REMOTE_SERVER, RemoteCompletions
 from quire.cli.terminal import Style
-from quire.errors import ConfigError, GenerationError
+from quire.errors import ConfigError, GenerationError, QuireError, make_error
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.resolve import resolve
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -90,21 +91,26 @@ def _sampling_params(args: Arguments, model_defaults: Mapping[str, Any]) -> Samp
 def _print(
     args: Arguments, prompts: list[str], n: int, timings: list[RequestTiming], outputs: Iterator[RequestOutput]
 ) -> int:
-    """Print `outputs` as they come. Raises GenerationError in the end if one of them has failed."""
+    """Print `outputs` as they come. Raises the first failure in the end."""
     printer: Printer = JsonPrinter(prompts, timings) if args["json"] else TextPrinter(prompts, n, args["echo"])
-    failures: list[str] = []
+    failures: list[QuireError] = []
     try:
         for output in outputs:
             printer.add(output)
-            failures += [o.error_message or "the engine failed" for o in output.outputs if o.finish_reason == "error"]
+            failures += [_failure(o) for o in output.outputs if o.finish_reason == "error"]
     except KeyboardInterrupt:
         printer.interrupt()
         raise
     if failures:
-        raise GenerationError(failures[0])
+        raise failures[0]
     if args["stats"]:
         print(timing_line(timings), file=sys.stderr)
     return 0
+
+
+def _failure(output: CompletionOutput) -> QuireError:
+    message = name_form_flags(output.error_message or "the engine failed")
+    return make_error(output.error_type, message, GenerationError)
 
 
 def _read_prompts(words: list[str]) -> list[str]:

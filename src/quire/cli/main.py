@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the engine failed (or a batch row did), 2 the command line
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -25,6 +26,8 @@ EXIT_SERVER_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a full disk, quota or file limit gives."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The interpreter flushes stdout once more on exit; give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except OSError as e:
+        if e.errno not in _NO_ROOM:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"quire: error: {e.filename or 'the output'} cannot be written: {e.strerror}", file=sys.stderr)
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except QuireError as e:

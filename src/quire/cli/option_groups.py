@@ -128,20 +128,28 @@ def form_options() -> list[Option]:
 def make_form(args: Arguments) -> StructuredOutputsParams | None:
     """Returns the form asked for. Raises ConfigError for an unreadable file, ValidationError for a bad form."""
     given = {field: args[flag] for flag, field in _FORM_FIELDS.items() if args[flag]}
-    for field, flag in (("json", "--json-schema"), ("grammar", "--grammar")):
+    for field, flag, kind in (("json", "--json-schema", "JSON schema"), ("grammar", "--grammar", "grammar")):
         if field in given:
-            given[field] = _text_or_file(given[field], flag)
+            given[field] = _text_or_file(given[field], flag, kind)
     return StructuredOutputsParams(**given) if given else None
 
 
-def _text_or_file(value: str, flag: str) -> str:
+def _text_or_file(value: str, flag: str, kind: str) -> str:
     if value.lstrip().startswith("{") or "::=" in value or "start:" in value:
         return value
     try:
         with Path(value).open(encoding="utf-8") as file:
             return file.read(MAX_GRAMMAR_CHARS + 1)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{flag} {value[:200]}: it is neither a grammar nor a file that can be read: {e}") from None
+        why = getattr(e, "strerror", None) or e
+        raise ConfigError(f"{flag} {value[:200]}: it is neither a {kind} nor a file that can be read: {why}") from None
+
+
+def name_form_flags(message: str) -> str:
+    """Returns an engine's `message` with the flags of the command line for the fields of StructuredOutputsParams."""
+    for flag, field in _FORM_FIELDS.items():
+        message = message.replace(f"structured_outputs.{field}", "--" + flag.replace("_", "-"))
+    return message
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------

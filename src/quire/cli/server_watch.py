@@ -144,6 +144,10 @@ class Reading:
     """None where it was started with --disable-log-stats."""
 
 
+class NotReadyError(ConfigError):
+    """The server answers, and cannot report its state yet."""
+
+
 class ServerWatch:
     """Reads one server. `url` may end in a path, should a proxy show it under one."""
 
@@ -177,6 +181,10 @@ class ServerWatch:
                 return None
             if e.code in (401, 403):
                 raise ConfigError(f"{self.url} asks for a key; give it with --api-key or QUIRE_API_KEY") from None
+            if e.code == 503:
+                raise NotReadyError(
+                    f"{self.url} is not ready (503): it loads its model, or its engine restarts"
+                ) from None
             raise ConfigError(
                 f"{self.url}{path} answered {e.code}; the engine may be in a long step, or restart"
             ) from None

@@ -15,7 +15,16 @@ from collections.abc import Iterator, Sequence
 
 from quire import envs
 from quire.cli.command_line import Arguments, CommandLine, Option
-from quire.cli.server_watch import BlocksView, Reading, RequestView, ServerWatch, StateView, growth, quantile_between
+from quire.cli.server_watch import (
+    BlocksView,
+    NotReadyError,
+    Reading,
+    RequestView,
+    ServerWatch,
+    StateView,
+    growth,
+    quantile_between,
+)
 from quire.cli.terminal import Style
 from quire.errors import ConfigError
 
@@ -58,12 +67,25 @@ def run(args: Arguments) -> int:
     """Show until told to end. Raises ConfigError if nobody answers to begin with."""
     watch = ServerWatch(args["url"], args["api_key"] or envs.API_KEY.get() or "")
     history = History()
-    history.add(watch.read())
+    history.add(_first_reading(watch, args["interval"]))
     if args["once"] or not sys.stdout.isatty():
         return _once(watch, history, args["interval"])
     with contextlib.suppress(KeyboardInterrupt), _terminal():
         _live(watch, history, args["interval"])
     return 0
+
+
+def _first_reading(watch: ServerWatch, interval_s: float) -> Reading:
+    """Waits for a server that is not ready. Raises ConfigError where no server answers."""
+    has_told = False
+    while True:
+        try:
+            return watch.read()
+        except NotReadyError as e:
+            if not has_told:
+                print(f"{e}; waiting for it, Ctrl-C ends", file=sys.stderr, flush=True)
+            has_told = True
+            time.sleep(interval_s)
 
 
 def _once(watch: ServerWatch, history: History, interval_s: float) -> int:

@@ -145,6 +145,10 @@ class HFConfig:
         path = model_dir / "config.json"
         raw = read_object(model_dir, path.name)
         if raw is None:
+            adapter = read_object(model_dir, "adapter_config.json")
+            if adapter is not None:
+                base = adapter.get("base_model_name_or_path") or "its base model"
+                raise ModelLoadError(f"{model_dir} is a LoRA adapter, not a model; give the model it adapts ({base})")
             raise ModelLoadError(f"{path} does not exist; is {model_dir} a Hugging Face checkpoint?")
         return HFConfig({**raw, **(overrides or {})}, path)
 

@@ -212,14 +212,21 @@ def _download(
         )
     except (OSError, ValueError) as e:  # the hub's own errors derive from these
         cause = str(e).splitlines()[0] if str(e) else type(e).__name__
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            cause = "HF_HUB_OFFLINE is set, and the hub's cache does not hold it"
         raise ModelLoadError(
-            f"{model} is not a local directory and could not be fetched from the hub ({cause}); give the path of a "
-            f"downloaded checkpoint, or fetch it where there is a network with: hf download {model}"
+            f"{model} is not a local directory and could not be fetched from the hub ({cause}); {_fetch_advice(model)}"
         ) from e
     except Exception as e:  # httpx errors do not share a base with OSError
         if isinstance(e, ConfigError):
             raise
         raise ModelLoadError(
-            f"{model} is not a local directory and the hub cannot be reached ({type(e).__name__}); give the path of a "
-            f"downloaded checkpoint, or fetch it where there is a network with: hf download {model}"
+            f"{model} is not a local directory and the hub cannot be reached ({type(e).__name__}); "
+            f"{_fetch_advice(model)}"
         ) from e
+
+
+def _fetch_advice(model: str) -> str:
+    if "/" not in model:
+        return f"give the path of a downloaded checkpoint, or a hub id with its owner, as in OWNER/{model}"
+    return f"give the path of a downloaded checkpoint, or fetch it where there is a network with: hf download {model}"

@@ -427,7 +427,8 @@ def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
         )
         handshake.ready()
     except (Exception, SystemExit) as e:
-        logger.error("the engine core cannot start: %s", e, exc_info=not isinstance(e, QuireError | SystemExit))
+        if not isinstance(e, QuireError | SystemExit):  # those are reported in full by the process that launched it
+            logger.exception("the engine core cannot start")
         handshake.failed(e)
         return 1
     finally:

@@ -259,10 +259,17 @@ class InputProcessor:
 
     def _require_task(self, task: str, what: str) -> None:
         if task not in self._supported_tasks:
+            supported = ", ".join(self._supported_tasks)
             raise ValidationError(
-                f"{what} ask for the task {task!r}, and this model supports {', '.join(self._supported_tasks)} only",
+                f"{what} ask for the task {task!r}, and this model supports {supported} only; {self._advice(task)}",
                 param="sampling_params",
             )
+
+    def _advice(self, task: str) -> str:
+        """Returns what to do for a task that the model does not support as it was loaded."""
+        if "generate" in self._supported_tasks:
+            return f"--runner pooling (LLM(runner='pooling')) loads it for {task!r} where the model can do that"
+        return f"call LLM.{self._supported_tasks[0]}, or the server's routes for it"
 
     def _sampling_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """A copy of `params` with everything the model decides filled in (checklist S2-IN-008…011)."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quire.errors import ConfigError
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from quire.worker.attention.backend import AttentionBackend, KVCache
 from quire.worker.kernels.memory import take_memory
@@ -41,13 +42,23 @@ def allocate_kv_cache(config: KVCacheConfig, backend: AttentionBackend[Any], dev
     for tensor in config.kv_cache_tensors:
         on_cpu = device.type == "cpu"
         storage = (
-            take_memory(tensor.size, huge_pages=False)
+            _reserve(tensor.size, sum(each.size for each in config.kv_cache_tensors))
             if on_cpu
             else torch.empty(tensor.size, dtype=torch.uint8, device=device)
         )
         for name in tensor.shared_by:
             caches[name] = backend.view_kv_cache(storage, specs[layer_groups[name]], config.num_blocks)
     return KVCacheMemory(specs, layer_groups, caches)
+
+
+def _reserve(num_bytes: int, all_bytes: int) -> torch.Tensor:
+    try:
+        return take_memory(num_bytes, huge_pages=False)
+    except OSError as e:
+        raise ConfigError(
+            f"the KV cache of {all_bytes / 2**30:.1f} GiB cannot be reserved ({e.strerror}); lower "
+            "--kv-cache-memory-bytes or --num-gpu-blocks-override"
+        ) from None
 
 
 def make_null_config(specs: Mapping[str, AnyKVCacheSpec]) -> KVCacheConfig:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.cli import batch_requests
+from quire.cli import batch_files, batch_requests
 from quire.cli.batch_files import InputRow
 from quire.cli.batch_requests import CHAT_URL, TEXT_URL, RequestReader
 from quire.cli.main import main
@@ -279,6 +281,48 @@ def test_another_file_is_never_damaged(batch: Batch, capsys: Capture) -> None:
     assert batch.target.read_text() == '{"my": "data"}\nand more\n'
     assert main(["batch", str(batch.source), "-o", str(batch.source)]) == 2
     assert "is the input file" in capsys.readouterr().err
+
+
+def test_results_on_stdout_are_not_resumed(batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch.write(chat_row("a"), chat_row("b"))
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        with (tmp_path / "stdout").open("w") as file, redirect_stdout(file):
+            assert batch.run(None, "-o", "-") == 0
+        rows = [json.loads(line) for line in (tmp_path / "stdout").read_text().splitlines()]
+        assert {row["custom_id"] for row in rows} == {"a", "b"}
+    assert not (tmp_path / "-").exists()
+
+
+def test_a_pipe_is_written_and_never_read(batch: Batch, tmp_path: Path) -> None:
+    batch.write(chat_row("a"))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert batch.run(None, "-o", str(pipe)) == 0
+        assert json.loads(os.read(reader, 65536))["custom_id"] == "a"
+    finally:
+        os.close(reader)
+    assert main(["batch", str(pipe), "-o", str(batch.target)]) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_told_in_one_line(batch: Batch, capsys: Capture) -> None:
+    batch.write(chat_row("a"))
+    assert batch.run(None, "-o", "/dev/full") == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "quire: error: -o /dev/full cannot be written: No space left on device"
+    )
+
+
+def test_an_endless_line_is_no_result(batch: Batch, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_files, "MAX_RESULT_BYTES", 1000)
+    batch.write(chat_row("a"))
+    batch.target.write_text("x" * 5000)
+    assert batch.run() == 2
+    assert "line 1 is not a batch result" in capsys.readouterr().err
+    assert batch.target.read_text() == "x" * 5000
 
 
 def test_files_that_cannot_be_used(batch: Batch, tmp_path: Path, capsys: Capture) -> None:

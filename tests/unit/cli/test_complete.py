@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,11 @@ from typing import Any
 
 import pytest
 
-from quire.cli.complete import DEFAULT_MAX_TOKENS
+from quire.cli import main as main_module
+from quire.cli.complete import DEFAULT_MAX_TOKENS, _failure
 from quire.cli.main import main
+from quire.errors import ValidationError
+from quire.outputs import CompletionOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 from .scripted_engine import ScriptedEngine
@@ -168,3 +173,29 @@ def test_bad_prompt_and_bad_parameters(complete: Callable[..., int], use_engine:
     assert "do not fit 3" in err
     assert "min_tokens=9 is more than max_tokens=3" in err
     assert out == ""
+
+
+def test_a_failure_keeps_its_class_and_names_the_flag() -> None:
+    output = CompletionOutput(0, "", [], None, None, "error")
+    output.error_message, output.error_type = "structured_outputs.json cannot be compiled: no", "ValidationError"
+    error = _failure(output)
+    assert isinstance(error, ValidationError)
+    assert str(error) == "--json-schema cannot be compiled: no"
+
+
+def test_a_schema_that_is_not_there(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
+    use_engine(ScriptedEngine())
+    assert complete("hi", "--json-schema", "nosuch.json") == 2
+    err = capsys.readouterr().err
+    assert "--json-schema nosuch.json: it is neither a JSON schema nor a file that can be read: No such file" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_told_in_one_line() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(main_module.__file__).parents[2])}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "quire", "info"], stdout=full, stderr=subprocess.PIPE, env=environment, timeout=120
+        )
+    assert done.returncode == 2
+    assert done.stderr == b"quire: error: the output cannot be written: No space left on device\n"

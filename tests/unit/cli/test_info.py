@@ -236,3 +236,19 @@ def test_a_gpu_is_not_guessed_at(checkpoint: Path, capsys: Capture) -> None:
     report = info(capsys, str(checkpoint), "--device", "cuda")
     assert report["capacity"] == {}
     assert report["kv_cache"]["bytes_per_token"] > 0
+
+
+def test_an_adapter_is_recognised(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/base"}))
+    assert main(["info", str(tmp_path)]) == 2
+    assert "is a LoRA adapter, not a model; give the model it adapts (owner/base)" in capsys.readouterr().err
+
+
+def test_what_to_do_about_a_model_that_cannot_be_fetched(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["info", "no-such-llama"]) == 2
+    err = capsys.readouterr().err
+    assert "HF_HUB_OFFLINE is set, and the hub's cache does not hold it" in err
+    assert "a hub id with its owner, as in OWNER/no-such-llama" in err
+    assert main(["info", "nobody/no-such-llama"]) == 2
+    assert "hf download nobody/no-such-llama" in capsys.readouterr().err

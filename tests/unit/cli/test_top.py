@@ -115,12 +115,20 @@ def test_without_metrics_the_rest_is_shown(server: Canned, capsys: Capture) -> N
 
 @pytest.mark.parametrize(
     ("status", "words"),
-    [(404, "--disable-ui"), (401, "--api-key"), (503, "answered 503"), (500, "answered 500")],
+    [(404, "--disable-ui"), (401, "--api-key"), (500, "answered 500")],
 )
 def test_refusals_are_told_in_words(server: Canned, capsys: Capture, status: int, words: str) -> None:
     server.statuses = [status]
     assert main(["top", "--once", "--url", server.url]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_server_that_loads_is_waited_for(server: Canned, capsys: Capture) -> None:
+    server.statuses = [503, 503]
+    assert main(["top", "--once", "--interval", "0.2", "--url", server.url]) == 0
+    out, err = capsys.readouterr()
+    assert f"Quire 1.2.3 · demo · {server.url}\n" in out
+    assert err.count("is not ready (503): it loads its model") == 1
 
 
 def test_no_server(server: Canned, capsys: Capture) -> None:
@@ -183,7 +191,7 @@ def test_in_a_terminal(server: Canned, terminal: Terminal, leave: str | signal.S
     assert "██".encode() in terminal.seen
     assert b"88 blocks were never used" in terminal.seen
     server.statuses = [503] * 2
-    terminal.read_until(b"answered 503")  # a server that is gone for a while may come back
+    terminal.read_until(b"is not ready")  # a server that is gone for a while may come back
     if isinstance(leave, signal.Signals):
         terminal.process.send_signal(leave)
     else:

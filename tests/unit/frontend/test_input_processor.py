@@ -146,13 +146,13 @@ def test_lora_ids_priorities_and_types_are_checked(tokenizer: Tokenizer) -> None
 
 
 def test_tasks(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValidationError, match="the task 'embed', and this model supports generate only"):
+    with pytest.raises(ValidationError, match="this model supports generate only; --runner pooling"):
         process(processor(tokenizer), "a", PoolingParams())
     pooling = InputProcessor(model_config(), tokenizer, MAX_MODEL_LEN, ("embed",))
     request = process(pooling, "a", PoolingParams(task="embed"))
     assert request.pooling_params == PoolingParams(task="embed")
     assert request.sampling_params is None
-    with pytest.raises(ValidationError, match="the task 'generate'"):
+    with pytest.raises(ValidationError, match=r"the task 'generate'.*call LLM\.embed"):
         process(pooling, "a")
 
 

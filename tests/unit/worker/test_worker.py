@@ -269,6 +269,14 @@ def test_tensors_are_shared_by_a_layer_of_each_group() -> None:
     assert memory.caches["f1"].value.shape == (6, 16, 2, 8)
 
 
+def test_a_cache_that_no_memory_holds_is_refused_in_words() -> None:
+    spec = FullAttentionSpec(16, 2, 8, "float32")
+    num_bytes = 1 << 60
+    config = KVCacheConfig(6, [KVCacheTensor(num_bytes, ["a"])], [KVCacheGroupSpec(["a"], spec)])
+    with pytest.raises(ConfigError, match=r"1073741824.0 GiB cannot be reserved .*--kv-cache-memory-bytes"):
+        allocate_kv_cache(config, TorchAttentionBackend(), torch.device("cpu"))
+
+
 def test_null_config_has_a_group_per_kind() -> None:
     full, sliding = FullAttentionSpec(16, 2, 8), SlidingWindowSpec(16, 2, 8, sliding_window=4)
     config = make_null_config({"a": full, "b": sliding, "c": full})

@@ -185,6 +185,13 @@ def _additional_templates(directory: Path) -> list[Path]:
     return found
 
 
+_VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "tiktoken.model", "qwen.tiktoken",
+)  # fmt: skip
+"""Files that hold a tokenizer's vocabulary."""
+
+
 def load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], list[str]]:
     """(backend, named special tokens, further ones) of a directory.
 
@@ -205,8 +212,14 @@ def load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict[
     try:
         hf = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as e:  # it raises whatever its converters raise
-        cause = next(iter(str(e).splitlines()), type(e).__name__)
-        raise ModelLoadError(f"transformers cannot load a tokenizer from {directory}: {cause}") from e
+        if not any((directory / name).exists() for name in _VOCABULARIES):
+            cause = "it holds no tokenizer"
+        else:
+            cause = " ".join(str(e).split())[:300] or type(e).__name__
+        raise ModelLoadError(
+            f"transformers cannot load a tokenizer from {directory}: {cause}; point --tokenizer at a directory with a "
+            "tokenizer.json, or work with token ids (--skip-tokenizer-init)"
+        ) from e
     backend = getattr(hf, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ModelLoadError(
