@@ -15,7 +15,7 @@ from typing import Any
 from quire import EngineArgs, RequestOutputKind, SamplingParams
 from quire.errors import GenerationError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.client.async_mp import AsyncMPClient
+from quire.frontend.client.mp import AsyncMPClient
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.testing.history import History, StreamKey
 from quire.testing.metrics_audit import audited
@@ -55,7 +55,7 @@ class Engine:
     @property
     def counts(self) -> Counter[str]:
         """What the link has counted."""
-        return self.client.mp.counts
+        return self.client.counts
 
     def signal_core(self, signum: int = signal.SIGKILL) -> int | None:
         """Send the core a signal: its pid; None if there is none now."""
@@ -71,7 +71,7 @@ async def running(args: EngineArgs, **client_fields: Any) -> AsyncIterator[Engin
     """A started engine. At the end its core is gone and its directory removed."""
     config = args.create_engine_config("serving")
     client = await asyncio.to_thread(AsyncMPClient, config, log_stats=True, **client_fields)
-    directory, pids = client.mp.resources.directory, set()
+    directory, pids = client.resources.directory, set()
     async with asyncio.timeout(DEADLINE_S), AsyncLLM(config, client=client) as llm:
         engine = Engine(llm, client)
         metrics = llm.pipeline.stats.metrics
@@ -100,7 +100,7 @@ async def check_free(engine: Engine) -> None:
     """No request is anywhere. The call to the core comes back after aborts before it have been sent."""
     assert await engine.llm.reset_prefix_cache(), "blocks are still held"
     assert engine.llm.get_num_unfinished_requests() == 0
-    assert engine.client.mp.num_live_requests == 0
+    assert engine.client.num_live_requests == 0
 
 
 async def read(

@@ -15,8 +15,7 @@ from typing import Any
 from quire import SamplingParams
 from quire.errors import EngineDeadError, GenerationError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.client.async_mp import AsyncMPClient
-from quire.frontend.client.mp import ClientAddresses
+from quire.frontend.client.mp import AsyncMPClient, ClientAddresses
 
 from .harness import fake_args
 
@@ -52,7 +51,7 @@ async def main(argv: list[str]) -> None:
     addresses = ClientAddresses(1, argv[1], argv[2]) if argv[:1] == ["attach"] else None
     client = AsyncMPClient(config, log_stats=True, client_addresses=addresses)
     llm = AsyncLLM(config, client=client)
-    directory = client.mp.resources.directory
+    directory = client.resources.directory
     if directory is not None:
         say(core=client.core_pid, directory=str(directory.path))
     stopping: list[asyncio.Future[None]] = []

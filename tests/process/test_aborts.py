@@ -109,7 +109,7 @@ def test_aborted_while_the_core_is_being_replaced(place: str, monkeypatch: pytes
                 before = _size(tally)
 
                 def is_there(before: int = before, n: int = n) -> bool:
-                    if not deaths.exists() and engine.client.mp.num_live_requests == n:
+                    if not deaths.exists() and engine.client.num_live_requests == n:
                         deaths.touch()
                         engine.signal_core()
                     return _has_grown(tally, before)
@@ -136,7 +136,7 @@ def test_aborted_while_the_core_drains(kind: RequestOutputKind, n: int, monkeypa
             drained = engine.core_pid
 
             def is_there() -> bool:
-                if engine.client.mp.num_live_requests < n:
+                if engine.client.num_live_requests < n:
                     return False
                 engine.signal_core(signal.SIGTERM)
                 return True

@@ -172,7 +172,7 @@ def test_the_requests_of_a_killed_frontend_are_aborted(start: Start) -> None:
     async def run() -> int:
         async with running(fake_args("Leisurely", max_model_len=MAX_MODEL_LEN), client_count=2) as engine:
             ours = asyncio.create_task(read(engine, history, "ours", {"prompt_token_ids": [9]}, params))
-            addresses = engine.client.mp.get_client_addresses(1)
+            addresses = engine.client.get_client_addresses(1)
             other = start("attach", addresses.input_address, addresses.output_address)
             await asyncio.to_thread(other.wait_for, "live")
             core, num_tokens = engine.core_pid, history.num_tokens

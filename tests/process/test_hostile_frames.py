@@ -128,7 +128,7 @@ class Intruder:
     """A process of the same user that has found the sockets."""
 
     def __init__(self, engine: Engine) -> None:
-        directory = engine.client.mp.resources.directory
+        directory = engine.client.resources.directory
         assert directory is not None
         self._context: zmq.Context[Any] = zmq.Context()
         self.output = self._context.socket(zmq.PUSH)

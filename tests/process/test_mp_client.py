@@ -23,11 +23,9 @@ import zmq
 
 from quire.config.engine import EngineConfig, LifecycleConfig, ParallelConfig
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError, ServerError, ValidationError
-from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.client.base import make_async_client, make_client
 from quire.frontend.client.link_thread import AttachedLinkThread
-from quire.frontend.client.mp import MPClient
-from quire.frontend.client.sync_mp import SyncMPClient
+from quire.frontend.client.mp import AsyncMPClient, BackgroundResources, MPClient, SyncMPClient
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
@@ -49,7 +47,7 @@ def start() -> Iterator[Clients]:
 
         def make(config: EngineConfig | None = None, **options: Any) -> SyncMPClient:
             client = SyncMPClient(config or make_config(), log_stats=False, **options)
-            stack.callback(check_nothing_left, client.mp)
+            stack.callback(check_nothing_left, client.resources)
             stack.callback(client.shutdown)
             return client
 
@@ -64,8 +62,7 @@ def core_pid(mp: MPClient) -> int:
     return pid
 
 
-def check_nothing_left(mp: MPClient) -> None:
-    resources = mp.resources
+def check_nothing_left(resources: BackgroundResources) -> None:
     assert resources.supervisor is None or not resources.supervisor.is_alive()
     assert resources.link_thread is None or not resources.link_thread.is_alive()
     assert resources.directory is None or not resources.directory.path.exists()
@@ -196,7 +193,7 @@ def test_the_environment_chooses_the_client(monkeypatch: pytest.MonkeyPatch, mul
 def test_what_the_client_owns(start: Clients) -> None:
     """Checklist S2-CL-007, -009 and -013: a context of two threads, and private sockets that are bound before the core
     is told where they are."""
-    resources = start().mp.resources
+    resources = start().resources
     assert resources.context.get(zmq.IO_THREADS) == 2
     assert resources.directory is not None
     path = resources.directory.path
@@ -222,7 +219,7 @@ def test_requests_go_on_after_each_of_three_kills(start: Clients, pace: Pace) ->
     victims: list[int] = []
 
     def kill(num_tokens: int) -> None:
-        pid = core_pid(client.mp)
+        pid = core_pid(client)
         if num_tokens < kill_at[len(victims)] or pid in victims:  # what a dead one has sent still comes
             return
         os.kill(pid, signal.SIGKILL)
@@ -233,7 +230,7 @@ def test_requests_go_on_after_each_of_three_kills(start: Clients, pace: Pace) ->
 
     tokens = read(client, len(requests), kill)
     assert tokens == {request.request_id: expected_tokens(request) for request in requests}
-    assert client.ready_response.incarnation == client.mp.restarts["killed"] == 3
+    assert client.ready_response.incarnation == client.restarts["killed"] == 3
     assert client.is_ready
 
 
@@ -244,12 +241,12 @@ def test_a_stopped_core_is_found_and_replaced(start: Clients, pace: Pace) -> Non
 
     def stop(num_tokens: int) -> None:
         if not stopped:
-            stopped.append(core_pid(client.mp))
+            stopped.append(core_pid(client))
             os.kill(stopped[0], signal.SIGSTOP)
             pace.hurry()
 
     assert read(client, 1, stop) == {"a": expected_tokens(request)}
-    assert client.mp.restarts == {"hang": 1}
+    assert client.restarts == {"hang": 1}
     assert not is_running(stopped[0])
 
 
@@ -273,24 +270,26 @@ def test_past_the_budget_requests_end_with_an_error_and_calls_raise(
     with pytest.raises(EngineDeadError, match="budget"):
         client.add_request(make_request("c"))
     with pytest.raises(EngineDeadError, match="budget"):
-        client.is_sleeping()
+        client.call_utility("is_sleeping")
     client.abort_requests(["a"])
     assert (client.engine_dead, client.is_ready) == (True, False)
 
 
 def test_control_calls_over_a_death(start: Clients) -> None:
     client = start()
-    client.pause_scheduler("keep")
-    os.kill(core_pid(client.mp), signal.SIGKILL)
-    assert client.is_scheduler_paused(), "the new core is paused as the old one was"
-    client.resume_scheduler()
-    assert client.collective_rpc("echo", args=(1, "x")) == [[1, "x"]]
+    client.call_utility("pause_scheduler", "keep")
+    os.kill(core_pid(client), signal.SIGKILL)
+    assert client.call_utility("is_scheduler_paused"), "the new core is paused as the old one was"
+    client.call_utility("resume_scheduler")
+    assert client.call_utility("collective_rpc", "echo", None, (1, "x")) == [[1, "x"]]
     with pytest.raises(ServerError, match="asked to fail"):
-        client.collective_rpc("fail")
+        client.call_utility("collective_rpc", "fail")
     with pytest.raises(ValidationError, match="no control verb 'is_asleep'; did you mean"):
         client.call_utility("is_asleep")
     with pytest.raises(ValidationError, match="cannot be sent to the engine core"):
         client.call_utility("collective_rpc", object())
+    with pytest.raises(ValidationError, match=r"<lambda>.*another process; name a method of the worker class"):
+        client.call_utility("collective_rpc", lambda worker: worker)
 
 
 def run_session(client: SyncMPClient, kill_before: set[int]) -> list[list[int]]:
@@ -307,7 +306,7 @@ def run_session(client: SyncMPClient, kill_before: set[int]) -> list[list[int]]:
     answers: list[list[int]] = [[]]
     for number in range(1000):
         if number in kill_before:
-            os.kill(core_pid(client.mp), signal.SIGKILL)
+            os.kill(core_pid(client), signal.SIGKILL)
         for output in client.get_output().outputs:
             answers[-1] += output.new_token_ids
             if output.finish_reason is not None:
@@ -332,7 +331,7 @@ def test_a_session_survives_kills_in_and_between_its_segments(start: Clients) ->
 
 def test_shutdown_gives_live_requests_an_end(start: Clients) -> None:
     client = start()
-    pid = core_pid(client.mp)
+    pid = core_pid(client)
     client.add_request(make_request("a", 4000))
     client.get_output()
     client.shutdown()
@@ -350,24 +349,24 @@ def test_shutdown_gives_live_requests_an_end(start: Clients) -> None:
 @pytest.mark.parametrize("kind", [SyncMPClient, AsyncMPClient])
 def test_a_client_that_is_garbage_ends_its_core(kind: Any) -> None:
     client = kind(make_config(), log_stats=False)
-    mp, pid = client.mp, core_pid(client.mp)
+    resources, pid = client.resources, core_pid(client)
     del client
     gc.collect()
-    check_nothing_left(mp)
+    check_nothing_left(resources)
     assert not is_running(pid)
 
 
 def test_an_engine_that_ends_on_a_thread_of_another_does_not_hold_that_up(start: Clients) -> None:
     """Garbage is collected by whichever thread comes to it, that of an engine included, which has work to do."""
     garbage, other = start(), start()
-    resources, ended_on = garbage.mp.resources, []
+    resources, ended_on = garbage.resources, []
     end = resources._close
     resources._close = lambda: (ended_on.append(threading.current_thread().name), end())  # type: ignore[method-assign]
-    assert other.mp.resources.link_thread is not None
-    other.mp.resources.link_thread.post(resources.close)
+    assert other.resources.link_thread is not None
+    other.resources.link_thread.post(resources.close)
     wait_until(lambda: resources.directory is not None and not resources.directory.path.exists())
     assert ended_on == ["EngineCoreCloser"]
-    assert other.is_sleeping() is False
+    assert other.call_utility("is_sleeping") is False
 
 
 def test_a_fork_neither_uses_nor_ends_the_engine(start: Clients) -> None:
@@ -394,7 +393,7 @@ def test_two_clients_share_a_core_and_both_survive_its_death(start: Clients, pac
     """Checklist S2-CL-008: each has its own sockets and its own journal."""
     config = config_with("Leisurely")
     owner = start(config, client_count=2)
-    other = start(config, client_addresses=owner.mp.get_client_addresses(1))
+    other = start(config, client_addresses=owner.get_client_addresses(1))
     requests = {owner: make_request("same", 1000), other: make_request("same", 900)}
     requests[other].prompt_token_ids = [9, 9]
     tokens: dict[SyncMPClient, dict[str, list[int]]] = {}
@@ -408,32 +407,32 @@ def test_two_clients_share_a_core_and_both_survive_its_death(start: Clients, pac
     threads = [threading.Thread(target=run, args=(client,)) for client in requests]
     for thread in threads:
         thread.start()
-    wait_until(lambda: owner.mp.num_live_requests + other.mp.num_live_requests == 2)
-    os.kill(core_pid(owner.mp), signal.SIGKILL)
+    wait_until(lambda: owner.num_live_requests + other.num_live_requests == 2)
+    os.kill(core_pid(owner), signal.SIGKILL)
     pace.hurry()
     for thread in threads:
         thread.join(DEADLINE_S)
     for client, request in requests.items():
         assert tokens[client] == {request.request_id: expected_tokens(request)}
-    assert other.mp.counts["deaths"] == owner.mp.counts["deaths"] == 1
+    assert other.counts["deaths"] == owner.counts["deaths"] == 1
     with pytest.raises(ConfigError, match="only the client that starts the core"):
-        other.mp.get_client_addresses(1)
+        other.get_client_addresses(1)
 
 
 def test_a_client_that_goes_leaves_the_others_alone(start: Clients) -> None:
     config = config_with()
     owner = start(config, client_count=2)
-    other = SyncMPClient(config, log_stats=False, client_addresses=owner.mp.get_client_addresses(1))
+    other = SyncMPClient(config, log_stats=False, client_addresses=owner.get_client_addresses(1))
     other.add_request(make_request("theirs", 4000))
     other.get_output()
     other.shutdown()
     owner.add_request(request := make_request("ours"))
     assert read(owner, 1) == {"ours": expected_tokens(request)}
-    pid = core_pid(owner.mp)
-    again = start(config, client_addresses=owner.mp.get_client_addresses(1))
+    pid = core_pid(owner)
+    again = start(config, client_addresses=owner.get_client_addresses(1))
     again.add_request(request := make_request("again"))
     assert read(again, 1) == {"again": expected_tokens(request)}
-    assert core_pid(owner.mp) == pid
+    assert core_pid(owner) == pid
 
 
 def test_a_poison_of_an_attached_client_fails_alone_in_all_clients(
@@ -443,7 +442,7 @@ def test_a_poison_of_an_attached_client_fails_alone_in_all_clients(
     monkeypatch.setenv("QUIRE_FAILPOINTS", "core.step.execute=exit(3),key=poison")
     config = config_with()
     owner = start(config, client_count=2)
-    other = start(config, client_addresses=owner.mp.get_client_addresses(1))
+    other = start(config, client_addresses=owner.get_client_addresses(1))
     requests = {owner: [make_request(f"ours{i}", 100) for i in range(3)]}
     requests[other] = [make_request("theirs", 100), make_request("poison"), make_request("too", 100)]
     tokens: dict[SyncMPClient, dict[str, list[int]]] = {}
@@ -462,15 +461,15 @@ def test_a_poison_of_an_attached_client_fails_alone_in_all_clients(
     expected = {r.request_id: expected_tokens(r) for r in (*requests[owner], *requests[other])}
     assert tokens[owner] == {name: expected[name] for name in tokens[owner]}
     assert {**tokens[owner], **tokens[other]} == {**expected, "poison": []}
-    assert owner.mp.counts["poisoned_requests"] == 0
-    assert other.mp.counts["poisoned_requests"] == 1
+    assert owner.counts["poisoned_requests"] == 0
+    assert other.counts["poisoned_requests"] == 1
 
 
 def test_an_attached_client_gives_up_when_no_core_comes_back(start: Clients) -> None:
     config = config_with()
     owner = start(config, client_count=2)
-    other = start(config, client_addresses=owner.mp.get_client_addresses(1))
-    link_thread = other.mp.resources.link_thread
+    other = start(config, client_addresses=owner.get_client_addresses(1))
+    link_thread = other.resources.link_thread
     assert isinstance(link_thread, AttachedLinkThread)
     link_thread.patience_s = 1.0
     other.add_request(make_request("a", 4000))
@@ -497,7 +496,7 @@ def test_over_tcp_with_keys(start: Clients) -> None:
     client = start(config)
     client.add_request(request := make_request("a"))
     assert read(client, 1) == {"a": expected_tokens(request)}
-    os.kill(core_pid(client.mp), signal.SIGKILL)
+    os.kill(core_pid(client), signal.SIGKILL)
     client.add_request(request := make_request("b"))
     assert read(client, 1) == {"b": expected_tokens(request)}
     with pytest.raises(ConfigError, match="reached over TCP has one client"):
@@ -527,9 +526,9 @@ def test_for_asyncio() -> None:
                     num_left -= output.finished
                 if not was_killed:
                     was_killed = True
-                    os.kill(core_pid(client.mp), signal.SIGKILL)
+                    os.kill(core_pid(client), signal.SIGKILL)
             assert tokens == {request.request_id: expected_tokens(request) for request in requests}
-            assert await client.is_sleeping_async() is False
+            assert await client.call_utility_async("is_sleeping") is False
             await client.add_request_async(make_request("d", 4000))
             await client.get_output_async()
             await client.abort_requests_async(["d"])
@@ -539,6 +538,6 @@ def test_for_asyncio() -> None:
                 await reader
         finally:
             client.shutdown()
-        check_nothing_left(client.mp)
+        check_nothing_left(client.resources)
 
     asyncio.run(run())

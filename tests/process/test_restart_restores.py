@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.frontend.client.sync_mp import SyncMPClient
+from quire.frontend.client.mp import SyncMPClient
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -24,7 +24,7 @@ def llm() -> Iterator[LLM]:
 def kill_core(llm: LLM) -> None:
     client = llm.llm_engine.engine_core
     assert isinstance(client, SyncMPClient)
-    supervisor = client.mp.resources.supervisor
+    supervisor = client.resources.supervisor
     assert supervisor is not None
     assert supervisor.core_pid is not None
     os.kill(supervisor.core_pid, signal.SIGKILL)

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from quire.errors import ConfigError, EngineDeadError
-from quire.frontend.client.mp import ClientAddresses
-from quire.frontend.client.sync_mp import SyncMPClient
+from quire.frontend.client.mp import ClientAddresses, SyncMPClient
 from quire.frontend.supervision import launch
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_engine import READY, FakeEngine
@@ -91,7 +90,7 @@ def test_corrupt_repeated_stale_and_unknown_outputs_are_not_handed_on(pair: Pair
     pair.engine.send_tokens("r", [6], finish_reason=FinishReason.LENGTH)
     assert pair.outputs() == [("r", [5], None)]
     assert pair.outputs() == [("r", [6], FinishReason.LENGTH)]
-    counts = pair.client.mp.counts
+    counts = pair.client.counts
     assert {name: counts[name] for name in ("corrupt", "repeated", "stale", "unknown")} == {
         "corrupt": 3,
         "repeated": 1,
@@ -114,7 +113,7 @@ def test_after_a_lost_message_requests_are_asked_for_again(pair: Pair) -> None:
     pair.engine.send_tokens(again.request_id, [6], finish_reason=FinishReason.LENGTH)
     assert pair.outputs() == [("r", [5], None)]
     assert pair.outputs() == [("r", [6], FinishReason.LENGTH)]
-    assert pair.client.mp.counts["lost"] == 1
+    assert pair.client.counts["lost"] == 1
 
 
 def test_another_core_is_given_what_the_first_one_left(pair: Pair) -> None:
@@ -144,7 +143,7 @@ def test_a_core_that_forgets_its_incarnation_is_not_listened_to(pair: Pair) -> N
     assert pair.engine.receive().payload.output_token_ids == [5]
     pair.engine.send_tokens("r", [6], finish_reason=FinishReason.LENGTH)
     assert pair.outputs() == [("r", [6], FinishReason.LENGTH)]
-    assert pair.client.mp.counts["stale"] == 2
+    assert pair.client.counts["stale"] == 2
 
 
 def test_a_token_that_is_none_fails_its_request_alone(pair: Pair) -> None:

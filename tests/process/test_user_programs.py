@@ -25,7 +25,7 @@ LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
 def generate(params, n=4):
     return llm.generate([f"prompt {i}" for i in range(n)], params, use_tqdm=False)
-resources = llm.llm_engine.engine_core.mp.resources
+resources = llm.llm_engine.engine_core.resources
 print("core", resources.supervisor.core_pid, resources.directory.path, flush=True)
 """
 

@@ -1,8 +1,6 @@
-"""Control verbs: what a client may call on an engine core besides adding and aborting requests.
+"""Calls the control verbs of `wire/utility.py: UTILITIES` on an engine core.
 
-The table is the only door. A name that is not in it cannot be called, however it is spelt; adding a verb is adding a
-row (`docs/recipes/add_a_control_verb.md`). The in-process client and the engine core's process both go through
-`run_utility`.
+The in-process client and the engine core's process both go through `run_utility`.
 """
 
 from __future__ import annotations
@@ -11,53 +9,13 @@ import difflib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from quire.errors import ValidationError, error_name
-from quire.lora_request import LoRARequest
-from quire.wire.engine_core import PauseMode, UtilityOutput
-
-
-class UtilitySpec(NamedTuple):
-    """One verb. `method` is where it lives, as a path from the EngineCore; `arguments` are its types, in order.
-
-    Arguments are positional. Those a caller leaves out take the method's defaults.
-    """
-
-    method: str
-    arguments: tuple[Any, ...] = ()
-
-
-UTILITIES: dict[str, UtilitySpec] = {
-    "pause_scheduler": UtilitySpec("lifecycle.pause_scheduler", (PauseMode, bool)),
-    "resume_scheduler": UtilitySpec("lifecycle.resume_scheduler"),
-    "is_scheduler_paused": UtilitySpec("lifecycle.is_scheduler_paused"),
-    "sleep": UtilitySpec("lifecycle.sleep", (int, PauseMode)),
-    "wake_up": UtilitySpec("lifecycle.wake_up", (list[str] | None,)),
-    "is_sleeping": UtilitySpec("lifecycle.is_sleeping"),
-    "release_kv_cache_memory": UtilitySpec("lifecycle.release_kv_cache_memory", (PauseMode,)),
-    "reset_prefix_cache": UtilitySpec("lifecycle.reset_prefix_cache", (bool, bool)),
-    "reset_mm_cache": UtilitySpec("lifecycle.reset_mm_cache"),
-    "reset_encoder_cache": UtilitySpec("lifecycle.reset_encoder_cache"),
-    "update_weights": UtilitySpec("lifecycle.update_weights", (str, str | None)),
-    "get_weight_version": UtilitySpec("lifecycle.get_weight_version"),
-    "add_lora": UtilitySpec("executor.add_lora", (LoRARequest,)),
-    "remove_lora": UtilitySpec("executor.remove_lora", (int,)),
-    "list_loras": UtilitySpec("executor.list_loras"),
-    "pin_lora": UtilitySpec("executor.pin_lora", (int,)),
-    "get_supported_tasks": UtilitySpec("executor.get_supported_tasks"),
-    "collective_rpc": UtilitySpec(
-        "executor.collective_rpc", (str, float | None, tuple[Any, ...], dict[str, Any] | None)
-    ),
-    "profile": UtilitySpec("executor.profile", (bool, str | None, int | None, int | None)),
-    "execute_dummy_batch": UtilitySpec("executor.execute_dummy_batch"),
-    "get_dropped_messages": UtilitySpec("get_dropped_messages"),
-    "admit_clients": UtilitySpec("admit_clients"),
-    "get_trace": UtilitySpec("get_trace", (float,)),
-    "get_snapshot": UtilitySpec("get_snapshot"),
-}
+from quire.wire.engine_core import UtilityOutput
+from quire.wire.utility import UTILITIES
 
 
 def run_utility(core: Any, name: str, args: Sequence[Any]) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -326,7 +327,8 @@ class AsyncLLM:
 
     async def get_snapshot(self) -> EngineSnapshot:
         """The blocks and requests of the core at this moment, for people who watch. Waits for the step that runs."""
-        return await self.engine_core.get_snapshot_async()
+        snapshot: EngineSnapshot = await self.engine_core.call_utility_async("get_snapshot")
+        return snapshot
 
     # -- control ------------------------------------------------------------------------------------------------------
 
@@ -342,80 +344,80 @@ class AsyncLLM:
         abort: end all requests. wait: let them end (so does `wait_for_inflight_requests`, the older name). keep:
         freeze them.
         """
-        await self.engine_core.pause_scheduler_async("wait" if wait_for_inflight_requests else mode, clear_cache)
+        mode = "wait" if wait_for_inflight_requests else mode
+        await self.engine_core.call_utility_async("pause_scheduler", mode, clear_cache)
 
     async def resume_generation(self) -> None:
         """Generate again."""
-        await self.engine_core.resume_scheduler_async()
+        await self.engine_core.call_utility_async("resume_scheduler")
 
     async def is_paused(self) -> bool:
         """Whether new requests wait."""
-        return await self.engine_core.is_scheduler_paused_async()
+        return bool(await self.engine_core.call_utility_async("is_scheduler_paused"))
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Pause and give memory back: 0 none, 1 the KV cache, 2 the weights, too."""
         with self.pipeline.stats.operations.timed("sleep") as operations:
-            await self.engine_core.sleep_async(level, mode)
+            await self.engine_core.call_utility_async("sleep", level, mode)
             operations.set_sleep_level(level)
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
         """Take memory again, all of it or by tag; True once the engine serves."""
         with self.pipeline.stats.operations.timed("wake") as operations:
-            is_awake = await self.engine_core.wake_up_async(tags)
+            is_awake: bool = await self.engine_core.call_utility_async("wake_up", tags)
             if is_awake:
                 operations.set_sleep_level(0)
             return is_awake
 
     async def is_sleeping(self) -> bool:
         """Between `sleep` and the `wake_up` that ends it."""
-        return await self.engine_core.is_sleeping_async()
+        return bool(await self.engine_core.call_utility_async("is_sleeping"))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached prefixes; False if running requests held blocks and nothing was done."""
-        return await self.engine_core.reset_prefix_cache_async(reset_running_requests, reset_connector)
+        args = reset_running_requests, reset_connector
+        return bool(await self.engine_core.call_utility_async("reset_prefix_cache", *args))
 
     async def reset_mm_cache(self) -> None:
-        """Forget processed images and sounds."""
-        await self.engine_core.reset_mm_cache_async()
+        """Forgets processed images and sounds: there are none yet."""
 
     async def reset_encoder_cache(self) -> None:
-        """Forget encoder outputs."""
-        await self.engine_core.reset_encoder_cache_async()
+        """Forgets encoder outputs: there are none yet."""
 
     async def update_weights(self, path: str, version: str | None = None) -> str:
         """Replace the weights by those of another checkpoint directory; the new weight version."""
         with self.pipeline.stats.operations.timed("update"):
-            return await self.engine_core.update_weights_async(path, version)
+            return str(await self.engine_core.call_utility_async("update_weights", os.path.abspath(path), version))
 
     async def get_weight_version(self) -> str:
         """Of the weights that are loaded; "0" for those of start-up."""
-        return await self.engine_core.get_weight_version_async()
+        return str(await self.engine_core.call_utility_async("get_weight_version"))
 
     async def get_trace(self, seconds: float = 10.0) -> bytes:
         """What happened in the last `seconds`, as JSON for Perfetto. Raises ValidationError without --trace-events."""
-        return self.pipeline.encode_trace(await self.engine_core.get_trace_async(seconds))
+        return self.pipeline.encode_trace(await self.engine_core.call_utility_async("get_trace", seconds))
 
     async def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
         """Pause and give back the KV cache only; `wake_up` takes it again."""
         with self.pipeline.stats.operations.timed("release_kv_cache_memory") as operations:
-            await self.engine_core.release_kv_cache_memory_async(mode)
+            await self.engine_core.call_utility_async("release_kv_cache_memory", mode)
             operations.set_sleep_level(1)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter. Raises ClientError: none can be served yet."""
-        return await self.engine_core.add_lora_async(lora_request)
+        return bool(await self.engine_core.call_utility_async("add_lora", lora_request))
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter."""
-        return await self.engine_core.remove_lora_async(lora_id)
+        return bool(await self.engine_core.call_utility_async("remove_lora", lora_id))
 
     async def list_loras(self) -> set[int]:
         """Ids of the adapters that are loaded."""
-        return await self.engine_core.list_loras_async()
+        return set(await self.engine_core.call_utility_async("list_loras"))
 
     async def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter from being evicted."""
-        return await self.engine_core.pin_lora_async(lora_id)
+        return bool(await self.engine_core.call_utility_async("pin_lora", lora_id))
 
     async def collective_rpc(
         self,
@@ -425,7 +427,7 @@ class AsyncLLM:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Call a method of the worker class on every worker; one result per worker."""
-        return await self.engine_core.collective_rpc_async(method, timeout, args, kwargs)
+        return list(await self.engine_core.call_utility_async("collective_rpc", method, timeout, args, kwargs or {}))
 
     async def start_profile(
         self,
@@ -435,11 +437,11 @@ class AsyncLLM:
         max_iterations: int | None = None,
     ) -> None:
         """Start the workers' profiler. None for the counts means as --profiler-config says."""
-        await self.engine_core.profile_async(True, profile_prefix, delay_iterations, max_iterations)
+        await self.engine_core.call_utility_async("profile", True, profile_prefix, delay_iterations, max_iterations)
 
     async def stop_profile(self) -> None:
         """Stop the workers' profiler."""
-        await self.engine_core.profile_async(False)
+        await self.engine_core.call_utility_async("profile", False)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,9 @@ core wherever that lives.
 from __future__ import annotations
 
 import functools
+import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -236,36 +237,36 @@ class LLMEngine:
         abort: end all requests; the next steps give their last outputs. keep: freeze them. wait: let them end first
         (ValueError for an engine core in this process: the caller runs its steps).
         """
-        self.engine_core.pause_scheduler(mode, clear_cache)
+        self.engine_core.call_utility("pause_scheduler", mode, clear_cache)
         self.pause_mode = mode
 
     def resume_generation(self) -> None:
         """Generate again."""
-        self.engine_core.resume_scheduler()
+        self.engine_core.call_utility("resume_scheduler")
         self.pause_mode = None
 
     def is_paused(self) -> bool:
         """Whether new requests wait."""
-        return self.engine_core.is_scheduler_paused()
+        return bool(self.engine_core.call_utility("is_scheduler_paused"))
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Pause and give memory back: 0 none, 1 the KV cache, 2 the weights, too (`engine/lifecycle.py`)."""
         with self.pipeline.stats.operations.timed("sleep") as operations:
-            self.engine_core.sleep(level, mode)
+            self.engine_core.call_utility("sleep", level, mode)
             operations.set_sleep_level(level)
         self.pause_mode = mode
 
     def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
         """Pause and give back the KV cache only."""
         with self.pipeline.stats.operations.timed("release_kv_cache_memory") as operations:
-            self.engine_core.release_kv_cache_memory(mode)
+            self.engine_core.call_utility("release_kv_cache_memory", mode)
             operations.set_sleep_level(1)
         self.pause_mode = mode
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
         """Take memory again: all, or "weights", "kv_cache"; True once all is there and generation goes on."""
         with self.pipeline.stats.operations.timed("wake") as operations:
-            is_awake = self.engine_core.wake_up(tags)
+            is_awake: bool = self.engine_core.call_utility("wake_up", tags)
         if is_awake:
             self.pause_mode = None
             operations.set_sleep_level(0)
@@ -273,19 +274,17 @@ class LLMEngine:
 
     def is_sleeping(self) -> bool:
         """Between `sleep` and the `wake_up` that ends it."""
-        return self.engine_core.is_sleeping()
+        return bool(self.engine_core.call_utility("is_sleeping"))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached prefixes; False if running requests held blocks and nothing was done."""
-        return self.engine_core.reset_prefix_cache(reset_running_requests, reset_connector)
+        return bool(self.engine_core.call_utility("reset_prefix_cache", reset_running_requests, reset_connector))
 
     def reset_mm_cache(self) -> None:
-        """Forget processed images and sounds: there are none yet."""
-        self.engine_core.reset_mm_cache()
+        """Forgets processed images and sounds: there are none yet."""
 
     def reset_encoder_cache(self) -> None:
-        """Forget encoder outputs: there are none yet."""
-        self.engine_core.reset_encoder_cache()
+        """Forgets encoder outputs: there are none yet."""
 
     def update_weights(self, path: str | Path, version: str | None = None) -> str:
         """Replace the weights in place by those of a checkpoint directory of the same architecture; the new version.
@@ -293,31 +292,31 @@ class LLMEngine:
         Requests in progress keep their tokens and go on with the new weights. ModelLoadError leaves the old ones.
         """
         with self.pipeline.stats.operations.timed("update"):
-            return self.engine_core.update_weights(str(path), version)
+            return str(self.engine_core.call_utility("update_weights", os.path.abspath(path), version))
 
     def get_trace(self, seconds: float = 10.0) -> bytes:
         """What happened in the last `seconds`, as JSON for Perfetto. Raises ValidationError without --trace-events."""
-        return self.pipeline.encode_trace(self.engine_core.get_trace(seconds))
+        return self.pipeline.encode_trace(self.engine_core.call_utility("get_trace", seconds))
 
     def get_weight_version(self) -> str:
         """Of the weights that are loaded; "0" for those of start-up."""
-        return self.engine_core.get_weight_version()
+        return str(self.engine_core.call_utility("get_weight_version"))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter. Raises ClientError: none can be served yet."""
-        return self.engine_core.add_lora(lora_request)
+        return bool(self.engine_core.call_utility("add_lora", lora_request))
 
     def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter."""
-        return self.engine_core.remove_lora(lora_id)
+        return bool(self.engine_core.call_utility("remove_lora", lora_id))
 
     def list_loras(self) -> set[int]:
         """Ids of the adapters that are loaded."""
-        return self.engine_core.list_loras()
+        return set(self.engine_core.call_utility("list_loras"))
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter from being evicted."""
-        return self.engine_core.pin_lora(lora_id)
+        return bool(self.engine_core.call_utility("pin_lora", lora_id))
 
     def start_profile(
         self,
@@ -327,15 +326,24 @@ class LLMEngine:
         max_iterations: int | None = None,
     ) -> None:
         """Start the workers' profiler. None for the counts means as --profiler-config says."""
-        self.engine_core.profile(True, profile_prefix, delay_iterations, max_iterations)
+        self.engine_core.call_utility("profile", True, profile_prefix, delay_iterations, max_iterations)
 
     def stop_profile(self) -> None:
         """Stop the workers' profiler and write its trace."""
-        self.engine_core.profile(False)
+        self.engine_core.call_utility("profile", False)
 
-    def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on every worker; arguments and result are those of `EngineCoreClient.collective_rpc`."""
-        return self.engine_core.collective_rpc(*args, **kwargs)
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of the worker class on every worker. Returns one result per worker.
+
+        With the engine in this process also a function, whose first argument is the worker; elsewhere ValidationError.
+        """
+        return list(self.engine_core.call_utility("collective_rpc", method, timeout, args, kwargs or {}))
 
     def do_log_stats(self) -> None:
         """Let the statistics loggers write now."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from concurrent.futures import Future
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -12,10 +13,11 @@ from quire.engine import utility
 from quire.engine.core import EngineCore
 from quire.engine.executor.abstract import Executor
 from quire.engine.lifecycle import Lifecycle
-from quire.engine.utility import UtilitySpec, answer_utility, run_utility
+from quire.engine.utility import answer_utility, run_utility
 from quire.errors import ValidationError
 from quire.lora_request import LoRARequest
 from quire.wire.engine_core import UtilityOutput
+from quire.wire.utility import UtilitySpec
 
 from . import driver
 
@@ -78,6 +80,10 @@ def test_the_table_says_what_the_methods_say(name: str) -> None:
     hints |= {"method": str} if name == "collective_rpc" else {}  # functions are for callers in this process
     parameters = list(inspect.signature(function).parameters)[1:]
     assert tuple(hints[parameter] for parameter in parameters) == TABLE[name].arguments
+    result = hints["return"]
+    if get_origin(result) is UnionType:  # a Future: the verb ends later
+        (result,) = (kind for kind in get_args(result) if get_origin(kind) is not Future)
+    assert TABLE[name].result == (None if result is type(None) else result)
 
 
 @pytest.mark.parametrize("given", [["a", 1, "/a"], LoRARequest("a", 1, "/a")])

@@ -17,6 +17,7 @@ from quire.wire.engine_core import (
 )
 from quire.wire.execution import LogprobsLists
 from quire.wire.stats import PrefillStats, SchedulerStats
+from quire.wire.utility import UTILITIES
 
 Model = Callable[[Sequence[int]], dict[int, float]]
 """Tokens so far to the log-probabilities of every next token."""
@@ -105,6 +106,7 @@ class FakeClient(EngineCoreClient):
         )
 
     def call_utility(self, method: str, *args: Any) -> Any:
+        assert len(args) <= len(UTILITIES[method].arguments)
         self.utilities.append((method, *args))
         return self.utility_results.get(method)
 

@@ -388,8 +388,6 @@ def test_control_calls(model_dir: Path) -> None:
             ("wake_up", (["weights"],)),
             ("is_sleeping", ()),
             ("reset_prefix_cache", (True, False)),
-            ("reset_mm_cache", ()),
-            ("reset_encoder_cache", ()),
             ("update_weights", ("/w", None)),
             ("collective_rpc", ("ping", 1.0, (), {})),
             ("get_weight_version", ()),
@@ -399,7 +397,7 @@ def test_control_calls(model_dir: Path) -> None:
             ("pin_lora", (1,)),
             ("list_loras", ()),
             ("profile", (True, "/p", None, None)),
-            ("profile", (False, None, None, None)),
+            ("profile", (False,)),
         ]
         assert await llm.get_supported_tasks() == ("generate",)
         assert llm.tokenizer is await llm.get_tokenizer()

@@ -274,6 +274,7 @@ def test_pass_through_calls(model_dir: Path) -> None:
     assert engine.is_paused() is False  # as the client says
     engine.resume_generation()
     engine.reset_encoder_cache()
+    engine.reset_mm_cache()
     assert (engine.add_lora(LORA), engine.remove_lora(1), engine.pin_lora(1)) == (False,) * 3
     client.utility_results["list_loras"] = [1]
     assert engine.list_loras() == {1}
@@ -281,7 +282,6 @@ def test_pass_through_calls(model_dir: Path) -> None:
         ("pause_scheduler", "keep", False),
         ("is_scheduler_paused",),
         ("resume_scheduler",),
-        ("reset_encoder_cache",),
         ("add_lora", LORA),
         ("remove_lora", 1),
         ("pin_lora", 1),

@@ -16,8 +16,8 @@ from quire.cli.command_line import Arguments
 from quire.config.engine import EngineConfig
 from quire.config.engine_args import EngineArgs
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.client.inproc import AsyncInprocClient
+from quire.frontend.client.mp import AsyncMPClient
 from quire.resolve import resolve
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.testing.fake_executor import FakeExecutor

@@ -27,50 +27,15 @@ from typing import Any, NamedTuple
 from quire.errors import EngineDeadError
 from quire.frontend.supervision.quarantine import CoreDeath
 from quire.wire.engine_core import UtilityOutput
+from quire.wire.utility import UTILITIES
 
 UtilityCall = tuple[str, tuple[Any, ...]]
 """A control verb and its arguments."""
 
 MAX_ATTEMPTS = 2
 """How often a call may be sent to a core."""
-REPEATABLE_VERBS = frozenset(
-    {
-        "pause_scheduler",
-        "resume_scheduler",
-        "is_scheduler_paused",
-        "sleep",
-        "release_kv_cache_memory",
-        "wake_up",
-        "is_sleeping",
-        "reset_prefix_cache",
-        "reset_mm_cache",
-        "reset_encoder_cache",
-        "update_weights",
-        "get_weight_version",
-        "add_lora",
-        "remove_lora",
-        "pin_lora",
-        "list_loras",
-        "get_supported_tasks",
-        "get_dropped_messages",
-        "admit_clients",
-        "get_trace",
-        "get_snapshot",
-    }
-)
-"""Calling one of these once more leads to the same state as calling it once."""
-
-REMEMBERED_VERBS = frozenset(
-    {
-        "pause_scheduler",
-        "resume_scheduler",
-        "sleep",
-        "release_kv_cache_memory",
-        "wake_up",
-        "update_weights",
-    }
-)
-"""Those that change the state a restarted core is brought into, adapters left out: no route of a server loads one."""
+REPEATABLE_VERBS = frozenset(name for name, spec in UTILITIES.items() if spec.is_repeatable)
+REMEMBERED_VERBS = frozenset(name for name, spec in UTILITIES.items() if spec.is_remembered)
 
 
 class ControlState:

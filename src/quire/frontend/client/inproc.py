@@ -61,17 +61,10 @@ class InprocClient(EngineCoreClient):
             self.engine_core.abort_requests(request_ids)
 
     def call_utility(self, method: str, *args: Any) -> Any:
+        """As the base class says; `collective_rpc` takes functions, too: they cross no process."""
+        if method == "collective_rpc" and callable(args[0]):
+            return list(self.engine_core.executor.collective_rpc(*args))
         return self._run_utility(self.engine_core, method, args)
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Functions are welcome: they cross no process. The worker is their first argument."""
-        return list(self.engine_core.executor.collective_rpc(method, timeout, args, kwargs))
 
     def shutdown(self) -> None:
         self.engine_core.shutdown()
@@ -105,15 +98,7 @@ class AsyncInprocClient(AsyncEngineCoreClient):
             target=self._run, args=(config, log_stats, started), name="quire-engine-core", daemon=True
         )
         self._thread.start()
-        self._ready_response = started.result()
-
-    @property
-    def ready_response(self) -> EngineCoreReadyResponse:
-        return self._ready_response
-
-    @property
-    def is_ready(self) -> bool:
-        return not self.engine_dead
+        self.ready_response = started.result()
 
     @property
     def engine_dead(self) -> bool:
@@ -133,16 +118,6 @@ class AsyncInprocClient(AsyncEngineCoreClient):
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         return await self._call(lambda core: core.call_utility(method, *args))
-
-    async def collective_rpc_async(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Functions are welcome: they cross no process. The worker is their first argument."""
-        return list(await self._call(lambda core: core.collective_rpc(method, timeout, args, kwargs)))
 
     def shutdown(self) -> None:
         with self._end:

@@ -1,9 +1,10 @@
-"""Outputs from the thread that receives them to the event loop that processes them."""
+"""Where a client's thread puts the outputs it receives: a queue for a thread, a mailbox for an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,21 @@ from quire.wire.engine_core import EngineCoreOutputs
 
 MAX_TURN_S = 0.005
 """How long outputs that lie ready are handed out before the rest of the loop has its turn."""
+
+
+class QueueSink:
+    """Outputs for one thread that waits for them."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[EngineCoreOutputs | EngineDeadError] = queue.SimpleQueue()
+
+    def put_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """Adds the outputs of a step."""
+        self.queue.put(outputs)
+
+    def put_end(self, error: EngineDeadError) -> None:
+        """Ends the queue, because of `error`."""
+        self.queue.put(error)
 
 
 class LoopMailbox:

@@ -1,19 +1,22 @@
 """An engine core in a process of its own, as one client sees it: sockets, two threads, and their end.
 
-`MPClient` is the part that the synchronous and the asyncio client share. The client that starts the core has a
-supervisor, which keeps it alive; any number of others (`client_count`) may attach to the same core, each with its own
-sockets and its own journal.
+`MPClient` is the part that `SyncMPClient` and `AsyncMPClient` share. The client that starts the core has a supervisor,
+which keeps it alive; any number of others (`client_count`) may attach to the same core, each with its own sockets and
+its own journal.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import math
 import os
 import threading
+import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -23,18 +26,24 @@ from quire import envs
 from quire.config.engine import EngineConfig
 from quire.config.server import encode_config
 from quire.errors import ConfigError, EngineDeadError, ServerError, ValidationError
+from quire.frontend.client.base import AsyncEngineCoreClient, EngineCoreClient
+from quire.frontend.client.control_calls import REMEMBERED_VERBS
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread, OutputSink
+from quire.frontend.client.mailbox import LoopMailbox, QueueSink
 from quire.frontend.client.shared_links import MemberLink
 from quire.frontend.supervision.launch import CoreLaunch
 from quire.frontend.supervision.supervisor import CoreSupervisor
 from quire.timeline import stamp
-from quire.wire.engine_core import EngineCoreReadyResponse, EngineCoreRequest
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.handshake import ClientAddresses, EngineZmqAddresses
 from quire.wire.serial import Frame, MsgpackEncoder
 from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bound_address, make_zmq_socket
+from quire.wire.utility import convert_result
 
 T = TypeVar("T")
+ControlRelay = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
+"""Calls a control verb in another process; its result."""
 
 IO_THREADS = 2
 """Of the zmq context (checklist S2-CL-007)."""
@@ -98,13 +107,14 @@ def _join(thread: threading.Thread, timeout_s: float) -> bool:
     return not thread.is_alive()
 
 
-class MPClient:
-    """One client of one core. Thread-safe. Raises, when made, what the core's start-up raises."""
+class MPClient(ABC):
+    """One client of one core. Thread-safe. Starts a core process, or attaches to one with `client_addresses`; ends it
+    with `shutdown`, when it is garbage, or when the interpreter ends. Raises, when made, what the core's start-up
+    raises."""
 
     def __init__(
         self,
         config: EngineConfig,
-        sink: OutputSink,
         *,
         log_stats: bool,
         client_addresses: ClientAddresses | None = None,
@@ -120,6 +130,8 @@ class MPClient:
         self.resources.directory = directory
         self._encoder = MsgpackEncoder()
         self._encoder_lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, self.resources.close)
+        sink = self._make_sink()
         try:
             if client_addresses is None:
                 self._link_thread = self._launch(config, sink, log_stats, client_count, link)
@@ -138,6 +150,14 @@ class MPClient:
         except BaseException:
             self.resources.close()
             raise
+
+    @abstractmethod
+    def _make_sink(self) -> OutputSink:
+        """Returns where the outputs go."""
+
+    def shutdown(self) -> None:
+        """Ends the core, the threads and the sockets. Idempotent."""
+        self._finalizer()
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -236,12 +256,12 @@ class MPClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a core is there."""
+        """True if a core is connected."""
         return self._link_thread.link.state is LinkState.UP and not self.resources.is_closed
 
     @property
     def engine_dead(self) -> bool:
-        """Whether no core is there any more, and none will be."""
+        """True if no core is there any more, and none will be."""
         return self._link_thread.link.state is LinkState.GONE or self.resources.is_closed
 
     @property
@@ -266,7 +286,7 @@ class MPClient:
         return {} if self.resources.supervisor is None else self.resources.supervisor.restarts
 
     def expect_shutdown(self) -> None:
-        """See `AsyncEngineCoreClient`."""
+        """Announces that `shutdown` follows once the live requests have ended."""
         if self.resources.supervisor is not None:
             self.resources.supervisor.expect_stop()
 
@@ -304,9 +324,17 @@ class MPClient:
             link = self._link_thread.link
             self._link_thread.post(lambda: link.abort_requests(request_ids))
 
-    def call_utility(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Call a control verb: its result. Raises EngineDeadError; ValidationError for what cannot be sent."""
+    def begin_call(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        """Calls a control verb. Returns its result, as it comes off the wire. Raises EngineDeadError; ValidationError
+        for arguments that cannot be sent."""
         self._check_usable()
+        if method == "collective_rpc" and callable(args[0]):
+            raise ValidationError(
+                f"collective_rpc({getattr(args[0], '__name__', args[0])}): a function cannot be sent to a worker in "
+                "another process; name a method of the worker class (--worker-cls takes your own), or use the "
+                "in-process engine",
+                param="method",
+            )
         self._encode(args)
         return self._link_thread.post_call(method, args)
 
@@ -323,6 +351,54 @@ class MPClient:
             raise ServerError("this engine belongs to the process that made it, not to a fork of it; make one here")
         if self.engine_dead:
             raise EngineDeadError(self._link_thread.link.gone_reason or "the engine has been shut down")
+
+
+class SyncMPClient(MPClient, EngineCoreClient):  # type: ignore[override]  # ready_response is read-only
+    """For a caller that waits for outputs: `LLM` and `LLMEngine`.
+
+    Ctrl-C never reaches the core: waiting for outputs can be interrupted at any time and taken up again.
+    """
+
+    def _make_sink(self) -> OutputSink:
+        sink = QueueSink()
+        self._outputs = sink.queue
+        return sink
+
+    def get_output(self) -> EngineCoreOutputs:
+        outputs = self._outputs.get()
+        if isinstance(outputs, EngineDeadError):
+            self._outputs.put(outputs)
+            raise outputs
+        return outputs
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        return convert_result(method, self.begin_call(method, args).result())
+
+
+class AsyncMPClient(MPClient, AsyncEngineCoreClient):  # type: ignore[override]  # ready_response is read-only
+    """For coroutines of one event loop: `AsyncLLM`. Made on any thread, with or without a loop."""
+
+    control_relay: ControlRelay | None = None
+    """Makes the calls that change the core, so that the process which restarts it knows of them; None: this client
+    does."""
+
+    def _make_sink(self) -> OutputSink:
+        self._mailbox = LoopMailbox()
+        return self._mailbox
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._mailbox.take()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self.add_request(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.abort_requests(request_ids)
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        if self.control_relay is not None and method in REMEMBERED_VERBS:
+            return await self.control_relay(method, args)
+        return convert_result(method, await asyncio.wrap_future(self.begin_call(method, args)))
 
 
 def make_client_addresses(directory: SocketDirectory, client_index: int, *, is_judged: bool = False) -> ClientAddresses:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig, encode_config
 from quire.errors import NotFoundError, QuireError, ServerError, make_error
-from quire.frontend.client.async_mp import AsyncMPClient
-from quire.frontend.client.mp import make_client_addresses
+from quire.frontend.client.mp import AsyncMPClient, make_client_addresses
 from quire.frontend.client.shared_links import OwnerLink
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.fleet.engine_watch import EngineWatch
@@ -294,7 +293,7 @@ def serve_with_processes(
         core = _SharedCore(
             client,
             EngineWatch(config, client, log_stats=log_stats),
-            Inquest(owner, client.mp.ask_link, processes.ask_all),
+            Inquest(owner, client.ask_link, processes.ask_all),
         )
         drain_s = server.drain_accept_s + config.lifecycle_config.shutdown_timeout
         asyncio.run(_run(processes, core, drain_s, on_ready))

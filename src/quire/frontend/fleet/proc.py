@@ -23,7 +23,7 @@ import msgspec
 from quire.config.server import decode_config, decode_server_config
 from quire.errors import QuireError, ServerError, error_name
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.client.async_mp import AsyncMPClient
+from quire.frontend.client.mp import AsyncMPClient
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.fleet.metrics import encode_report, gather_from_parent
 from quire.frontend.fleet.peer_link import FleetPeers, PeerLink

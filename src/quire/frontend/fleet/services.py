@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from quire.errors import NotFoundError
-from quire.frontend.client.async_mp import AsyncMPClient
 from quire.frontend.client.link import Verdict
+from quire.frontend.client.mp import AsyncMPClient
 from quire.frontend.client.shared_links import MemberLink
 from quire.frontend.fleet.inquest import EncodedSuspect, encode_suspects
 from quire.frontend.fleet.metrics import encode_report
@@ -75,16 +75,16 @@ class PeerServices:
     ) -> list[EncodedSuspect]:
         death = CoreDeath(cause, description, None if request_ids is None else tuple(request_ids), was_asked)
         link = self._link
-        suspects = await asyncio.wrap_future(self._client.mp.ask_link(lambda: link.report_death(incarnation, death)))
+        suspects = await asyncio.wrap_future(self._client.ask_link(lambda: link.report_death(incarnation, death)))
         return await asyncio.to_thread(encode_suspects, suspects) if suspects else []
 
     async def _convict(self, request_id: str, message: str) -> None:
         link, verdict = self._link, Verdict(request_id, message)
-        await asyncio.wrap_future(self._client.mp.ask_link(lambda: link.convict(verdict)))
+        await asyncio.wrap_future(self._client.ask_link(lambda: link.convict(verdict)))
 
     @property
     def _link(self) -> MemberLink:
-        link = self._client.mp.link
+        link = self._client.link
         assert isinstance(link, MemberLink)  # the parent has given it such addresses
         return link
 

@@ -74,16 +74,16 @@ def test_requests_and_control(client: InprocClient) -> None:
     client.add_request(EngineCoreRequest("a", [1], SamplingParams(), None, 0.0))
     client.abort_requests([])
     client.abort_requests(["a"])
-    assert client.reset_prefix_cache(True) is True
-    assert client.collective_rpc("m", 1.0, (2,), {"k": 3}) == [("m", 1.0, (2,), {"k": 3})]
-    assert client.collective_rpc(len) == [(len, None, (), None)]
-    client.profile(True, "/p")
+    assert client.call_utility("reset_prefix_cache", True) is True
+    assert client.call_utility("collective_rpc", "m", 1.0, (2,), {"k": 3}) == [("m", 1.0, (2,), {"k": 3})]
+    assert client.call_utility("collective_rpc", len) == [(len,)]
+    client.call_utility("profile", True, "/p")
     client.shutdown()
     assert client.engine_core.calls[1:] == [
         ("add_request", "core a", 3),
         ("abort_requests", ["a"]),
-        ("reset", True, False),
-        ("profile", True, "/p", None, None),
+        ("reset", True),
+        ("profile", True, "/p"),
         ("shutdown",),
     ]
 
@@ -239,13 +239,15 @@ def test_control_calls(model_dir: Path) -> None:
     client = make(model_dir)
 
     async def test() -> None:
-        await client.pause_scheduler_async("keep")
-        assert await client.is_scheduler_paused_async() is True
+        await client.call_utility_async("pause_scheduler", "keep")
+        assert await client.call_utility_async("is_scheduler_paused") is True
         await client.add_request_async(request("a"))
-        assert await client.collective_rpc_async(lambda executor: type(executor).__name__) == ["FakeExecutor"]
-        await client.resume_scheduler_async()
+        assert await client.call_utility_async("collective_rpc", lambda executor: type(executor).__name__) == [
+            "FakeExecutor"
+        ]
+        await client.call_utility_async("resume_scheduler")
         await collect(client, is_finished)
-        assert await client.reset_prefix_cache_async() is True
+        assert await client.call_utility_async("reset_prefix_cache") is True
         with pytest.raises(ValidationError, match="no control verb 'shut_down'"):
             await client.call_utility_async("shut_down")
 
@@ -268,10 +270,10 @@ def test_a_pause_by_wait_lets_requests_end_first(model_dir: Path, gate: Gate, ve
         assert len(await collect(client, is_finished)) == 2
         gate.may_go_on.release(10)  # steps that tell the worker who has finished
         await asyncio.wait_for(paused, DEADLINE_S)
-        assert await client.is_scheduler_paused_async() is True
-        assert await client.is_sleeping_async() is (verb == "sleep")
+        assert await client.call_utility_async("is_scheduler_paused") is True
+        assert await client.call_utility_async("is_sleeping") is (verb == "sleep")
         await client.add_request_async(request("b", max_tokens=1))
-        assert await client.wake_up_async() is True
+        assert await client.call_utility_async("wake_up") is True
         assert (await collect(client, is_finished))[0].request_id == "b"
 
     run(client, test)
@@ -291,7 +293,7 @@ def test_a_step_that_fails_is_the_end(model_dir: Path, caplog: pytest.LogCapture
         with pytest.raises(EngineDeadError, match="no more memory"):
             await client.add_request_async(request("b"))
         with pytest.raises(EngineDeadError, match="no more memory"):
-            await client.is_scheduler_paused_async()
+            await client.call_utility_async("is_scheduler_paused")
         await client.abort_requests_async(["a"])
 
     run(client, test)

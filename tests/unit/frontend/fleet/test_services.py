@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from quire.errors import NotFoundError
-from quire.frontend.client.async_mp import AsyncMPClient
+from quire.frontend.client.mp import AsyncMPClient
 from quire.frontend.client.shared_links import MemberLink
 from quire.frontend.fleet.inquest import decode_suspects
 from quire.frontend.fleet.services import PeerServices
@@ -45,7 +45,8 @@ class Process:
             part=lambda kind: SimpleNamespace(local=SimpleNamespace(**responses)),
         )
         client = SimpleNamespace(
-            mp=SimpleNamespace(link=self.link, ask_link=_at_once),
+            link=self.link,
+            ask_link=_at_once,
             note_gone=lambda reason: self.heard.append(("gone", reason)),
         )
         self.services = PeerServices(cast("ServerState", state), cast("AsyncMPClient", client), self.stop)

@@ -1,0 +1,77 @@
+"""Control verbs: what a client may call on an engine core besides adding and aborting requests.
+
+The table is the only door. A name that is not in it cannot be called. Adding a verb is adding a row
+(`docs/recipes/add_a_control_verb.md`): `engine/utility.py` finds the method by it, clients convert the result by it,
+and a restarted core is brought into the state of the one before it by it (`frontend/client/control_calls.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire.lora_request import LoRARequest
+from quire.wire.engine_core import PauseMode
+from quire.wire.snapshot import EngineSnapshot
+from quire.wire.trace import TraceWindow
+
+
+class UtilitySpec(NamedTuple):
+    """One verb. Arguments are positional; those a caller leaves out take the method's defaults."""
+
+    method: str
+    """A path from the EngineCore."""
+    arguments: tuple[Any, ...] = ()
+    """Types, in order."""
+    result: Any = None
+    """Type of the result."""
+    is_repeatable: bool = False
+    """A second call leads to the same state as one: it is made again if the core dies before it answers."""
+    is_remembered: bool = False
+    """A call changes the state that a restarted core is brought into. (Those of adapters do so, too, and are left out:
+    no route of a server loads one.)"""
+
+
+def _get(method: str, result: Any, arguments: tuple[Any, ...] = ()) -> UtilitySpec:
+    """A verb that changes nothing."""
+    return UtilitySpec(method, arguments, result, is_repeatable=True)
+
+
+def _set(method: str, arguments: tuple[Any, ...] = (), result: Any = None) -> UtilitySpec:
+    """A verb whose effect outlives the core."""
+    return UtilitySpec(method, arguments, result, is_repeatable=True, is_remembered=True)
+
+
+UTILITIES: dict[str, UtilitySpec] = {
+    "pause_scheduler": _set("lifecycle.pause_scheduler", (PauseMode, bool)),
+    "resume_scheduler": _set("lifecycle.resume_scheduler"),
+    "is_scheduler_paused": _get("lifecycle.is_scheduler_paused", bool),
+    "sleep": _set("lifecycle.sleep", (int, PauseMode)),
+    "wake_up": _set("lifecycle.wake_up", (list[str] | None,), bool),
+    "is_sleeping": _get("lifecycle.is_sleeping", bool),
+    "release_kv_cache_memory": _set("lifecycle.release_kv_cache_memory", (PauseMode,)),
+    "reset_prefix_cache": UtilitySpec("lifecycle.reset_prefix_cache", (bool, bool), bool, is_repeatable=True),
+    "update_weights": _set("lifecycle.update_weights", (str, str | None), str),
+    "get_weight_version": _get("lifecycle.get_weight_version", str),
+    "add_lora": UtilitySpec("executor.add_lora", (LoRARequest,), bool, is_repeatable=True),
+    "remove_lora": UtilitySpec("executor.remove_lora", (int,), bool, is_repeatable=True),
+    "pin_lora": UtilitySpec("executor.pin_lora", (int,), bool, is_repeatable=True),
+    "list_loras": _get("executor.list_loras", set[int]),
+    "get_supported_tasks": _get("executor.get_supported_tasks", tuple[str, ...]),
+    "collective_rpc": UtilitySpec(
+        "executor.collective_rpc", (str, float | None, tuple[Any, ...], dict[str, Any] | None), list[Any]
+    ),
+    "profile": UtilitySpec("executor.profile", (bool, str | None, int | None, int | None)),
+    "execute_dummy_batch": UtilitySpec("executor.execute_dummy_batch"),
+    "get_dropped_messages": _get("get_dropped_messages", dict[str, int]),
+    "admit_clients": UtilitySpec("admit_clients", is_repeatable=True),
+    "get_trace": _get("get_trace", TraceWindow, (float,)),
+    "get_snapshot": _get("get_snapshot", EngineSnapshot),
+}
+
+
+def convert_result(name: str, result: Any) -> Any:
+    """Returns the result of a verb, as it came off the wire, as the type its row names."""
+    spec = UTILITIES.get(name)
+    return result if spec is None else msgspec.convert(result, spec.result)
