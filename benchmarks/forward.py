@@ -28,7 +28,7 @@ from quire.worker.kernels.native import NativeKernels
 from quire.worker.worker import Worker
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-PLANNED, BY_MODULES = 256, 0
+PLANNED, BY_MODULES = step_planner.MAX_NUM_TOKENS, 0
 
 
 def make_worker(shapes: str, dtype: str, num_blocks: int) -> Worker:

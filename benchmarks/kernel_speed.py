@@ -23,10 +23,10 @@ from quire.wire.kv_cache import FullAttentionSpec
 from quire.worker.attention.backend import AttentionBatch, AttentionSpec
 from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.torch_backend import TorchAttentionBackend
-from quire.worker.kernels.base import LinearSpec
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.kernels.specs import LinearSpec
 
 
 def linear_shapes(model: str) -> dict[str, tuple[int, int, bool]]:

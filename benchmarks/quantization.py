@@ -34,7 +34,7 @@ from quire.config.quantization import scheme_of
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.layers.weights import weight_bytes
-from quire.worker.quantization.rounding import quantize
+from quire.worker.quantization.weight import quantize
 
 METHODS = (None, "int8", "int4")
 HELD_OUT_SEED = 977

@@ -1,4 +1,4 @@
-// The random number of a (seed, output index): worker/sample/philox.py, to the bit.
+// The random number of a (seed, output index): worker/sample/torch_kernel.py, to the bit.
 // Philox4x32-10: J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC '11.
 #pragma once
 

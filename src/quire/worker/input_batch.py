@@ -1,18 +1,57 @@
-"""The worker's memory of its requests: persistent arrays, a row per request.
-
-Rows 0 … num_reqs - 1 are always in use: removing a request moves the last row into its place. The large arrays are
-virtual memory until they are written, so a batch costs what its requests need, at most
-max_num_reqs * max_model_len * 4 bytes for the token ids.
-"""
+"""The running requests of a worker: their tokens, blocks and sampling parameters by row, and the inputs of a step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from quire.wire.execution import BlockIds, NewRequestData
-from quire.worker.block_table import BlockTable
+from quire.worker.attention.backend import AttentionBatch
 from quire.worker.sample.metadata import Rows, SamplingTable
+
+
+class BlockTable:
+    """A row of block ids per request of the batch. Entries past a row's blocks are stale and never read."""
+
+    def __init__(self, block_size: int, max_num_reqs: int, max_model_len: int) -> None:
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        self._ids = np.zeros((max_num_reqs, max_blocks), dtype=np.int32)
+        self._num_blocks = np.zeros(max_num_reqs, dtype=np.int64)
+
+    def set_row(self, row: int, block_ids: Sequence[int]) -> None:
+        """Replace the blocks of a row."""
+        self._num_blocks[row] = 0
+        self.append_row(row, block_ids)
+
+    def append_row(self, row: int, block_ids: Sequence[int]) -> None:
+        """Add blocks at the end of a row."""
+        start = self._num_blocks[row]
+        self._ids[row, start : start + len(block_ids)] = block_ids
+        self._num_blocks[row] = start + len(block_ids)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copy a row to another place."""
+        n = self._num_blocks[source]
+        self._ids[target, :n] = self._ids[source, :n]
+        self._num_blocks[target] = n
+
+    def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where the tokens at `positions` of the requests in `rows` (parallel arrays) are stored: [n] int64."""
+        blocks = self._ids[rows, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
+
+    def rows(self, rows: npt.NDArray[np.int64], device: torch.device) -> Tensor:
+        """The table of some requests, [len(rows), blocks] int32, as wide as the longest. May be a view: use at once."""
+        width = int(self._num_blocks[rows].max())
+        # rows is ascending and distinct: if its last is len - 1, it is all rows up to there
+        ids = self._ids[: len(rows), :width] if rows[-1] == len(rows) - 1 else self._ids[rows, :width]
+        return torch.from_numpy(ids).to(device)
 
 
 class InputBatch:
@@ -116,3 +155,64 @@ class InputBatch:
     def output_lens(self, rows: Rows) -> npt.NDArray[np.int64]:
         """Tokens each of the requests in `rows` has generated so far."""
         return self.num_tokens[rows] - self.num_prompt_tokens[rows]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a forward pass gets, and which of its outputs are wanted. Requests are in the order of the batch."""
+
+    rows: Rows
+    """[num_reqs] rows of the batch that take part."""
+    starts: npt.NDArray[np.int64]
+    """[num_reqs] where each request's tokens start."""
+    query_lens: npt.NDArray[np.int64]
+    seq_lens: npt.NDArray[np.int64]
+    """[num_reqs] tokens in the cache after this step."""
+    input_ids: Tensor
+    """[num_tokens] int64"""
+    positions: Tensor
+    """[num_tokens] int64"""
+    attention: list[AttentionBatch]
+    """Per KV cache group."""
+    sampling: Rows
+    """Which of the requests sample a token: those that reach all the tokens they have."""
+
+    @property
+    def logits_indices(self) -> npt.NDArray[np.int64]:
+        """[len(sampling)] the last token of each request that samples."""
+        return (self.starts + self.query_lens - 1)[self.sampling]
+
+
+def make_step_inputs(batch: InputBatch, num_scheduled_tokens: Mapping[str, int], device: torch.device) -> StepInputs:
+    """Lay out the scheduled tokens. Every id is in the batch, with its num_computed_tokens up to date."""
+    scheduled = np.zeros(batch.num_reqs, dtype=np.int64)
+    for req_id, num_tokens in num_scheduled_tokens.items():
+        scheduled[batch.rows[req_id]] = num_tokens
+    rows = np.flatnonzero(scheduled)
+    query_lens = scheduled[rows]
+    computed = batch.num_computed_tokens[rows]
+    seq_lens = computed + query_lens
+    starts = np.cumsum(query_lens) - query_lens
+
+    token_rows = np.repeat(rows, query_lens)  # [num_tokens]
+    positions = np.arange(len(token_rows)) + np.repeat(computed - starts, query_lens)
+    input_ids = batch.token_ids[token_rows, positions].astype(np.int64)
+    attention = [
+        AttentionBatch(
+            query_lens,
+            seq_lens,
+            table.rows(rows, device),
+            torch.from_numpy(table.slots(token_rows, positions)).to(device),
+        )
+        for table in batch.block_tables
+    ]
+    return StepInputs(
+        rows=rows,
+        starts=starts,
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        input_ids=torch.from_numpy(input_ids).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        attention=attention,
+        sampling=np.flatnonzero(seq_lens == batch.num_tokens[rows]),
+    )

@@ -22,20 +22,16 @@ from quire.wire.execution import (
     SchedulerOutput,
 )
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
-from quire.worker.attention.backend import AttentionBackend, AttentionBatch
+from quire.worker.attention.backend import AttentionBackend, AttentionBatch, ForwardContext, set_forward_context
 from quire.worker.attention.layer import Attention, EncoderAttention
-from quire.worker.forward_context import ForwardContext, set_forward_context
-from quire.worker.input_batch import InputBatch
+from quire.worker.input_batch import InputBatch, StepInputs, make_step_inputs
 from quire.worker.kernels.base import Kernels
-from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache, make_null_config
+from quire.worker.kv_cache import KVCacheMemory, TransientKVCache, allocate_kv_cache, make_null_config
 from quire.worker.pooler import Pooler
 from quire.worker.prompt_logprobs import PromptLogprobs
-from quire.worker.sample.edits import apply_grammar_bitmask
 from quire.worker.sample.metadata import Rows, SamplingMetadata, SamplingTable
-from quire.worker.sample.sampler import sample
-from quire.worker.step_inputs import StepInputs, make_step_inputs
+from quire.worker.sample.sampler import apply_grammar_bitmask, sample
 from quire.worker.step_planner import plan_steps
-from quire.worker.transient_kv import TransientKVCache
 
 
 class Model(Protocol):

@@ -1,4 +1,4 @@
-"""The device that computes, and torch's threads. What the host grants is in host.py."""
+"""The device that computes, the type it computes in, and torch's threads. `host.py` has what needs no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from quire.config.model import ModelConfig, resolve_dtype_name
 from quire.errors import ConfigError
 from quire.worker.host import cpu_quota
 
@@ -42,3 +43,9 @@ def release_free_memory(device: torch.device) -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+def resolve_dtype(model_config: ModelConfig, device: torch.device) -> torch.dtype:
+    """See `resolve_dtype_name`. Raises ModelLoadError for a type Quire cannot run."""
+    dtype: torch.dtype = getattr(torch, resolve_dtype_name(model_config, device.type))
+    return dtype

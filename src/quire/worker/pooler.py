@@ -20,8 +20,9 @@ from quire.config.pooling import Activation, DenseConfig, PoolingConfig
 from quire.errors import ModelLoadError
 from quire.pooling_params import PoolingParams
 from quire.wire.execution import ModelRunnerOutput, NewRequestData
-from quire.worker.kernels.base import Kernels, LinearKernel, LinearSpec
-from quire.worker.step_inputs import StepInputs
+from quire.worker.input_batch import StepInputs
+from quire.worker.kernels.base import Kernels, LinearKernel
+from quire.worker.kernels.specs import LinearSpec
 
 SMALLEST_NORM = 1e-12
 _DENSE_SPECS = {

@@ -16,16 +16,19 @@ import torch
 from torch import Tensor
 
 from quire.logger import init_logger
-from quire.worker.attention.backend import AttentionBackend
+from quire.worker.attention.backend import AttentionBackend, ForwardContext, get_forward_context, set_forward_context
 from quire.worker.attention.native_backend import NativeAttentionBackend
-from quire.worker.forward_context import ForwardContext, get_forward_context, set_forward_context
 from quire.worker.kernels.library import AttentionArgs
-from quire.worker.kernels.plan import NotPlannableError, Plan
+from quire.worker.kernels.plan import ArenaFullError, NotPlannableError, Plan
 
 logger = init_logger(__name__)
 
-MAX_NUM_TOKENS = 256
-"""Of a step that is planned. In longer ones the calls themselves do not count."""
+MAX_NUM_TOKENS = 1024
+"""Tokens of the longest step that is planned: in a longer one the calls cost nothing that counts. A quarter of it, and
+so on, where the results of so many tokens do not fit into an arena."""
+
+MIN_NUM_TOKENS = 16
+"""Plans are not made for fewer."""
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 """ids and positions, [n] int64 each, to hidden states [n, dim]; needs a forward context."""
@@ -41,7 +44,8 @@ class StepPlanner:
     def __init__(self, model: Forward, backend: NativeAttentionBackend) -> None:
         self._model = model
         self._backend = backend
-        self._is_plannable = True
+        self._max_num_tokens = MAX_NUM_TOKENS
+        """0: the model cannot be planned."""
         self._plan: Plan | None = None
         self._generation = -1
         self._cache: Callable[[], Tensor | None] = lambda: None
@@ -54,7 +58,7 @@ class StepPlanner:
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """See Forward."""
-        if input_ids.shape[0] > MAX_NUM_TOKENS or not self._is_plannable:
+        if input_ids.shape[0] > min(self._max_num_tokens, MAX_NUM_TOKENS):
             return self._model(input_ids, positions)
         context = get_forward_context()
         if self._plan is None or not self._fits(context):
@@ -71,12 +75,14 @@ class StepPlanner:
         try:
             plan = self._record(context)
         except NotPlannableError as e:
-            self._is_plannable = False
+            self._max_num_tokens = 0
             logger.debug("steps are not planned: %s", e)
+            return expected
+        if input_ids.shape[0] > self._max_num_tokens:
             return expected
         found = plan.run(input_ids, positions, [metadata.args for metadata in context.metadata])
         if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
-            self._is_plannable = False
+            self._max_num_tokens = 0
             logger.warning("steps are not planned: the plan of this model does not repeat its results")
             return expected
         self._plan, self._generation = plan, self._backend.context.num_kernels
@@ -84,13 +90,20 @@ class StepPlanner:
         return expected
 
     def _record(self, context: ForwardContext) -> Plan:
-        """The plan of a step of the largest size. Its batches are named by numbers in the place of addresses."""
-        batches = [AttentionArgs(num_tokens=MAX_NUM_TOKENS, slots=i + 1) for i in range(len(context.metadata))]
+        """Returns the plan of a step of the largest size. Numbers take the place of the addresses of its batches."""
+        size = self._max_num_tokens
+        batches = [AttentionArgs(num_tokens=size, slots=i + 1) for i in range(len(context.metadata))]
         metadata = [
             dataclasses.replace(metadata, args=args) for metadata, args in zip(context.metadata, batches, strict=True)
         ]
-        with set_forward_context(dataclasses.replace(context, metadata=metadata)):
-            return Plan(self._backend.context, self._model, MAX_NUM_TOKENS, batches)
+        try:
+            with set_forward_context(dataclasses.replace(context, metadata=metadata)):
+                return Plan(self._backend.context, self._model, size, batches)
+        except ArenaFullError:
+            if size <= MIN_NUM_TOKENS:
+                raise
+        self._max_num_tokens = size // 4
+        return self._record(context)
 
 
 def plan_steps(model: Forward, backend: AttentionBackend[Any]) -> Forward:

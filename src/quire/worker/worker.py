@@ -16,7 +16,7 @@ from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.worker import host, platform
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels.registry import choose_kernels
-from quire.worker.loader import ModelWeights, Placement, WeightCache, load_model, resolve_dtype
+from quire.worker.loader import ModelWeights, Placement, WeightCache, load_model
 from quire.worker.model_runner import ModelRunner
 from quire.worker.profiler import WorkerProfiler
 
@@ -44,7 +44,7 @@ class Worker:
         """Choose device, types and threads. Raises ConfigError if the configuration cannot run here."""
         model, cache_dtype = self.config.model_config, self.config.cache_config.cache_dtype
         self.device = platform.choose_device(self.config.device_config.device)
-        self.dtype = resolve_dtype(model, self.device)
+        self.dtype = platform.resolve_dtype(model, self.device)
         self.cache_dtype = self.dtype if cache_dtype == "auto" else getattr(torch, cache_dtype)
         if self.device.type == "cpu":
             platform.set_num_threads()
@@ -166,6 +166,7 @@ class Worker:
     def release_kv_cache_memory(self) -> None:
         """The KV cache only. All requests are forgotten."""
         self.runner.release_kv_cache()
+        self.kernels.release_memory()
         platform.release_free_memory(self.device)
 
     def wake_up(self, tags: list[str]) -> None:

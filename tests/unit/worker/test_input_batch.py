@@ -11,9 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import NewRequestData
-from quire.worker.block_table import BlockTable
-from quire.worker.input_batch import InputBatch
-from quire.worker.step_inputs import make_step_inputs
+from quire.worker.input_batch import BlockTable, InputBatch, make_step_inputs
 
 MAX_LEN, BLOCK_SIZES, CAPACITY = 32, [4, 8], 5
 CPU = torch.device("cpu")

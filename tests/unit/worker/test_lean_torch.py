@@ -48,7 +48,7 @@ def test_what_counts_on_all_of_torch_finds_it(module: str) -> None:
 
 
 def test_dummy_weights_need_nothing_that_waits() -> None:
-    program = "import quire.worker.lean_torch, quire.worker.loader.dummy as dummy; dummy.Noise(0)"
+    program = "import quire.worker.lean_torch, quire.worker.loader.load as dummy; dummy.Noise(0)"
     environment = {**os.environ, "QUIRE_LEAN_TORCH": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from quire.testing.tiny_models import FAMILIES
 from quire.worker import step_planner
-from quire.worker.attention.backend import KVCache
+from quire.worker.attention.backend import ForwardContext, KVCache, set_forward_context
 from quire.worker.attention.native_backend import NativeAttentionBackend
-from quire.worker.forward_context import ForwardContext, set_forward_context
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
+from quire.worker.kernels.plan import Arena, Plan
 from quire.worker.step_planner import StepPlanner
 
 from .conftest import MakeCheckpoint
@@ -105,3 +105,63 @@ def test_a_plan_that_does_not_repeat_the_model_is_not_used(
     assert [r.message for r in caplog.records] == [
         "steps are not planned: the plan of this model does not repeat its results"
     ]
+
+
+class TwoLayers:
+    """A model of an embedding and a linear layer, both native."""
+
+    def __init__(self, kernels: NativeKernels, dim: int = 32) -> None:
+        self.table = kernels.embedding(torch.randn(8, dim, generator=torch.Generator().manual_seed(0)), None)
+        self.linear = kernels.linear(torch.randn(dim, dim, generator=torch.Generator().manual_seed(1)), None)
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.linear(self.table.lookup(ids))
+
+
+def make_planner(library: NativeLibrary) -> tuple[StepPlanner, ForwardContext]:
+    kernels = NativeKernels(Context(library, 1, library.instruction_sets()[0]))
+    backend = NativeAttentionBackend(kernels)
+    caches: dict[str, Any] = {"layer": KVCache(torch.empty(1), torch.empty(1))}
+    return StepPlanner(TwoLayers(kernels), backend), ForwardContext(backend, [], {}, caches)
+
+
+def check_step(planner: StepPlanner, context: ForwardContext, num_tokens: int) -> None:
+    """Run a step twice: as it is planned, and from the plan."""
+    ids = torch.arange(num_tokens) % 8
+    with set_forward_context(context):
+        for _ in range(2):
+            assert torch.equal(planner(ids, ids), planner._model(ids, ids))
+
+
+def runs_of_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of tokens of the steps that will have run from a plan."""
+    runs: list[int] = []
+    run = Plan.run
+
+    def record(self: Plan, ids: Tensor, *others: Any) -> Tensor:
+        runs.append(len(ids))
+        return run(self, ids, *others)
+
+    monkeypatch.setattr(Plan, "run", record)
+    return runs
+
+
+def test_a_step_of_1024_requests_is_planned(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, (planner, context) = runs_of_plans(monkeypatch), make_planner(library)
+    check_step(planner, context, 1)
+    check_step(planner, context, 1024)
+    check_step(planner, context, 1025)
+    assert runs == [1, 1, 1024, 1024]
+
+
+def test_where_results_do_not_fit_shorter_steps_are_planned(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = (1 << 17,)  # two results of 256 rows of 32 float32 fit, and two of 1,024 do not
+    monkeypatch.setattr(Arena.__init__, "__defaults__", small)
+    runs, (planner, context) = runs_of_plans(monkeypatch), make_planner(library)
+    check_step(planner, context, 300)
+    assert planner.is_planned is False
+    check_step(planner, context, 256)
+    check_step(planner, context, 257)
+    assert runs == [256, 256]

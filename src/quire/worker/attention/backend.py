@@ -1,14 +1,21 @@
-"""What an attention backend is: it lays out a layer's share of the KV cache, turns a step's batch into the metadata its
-kernels want (once per step and KV cache group), and computes attention (once per layer).
+"""The interface of an attention backend, and the context of a forward pass, from which attention layers get theirs.
 
-A backend knows nothing of requests or models. To add one: a module here and a row in `registry.py`.
+A backend lays out a layer's share of the KV cache, turns a step's batch into the metadata its kernels need (once per
+step and KV cache group), and computes attention (once per layer). It knows nothing of requests or models. To add one:
+a module here and a row in `registry.py`.
+
+Attention layers sit deep in a model. `ForwardContext` spares every module between them and the runner a parameter: it
+is set around the forward pass and read by the layers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -107,3 +114,33 @@ class AttentionBackend(ABC, Generic[Metadata]):
         sinks: [num_heads] scores of a key that every query sees and whose value is zero.
         Returns [num_tokens, num_heads, head_size].
         """
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """One step. `metadata` has an entry per KV cache group; `layer_groups` says which group a layer belongs to."""
+
+    backend: AttentionBackend[Any]
+    metadata: Sequence[Any]
+    layer_groups: Mapping[str, int]
+    kv_caches: Mapping[str, KVCache]
+    segments: Tensor | None = None
+    """[num_tokens] int64, 1 for tokens of the second text of a pair; None if there is no such pair."""
+
+
+_current: ContextVar[ForwardContext] = ContextVar("forward_context")
+
+
+@contextmanager
+def set_forward_context(context: ForwardContext) -> Iterator[None]:
+    """Make `context` current inside the block (and only in this thread)."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def get_forward_context() -> ForwardContext:
+    """The context of the running forward pass. LookupError outside of one: a layer was called by hand."""
+    return _current.get()

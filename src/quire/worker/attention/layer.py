@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
-from quire.worker.attention.backend import AttentionSpec
-from quire.worker.forward_context import get_forward_context
+from quire.worker.attention.backend import AttentionSpec, get_forward_context
 
 
 class Attention(nn.Module):

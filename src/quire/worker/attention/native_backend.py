@@ -16,9 +16,8 @@ from torch import Tensor
 
 from quire.wire.kv_cache import AnyKVCacheSpec
 from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
-from quire.worker.kernels.abi import DTYPES, with_packed_rows
 from quire.worker.kernels.base import Kernels
-from quire.worker.kernels.library import AttentionArgs
+from quire.worker.kernels.library import DTYPES, AttentionArgs, with_packed_rows
 from quire.worker.kernels.native import NativeKernels
 
 

@@ -1,6 +1,6 @@
-"""What a forward pass computes with: linear layers, norms, rotations, attention, each behind one signature.
+"""The operations a forward pass is made of (linear layers, norms, rotations, experts), each behind one signature.
 
-`base` says what kernels there are, `reference` has them in torch, on any device; `native` calls the C++ library of
-csrc/ through ctypes. `registry.choose_kernels` picks once per worker; layers are given theirs once their weights are
-loaded.
+`specs` and `base` define them. `reference` implements them in torch, on any device; `native` and its neighbours call
+the C++ library of csrc/ through ctypes. `registry.choose_kernels` chooses once per worker. A layer gets its kernel once
+its weights are loaded.
 """

@@ -6,77 +6,18 @@ beside it; torch's matrix products do not.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.worker.kernels.packs import Packs
+from quire.worker.kernels.specs import PLAIN, LinearSpec, NormSpec, RotaryAngles, RouterSpec
 from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearSpec:
-    """What a linear layer does beside its product."""
-
-    activation: str | None = None
-    """A name of layers/activation.py."""
-    gated: bool = False
-    """The weight is two matrices, one above the other: activation(first(x)) * second(x)."""
-    float32_output: bool = False
-    """Keep the float32 sums instead of rounding them to the type of x."""
-    divisor: float = 1.0
-    """Sums are divided by it."""
-    soft_cap: float | None = None
-    """c: then they become c * tanh(sums / c)."""
-
-
-PLAIN = LinearSpec()
-LOGITS = LinearSpec(float32_output=True)
-TANH = LinearSpec(soft_cap=1.0)
-"""tanh of the sums."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormSpec:
-    """A root mean square norm: layers/norm.py."""
-
-    eps: float
-    weight_offset: float = 0.0
-    scale_in_float32: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterSpec:
-    """How a mixture of experts chooses."""
-
-    num_experts_per_token: int
-    normalize: bool
-    """Scale the chosen experts' weights to a sum of 1."""
-    weights_in_float32: bool = True
-    """False rounds the experts' weights to the model's type."""
-
-
-@dataclass(frozen=True)
-class Turns:
-    """By how much the heads of each token turn: rows of tables of sine and cosine."""
-
-    cos: Tensor
-    """[num_positions, rotary_dim / 2], like `sin`."""
-    sin: Tensor
-    positions: Tensor
-    """[n] int64"""
-
-    @functools.cached_property
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the tokens, [n, 1, rotary_dim / 2] each: same for every head."""
-        return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
 
 
 class LinearKernel(Protocol):
@@ -110,8 +51,8 @@ class NormKernel(Protocol):
 class RotationKernel(Protocol):
     """Norms of heads, if the family has them, and the rotation of queries and keys."""
 
-    def __call__(self, query: Tensor, key: Tensor, turns: Turns | None) -> tuple[Tensor, Tensor]:
-        """query: [n, num_heads * head_size]; key: [n, num_kv_heads * head_size]; `turns` of the n tokens; None for no
+    def __call__(self, query: Tensor, key: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor]:
+        """query: [n, num_heads * head_size]; key: [n, num_kv_heads * head_size]; `angles` of the n tokens; None for no
         rotation. May write into query and key; use what it returns."""
         ...
 
@@ -163,6 +104,9 @@ class Kernels(ABC):
         they are made of may be on the meta device."""
         yield
 
+    def release_memory(self) -> None:  # noqa: B027  # most keep none
+        """Gives memory that is kept for results of later calls back to the system."""
+
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
         """weight: [out_features, in_features], bias: [out_features]."""
@@ -196,7 +140,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
-        """`name` is one of layers/activation.py."""
+        """`name` is a key of specs.ACTIVATIONS."""
 
     @abstractmethod
     def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from quire.logger import init_logger
-from quire.worker.kernels.packs import FRESH_PACKS, Packs
+from quire.worker.kernels.packs import FRESH_PACKS, Packs, ResultMemory
 
 logger = init_logger(__name__)
 
@@ -261,7 +266,14 @@ class Context:
         """Where kernels that are made now get the memory of what they pack: `Kernels.packing`."""
         self.num_kernels = 0
         """Made for this context so far. Whoever has recorded kernels knows by it that there are others now."""
+        self.result_memory = ResultMemory()
+        self.is_recording = False
+        """Kernels are recorded for a plan, whose arena holds their results."""
         weakref.finalize(self, cdll.qk_destroy, self.handle)
+
+    def empty_result(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns an unfilled tensor for a result that may be large: logits."""
+        return torch.empty(*shape, dtype=dtype) if self.is_recording else self.result_memory.take(shape, dtype)
 
 
 @cache
@@ -275,3 +287,23 @@ def native_library() -> NativeLibrary | None:
     except OSError as e:
         logger.warning("no native kernels: %s", e)
         return None
+
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4}
+
+
+def with_packed_rows(x: Tensor) -> Tensor:
+    """x: [n, dim] itself if the elements of a row are neighbours, else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def set_residual(args: Any, residual: Tensor | None) -> Tensor | None:
+    """Have `args`, of a linear layer or a norm, name what is added. The tensor returned is the one named, and must
+    outlive the call."""
+    if residual is None:
+        args.residual = None
+        return None
+    residual = with_packed_rows(residual)
+    args.residual, args.residual_stride = residual.data_ptr(), residual.stride(0)
+    return residual

@@ -13,24 +13,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.abi import ACTIVATIONS as ACTIVATIONS
-from quire.worker.kernels.abi import DTYPES as DTYPES
-from quire.worker.kernels.abi import set_residual
-from quire.worker.kernels.abi import with_packed_rows as with_packed_rows
 from quire.worker.kernels.base import (
-    PLAIN,
     ActivationKernel,
     EmbeddingKernel,
     ExpertsKernel,
     Kernels,
     LinearKernel,
-    LinearSpec,
     NormKernel,
-    NormSpec,
     RotationKernel,
     RouterKernel,
-    RouterSpec,
-    Turns,
 )
 from quire.worker.kernels.library import (
     ABI_VERSION,
@@ -41,11 +32,16 @@ from quire.worker.kernels.library import (
     PackArgs,
     RmsNormArgs,
     RotateArgs,
+    set_residual,
 )
+from quire.worker.kernels.library import ACTIVATIONS as ACTIVATIONS
+from quire.worker.kernels.library import DTYPES as DTYPES
+from quire.worker.kernels.library import with_packed_rows as with_packed_rows
 from quire.worker.kernels.native_moe import NativeExperts, NativeRouter, PlainBlock, QuantizedBlock
 from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
 from quire.worker.kernels.native_sampling import NativeSampling
 from quire.worker.kernels.packs import FRESH_PACKS, Packs
+from quire.worker.kernels.specs import PLAIN, LinearSpec, NormSpec, RotaryAngles, RouterSpec
 from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
 
@@ -72,6 +68,10 @@ class NativeKernels(Kernels):
             yield
         finally:
             self.context.packs = FRESH_PACKS
+
+    def release_memory(self) -> None:
+        """See Kernels.release_memory."""
+        self.context.result_memory.release()
 
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
         """See Kernels.linear."""
@@ -200,12 +200,13 @@ class NativeLinear:
         self._pointer = byref(self._args)
         self._function = matrix.context.library.cdll.qk_linear
         self._handle = matrix.context.handle
+        self._empty = matrix.context.empty_result if spec.float32_output else torch.empty
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See LinearKernel."""
         x = with_packed_rows(x)
         args, n = self._args, x.shape[0]
-        y = torch.empty((n, self._matrix.n), dtype=self._out_dtype)
+        y = self._empty((n, self._matrix.n), dtype=self._out_dtype)
         args.m, args.x, args.x_stride, args.y = n, x.data_ptr(), x.stride(0), y.data_ptr()
         residual = set_residual(args, residual)
         self._function(self._handle, self._pointer)
@@ -300,7 +301,7 @@ class NativeRotation:
         self._function = context.library.cdll.qk_rotate
         self._handle = context.handle
 
-    def __call__(self, query: Tensor, key: Tensor, turns: Turns | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, query: Tensor, key: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor]:
         """See RotationKernel."""
         args = self._args
         query, key = with_packed_rows(query), with_packed_rows(key)
@@ -308,12 +309,12 @@ class NativeRotation:
         args.num_heads, args.num_kv_heads = query.shape[1] // self._head_size, key.shape[1] // self._head_size
         args.query, args.query_stride = query.data_ptr(), query.stride(0)
         args.key, args.key_stride = key.data_ptr(), key.stride(0)
-        if turns is None:
+        if angles is None:
             args.rotary_half = 0
         else:
-            cos, sin = turns.cos, turns.sin
+            cos, sin = angles.cos, angles.sin
             args.rotary_half, args.table_dtype = cos.shape[-1], DTYPES[cos.dtype]
-            args.cos, args.sin, args.positions = cos.data_ptr(), sin.data_ptr(), turns.positions.data_ptr()
+            args.cos, args.sin, args.positions = cos.data_ptr(), sin.data_ptr(), angles.positions.data_ptr()
         self._function(self._handle, self._pointer)
         return query, key
 

@@ -8,10 +8,19 @@ from ctypes import byref, pointer
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.abi import ACTIVATIONS, DTYPES, set_residual, with_packed_rows
-from quire.worker.kernels.base import RouterSpec
-from quire.worker.kernels.library import Context, ExpertsArgs, PackArgs, Quantization, RouteArgs
+from quire.worker.kernels.library import (
+    ACTIVATIONS,
+    DTYPES,
+    Context,
+    ExpertsArgs,
+    PackArgs,
+    Quantization,
+    RouteArgs,
+    set_residual,
+    with_packed_rows,
+)
 from quire.worker.kernels.native_quantized import QuantizedMatrix
+from quire.worker.kernels.specs import RouterSpec
 from quire.worker.quantization.weight import QuantizedWeight
 
 

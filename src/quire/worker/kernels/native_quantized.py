@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.worker.kernels.abi import ACTIVATIONS, DTYPES, set_residual, with_packed_rows
-from quire.worker.kernels.base import LinearSpec
-from quire.worker.kernels.library import Context, LinearArgs, PackQuantizedArgs, Quantization, QuantizedLinearArgs
+from quire.worker.kernels.library import (
+    ACTIVATIONS,
+    DTYPES,
+    Context,
+    LinearArgs,
+    PackQuantizedArgs,
+    Quantization,
+    QuantizedLinearArgs,
+    set_residual,
+    with_packed_rows,
+)
+from quire.worker.kernels.specs import LinearSpec
 from quire.worker.quantization.weight import QuantizedWeight
 
 W8A8, W8, W4 = 0, 1, 2

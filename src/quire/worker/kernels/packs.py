@@ -1,13 +1,78 @@
-"""Where the memory of packed weights comes from: packed now, or found as it was packed before."""
+"""Memory for what every step reads: packed weights, the KV cache. Packed weights may be found instead of made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import mmap
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from quire.worker.kernels.memory import take_memory
+
+def take_memory(num_bytes: int, *, huge_pages: bool = True) -> Tensor:
+    """[num_bytes] uint8 zeros, straight from the system and given back to it with the tensor.
+
+    In huge pages, where those are allowed, reading gigabytes in order is not held up by address translation. This suits
+    weights and not the KV cache, where a huge page is two mebibytes to clear in the step that first writes to it: many
+    short requests lost a seventh of their throughput (docs/performance.md).
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(_map_memory(num_bytes, huge_pages), dtype=torch.uint8)
+
+
+def _map_memory(num_bytes: int, huge_pages: bool) -> mmap.mmap:
+    # private: to Python's default, shared memory, the system gives huge pages by a switch of its own that is off
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system built without them
+            memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+    return memory
+
+
+LARGE_BYTES = 1 << 20
+"""Results from this size on are taken from `ResultMemory`."""
+MAX_FREE_BLOCKS = 2
+"""Blocks that `ResultMemory` keeps although no result uses them."""
+
+
+class ResultMemory:
+    """Memory for large results, which is used again once no tensor refers to it.
+
+    The C library's allocator takes a result of 32 MiB and more from the system and gives it back when it is freed. The
+    logits of 1,024 rows of an 8k vocabulary are as large: each step would wait for the system to clear and map their
+    pages again, which took a tenth of it.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+        """The smallest first."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns an unfilled tensor."""
+        num_elements = torch.Size(shape).numel()
+        num_bytes = num_elements * dtype.itemsize
+        if num_bytes < LARGE_BYTES:
+            return torch.empty(*shape, dtype=dtype)
+        fitting = next((i for i, block in enumerate(self._free) if len(block) >= num_bytes), None)
+        if fitting is None:
+            block = memoryview(_map_memory(num_bytes, huge_pages=True))
+        else:
+            block = self._free.pop(fitting)
+        view = block[:num_bytes]
+        weakref.finalize(view, self._give_back, block).atexit = False
+        return torch.frombuffer(view, dtype=dtype).view(*shape)
+
+    def _give_back(self, block: memoryview) -> None:
+        self._free = sorted([*self._free, block], key=len)[-MAX_FREE_BLOCKS:]
+
+    def release(self) -> None:
+        """Gives the memory that no result uses back to the system."""
+        self._free.clear()
+
 
 Fill = Callable[[Tensor], object]
 """Packs a layer's weights into memory."""

@@ -32,10 +32,14 @@ class NotPlannableError(Exception):
     """The function needs something that is no native kernel."""
 
 
-class Arena:
-    """Memory for the results of one plan. What nobody holds any more is used again, by the next result of its size.
+class ArenaFullError(NotPlannableError):
+    """The results of a step of the largest size do not fit into the arena."""
 
-    Raises NotPlannableError if the system refuses so much address space.
+
+class Arena:
+    """Memory for the results of one plan. Once no tensor refers to a result, the next one of its size takes its place.
+
+    Raises NotPlannableError if the system refuses the address space.
     """
 
     def __init__(self, num_bytes: int = ARENA_BYTES) -> None:
@@ -48,7 +52,7 @@ class Arena:
         self._free: dict[int, list[int]] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An unfilled tensor, which keeps the arena's memory alive. Raises NotPlannableError if there is no room."""
+        """An unfilled tensor, which keeps the arena's memory alive. Raises ArenaFullError."""
         num_bytes = -(-max(1, torch.Size(shape).numel() * dtype.itemsize) // LINE) * LINE
         free = self._free.setdefault(num_bytes, [])
         start = free.pop() if free else self._grow(num_bytes)
@@ -59,7 +63,7 @@ class Arena:
     def _grow(self, num_bytes: int) -> int:
         start, self._end = self._end, self._end + num_bytes + STAGGER
         if self._end > len(self._memory):
-            raise NotPlannableError(f"results of a step take more than {len(self._memory)} bytes")
+            raise ArenaFullError(f"results of a step take more than {len(self._memory)} bytes")
         return start
 
 
@@ -110,10 +114,12 @@ class Plan:
         self._put(ids, positions, batches)
         self._handle = c_void_p(cdll.qk_begin_plan(context.handle, byref(self._step)))
         weakref.finalize(self, cdll.qk_destroy_plan, self._handle)
+        context.is_recording = True
         try:
             with Recorder(arena):
                 self._result = function(ids, positions)
         finally:
+            context.is_recording = False
             is_whole = cdll.qk_end_plan(context.handle)
         if not is_whole:
             raise NotPlannableError("a kernel is called for something else than each token of the step")

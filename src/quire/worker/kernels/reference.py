@@ -11,23 +11,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.worker.kernels.base import (
-    LOGITS,
-    PLAIN,
     ActivationKernel,
     EmbeddingKernel,
     ExpertsKernel,
     Kernels,
     LinearKernel,
-    LinearSpec,
     NormKernel,
-    NormSpec,
     RotationKernel,
     RouterKernel,
-    RouterSpec,
-    Turns,
 )
-from quire.worker.kernels.reference_quantized import quantized_linear
-from quire.worker.layers.activation import gated, get_activation, soft_cap
+from quire.worker.kernels.specs import (
+    LOGITS,
+    PLAIN,
+    LinearSpec,
+    NormSpec,
+    RotaryAngles,
+    RouterSpec,
+    gated,
+    get_activation,
+    soft_cap,
+)
 from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
 from quire.worker.sample.torch_kernel import TorchSampling
@@ -67,7 +70,7 @@ class TorchKernels(Kernels):
         spec: NormSpec | None = None,
     ) -> RotationKernel:
         """See Kernels.rotation."""
-        return functools.partial(turn_heads, head_size=head_size, query_norm=query_norm, key_norm=key_norm, spec=spec)
+        return functools.partial(rotate_heads, head_size=head_size, query_norm=query_norm, key_norm=key_norm, spec=spec)
 
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         """See Kernels.activation."""
@@ -136,10 +139,10 @@ def rms_norm(x: Tensor, residual: Tensor | None = None, *, weight: Tensor, spec:
     return y if residual is None else residual + y
 
 
-def turn_heads(
+def rotate_heads(
     query: Tensor,
     key: Tensor,
-    turns: Turns | None,
+    angles: RotaryAngles | None,
     *,
     head_size: int,
     query_norm: Tensor | None = None,
@@ -151,8 +154,8 @@ def turn_heads(
     q, k = query.view(n, -1, head_size), key.view(n, -1, head_size)  # [n, heads, head_size]
     if spec is not None and query_norm is not None and key_norm is not None:
         q, k = rms_norm(q, weight=query_norm, spec=spec), rms_norm(k, weight=key_norm, spec=spec)
-    if turns is not None:
-        q, k = rotate(q, *turns.rows), rotate(k, *turns.rows)
+    if angles is not None:
+        q, k = rotate(q, *angles.rows), rotate(k, *angles.rows)
     return q.reshape(n, -1), k.reshape(n, -1)
 
 
@@ -224,3 +227,59 @@ def combine_answers(
 
 
 TORCH_KERNELS = TorchKernels()
+
+
+MAX_INT8 = 127.0
+SMALLEST_MAXIMUM = 1e-30
+"""A row of nothing larger is a row of zeros: dividing by its maximum would overflow."""
+
+
+def quantized_linear(
+    x: Tensor,
+    residual: Tensor | None = None,
+    *,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    spec: LinearSpec = PLAIN,
+) -> Tensor:
+    """See Kernels.quantized_linear."""
+    if weight.quantizes_inputs:
+        values, scales = quantize_rows(x)
+        y = multiply_int8(values, weight.values).float() * weight.scales.squeeze(1) * scales
+    else:
+        y = x.float() @ weight.dequantize().T
+    return finish(y, residual, bias, spec, x.dtype)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [n, dim] to int8 [n, dim] and float32 [n, 1]: a row's largest magnitude becomes 127. A row that holds an
+    infinity or no number at all gets the scale NaN."""
+    wide = x.float()
+    largest = wide.abs().amax(dim=1, keepdim=True)
+    factor = torch.where(largest > SMALLEST_MAXIMUM, torch.full_like(largest, MAX_INT8) / largest, 0.0)
+    values = (wide * factor).round().clamp(-MAX_INT8, MAX_INT8)
+    scales = torch.where(largest.isfinite(), largest / MAX_INT8, torch.nan)
+    return values.nan_to_num(0.0).to(torch.int8), scales
+
+
+def multiply_int8(x: Tensor, weight: Tensor) -> Tensor:
+    """x: [n, k] int8, weight: [m, k] int8, to [n, m]: exact sums. Where torch has no integer product, float64 is as
+    good: sums stay below 2^53."""
+    if x.device.type == "cpu":
+        return torch._int_mm(x, weight.T)
+    return x.double() @ weight.T.double()
+
+
+def finish(y: Tensor, residual: Tensor | None, bias: Tensor | None, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
+    """What follows the product, in float32: y is rounded once, at the end."""
+    if bias is not None:
+        y = y + bias
+    if spec.divisor != 1.0:
+        y = y / spec.divisor
+    y = soft_cap(y, spec.soft_cap)
+    if spec.activation is not None:
+        function = get_activation(spec.activation)
+        y = gated(function, y) if spec.gated else function(y)
+    if residual is not None:
+        y = residual + y
+    return y if spec.float32_output else y.to(dtype)

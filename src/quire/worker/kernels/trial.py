@@ -2,7 +2,7 @@
 
 A small fixed set of products by both, compared within rounding, and each row of the first alone and among others,
 compared to the bit. It is a process of its own: kernels that this CPU cannot run after all end this process, and no
-engine. kernels/tried.py starts it, and remembers what it found.
+engine. `registry.py` starts it, and stores its verdict.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from quire.failpoints import arm_failpoints, failpoint
-from quire.worker.kernels.base import ExpertsKernel, Kernels, LinearKernel, LinearSpec
+from quire.worker.kernels.base import ExpertsKernel, Kernels, LinearKernel
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
-from quire.worker.quantization.rounding import quantize_int4, quantize_int8
+from quire.worker.kernels.specs import LinearSpec
+from quire.worker.quantization.weight import quantize_int4, quantize_int8
 
 AGREES, DISAGREES = 0, 3
 """Exit codes."""

@@ -1,4 +1,4 @@
-"""Matrices: y = x W^T + b, alone or several side by side, with what can be done in the same pass over the result."""
+"""Matrices: y = x W^T + b, one or several merged; and tables of vectors, which may also be the logits head."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.quantization import QuantizationScheme
-from quire.worker.kernels.base import PLAIN, Kernels, LinearKernel, LinearSpec
+from quire.worker.kernels.base import EmbeddingKernel, Kernels, LinearKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.layers.activation import get_activation
+from quire.worker.kernels.specs import PLAIN, LinearSpec, get_activation
 from quire.worker.layers.weights import GIVEN_BACK, forget, weight
-from quire.worker.quantization.rounding import quantize
-from quire.worker.quantization.weight import Kind, QuantizedWeight, same_kind
+from quire.worker.quantization.weight import Kind, QuantizedWeight, quantize, same_kind
 
 
 class Linear(nn.Module):
@@ -102,3 +101,35 @@ class PackedLinear(Linear):
         for parameter, tensor in self.named_parameters(recurse=False):
             rows = torch.split(tensor.data, list(self.parts.values()))
             yield from ((f"{part}.{parameter}", view) for part, view in zip(self.parts, rows, strict=True))
+
+
+class Embedding(nn.Module):
+    """A vector per id. `weight` is [num_embeddings, dim]. In a model with tied embeddings it is the logits head, too:
+    then `head` says how logits are finished."""
+
+    packed_parameters = ("weight",)
+
+    def __init__(self, num_embeddings: int, dim: int, head: LinearSpec | None = None) -> None:
+        super().__init__()
+        self.weight = weight(num_embeddings, dim)
+        self.head = head
+        self._kernel: EmbeddingKernel | None = None
+
+    def prepare(self, kernels: Kernels) -> EmbeddingKernel:
+        """See Prepared."""
+        self._kernel = kernel = kernels.embedding(self.weight.data, self.head)
+        if not kernels.keeps_weights:
+            forget(self, "weight")
+        return kernel
+
+    def discard(self) -> None:
+        """See Prepared."""
+        self._kernel = GIVEN_BACK
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: [num_tokens] to [num_tokens, dim]."""
+        return (self._kernel or self.prepare(TORCH_KERNELS)).lookup(ids)
+
+    def project(self, x: Tensor) -> Tensor:
+        """As a logits head. x: [num_tokens, dim] to float32 [num_tokens, num_embeddings]."""
+        return (self._kernel or self.prepare(TORCH_KERNELS)).project(x)

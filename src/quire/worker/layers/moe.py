@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.quantization import QuantizationScheme
-from quire.worker.kernels.base import LOGITS, ExpertsKernel, Kernels, RouterKernel, RouterSpec
+from quire.worker.kernels.base import ExpertsKernel, Kernels, RouterKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.layers.activation import get_activation
+from quire.worker.kernels.specs import LOGITS, RouterSpec, get_activation
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.weights import GIVEN_BACK, forget, weight
-from quire.worker.quantization.rounding import quantize
-from quire.worker.quantization.weight import Kind, QuantizedWeight, same_kind
+from quire.worker.quantization.weight import Kind, QuantizedWeight, quantize, same_kind
 
 
 @dataclass(frozen=True, kw_only=True)

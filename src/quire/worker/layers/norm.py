@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.worker.kernels.base import Kernels, NormKernel, NormSpec
+from quire.worker.kernels.base import Kernels, NormKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.kernels.specs import NormSpec
 from quire.worker.layers.weights import GIVEN_BACK, weight
 
 

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021) and its scalings for longer contexts.
 
-A pair of elements (i, i + d/2) of a query or key turns by the angle position * inv_freq[i]. The scalings change
+A pair of elements (i, i + d/2) of a query or key is rotated by the angle position * inv_freq[i]. The scalings change
 inv_freq, and some also the length of the rotated vector. All of it is computed in float32, in transformers' order of
 operations: an ulp of inv_freq is a visible angle at position 100,000.
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quire.config.hf_config import RopeConfig
 from quire.errors import UnsupportedModelError
-from quire.worker.kernels.base import Turns
+from quire.worker.kernels.specs import RotaryAngles
 
 Scaling = Callable[[RopeConfig, int, int, int], tuple[Tensor, float]]
 """(rope, rotary_dim, trained_len, context_len) to (inv_freq [rotary_dim / 2], factor of sine and cosine)."""
@@ -165,6 +165,6 @@ class RotaryEmbedding(nn.Module):
         self.cos = (angles.cos() * self.factor).to(device, dtype)
         self.sin = (angles.sin() * self.factor).to(device, dtype)
 
-    def forward(self, positions: Tensor) -> Turns:
+    def forward(self, positions: Tensor) -> RotaryAngles:
         """positions: [num_tokens] int64, each below context_len."""
-        return Turns(self.cos, self.sin, positions)
+        return RotaryAngles(self.cos, self.sin, positions)

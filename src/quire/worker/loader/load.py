@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -43,17 +44,50 @@ from quire.worker.layers.weights import (
     packed_parameters,
     weight_bytes,
 )
-from quire.worker.loader.dummy import Noise
 from quire.worker.loader.packed import MismatchError, WeightCache
+from quire.worker.loader.quantized import (
+    Stored,
+    StoredMatrix,
+    gather_matrices,
+    plan_quantization,
+    recall_kinds,
+    remember_kinds,
+)
 from quire.worker.models.pooled_decoder import PooledDecoder
 from quire.worker.models.registry import get_model_class
 from quire.worker.platform import release_free_memory
 from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat, make_format
-from quire.worker.quantization.kinds import recall_kinds, remember_kinds
-from quire.worker.quantization.layers import plan_quantization
-from quire.worker.quantization.stored import Stored, StoredMatrix, gather_matrices
 
 logger = init_logger(__name__)
+
+_NOISE_LEN = 1_000_003
+"""A prime, so that rows of a matrix never line up with the repetition of the noise."""
+_SCALE = 0.02
+
+
+class Noise:
+    """Numbers small enough never to overflow: the same for the same seed and the same order of tensors.
+
+    One block of noise is repeated, as drawing billions of numbers would take longer than reading them.
+    """
+
+    def __init__(self, seed: int) -> None:
+        noise = np.random.Generator(np.random.Philox(seed)).standard_normal(_NOISE_LEN, dtype=np.float32)
+        self._noise = torch.from_numpy(noise * np.float32(_SCALE)).repeat(2)
+        self._start = 0
+
+    @torch.no_grad()
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill each tensor. Vectors whose name says norm become ones, so that activations keep their size."""
+        for name, tensor in tensors:
+            if tensor.dim() == 1 and "norm" in name and name.endswith("weight"):
+                tensor.fill_(1.0)
+                continue
+            self._noise = self._noise.to(tensor)  # converted once: what follows only copies
+            for part in torch.split(tensor.view(-1), _NOISE_LEN):
+                part.copy_(self._noise[self._start : self._start + part.numel()])
+                self._start = (self._start + part.numel()) % _NOISE_LEN
+
 
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$")
 """Tensors that older exports hold and nobody needs: they follow from config.json."""

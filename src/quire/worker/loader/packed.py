@@ -26,10 +26,9 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.logger import init_logger
 from quire.worker.kernels.base import Kernels
-from quire.worker.kernels.memory import take_memory
-from quire.worker.kernels.packs import FRESH_PACKS, Fill, Packs
+from quire.worker.kernels.packs import FRESH_PACKS, Fill, Packs, take_memory
+from quire.worker.loader.quantized import Stored, StoredMatrix
 from quire.worker.packed_cache import GIB, Key, PackedCache, PackedFile, PackedFileWriter, max_cache_bytes
-from quire.worker.quantization.stored import Stored, StoredMatrix
 
 logger = init_logger(__name__)
 

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from quire.config.hf_config import HFConfig
 from quire.config.pooling import PoolingConfig
 from quire.errors import UnsupportedModelError
+from quire.worker.attention.backend import get_forward_context
 from quire.worker.attention.layer import EncoderAttention
-from quire.worker.forward_context import get_forward_context
-from quire.worker.kernels.base import LOGITS, TANH, LinearSpec
-from quire.worker.layers.embedding import Embedding
-from quire.worker.layers.linear import Linear, PackedLinear
+from quire.worker.kernels.specs import LOGITS, TANH, LinearSpec
+from quire.worker.layers.linear import Embedding, Linear, PackedLinear
 from quire.worker.layers.norm import LayerNorm
 
 _PREFIX = re.compile(r"^(bert|roberta)\.")

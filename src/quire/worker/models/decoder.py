@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from quire.config.attention_layout import attention_windows
 from quire.config.hf_config import HFConfig, RopeConfig
 from quire.worker.attention.layer import Attention
-from quire.worker.kernels.base import PLAIN, Kernels, LinearSpec, RotationKernel, Turns
+from quire.worker.kernels.base import Kernels, RotationKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.layers.embedding import Embedding
-from quire.worker.layers.linear import Linear, PackedLinear
+from quire.worker.kernels.specs import PLAIN, LinearSpec, RotaryAngles
+from quire.worker.layers.linear import Embedding, Linear, PackedLinear
 from quire.worker.layers.moe import MoE, MoESpec
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.layers.weights import GIVEN_BACK
 
-Rotations = Mapping[str, Turns]
+Rotations = Mapping[str, RotaryAngles]
 """How the step's tokens turn, for each rotary embedding the model has."""
 
 
@@ -120,8 +120,8 @@ class SelfAttention(nn.Module):
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None or self.qk_norm == "head":
-            turns = None if self.rope is None else rotations[self.rope]
-            q, k = (self._rotation or self.prepare(TORCH_KERNELS))(q, k, turns)
+            angles = None if self.rope is None else rotations[self.rope]
+            q, k = (self._rotation or self.prepare(TORCH_KERNELS))(q, k, angles)
         attended = self.attn(q, k, v)  # [num_tokens, q_size]
         output: Tensor = self.o_proj(attended, residual)
         return output

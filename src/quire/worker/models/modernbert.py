@@ -10,10 +10,10 @@ from quire.config.attention_layout import layer_kinds
 from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig, RopeConfig
 from quire.config.pooling import PoolingConfig
 from quire.worker.attention.layer import EncoderAttention
-from quire.worker.kernels.base import LOGITS, Kernels, LinearSpec, RotationKernel, Turns
+from quire.worker.kernels.base import Kernels, RotationKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.layers.embedding import Embedding
-from quire.worker.layers.linear import Linear
+from quire.worker.kernels.specs import LOGITS, LinearSpec, RotaryAngles
+from quire.worker.layers.linear import Embedding, Linear
 from quire.worker.layers.norm import LayerNorm
 from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.layers.weights import GIVEN_BACK
@@ -58,10 +58,10 @@ class ModernBertAttention(nn.Module):
         """See Prepared."""
         self._rotation = GIVEN_BACK
 
-    def forward(self, x: Tensor, turns: Turns, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angles: RotaryAngles, residual: Tensor) -> Tensor:
         """x, residual: [num_tokens, hidden] to [num_tokens, hidden]."""
         q, k, v = self.Wqkv(x).chunk(3, dim=-1)
-        q, k = (self._rotation or self.prepare(TORCH_KERNELS))(q, k, turns)
+        q, k = (self._rotation or self.prepare(TORCH_KERNELS))(q, k, angles)
         y: Tensor = self.Wo(self.attn(q, k, v), residual)
         return y
 
@@ -93,9 +93,9 @@ class ModernBertLayer(nn.Module):
         self.mlp_norm = _norm(hf)
         self.mlp = ModernBertMLP(hf)
 
-    def forward(self, x: Tensor, turns: Turns) -> Tensor:
+    def forward(self, x: Tensor, angles: RotaryAngles) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]."""
-        x = self.attn(x if self.attn_norm is None else self.attn_norm(x), turns, x)
+        x = self.attn(x if self.attn_norm is None else self.attn_norm(x), angles, x)
         y: Tensor = self.mlp(self.mlp_norm(x), x)
         return y
 
@@ -143,9 +143,9 @@ class ModernBertModel(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
         x: Tensor = self.embeddings(input_ids)
-        turns = {kind: rope(positions) for kind, rope in self.ropes.items()}
+        angles = {kind: rope(positions) for kind, rope in self.ropes.items()}
         for layer in self.layers:
-            x = layer(x, turns[str(layer.kind)])
+            x = layer(x, angles[str(layer.kind)])
         hidden: Tensor = self.final_norm(x)
         return hidden
 

@@ -6,9 +6,8 @@ from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
 from quire.worker.attention.layer import Attention
-from quire.worker.kernels.base import LOGITS, LinearSpec
-from quire.worker.layers.embedding import Embedding
-from quire.worker.layers.linear import Linear, PackedLinear
+from quire.worker.kernels.specs import LOGITS, LinearSpec
+from quire.worker.layers.linear import Embedding, Linear, PackedLinear
 from quire.worker.layers.norm import LayerNorm
 
 _POSITION_OFFSET = 2

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
 from quire.config.pooling import PoolingConfig
-from quire.worker.kernels.base import LOGITS, LinearSpec
-from quire.worker.layers.embedding import Embedding
-from quire.worker.layers.linear import Linear
+from quire.worker.kernels.specs import LOGITS, LinearSpec
+from quire.worker.layers.linear import Embedding, Linear
 
 HIDDEN = LinearSpec(activation="relu")
 

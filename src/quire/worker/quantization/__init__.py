@@ -1,5 +1,3 @@
-"""Weights in few bits: one value object that everything which makes quantized weights ends in, and every kernel that
-computes with them begins with.
-
-`weight` is the object, `rounding` makes it of plain weights at load, `layers` says which layers get it.
+"""Quantized weights. `weight` defines the value object that kernels compute with and makes it from plain weights by
+rounding; `formats` reads it from the layouts of quantized checkpoints.
 """

@@ -1,1 +1,3 @@
-"""From logits to tokens. `sampler.sample` is the way in; `philox`, `filters`, `edits` and `logprobs` are its parts."""
+"""From logits to tokens: `sampler.sample` is the entry, `metadata` says how each row is sampled, and `kernel` is the
+interface of what computes (`torch_kernel` here, or kernels/native_sampling.py).
+"""

@@ -53,7 +53,7 @@ class SamplingKernel(Protocol):
         """One token per row, [n]. logits: [n, vocab] float32; indices: [n], the output index of each row's token.
 
         Without rules all rows are greedy. The others draw by inverse CDF, in the order of token ids, at the number that
-        philox.py makes of (seed, index), from what min_p, top_k and top_p leave, applied in this order to e^(logit /
+        Philox makes of (seed, index), from what min_p, top_k and top_p leave, applied in this order to e^(logit /
         temperature). top_p leaves the smallest set of likeliest tokens whose probability reaches it. Rows without a
         finite largest logit give an arbitrary id inside the vocabulary.
         """

@@ -3,10 +3,14 @@
 The order is the one vLLM documents: raw log-probabilities; allowed tokens, bad words, min_tokens, logit bias,
 penalties; then, of our own, the end of reasoning that has used up its budget; then greedy, or temperature, min-p,
 top-k, top-p and the draw.
+
+Edits work in place on float32 logits [n, vocab]. They name (row, token) pairs, so an edit costs as much as the tokens
+it changes and not the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +19,63 @@ import torch
 from torch import Tensor
 
 from quire.wire.execution import LogprobsLists
-from quire.worker.sample import edits
 from quire.worker.sample.kernel import Ids, SamplingKernel
-from quire.worker.sample.metadata import LogprobRow, PenalizedRows, SamplingMetadata
+from quire.worker.sample.metadata import LogprobRow, PenalizedRows, SamplingMetadata, TokenEntries
+
+
+def allow_only(logits: Tensor, allowed: TokenEntries) -> None:
+    """In each row that has entries, drop all tokens but those."""
+    kept = logits[allowed]
+    logits[allowed.rows] = -torch.inf
+    logits[allowed] = kept
+
+
+def ban(logits: Tensor, banned: TokenEntries) -> None:
+    """Drop these tokens."""
+    logits[banned] = -torch.inf
+
+
+def force(logits: Tensor, forced: TokenEntries) -> None:
+    """In each row that has an entry, leave nothing but that, whatever was said of it before."""
+    logits[forced.rows] = -torch.inf
+    logits[forced] = 0.0
+
+
+def add_bias(logits: Tensor, entries: TokenEntries, bias: Tensor) -> None:
+    """Add `bias` [m] to the logits of the entries."""
+    logits[entries] += bias
+
+
+def apply_penalties(
+    logits: Tensor,
+    entries: TokenEntries,
+    output_counts: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> None:
+    """Discourage the tokens of the entries: those a request's prompt or output holds. All arguments [m] float32.
+
+    First repetition (positive logits are divided, negative ones multiplied: N. S. Keskar et al., "CTRL", 2019, §4.1,
+    as everyone implements it), then frequency times the number of occurrences in the output, then presence if there is
+    one. An entry that only the prompt holds has output count 0.
+    """
+    values = logits[entries]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * output_counts
+    values -= presence * (output_counts > 0)
+    logits[entries] = values
+
+
+def apply_grammar_bitmask(logits: Tensor, rows: Sequence[int], bitmask: npt.NDArray[np.int32]) -> None:
+    """Drop what a grammar forbids.
+
+    bitmask: [len(rows), ceil(vocab / 32)]; token t is allowed if bit t % 32 of word t // 32 is set.
+    """
+    bits = np.unpackbits(np.ascontiguousarray(bitmask, dtype="<i4").view(np.uint8), axis=1, bitorder="little")
+    forbidden = torch.from_numpy(bits[:, : logits.shape[1]] == 0).to(logits.device)
+    index = torch.tensor(list(rows), device=logits.device)
+    logits[index] = logits[index].masked_fill_(forbidden, -torch.inf)
 
 
 class SamplerOutput(NamedTuple):
@@ -51,20 +109,20 @@ def sample(
 def edit_logits(logits: Tensor, metadata: SamplingMetadata, output_lens: npt.NDArray[np.int64]) -> None:
     """Apply, in place, what may change even the most likely token."""
     if metadata.allowed is not None:
-        edits.allow_only(logits, metadata.allowed)
+        allow_only(logits, metadata.allowed)
     banned = [(row, ids) for row, words, history in metadata.bad_words if (ids := history.banned_by(words))]
     if banned:
-        edits.ban(logits, edits.TokenEntries.build(banned, logits.device))
+        ban(logits, TokenEntries.build(banned, logits.device))
     held_back = [(row, ids) for row, minimum, ids in metadata.min_tokens if output_lens[row] < minimum]
     if held_back:
-        edits.ban(logits, edits.TokenEntries.build(held_back, logits.device))
+        ban(logits, TokenEntries.build(held_back, logits.device))
     if metadata.bias is not None:
-        edits.add_bias(logits, *metadata.bias)
+        add_bias(logits, *metadata.bias)
     if metadata.penalized is not None:
         _penalize(logits, metadata.penalized)
     closed = [(limit.row, [limit.tokens.close]) for limit in metadata.thinking if limit.is_used_up]
     if closed:
-        edits.force(logits, edits.TokenEntries.build(closed, logits.device))
+        force(logits, TokenEntries.build(closed, logits.device))
 
 
 def _penalize(logits: Tensor, penalized: PenalizedRows) -> None:
@@ -72,12 +130,10 @@ def _penalize(logits: Tensor, penalized: PenalizedRows) -> None:
     lens = [len(ids) for ids, _ in tokens]
     if not any(lens):
         return
-    entries = edits.TokenEntries.build(
-        list(zip(penalized.rows, (ids for ids, _ in tokens), strict=True)), logits.device
-    )
+    entries = TokenEntries.build(list(zip(penalized.rows, (ids for ids, _ in tokens), strict=True)), logits.device)
     counts = torch.from_numpy(np.concatenate([counts for _, counts in tokens])).to(logits.device)
     factors = torch.from_numpy(np.repeat(penalized.factors, lens, axis=0)).to(logits.device)  # [m, 3]
-    edits.apply_penalties(logits, entries, counts, *factors.unbind(1))
+    apply_penalties(logits, entries, counts, *factors.unbind(1))
 
 
 def _logprobs(

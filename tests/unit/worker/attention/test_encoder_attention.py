@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.attention.backend import AttentionBackend
+from quire.worker.attention.backend import AttentionBackend, ForwardContext, set_forward_context
 from quire.worker.attention.layer import EncoderAttention
 from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.torch_backend import TorchAttentionBackend
-from quire.worker.forward_context import ForwardContext, set_forward_context
-from quire.worker.transient_kv import TransientKVCache
+from quire.worker.kv_cache import TransientKVCache
 
 from ..conftest import MakeKernels
 

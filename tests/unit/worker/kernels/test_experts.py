@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.base import RouterSpec
 from quire.worker.kernels.reference import ask_experts, route
+from quire.worker.kernels.specs import RouterSpec
 
 from ..conftest import MakeKernels
 

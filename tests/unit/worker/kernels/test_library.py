@@ -13,7 +13,7 @@ import torch
 from quire.errors import ConfigError
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels import library as library_module
-from quire.worker.kernels import registry, tried
+from quire.worker.kernels import registry
 from quire.worker.kernels.library import Context, NativeLibrary, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.registry import choose_kernels
@@ -47,8 +47,8 @@ def test_the_best_instruction_set_is_chosen(library: NativeLibrary, monkeypatch:
 def test_what_fails_its_trial_is_used_on_request_only(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_CPU_KERNELS", raising=False)
     everything = library.instruction_sets()
-    monkeypatch.setattr(tried, "ON_TRIAL", frozenset({everything[0]}))
-    monkeypatch.setattr(tried, "has_passed", lambda candidate, reference: False)
+    monkeypatch.setattr(registry, "ON_TRIAL", frozenset({everything[0]}))
+    monkeypatch.setattr(registry, "has_passed", lambda candidate, reference: False)
     kernels = choose_kernels(CPU, torch.bfloat16, 1)
     assert isinstance(kernels, NativeKernels)
     assert kernels.context.instruction_set == everything[1]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.base import LOGITS, PLAIN, LinearSpec
 from quire.worker.kernels.native import Matrix
 from quire.worker.kernels.reference import linear
+from quire.worker.kernels.specs import LOGITS, PLAIN, LinearSpec
 
 from ..conftest import MakeKernels
 

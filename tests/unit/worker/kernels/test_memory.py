@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.memory import take_memory
+from quire.worker.kernels.library import Context, NativeLibrary
+from quire.worker.kernels.native import NativeKernels
+from quire.worker.kernels.packs import LARGE_BYTES, MAX_FREE_BLOCKS, ResultMemory, take_memory
+from quire.worker.kernels.specs import LOGITS
 
 HUGE = 2 << 20
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -54,3 +57,45 @@ def test_who_asks_gets_huge_pages(huge_pages: bool) -> None:
     assert entry.split(" ")[1] == "rw-p", "shared memory follows another switch"
     assert re.search(rf"^THPeligible:\s+{int(huge_pages)}$", entry, re.MULTILINE)
     assert re.search(r"^VmFlags:.* %s\b" % ("hg" if huge_pages else "nh"), entry, re.MULTILINE)
+
+
+def test_a_large_result_takes_the_place_of_one_that_is_gone() -> None:
+    memory = ResultMemory()
+    first = memory.take((LARGE_BYTES, 2), torch.uint8)
+    address = first.data_ptr()
+    second = memory.take((LARGE_BYTES,), torch.uint8)
+    assert second.data_ptr() != address, "the first one is still in use"
+    view = first[5:]
+    del first
+    assert memory.take((LARGE_BYTES,), torch.uint8).data_ptr() != address, "a view of it is in use"
+    del view
+    again = memory.take((LARGE_BYTES // 4, 2), torch.float32)
+    assert again.data_ptr() == address
+    assert again.shape == (LARGE_BYTES // 4, 2)
+    assert again.dtype == torch.float32
+
+
+def test_few_blocks_are_kept_and_none_after_release() -> None:
+    memory = ResultMemory()
+    results = [memory.take((size * LARGE_BYTES,), torch.uint8) for size in (3, 1, 4, 2)]
+    addresses = [result.data_ptr() for result in results]
+    del results
+    assert len(memory._free) == MAX_FREE_BLOCKS
+    assert memory.take((LARGE_BYTES,), torch.uint8).data_ptr() == addresses[0], "the smaller of the largest two"
+    memory.release()
+    assert not memory._free
+
+
+def test_the_logits_of_each_step_lie_where_those_of_the_step_before_did(library: NativeLibrary) -> None:
+    kernels = NativeKernels(Context(library, 1, library.instruction_sets()[0]))
+    head = kernels.linear(torch.ones(1024, 64, dtype=torch.bfloat16), None, LOGITS)
+    x = torch.ones(LARGE_BYTES // 4096, 64, dtype=torch.bfloat16)
+    logits = head(x)
+    address = logits.data_ptr()
+    assert torch.equal(logits, torch.full((len(x), 1024), 64.0))
+    other = head(x)
+    assert other.data_ptr() != address, "logits that are in use are left alone"
+    del logits
+    assert [head(x).data_ptr() for _ in range(3)] == [address] * 3
+    kernels.release_memory()
+    assert not kernels.context.result_memory._free

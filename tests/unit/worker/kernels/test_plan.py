@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.base import PLAIN, LinearSpec, NormSpec, RouterSpec, Turns
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.plan import LINE, Arena, NotPlannableError, Plan
+from quire.worker.kernels.specs import PLAIN, LinearSpec, NormSpec, RotaryAngles, RouterSpec
 
 DIM, VOCAB, HEAD = 64, 40, 16
 
@@ -39,7 +39,7 @@ class Toy:
         x = self.embedding.lookup(ids)
         for _ in range(2):
             q, k, v = self.qkv(self.norm(x)).split(DIM, dim=-1)
-            q, k = self.rotation(q, k, Turns(*self.tables, positions))
+            q, k = self.rotation(q, k, RotaryAngles(*self.tables, positions))
             x = self.norm(q, self.norm(k, x))
             x = self.experts(x, *self.router(self.gate(x)), v)
         pair = self.qkv(x)[:, : 2 * DIM]
@@ -86,7 +86,7 @@ def test_nothing_is_computed_while_it_is_recorded(kernels: NativeKernels) -> Non
         (lambda toy, ids, positions: toy.embedding.lookup(ids[:3]), "something else than each token"),
         (lambda toy, ids, positions: toy.embedding.lookup(positions), "something else than each token"),
         (lambda toy, ids, positions: toy.rotation(*toy.qkv(toy.embedding.lookup(ids)).split(DIM, dim=-1)[:2],
-                                                  Turns(*toy.tables, ids))[0], "something else than each token"),
+                                                  RotaryAngles(*toy.tables, ids))[0], "something else than each token"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_repeated_is_refused(forward: object, message: str, kernels: NativeKernels) -> None:

@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.base import LOGITS, PLAIN, LinearSpec, RouterSpec
 from quire.worker.kernels.native_quantized import can_pack
-from quire.worker.kernels.reference import TORCH_KERNELS, ask_experts, route
-from quire.worker.kernels.reference_quantized import multiply_int8, quantize_rows
-from quire.worker.quantization.rounding import quantize_int4, quantize_int8
-from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.kernels.reference import TORCH_KERNELS, ask_experts, multiply_int8, quantize_rows, route
+from quire.worker.kernels.specs import LOGITS, PLAIN, LinearSpec, RouterSpec
+from quire.worker.quantization.weight import QuantizedWeight, quantize_int4, quantize_int8
 
 from ..conftest import MakeKernels
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.base import NormSpec, Turns
-from quire.worker.kernels.reference import activate, rms_norm, turn_heads
-from quire.worker.layers.activation import ACTIVATIONS
+from quire.worker.kernels.reference import activate, rms_norm, rotate_heads
+from quire.worker.kernels.specs import ACTIVATIONS, NormSpec, RotaryAngles
 
 from ..conftest import MakeKernels
 
@@ -65,20 +64,20 @@ def test_rotation(
     qkv = randn(6, n, (heads + 2 * kv_heads) * head_size, dtype=dtype)
     cos, sin = (randn(seed, 50, half, dtype=torch.float32).to(table_dtype) for seed in (7, 8))
     positions = torch.randint(50, (n,), generator=torch.Generator().manual_seed(9))
-    turns = Turns(cos, sin, positions) if half else None
+    angles = RotaryAngles(cos, sin, positions) if half else None
     norms = (randn(9, head_size, dtype=dtype), randn(10, head_size, dtype=dtype), norm) if norm else (None, None, None)
     sizes = (heads * head_size, kv_heads * head_size, kv_heads * head_size)
     q, k, v = qkv.split(sizes, dim=1)
-    expected = turn_heads(q, k, turns, head_size=head_size, query_norm=norms[0], key_norm=norms[1], spec=norms[2])
+    expected = rotate_heads(q, k, angles, head_size=head_size, query_norm=norms[0], key_norm=norms[1], spec=norms[2])
     in_place = qkv.clone()
-    found = make_kernels(2).rotation(head_size, *norms)(*in_place.split(sizes, dim=1)[:2], turns)
+    found = make_kernels(2).rotation(head_size, *norms)(*in_place.split(sizes, dim=1)[:2], angles)
     for f, e in zip(found, expected, strict=True):
         tolerance = 2**-5 if dtype == torch.bfloat16 else 4e-6  # the reference rounds each product
         torch.testing.assert_close(f, e, rtol=tolerance, atol=tolerance)
     assert torch.equal(in_place.split(sizes, dim=1)[2], v)
     for i in (0, 17):
         one = qkv[i : i + 1].clone().split(sizes, dim=1)[:2]
-        row_turns = Turns(cos, sin, positions[i : i + 1]) if half else None
+        row_turns = RotaryAngles(cos, sin, positions[i : i + 1]) if half else None
         alone = make_kernels(1).rotation(head_size, *norms)(*one, row_turns)
         assert all(torch.equal(a, f[i : i + 1]) for a, f in zip(alone, found, strict=True))
 

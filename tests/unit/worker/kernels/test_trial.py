@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.kernels import trial, tried
-from quire.worker.kernels.base import Kernels, LinearSpec
+from quire.worker.kernels import registry, trial
+from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
+from quire.worker.kernels.specs import LinearSpec
 from quire.worker.kernels.trial import CHECKS, compare
 from quire.worker.quantization.weight import QuantizedWeight
 
@@ -114,11 +115,11 @@ def candidate_of(library: NativeLibrary) -> str:
 
 def test_a_trial_is_run_once(library: NativeLibrary, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = candidate_of(library)
-    assert tried.has_passed(candidate, "portable")
+    assert registry.has_passed(candidate, "portable")
     (verdict,) = cache.iterdir()
     assert json.loads(verdict.read_text()) == {"agrees": True, "why": ""}
-    monkeypatch.setattr(tried, "run_trial", lambda *_: pytest.fail("it was run again"))
-    assert tried.has_passed(candidate, "portable")
+    monkeypatch.setattr(registry, "run_trial", lambda *_: pytest.fail("it was run again"))
+    assert registry.has_passed(candidate, "portable")
 
 
 @pytest.mark.parametrize(
@@ -134,37 +135,37 @@ def test_a_crash_is_an_answer(
 ) -> None:
     monkeypatch.setenv("QUIRE_FAILPOINTS", f"kernels.trial={fault}")
     names = [candidate_of(library), "portable"]
-    monkeypatch.setattr(tried, "ON_TRIAL", frozenset(names[:1]))
+    monkeypatch.setattr(registry, "ON_TRIAL", frozenset(names[:1]))
     warnings: list[str] = []
-    monkeypatch.setattr(tried.logger, "warning", lambda text, *args: warnings.append(text % args))
-    assert tried.choose_instruction_set(names) == "portable"
+    monkeypatch.setattr(registry.logger, "warning", lambda text, *args: warnings.append(text % args))
+    assert registry.choose_instruction_set(names) == "portable"
     assert why in warnings[0]
     assert bool(list(cache.glob("*.json"))) == is_kept
 
 
 def test_disagreement_is_kept_and_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = {"agrees": False, "why": "linear of 2 x 3 by 4"}
-    monkeypatch.setattr(tried, "run_trial", lambda *_: (verdict, True))
-    assert not tried.has_passed("portable", "portable")
+    monkeypatch.setattr(registry, "run_trial", lambda *_: (verdict, True))
+    assert not registry.has_passed("portable", "portable")
     (path,) = cache.iterdir()
     assert json.loads(path.read_text()) == verdict
     path.write_text('{"agrees": "perhaps"}')
-    monkeypatch.setattr(tried, "run_trial", lambda *_: ({"agrees": True, "why": ""}, True))
-    assert tried.has_passed("portable", "portable"), "a verdict that cannot be read is none"
+    monkeypatch.setattr(registry, "run_trial", lambda *_: ({"agrees": True, "why": ""}, True))
+    assert registry.has_passed("portable", "portable"), "a verdict that cannot be read is none"
 
 
 def test_the_exit_codes_are_the_trials() -> None:
-    assert (tried.AGREES, tried.DISAGREES) == (trial.AGREES, trial.DISAGREES)
+    assert (registry.AGREES, registry.DISAGREES) == (trial.AGREES, trial.DISAGREES)
 
 
 def test_what_takes_too_long_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_FAILPOINTS", "kernels.trial=sleep(60)")
-    verdict, is_final = tried.run_trial("portable", "portable", timeout_s=0.01)
+    verdict, is_final = registry.run_trial("portable", "portable", timeout_s=0.01)
     assert not verdict["agrees"]
     assert not is_final
 
 
 def test_where_the_cache_cannot_be_written_the_trial_still_counts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_text("a file")
-    monkeypatch.setattr(tried, "run_trial", lambda *_: ({"agrees": True, "why": ""}, True))
-    assert tried.has_passed("portable", "portable")
+    monkeypatch.setattr(registry, "run_trial", lambda *_: ({"agrees": True, "why": ""}, True))
+    assert registry.has_passed("portable", "portable")

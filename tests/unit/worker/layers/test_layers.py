@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.errors import UnsupportedModelError
-from quire.worker.layers.activation import ACTIVATIONS, gated, get_activation, soft_cap
-from quire.worker.layers.embedding import Embedding
-from quire.worker.layers.linear import Linear, PackedLinear
+from quire.worker.kernels.specs import ACTIVATIONS, gated, get_activation, soft_cap
+from quire.worker.layers.linear import Embedding, Linear, PackedLinear
 from quire.worker.layers.norm import LayerNorm, RMSNorm
 from quire.worker.layers.weights import checkpoint_tensors
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.errors import ModelLoadError
-from quire.worker.loader import resolve_dtype
+from quire.worker.platform import resolve_dtype
 
 from ..models.oracle import CPU, model_config_of
 

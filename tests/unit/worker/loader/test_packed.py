@@ -22,10 +22,10 @@ from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.weights import weight_bytes
 from quire.worker.loader import ModelWeights, Placement, WeightCache, load_model
 from quire.worker.loader import packed as packed_module
+from quire.worker.loader import quantized as kinds_module
+from quire.worker.loader.quantized import StoredMatrix
 from quire.worker.packed_cache import PackedCache, PackedFileWriter, open_packed_file
-from quire.worker.quantization import kinds as kinds_module
-from quire.worker.quantization import rounding
-from quire.worker.quantization.stored import StoredMatrix
+from quire.worker.quantization import weight as rounding
 
 from ..models.oracle import quire_logits
 from ..quantization.writers import (

@@ -15,9 +15,15 @@ from torch import Tensor, nn
 from quire.config.engine import LoadConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
-from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from quire.worker.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    ForwardContext,
+    KVCache,
+    set_forward_context,
+)
 from quire.worker.attention.layer import Attention
-from quire.worker.forward_context import ForwardContext, set_forward_context
 from quire.worker.kernels.base import Kernels
 from quire.worker.loader import Placement, load_model
 

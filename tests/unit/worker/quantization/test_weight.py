@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config.quantization import group_size_for, scheme_of
-from quire.worker.quantization.rounding import quantize, quantize_int4, quantize_int8
-from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.quantization.weight import QuantizedWeight, quantize, quantize_int4, quantize_int8
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.worker.sample import edits
-from quire.worker.sample.edits import TokenEntries
-from quire.worker.sample.history import TokenHistory
+from quire.worker.sample import sampler as edits
+from quire.worker.sample.metadata import TokenEntries, TokenHistory
 
 VOCAB = 40
 CPU = torch.device("cpu")

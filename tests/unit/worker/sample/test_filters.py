@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.worker.sample import filters
-from quire.worker.sample.philox import uniforms
+from quire.worker.sample import torch_kernel as filters
+from quire.worker.sample.torch_kernel import uniforms
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -13,8 +13,7 @@ from torch import Tensor
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native_sampling import NativeSampling
 from quire.worker.sample.kernel import DrawRules, SamplingKernel
-from quire.worker.sample.philox import uniforms
-from quire.worker.sample.torch_kernel import TorchSampling
+from quire.worker.sample.torch_kernel import TorchSampling, uniforms
 
 VOCABS = [1, 2, 15, 16, 17, 63, 64, 1000, 1024, 1025, 3000, 20_000]
 TOLERANCE = 1e-5

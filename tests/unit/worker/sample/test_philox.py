@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.worker.sample.philox import philox4x32, uniforms
+from quire.worker.sample.torch_kernel import philox4x32, uniforms
 
 # Random123 (D. E. Shaw Research), kat_vectors, "philox4x32 10": counter, key, result.
 KNOWN_ANSWERS = [

@@ -13,7 +13,7 @@ from quire.structured_outputs import ReasoningTokens
 from quire.worker.sample import sampler, torch_kernel
 from quire.worker.sample.kernel import SamplingKernel
 from quire.worker.sample.metadata import SamplingTable
-from quire.worker.sample.philox import uniforms
+from quire.worker.sample.torch_kernel import uniforms
 
 VOCAB = 24
 CPU = torch.device("cpu")
@@ -151,7 +151,7 @@ def test_filters_run_on_the_rows_that_ask_for_them(monkeypatch: pytest.MonkeyPat
     seen = []
     for name in ("keep_top_k", "keep_top_p", "keep_min_p"):
         monkeypatch.setattr(
-            torch_kernel.filters, name, lambda logits, _, v, name=name: seen.append((name, len(logits), v.tolist()))
+            torch_kernel, name, lambda logits, _, v, name=name: seen.append((name, len(logits), v.tolist()))
         )
     asked = [{"temperature": 0}, {"top_k": 7}, {}, {"top_k": 9, "top_p": 0.5}]
     requests = [(SamplingParams(seed=1, **kwargs), [], []) for kwargs in asked]

@@ -1,0 +1,102 @@
+"""Values that say what a kernel computes, and the activation functions: what layers and kernels have in common."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec:
+    """What a linear layer computes after its matrix product, in this order."""
+
+    divisor: float = 1.0
+    """The sums are divided by it."""
+    soft_cap: float | None = None
+    """c: the sums become c * tanh(sums / c)."""
+    activation: str | None = None
+    """A key of `ACTIVATIONS`."""
+    gated: bool = False
+    """The weight is two matrices, one above the other: activation(first(x)) * second(x)."""
+    float32_output: bool = False
+    """Keep the float32 sums instead of rounding them to the type of x."""
+
+
+PLAIN = LinearSpec()
+LOGITS = LinearSpec(float32_output=True)
+TANH = LinearSpec(soft_cap=1.0)
+"""tanh of the sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """A root mean square norm: layers/norm.py."""
+
+    eps: float
+    weight_offset: float = 0.0
+    scale_in_float32: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How a mixture of experts chooses."""
+
+    num_experts_per_token: int
+    normalize: bool
+    """Scale the chosen experts' weights to a sum of 1."""
+    weights_in_float32: bool = True
+    """False rounds the experts' weights to the model's type."""
+
+
+@dataclass(frozen=True)
+class RotaryAngles:
+    """Rotation angles of a step's tokens: tables of cosines and sines, and the tokens' rows in them."""
+
+    cos: Tensor
+    """[num_positions, rotary_dim / 2], like `sin`."""
+    sin: Tensor
+    positions: Tensor
+    """[n] int64"""
+
+    @functools.cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tokens, [n, 1, rotary_dim / 2] each: the same for every head."""
+        return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
+
+
+Activation = Callable[[Tensor], Tensor]
+
+_gelu_tanh = functools.partial(functional.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": functional.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+"""Element-wise functions, by the name config.json gives them."""
+
+
+def get_activation(name: str) -> Activation:
+    """Returns the function config.json calls `name`. Raises UnsupportedModelError."""
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"activation {name!r} is not implemented; known are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def gated(activation: Activation, gate_up: Tensor) -> Tensor:
+    """Returns activation(gate) * up, [n, dim]. gate_up: [n, 2 * dim], the gates first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """Returns cap * tanh(x / cap), which bounds x smoothly (Gemma 2); x where the cap is None."""
+    return x if cap is None else cap * torch.tanh(x / cap)

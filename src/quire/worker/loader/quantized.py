@@ -1,0 +1,124 @@
+"""Quantized matrices of a model: those found in a checkpoint, those made at load, and the record of their kinds.
+
+A packed weight file stores a record of kinds beside the packed bytes, because a later start reads only the packed bytes
+and must know what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.checkpoint import TensorInfo
+from quire.config.quantization import MAX_INT8_INPUTS, QuantizationScheme, is_quantizable_name
+from quire.errors import ModelLoadError
+from quire.worker.kernels.packs import Packs
+from quire.worker.layers.linear import Linear
+from quire.worker.layers.moe import Experts
+from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat
+from quire.worker.quantization.weight import Kind, QuantizedWeight
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A quantized matrix: takes the place of the TensorInfo of the plain `weight` it stands for."""
+
+    name: str
+    shape: tuple[int, int]
+    infos: Mapping[str, TensorInfo]
+    """By suffix."""
+    format: StoredFormat
+
+    @property
+    def file(self) -> Path:
+        """Where the first of its tensors lies: for messages."""
+        return next(iter(self.infos.values())).file
+
+    def read(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Raises ModelLoadError naming file and matrix, and ScatteredGroupsError."""
+        try:
+            weight = self.format.read(tensors, self.shape)
+        except ScatteredGroupsError:
+            raise
+        except ModelLoadError as e:
+            raise type(e)(f"{self.file}: {self.name}: {e}") from None
+        if weight.shape != self.shape:
+            raise ModelLoadError(f"{self.file}: {self.name} has shape {weight.shape}, not {self.shape}")
+        return weight
+
+    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """[out_features, in_features] float32. Raises as `read` does."""
+        try:
+            return self.read(tensors).dequantize()
+        except ScatteredGroupsError as scattered:
+            return scattered.dequantize()
+
+
+Stored = TensorInfo | StoredMatrix
+
+
+def gather_matrices(tensors: Mapping[str, TensorInfo], format: StoredFormat) -> dict[str, Stored]:
+    """`tensors` with those of each quantized matrix joined, under the name its plain weight would have.
+
+    Raises as StoredFormat.shape.
+    """
+    mark = "." + format.mark
+    bases = [name.removesuffix(mark) for name in tensors if name.endswith(mark)]
+    joined: dict[str, Stored] = dict(tensors)
+    for base in bases:
+        infos = {}
+        for suffix in format.suffixes:
+            info = tensors.get(f"{base}.{suffix}")
+            if info is not None:
+                infos[suffix] = info
+                joined.pop(info.name, None)
+        name = f"{base}.weight"
+        joined[name] = StoredMatrix(name, format.shape(infos), infos, format)
+    return joined
+
+
+MAX_KINDS = 2
+_RECORD = torch.Size((1 + MAX_KINDS * len(Kind._fields),))
+NUM_BYTES = _RECORD.numel() * 8
+"""Of a record: how many kinds there are, then the fields of each, int64."""
+
+
+def remember_kinds(packs: Packs, kinds: Sequence[Kind]) -> None:
+    """Have the layer whose turn it is take a record of the kinds of its matrices."""
+    assert len(kinds) <= MAX_KINDS
+
+    def fill(memory: Tensor) -> None:
+        numbers = [len(kinds), *(int(field) for kind in kinds for field in kind)]
+        memory.view(torch.int64)[: len(numbers)] = torch.tensor(numbers)
+
+    packs.take(NUM_BYTES, fill)
+
+
+def recall_kinds(packs: Packs) -> list[Kind]:
+    """The kinds that were remembered for the layer whose turn it is. Raises as `Packs.take` does."""
+    count, *fields = packs.take(NUM_BYTES, lambda _: None).view(torch.int64).tolist()
+    size = len(Kind._fields)
+    records = [fields[i * size : (i + 1) * size] for i in range(count)]
+    return [Kind(bits, group_size, bool(zeros), bool(inputs)) for bits, group_size, zeros, inputs in records]
+
+
+def plan_quantization(model: nn.Module, scheme: QuantizationScheme) -> list[str]:
+    """Have the linear layers and experts inside the decoder's layers quantize their weights when these are loaded, and
+    return their names. Embeddings, logits head and routers stay as they are."""
+    chosen = {path: module for path, module in model.named_modules() if is_quantizable(path, module, scheme)}
+    for module in chosen.values():
+        assert isinstance(module, Linear | Experts)
+        module.scheme = scheme
+    return list(chosen)
+
+
+def is_quantizable(path: str, module: nn.Module, scheme: QuantizationScheme) -> bool:
+    """Whether the module at `path` is one of them."""
+    if not isinstance(module, Linear | Experts) or not is_quantizable_name(path):
+        return False
+    matrices = (module.weight,) if isinstance(module, Linear) else (module.gate_up_proj, module.down_proj)
+    return not scheme.quantizes_inputs or all(matrix.shape[-1] <= MAX_INT8_INPUTS for matrix in matrices)
