@@ -51,12 +51,12 @@ def test_64_streams_survive_1000_kills(seed: int) -> None:
 @pytest.mark.parametrize("forgotten", [slice(0, -1), slice(1, None)], ids=["the last token", "the first token"])
 def test_a_journal_that_forgets_a_token_is_found_out(forgotten: slice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The judge is not asleep: with a resumption that is off by one token the test above fails."""
-    make_requests = JournalEntry.make_requests
+    make_request = JournalEntry.make_request
 
-    def forgetful(entry: JournalEntry) -> list[EngineCoreRequest]:
-        first, *segments = make_requests(entry)
-        return [msgspec.structs.replace(first, output_token_ids=first.output_token_ids[forgotten]), *segments]
+    def forgetful(entry: JournalEntry) -> EngineCoreRequest:
+        request = make_request(entry)
+        return msgspec.structs.replace(request, output_token_ids=request.output_token_ids[forgotten])
 
-    monkeypatch.setattr(JournalEntry, "make_requests", forgetful)
+    monkeypatch.setattr(JournalEntry, "make_request", forgetful)
     with pytest.raises(AssertionError, match=r"tokens|ends"):
         asyncio.run(_run(2, 3, max_gap=6000))

@@ -22,10 +22,13 @@ import pytest
 import zmq
 
 from quire.config.engine import EngineConfig, LifecycleConfig, ParallelConfig
+from quire.config.hf_config import HFConfig
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError, ServerError, ValidationError
 from quire.frontend.client.base import make_async_client, make_client
 from quire.frontend.client.link_thread import AttachedLinkThread
 from quire.frontend.client.mp import AsyncMPClient, BackgroundResources, MPClient, SyncMPClient
+from quire.frontend.llm_engine import LLMEngine
+from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
@@ -292,38 +295,41 @@ def test_control_calls_over_a_death(start: Clients) -> None:
         client.call_utility("collective_rpc", lambda worker: worker)
 
 
-def run_session(client: SyncMPClient, kill_before: set[int]) -> list[list[int]]:
-    """Three inputs, the second sent while the first is answered; the tokens of each answer. Before messages of these
-    numbers are taken, the core is killed. The end of the session may come to the core after the third answer, too."""
-    inputs = [make_request("s", 6, resumable=True, continues_session=i > 0) for i in range(3)] + [
-        make_request("s", 6, continues_session=True)
-    ]
-    inputs[-1].prompt_token_ids = []
-    for index, request in enumerate(inputs[1:-1], start=1):
-        request.prompt_token_ids = [50 + index, 60]
-    client.add_request(inputs[0])
-    client.add_request(inputs[1])
-    answers: list[list[int]] = [[]]
+def run_session(engine: LLMEngine, kill_before: set[int]) -> list[list[int]]:
+    """The answers to three inputs; the second is added while the first is answered. Before the steps with these
+    numbers the core is killed."""
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    inputs = [[1, 2, 3], [51, 60], [52, 60], []]
+    engine.add_request("s", {"prompt_token_ids": inputs.pop(0)}, params, resumable=True)
+    engine.add_request("s", {"prompt_token_ids": inputs.pop(0)}, params, resumable=True)
+    answers: list[list[int]] = []
     for number in range(1000):
         if number in kill_before:
-            os.kill(core_pid(client), signal.SIGKILL)
-        for output in client.get_output().outputs:
-            answers[-1] += output.new_token_ids
-            if output.finish_reason is not None:
-                return [answer for answer in answers if answer]
-            if output.segment_finish_reason is not None:
-                answers.append([])
-                for request in inputs[len(answers) - 1 : len(answers) + 1] if len(answers) > 2 else ():
-                    client.add_request(request)
+            os.kill(core_pid(engine.engine_core), signal.SIGKILL)  # type: ignore[attr-defined]
+        for output in engine.step():
+            assert isinstance(output, RequestOutput)
+            (completion,) = output.outputs
+            if output.finished:
+                return answers
+            if completion.finish_reason is not None:
+                answers.append(list(completion.token_ids))
+                if len(answers) > 1:
+                    prompt = inputs.pop(0)
+                    engine.add_request("s", {"prompt_token_ids": prompt}, params, resumable=bool(prompt))
     raise AssertionError("the session does not end")
 
 
 def test_a_session_survives_kills_in_and_between_its_segments(start: Clients) -> None:
-    client = start(config_with(core_restart_limit=100, core_restart_window_s=0.01))
-    undisturbed = run_session(client, set())
+    config = config_with(core_restart_limit=100, core_restart_window_s=0.01)
+    model = HFConfig({"max_position_embeddings": 4096, "vocab_size": 256}, Path())
+    config = dataclasses.replace(
+        config, model_config=dataclasses.replace(config.model_config, hf_config=model, skip_tokenizer_init=True)
+    )
+    engine = LLMEngine(config, client=start(config), log_stats=False)
+    undisturbed = run_session(engine, set())
     assert [len(answer) for answer in undisturbed] == [6, 6, 6]
     for kill_before in ({0}, {3}, {8}, {12}, {14}, {1, 2, 3, 9, 13}):
-        assert run_session(client, kill_before) == undisturbed, kill_before
+        assert run_session(engine, kill_before) == undisturbed, kill_before
 
 
 # -- end --------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from quire.errors import ValidationError
 from quire.frontend.client.link import EngineLink
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats
-from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
+from quire.frontend.session import SessionInput
 from quire.frontend.supervision.quarantine import CoreDeath
 from quire.testing.metrics_audit import MetricsAudit
 from quire.wire.engine_core import (
@@ -61,14 +62,16 @@ class Frontend:
         self._ready = ready
         self._link = EngineLink()
         self.ledger = RequestLedger()
-        self._processor = OutputProcessor(None, log_stats=True, ledger=self.ledger)
+        self._processor = OutputProcessor(None, log_stats=True, ledger=self.ledger, max_model_len=ready.max_model_len)
         self._stats = FrontendStats(
             config, ready, self._processor, ledger=self.ledger, log_stats=True, wall_clock=clock
         )
         self._stats.attach(self)
         self.restarts: Counter[str] = Counter()
         self.num_finished = self.num_tokens = 0
-        """Requests that have ended in any way, and tokens that were heard."""
+        """Requests that have ended in any way, and tokens that were heard. A session is one request."""
+        self.sent: list[EngineCoreRequest] = []
+        """Further requests of sessions, since they were last looked at."""
         self.audit = MetricsAudit()
         self._link.on_ready(ready)
 
@@ -100,11 +103,18 @@ class Frontend:
             self.hear(_first_output(client, self._clock.now))
             self.restart("lost")
 
-    def add_input(self, segment: EngineCoreRequest) -> None:
+    def add_input(self, session_id: str, new: SessionInput) -> None:
         """The next input of a session."""
-        segment = self._now(segment)
-        self._processor.add_request(segment, None)
-        self._link.add_request(segment)
+        stats = self._stats.open_iteration()
+        self._take(self._processor.add_input(session_id, new._replace(arrival_time=self._clock.now), stats))
+        self._stats.close_iteration(stats)
+
+    def _take(self, processed: OutputProcessorOutput) -> None:
+        assert not processed.reqs_to_abort
+        self.num_finished += sum(output.finished for output in processed.request_outputs)
+        for request in processed.reqs_to_add:
+            self.sent.append(request)
+            self._link.add_request(request)
 
     def refuse(self) -> None:
         """A request that was not accepted."""
@@ -129,9 +139,8 @@ class Frontend:
             step = self._stats.open_step(delivery)
             batch = step.open_batch()
             processed = self._processor.process_outputs(delivery.outputs, delivery.timestamp, batch)
-            assert not processed.reqs_to_abort
             step.close_batch(batch)
-            self.num_finished += sum(output.finished for output in delivery.outputs)
+            self._take(processed)
             self.num_tokens += sum(len(output.new_token_ids) for output in delivery.outputs)
         self._link.deliveries.clear()
 
@@ -174,14 +183,12 @@ class Frontend:
 def _first_output(client: Client, now: float) -> EngineCoreOutputs:
     """What a core had sent of a request before it died."""
     request, num_prompt = client.request, len(client.request.prompt_token_ids or ())
-    end = client.expected.finish_reason if client.is_complete and request.resumable else None
     events = [EngineCoreEvent(kind, now) for kind in (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)]
     output = EngineCoreOutput(
         request.request_id,
         list(client.received),
         events=events,
         prefill_stats=PrefillStats(num_prompt, num_prompt),
-        segment_finish_reason=end,
     )
     return EngineCoreOutputs(outputs=[output], timestamp=now)
 
@@ -193,6 +200,8 @@ class AuditedSimulation(Simulation):
         self.clock = Clock(seed)
         self._sent: list[tuple[str, list[int], list[int]]] = []
         """Since the last restart."""
+        self._begun: list[tuple[str, list[int], list[int]]] = []
+        """Further requests of sessions in this operation."""
         super().__init__(world, log)
         self.frontend = Frontend(world.config, self.core.ready_response, self.clock)
 
@@ -203,24 +212,34 @@ class AuditedSimulation(Simulation):
     def apply(self, operation: Operation) -> None:
         self.clock.tick()
         super().apply(operation)
-        self.frontend.check(len(self.live))
+        self.frontend.check(len(self.live) + len(self.resting))
+        begun, self._begun = self._begun, []
+        sent, self.frontend.sent = [_gist(request) for request in self.frontend.sent], []
+        assert sent == begun, f"of sessions the frontend sends {sent}, and {begun} is right"
         self.seen["scrapes"] += 1
 
-    def _submit(self, client: Client) -> None:
+    def _submit(self, client: Client, in_step: bool = False) -> None:
         if not self.frontend.knows(client.request.request_id):
             self.frontend.add(client)
-        super()._submit(client)
+        super()._submit(client, in_step)
 
-    def _send_input(self, client: Client, segment: EngineCoreRequest) -> None:
-        self.frontend.add_input(segment)
-        super()._send_input(client, segment)
+    def _begin_segment(self, client: Client, in_step: bool) -> None:
+        num_sent = len(self._sent)
+        super()._begin_segment(client, in_step)
+        self._begun += self._sent[num_sent:]
+
+    def _add_input(self, client: Client, new: SessionInput) -> None:
+        self.frontend.add_input(client.request.request_id, new)
+        super()._add_input(client, new)
 
     def _refused(self, number: int) -> None:
         self.frontend.refuse()
         super()._refused(number)
 
     def _forget(self, request_ids: list[str]) -> None:
-        self.frontend.abort([i for i in request_ids if i in self.live and not self.live[i].is_over])
+        self.frontend.abort(
+            [i for i in request_ids if i in self.resting or (i in self.live and not self.live[i].is_over)]
+        )
         super()._forget(request_ids)
 
     def _hear_all(self, outputs: dict[int, EngineCoreOutputs] | None, *, is_fresh: bool = True) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from quire.engine.kv_cache.manager import KVCacheManager
@@ -27,9 +27,8 @@ class CacheModel:
         self._holders: defaultdict[Prefix, set[int]] = defaultdict(set)
         self._tables: dict[str, list[int]] = {}
 
-    def check_step(self, step: SchedulerOutput, requests: Mapping[str, Request], kept: Collection[str]) -> None:
-        """Follow one step in the order it was scheduled: running requests, then admissions. `kept` are the sessions
-        that go on with the blocks they have, and look nothing up."""
+    def check_step(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Follow one step in the order it was scheduled: running requests, then admissions."""
         cached = step.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for req_id, new_block_ids, num_computed in rows:
@@ -40,8 +39,7 @@ class CacheModel:
         for data in step.scheduled_new_reqs:
             request, (table,) = requests[data.req_id], data.block_ids
             num_hits = data.num_computed_tokens // self.block_size
-            if data.req_id not in kept:
-                self._check_hit(request, num_hits)
+            self._check_hit(request, num_hits)
             self._give_out(table[num_hits:])
             self._tables[data.req_id] = list(table)
             self._fill(request, data.num_computed_tokens, step.num_scheduled_tokens[data.req_id])
@@ -84,22 +82,16 @@ def free_queue(manager: KVCacheManager) -> list[int]:
     return [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()]
 
 
-def check_order_of_new_blocks(
-    before: list[int], after: list[int], step: SchedulerOutput, block_size: int, kept: Collection[str]
-) -> None:
+def check_order_of_new_blocks(before: list[int], after: list[int], step: SchedulerOutput, block_size: int) -> None:
     """One step took its hits out of the middle of the free queue and its new blocks from the head, in order.
 
     For steps without preemptions of engines with one group of full attention; `before` and `after` are the queue.
-    `kept` are sessions whose first blocks were theirs before.
     """
     hits: set[int] = set()
     taken: list[int] = []
     for new_block_ids in step.scheduled_cached_reqs.new_block_ids:
         taken += new_block_ids[0] if new_block_ids is not None else []
     for data in step.scheduled_new_reqs:
-        if data.req_id in kept:
-            taken += data.block_ids[0][-(-data.num_computed_tokens // block_size) :]
-            continue
         num_hits = data.num_computed_tokens // block_size
         hits.update(set(data.block_ids[0][:num_hits]).difference(taken))  # one may share what this very step fills
         taken += data.block_ids[0][num_hits:]

@@ -20,7 +20,7 @@ import pytest
 from quire.engine import core
 from quire.engine.sched.interface import PauseState
 from quire.errors import ClientError, ValidationError
-from quire.frontend.session import SessionRecord
+from quire.frontend.session import SessionInput
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import ExpectedOutput, expected_output
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
@@ -40,7 +40,8 @@ class Client:
     """`received` holds what was heard, before a crash included. `admitted_with` is the number of tokens that were in
     the cache when the request was first admitted by this engine, None before that.
 
-    A session is a client whose `request` and `expected` are those of its present segment."""
+    A session is a client whose `request` and `expected` are those of its present segment: to the engine an ordinary
+    request, which has the id of the one before it."""
 
     request: EngineCoreRequest
     expected: ExpectedOutput
@@ -48,38 +49,23 @@ class Client:
     admitted_with: int | None = None
     is_cut_off: bool = False
     """The engine ended it on its own account; the client will hear so."""
-    record: SessionRecord | None = None
-    """Of a session: what it comes back from after a crash."""
-    inputs: deque[EngineCoreRequest] = field(default_factory=deque)
-    """Sent and not begun."""
-    due: End | None = None
-    """The session has ended between two segments, in this way; the client will hear so."""
+    inputs: deque[SessionInput] = field(default_factory=deque)
+    """Of a session: not begun."""
 
     @property
     def is_complete(self) -> bool:
-        """All outputs have been heard: of the present segment, where it is a session."""
+        """All outputs have been heard."""
         return len(self.received) == len(self.expected.token_ids)
 
     @property
     def is_over(self) -> bool:
         """The engine is done with it, though the client has not heard: cut off, or complete before a restart."""
-        return self.is_cut_off or self.due is not None or (self.is_complete and not self.request.resumable)
-
-    @property
-    def rests(self) -> bool:
-        """A session that waits for input."""
-        return self.is_complete and not self.is_over
+        return self.is_cut_off or self.is_complete
 
     @property
     def takes_input(self) -> bool:
         """A session whose last input has not been sent."""
-        last = self.inputs[-1] if self.inputs else self.request
-        return last.resumable and not self.is_over
-
-    @property
-    def ends_session(self) -> bool:
-        """Whether the end of the present segment is that of all."""
-        return not self.request.resumable or bool(self.inputs and not self.inputs[0].prompt_token_ids)
+        return not self.is_cut_off and (not self.inputs[-1].is_last if self.inputs else self.request.resumable)
 
     @property
     def skips_cache(self) -> bool:
@@ -107,6 +93,10 @@ class Simulation:
         self.world = world
         self.log = log
         self.live: dict[str, Client] = {}
+        self.resting: dict[str, Client] = {}
+        """Sessions that wait for input: the engine knows nothing of them."""
+        self._answered: list[Client] = []
+        """Sessions that have just heard the end of an answer."""
         self.seen: Counter[str] = Counter()
         self._history: list[list[int]] = []
         self._num_added = self._num_inputs = 0
@@ -147,12 +137,9 @@ class Simulation:
         request_id = f"r{self._num_added}"
         request = draw_request(rng, self.world, request_id, self._num_added, max_model_len, self._history)
         expected = self._expect(request, [])
-        client = Client(request, expected, record=SessionRecord(request) if request.resumable else None)
+        client = Client(request, expected)
         if rng.random() < 0.1:  # began before a restart that this engine knows nothing of
             client.received = expected.token_ids[: rng.randint(0, len(expected.token_ids))]
-            if client.record is not None:
-                end = expected.finish_reason if client.is_complete else None
-                client.record.take_in(EngineCoreOutput(request_id, client.received, segment_finish_reason=end))
         self._num_added += 1
         self._note_text(client)
         return self._submit(client)
@@ -162,14 +149,10 @@ class Simulation:
         text = (client.request.prompt_token_ids or []) + client.expected.token_ids
         self._history = [*self._history[-15:], text]
 
-    def _submit(self, client: Client) -> None:
+    def _submit(self, client: Client, in_step: bool = False) -> None:
         self.live[client.request.request_id] = client
-        self.invariants.added(client.request.request_id)
-        if client.record is None:
-            return self._send(msgspec.structs.replace(client.request, output_token_ids=list(client.received)))
-        for request in client.record.make_requests():
-            self._send(request)
-        return None
+        self.invariants.added(client.request.request_id, in_step)
+        self._send(msgspec.structs.replace(client.request, output_token_ids=list(client.received)))
 
     def _send(self, request: EngineCoreRequest) -> None:
         if self.log is not None:
@@ -177,48 +160,50 @@ class Simulation:
         self.core.add_request(*self.core.preprocess_add_request(request))
 
     def _feed(self, number: int) -> None:
-        """The next input of a session; sometimes it is too late, and the session is gone."""
-        sessions = [client for client in self.live.values() if client.takes_input]
-        if not sessions:
+        """The next input of a session, whether it rests or is being answered."""
+        clients = [client for client in [*self.live.values(), *self.resting.values()] if client.takes_input]
+        if not clients:
             return self._step(number)
         rng = random.Random(number)
-        client = rng.choice(sessions)
+        client = rng.choice(clients)
         self._num_inputs += 1
         arrival_time = self._num_added // 2 + 0.5 + self._num_inputs / (1 << 20)
-        segment = draw_input(rng, self.world, client.request, arrival_time)
-        if rng.random() < 0.05:
-            num_known = len(self.core.scheduler.requests)
-            self._send(msgspec.structs.replace(segment, request_id="gone"))
-            assert len(self.core.scheduler.requests) == num_known, "an input came too late and was taken in"
-            return None
-        self._send_input(client, segment)
+        self._add_input(client, draw_input(rng, self.world, client.request, arrival_time))
         return None
 
-    def _send_input(self, client: Client, segment: EngineCoreRequest) -> None:
-        assert client.record is not None
-        client.record.add_input(segment)
-        client.inputs.append(segment)
-        self._send(segment)
-        if client.rests:
+    def _add_input(self, client: Client, new: SessionInput) -> None:
+        client.inputs.append(new)
+        if client.request.request_id in self.resting:
             self._begin_segment(client, in_step=False)
 
+    def _go_on(self, client: Client) -> None:
+        """An answer to a session is complete: begin with the next input, or wait for one."""
+        self.seen["segments"] += 1
+        if client.inputs:
+            self._begin_segment(client, in_step=True)
+        elif client.takes_input:
+            self.resting[client.request.request_id] = client
+
     def _begin_segment(self, client: Client, in_step: bool) -> None:
-        """What a session that has answered one input does with the next."""
-        before, segment = client.request, client.inputs.popleft()
-        if not segment.prompt_token_ids:
-            client.due = client.expected.finish_reason, client.expected.stop_reason
-            self.seen["sessions closed at rest"] += 1
+        before, new = client.request, client.inputs.popleft()
+        self.resting.pop(before.request_id, None)
+        if not new.token_ids:
+            self.seen["sessions closed"] += 1
             return
         kept = (before.prompt_token_ids or []) + client.expected.token_ids[:-1]  # the last one was never computed
-        fields = {name: getattr(segment, name) for name in ("sampling_params", "arrival_time", "resumable")}
-        client.request = msgspec.structs.replace(before, prompt_token_ids=kept + segment.prompt_token_ids, **fields)
-        if len(kept) + len(segment.prompt_token_ids) >= self.core.ready_response.max_model_len:
-            client.due = FinishReason.LENGTH, None
+        request = msgspec.structs.replace(
+            before,
+            prompt_token_ids=kept + new.token_ids,
+            sampling_params=new.sampling_params,
+            arrival_time=new.arrival_time,
+            resumable=not new.is_last,
+        )
+        if len(request.prompt_token_ids or ()) >= self.core.ready_response.max_model_len:
             self.seen["sessions without room"] += 1
             return
-        client.expected, client.received, client.admitted_with = self._expect(client.request, []), [], None
-        self._note_text(client)
-        self.invariants.added(client.request.request_id, in_step)
+        following = Client(request, self._expect(request, []), inputs=client.inputs)
+        self._note_text(following)
+        self._submit(following, in_step)
 
     def _refused(self, number: int) -> None:
         """A request that cannot be accepted leaves no trace: its id is in use, or the context has no room for it."""
@@ -231,7 +216,7 @@ class Simulation:
 
     def _choose(self, number: int) -> list[str]:
         """One live request, or sometimes several, or one that does not exist."""
-        ids = list(self.live)
+        ids = [*self.live, *self.resting]
         if not ids or number % 23 == 0:
             return ["unknown"]
         return ids[:: 1 + number % 3] if number % 11 == 0 else [ids[number % len(ids)]]
@@ -253,6 +238,7 @@ class Simulation:
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
+            self.resting.pop(request_id, None)
             if request_id in self.live and not self.live[request_id].is_over:
                 del self.live[request_id]
 
@@ -279,6 +265,9 @@ class Simulation:
                 self._hear(client, output)
         for client_outputs in (outputs or {}).values():
             self.invariants.heard_stats(client_outputs.scheduler_stats, is_fresh=is_fresh)
+        answered, self._answered = self._answered, []
+        for client in answered:
+            self._go_on(client)
 
     def _wait_for_steps(self, verb: Callable[[], object]) -> bool:
         """Call a control verb that waits for the steps in flight: their outputs come after it. False if one of them
@@ -303,33 +292,22 @@ class Simulation:
         if self.log is not None:
             self.log(f"    {output.request_id}: {output.new_token_ids} {output.finish_reason or ''}")
         self.invariants.heard(client, output)
-        if client.record is not None:
-            client.record.take_in(output)
         expected, client.received = client.expected, client.received + output.new_token_ids
         heard = len(client.received)
         assert client.received == expected.token_ids[:heard], (
             f"{output.request_id} heard {client.received}, the right answer is {expected.token_ids}"
         )
-        if client.is_cut_off:
-            assert output.finish_reason is FinishReason.ABORT, f"not the end of a request that was cut off: {output}"
-        elif client.due is not None:
-            end = (output.finish_reason, output.stop_reason)
-            assert end == client.due, f"{output.request_id} ended with {end}, not {client.due}"
-        elif output.finished:
-            assert client.ends_session, f"{output.request_id} should have waited for input: {client}"
-            self._check_end(client, (output.finish_reason, output.stop_reason))
-            self.seen[f"finished: {output.finish_reason}"] += 1
-        elif output.segment_finish_reason is not None:
-            assert not client.ends_session, f"{output.request_id} waits for input that will not come: {client}"
-            self._check_end(client, (output.segment_finish_reason, output.stop_reason))
-            self.seen["segments"] += 1
-            if client.inputs:
-                self._begin_segment(client, in_step=True)
-            return
-        else:
+        if not output.finished:
             assert heard < len(expected.token_ids), f"{output.request_id} should have ended: {client}"
             return
         del self.live[output.request_id]
+        if client.is_cut_off:
+            assert output.finish_reason is FinishReason.ABORT, f"not the end of a request that was cut off: {output}"
+            return
+        self._check_end(client, (output.finish_reason, output.stop_reason))
+        self.seen[f"finished: {output.finish_reason}"] += 1
+        if client.request.resumable or client.inputs:
+            self._answered.append(client)
 
     def _check_end(self, client: Client, end: End) -> None:
         heard = (len(client.received), *end)
@@ -392,7 +370,7 @@ class Simulation:
         self.invariants.reset_prefix_cache(True, with_running=True)
         for client in self.live.values():
             self.seen["answers changed by weights"] += not client.is_over and bool(client.received)
-            if not client.is_over and not client.rests:
+            if not client.is_over:
                 client.expected = self._expect(client.request, client.received)
 
     def _expect(self, request: EngineCoreRequest, received: list[int]) -> ExpectedOutput:
@@ -426,14 +404,14 @@ class Simulation:
     def _drain(self, number: int) -> None:
         """Nothing new arrives: everything must finish, within a number of steps known beforehand."""
         self.core.lifecycle.wake_up()
-        for client in [client for client in self.live.values() if client.takes_input]:
-            segment = draw_input(random.Random(number), self.world, client.request, 0.0)
-            self._send_input(client, msgspec.structs.replace(segment, prompt_token_ids=[], resumable=False))
+        for client in [client for client in [*self.live.values(), *self.resting.values()] if client.takes_input]:
+            self._add_input(client, SessionInput([], None, 0.0, is_last=True))
         limit = self.invariants.max_steps_to_finish()
         for _ in range(limit):
             if not self.core.scheduler.has_requests():
                 break
             self._step(number)
             self.invariants.check()
-        assert not self.live, f"after {limit} steps without new requests these are not finished: {list(self.live)}"
+        left = [*self.live, *self.resting]
+        assert not left, f"after {limit} steps without new requests these are not finished: {left}"
         self.invariants.check_idle()

@@ -65,8 +65,6 @@ class Invariants:
         self._num_queries = 0
         self._free_before: list[int] = []
         self._now = 0
-        self._preemptions_before: dict[str, int] = {}
-        """Of the requests that held blocks before the step without running: sessions."""
         self._waiting_before: set[str] = set()
         """Requests that had not run when the step began."""
         self._num_scheduled_tokens = 0
@@ -77,11 +75,11 @@ class Invariants:
         """Every request is in one place and has the tokens its client has heard; every block is accounted for."""
         self.manager.check_integrity()
         scheduler, live = self.scheduler, self.sim.live
-        running, waiting, resting = scheduler.running, list(scheduler.waiting), scheduler.resting.waiting_for_input
+        running, waiting = scheduler.running, list(scheduler.waiting)
         num_live = sum(not client.is_over for client in live.values())
-        assert len(running) + len(waiting) + len(resting) == len(scheduler.requests) == num_live, (
+        assert len(running) + len(waiting) == len(scheduler.requests) == num_live, (
             f"{num_live} requests are live; {len(running)} are running, {len(waiting)} waiting, "
-            f"{len(resting)} resting, {len(scheduler.requests)} known"
+            f"{len(scheduler.requests)} known"
         )
         assert len(running) <= (self.limits.max_num_seqs or 0)
         for request in scheduler.requests.values():
@@ -92,12 +90,10 @@ class Invariants:
             assert request.num_computed_tokens > 0, f"{request}"
             self._check_blocks(request, held)
         for request in waiting:
-            self._check_waiting(request, live[request.request_id])
-            self._check_blocks(request, held)
-        for request in resting:
-            assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ, f"{request} is said to rest"
-            assert live[request.request_id].rests, f"{request} has input, or is in the middle of an answer"
-            assert request.num_computed_tokens in (0, request.num_tokens - 1), f"{request}"
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), (
+                f"{request} is in a waiting queue"
+            )
+            assert request.num_computed_tokens == 0, f"{request} waits with computed tokens"
             self._check_blocks(request, held)
         num_free = self.pool.get_num_free_blocks()
         assert num_free == self.pool.num_gpu_blocks - len(held), (
@@ -111,19 +107,6 @@ class Invariants:
         for table in self.manager.get_tables(request.request_id):
             assert len(table) == ceil(num_computed / self.manager.block_size), f"{request} holds {table}"
             held.update([block.block_id for block in table])
-
-    def _check_waiting(self, request: Request, client: Client) -> None:
-        assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request} is in a waiting queue"
-        may_hold = client.record is not None and request.status is RequestStatus.WAITING
-        assert may_hold or request.num_computed_tokens == 0, f"{request} waits with computed tokens"
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return ceil(num_tokens / self.manager.block_size)
-
-    def _holding(self) -> list[Request]:
-        """Sessions that hold blocks and do not run."""
-        requests = self.scheduler.requests.values()
-        return [r for r in requests if r.num_computed_tokens and r.status is not RequestStatus.RUNNING]
 
     def _check_tokens(self, request: Request, client: Client) -> None:
         prompt = client.request.prompt_token_ids or []
@@ -143,7 +126,6 @@ class Invariants:
     def scheduling(self) -> None:
         """Before a step."""
         self._now += 1
-        self._preemptions_before = {request.request_id: request.num_preemptions for request in self._holding()}
         self._waiting_before = {r.request_id for r in self.scheduler.waiting if r.status is RequestStatus.WAITING}
         if self.cache_model is not None:
             self._free_before = free_queue(self.manager)
@@ -153,35 +135,24 @@ class Invariants:
         if self.sim.log is not None:
             self.sim.log(f"    {describe(step)}")
         self._num_scheduled_tokens += step.total_num_scheduled_tokens
-        evicted = self._evicted_sessions()
-        kept = {data.req_id for data in step.scheduled_new_reqs} & self._preemptions_before.keys() - evicted
-        self.sim.seen["sessions evicted"] += len(evicted)
-        self._count_situations(step, kept)
+        self._count_situations(step)
         self._check_pause(step)
         self._check_chunks(step)
-        self._check_admissions(step, kept)
+        self._check_admissions(step)
         if self.cache_model is not None:
-            self.cache_model.check_step(step, self.scheduler.requests, kept)
-            if not step.preempted_req_ids and not evicted:
-                after = free_queue(self.manager)
-                check_order_of_new_blocks(self._free_before, after, step, self.manager.block_size, kept)
+            self.cache_model.check_step(step, self.scheduler.requests)
+            if not step.preempted_req_ids:
+                check_order_of_new_blocks(self._free_before, free_queue(self.manager), step, self.manager.block_size)
 
-    def _evicted_sessions(self) -> set[str]:
-        """Those that lost their blocks to others in this step."""
-        now = self.scheduler.requests
-        return {
-            i for i, num_preemptions in self._preemptions_before.items() if now[i].num_preemptions > num_preemptions
-        }
-
-    def _count_situations(self, step: SchedulerOutput, kept: set[str]) -> None:
+    def _count_situations(self, step: SchedulerOutput) -> None:
         seen = self.sim.seen
         seen["preemptions"] += len(step.preempted_req_ids)
         seen["preempted in flight"] += any(r.num_preemptions for r in self.scheduler.waiting.blocked)
         seen["tokens"] += step.total_num_scheduled_tokens
-        seen["sessions continued in place"] += len(kept)
         for data in step.scheduled_new_reqs:
             seen["admissions"] += 1
             seen["admissions with cached tokens"] += data.num_computed_tokens > 0
+            seen["ids used again at once"] += data.req_id in step.finished_req_ids
             seen["admissions with outputs"] += bool(data.output_token_ids)
             missing = len(data.prompt_token_ids) + len(data.output_token_ids) - data.num_computed_tokens
             seen["admissions in chunks"] += step.num_scheduled_tokens[data.req_id] < missing
@@ -204,7 +175,7 @@ class Invariants:
                 num_missing = len(data.prompt_token_ids) + len(data.output_token_ids) - data.num_computed_tokens
                 assert step.num_scheduled_tokens[data.req_id] == num_missing, f"the prompt of {data.req_id} was split"
 
-    def _check_admissions(self, step: SchedulerOutput, kept: set[str]) -> None:
+    def _check_admissions(self, step: SchedulerOutput) -> None:
         """Who was admitted goes before all that are left waiting for capacity, and leaves the watermark free."""
         new = step.scheduled_new_reqs
         if not new:
@@ -217,9 +188,7 @@ class Invariants:
             overtaken = [i for i in left if ranks[i] < max(ranks[j] for j in admitted)]
             assert not overtaken, f"{admitted} were admitted before {overtaken}"
         in_company = new if len(self.scheduler.running) > len(new) else new[1:]
-        if any(
-            d.req_id not in kept or len(d.block_ids[0]) > self._num_blocks(d.num_computed_tokens) for d in in_company
-        ):
+        if in_company:
             watermark = int(self.limits.watermark * self.pool.num_gpu_blocks)
             assert self.pool.get_num_free_blocks() >= watermark, f"{admitted} were admitted below the watermark"
         if self.limits.scheduler_reserve_full_isl and not self.has_windows:
@@ -228,7 +197,7 @@ class Invariants:
             assert self.pool.get_num_free_blocks() >= missing, f"{last} was admitted, its prompt does not fit"
         for data in new:
             client = self.sim.live.get(data.req_id)
-            if not self.scheduler.requests[data.req_id].num_preemptions and data.req_id not in kept:
+            if not self.scheduler.requests[data.req_id].num_preemptions:
                 skips = not self.manager.enable_caching or data.sampling_params.skip_reading_prefix_cache
                 self._num_admissions += not skips
                 assert not (skips and data.num_computed_tokens), f"{data.req_id} was not to read the prefix cache"
@@ -238,7 +207,7 @@ class Invariants:
     # -- what clients hear --------------------------------------------------------------------------------------
 
     def added(self, request_id: str, in_step: bool = False) -> None:
-        """A request joins the queue, or a session whose next segment begins: within one step nobody is ranked."""
+        """A request joins the queue, or the next one of a session: within one step nobody is ranked."""
         self._now += not in_step
         self._arrivals[request_id] = self._now
 
@@ -268,8 +237,7 @@ class Invariants:
             waiting = self.scheduler.waiting
             assert stats.num_running_reqs == len(self.scheduler.running)
             assert stats.num_waiting_reqs == len(waiting.ready)
-            num_resting = sum(client.rests for client in self.sim.live.values())
-            assert stats.num_skipped_waiting_reqs == len(waiting.blocked) + num_resting
+            assert stats.num_skipped_waiting_reqs == len(waiting.blocked)
             num_used = self.num_blocks - self.pool.get_num_free_blocks()
             assert abs(stats.kv_cache_usage - num_used / self.num_blocks) < 1e-9
             assert stats.num_used_blocks == num_used
@@ -295,7 +263,7 @@ class Invariants:
 
     def reset_prefix_cache(self, done: bool, with_running: bool) -> None:
         """After `reset_prefix_cache`: it did what it says."""
-        in_use = bool(self.scheduler.running or self._holding())
+        in_use = bool(self.scheduler.running)
         assert done == (not in_use), f"the prefix cache {'was' if done else 'was not'} reset"
         assert not (with_running and in_use)
         if done:
@@ -321,5 +289,5 @@ class Invariants:
             num_prompt, num_outputs = len(client.request.prompt_token_ids or ()), len(client.expected.token_ids)
             total += ceil((num_prompt + num_outputs) / chunk) + num_outputs + 1
             most = self.manager.max_model_len
-            total += sum(ceil(most / chunk) + min(most, i.sampling_params.max_tokens or most) for i in client.inputs)
+            total += sum(ceil(most / chunk) + most for _ in client.inputs)
         return (total + 2) * (self.sim.executor.max_concurrent_batches + 1)

@@ -26,7 +26,7 @@ SITUATIONS = (
     *("failed steps", "preemptions", "admissions with cached tokens", "admissions with outputs", "window hits"),
     *("admissions in chunks", "preempted in flight", "aborted in flight"),
     *("finished: stop", "finished: length", "finished: repetition"),
-    *("feed", "segments", "sessions continued in place", "sessions evicted", "sessions without room"),
+    *("feed", "segments", "ids used again at once", "sessions closed", "sessions without room"),
 )
 """What a million operations must have met a thousand times each, or they prove little."""
 

@@ -11,6 +11,7 @@ from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.engine.sched.policy import POLICIES
+from quire.frontend.session import SessionInput
 from quire.lora_request import LoRARequest
 from quire.sampling_params import RepetitionDetectionParams, SamplingParams
 from quire.testing.fake_device import InFlight
@@ -161,20 +162,13 @@ def draw_request(
     )
 
 
-def draw_input(rng: random.Random, world: World, session: EngineCoreRequest, arrival_time: float) -> EngineCoreRequest:
+def draw_input(rng: random.Random, world: World, session: EngineCoreRequest, arrival_time: float) -> SessionInput:
     """The next input of a session, sometimes the last one, sometimes only to say that there will be no more."""
     text = rng.choice(world.documents)
     length = rng.choice([1, 1, 2, rng.randint(1, 6), rng.randint(1, 24)])
-    resumable = rng.random() < 0.7
-    return EngineCoreRequest(
-        request_id=session.request_id,
-        prompt_token_ids=list(text[:length]) if resumable or rng.random() < 0.6 else [],
-        sampling_params=_draw_params(rng, session.cache_salt),
-        pooling_params=None,
-        arrival_time=arrival_time,
-        resumable=resumable,
-        continues_session=True,
-    )
+    is_last = rng.random() >= 0.7
+    token_ids = [] if is_last and rng.random() >= 0.6 else list(text[:length])
+    return SessionInput(token_ids, _draw_params(rng, session.cache_salt), arrival_time, is_last)
 
 
 def _draw_params(rng: random.Random, salt: str | None) -> SamplingParams:

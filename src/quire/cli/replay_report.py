@@ -187,7 +187,7 @@ class Rerun:
 
     def __init__(self, study: Study, changes: Changes, model: str, flags: dict[str, Any], path: Path) -> None:
         """Raises ConfigError for a load that cannot be served again."""
-        if any(request.segments[0].add.flags & IS_POOLING for request in study.requests):
+        if any(request.add.flags & IS_POOLING for request in study.requests):
             raise ConfigError("--rerun: the recording has pooling requests; only generation is served again")
         header = changes.apply(study.header)
         scheduler = header.scheduler
@@ -223,7 +223,7 @@ class Rerun:
         ids = IdRange.of_vocabulary(config.model_config.hf_config.vocab_size)
         prompts = [self._make_prompt(number, ids) for number in range(len(self._requests))]
         async with resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(config) as engine:
-            start = time.monotonic() - min((r.segments[0].arrival_s for r in self._requests), default=0.0)
+            start = time.monotonic() - min((r.arrival_s for r in self._requests), default=0.0)
             pairs = zip(self._requests, prompts, strict=True)
             async with asyncio.TaskGroup() as tasks:
                 for number, (request, prompt) in enumerate(pairs):
@@ -232,7 +232,7 @@ class Rerun:
     def _make_prompt(self, number: int, ids: IdRange) -> list[int]:
         """Tokens that follow from the recorded hashes of the blocks; beyond the last full block they are its own."""
         request = self._requests[number]
-        add = request.segments[0].add
+        add = request.add
         if add.prompt is not None:
             return add.prompt
         tokens: list[int] = []
@@ -250,9 +250,8 @@ def _draw(seed: int | bytes, count: int, ids: IdRange) -> list[int]:
 
 
 async def _serve(engine: Any, request_id: str, request: RecordedRequest, prompt: list[int], start: float) -> None:
-    segment = request.segments[0]
-    await asyncio.sleep(max(0.0, start + segment.arrival_s - time.monotonic()))
-    num_outputs = max(1, segment.num_outputs)
+    await asyncio.sleep(max(0.0, start + request.arrival_s - time.monotonic()))
+    num_outputs = max(1, request.num_outputs)
     params = SamplingParams(
         temperature=0.0,
         ignore_eos=True,
@@ -261,6 +260,6 @@ async def _serve(engine: Any, request_id: str, request: RecordedRequest, prompt:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    stream = engine.generate({"prompt_token_ids": prompt}, params, request_id, priority=segment.add.priority)
+    stream = engine.generate({"prompt_token_ids": prompt}, params, request_id, priority=request.add.priority)
     async for _ in stream:
         pass

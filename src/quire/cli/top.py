@@ -148,7 +148,7 @@ RATE_S, LATENCY_S, HITS_S = 4.0, 20.0, 60.0
 SPARKS = "▁▂▃▄▅▆▇█"
 OWNERS = ("cyan", "yellow", "blue", "magenta", "green", "red")
 MAX_MAP_ROWS = 8
-PLACES = {"preempted": "waits, preempted", "blocked": "held back", "waiting": "waits", "resting": "at rest"}
+PLACES = {"preempted": "waits, preempted", "blocked": "held back", "waiting": "waits"}
 
 
 class History:

@@ -11,7 +11,6 @@ from enum import IntEnum
 from itertools import islice
 from typing import overload
 
-from quire.engine.session import Session
 from quire.engine.structured_output.request import StructuredOutputRequest
 from quire.errors import QuireError, ValidationError
 from quire.lora_request import LoRARequest
@@ -24,8 +23,6 @@ class RequestStatus(IntEnum):
     """Where a request stands. Everything after PREEMPTED is an end."""
 
     WAITING = 1
-    WAITING_FOR_STREAMING_REQ = 2
-    """A session between two segments: in no queue, and perhaps with its blocks."""
     RUNNING = 3
     PREEMPTED = 4
     """Back in the waiting queue, its blocks given up; what it had computed is computed again."""
@@ -102,8 +99,6 @@ class Request:
     `origin` is what the frontend sent and stays as it is; everything else here is state. Tokens are append-only, and
     `append_output_token_ids` is the only way to add one: it keeps `num_tokens` and `block_hashes` in step.
 
-    A session is a sequence of such requests, one per segment: `begin_segment` replaces `origin` and starts anew with
-    the tokens it keeps.
     """
 
     __slots__ = (
@@ -124,7 +119,6 @@ class Request:
         "output_token_ids",
         "request_id",
         "sampling_params",
-        "session",
         "spec_token_ids",
         "status",
         "stop_reason",
@@ -134,7 +128,7 @@ class Request:
 
     def __init__(self, origin: EngineCoreRequest, block_hasher: BlockHasher | None = None) -> None:
         """As `from_engine_core_request`, which says what is checked."""
-        if not origin.prompt_token_ids and not origin.continues_session:
+        if not origin.prompt_token_ids:
             raise ValidationError(
                 f"request {origin.request_id} has no prompt tokens; at least 1 is needed (prompt embeddings are not "
                 "supported)",
@@ -145,9 +139,15 @@ class Request:
                 f"request {origin.request_id} must have either sampling or pooling parameters", param="params"
             )
         self.request_id = origin.request_id
-        self.session = Session() if origin.resumable else None
-        """What a streaming-input session has beside its current segment; None for an ordinary request."""
-        self._set_origin(origin)
+        prompt = origin.prompt_token_ids
+        self.origin = origin
+        self.sampling_params: SamplingParams | None = origin.sampling_params
+        self._tokens = prompt + origin.output_token_ids
+        self.num_prompt_tokens = len(prompt)
+        self.num_tokens = len(self._tokens)
+        """Prompt and outputs; draft tokens are not among them."""
+        self.all_token_ids = TokenView(self._tokens)
+        self.output_token_ids = TokenView(self._tokens, self.num_prompt_tokens)
         self.spec_token_ids: list[int] = []
         """Draft tokens to be verified by the next step."""
         self.untold_token_ids: list[int] = []
@@ -162,8 +162,7 @@ class Request:
         self.num_computed_tokens = 0
         """Tokens whose KV is in the cache, those of steps in flight included."""
         self.num_cached_tokens = -1
-        """Prompt tokens that were there when the request (or this segment) was first admitted: found in the prefix
-        cache, or kept from the segment before. -1 before that."""
+        """Prompt tokens found in the prefix cache when the request was first admitted; -1 before that."""
         self.num_lost_tokens = 0
         """Computed once, and lost with its blocks; 0 when it has been admitted again."""
         self.num_preemptions = 0
@@ -180,23 +179,11 @@ class Request:
         if block_hasher is not None:
             self.block_hashes = block_hasher(self)
 
-    def _set_origin(self, origin: EngineCoreRequest) -> None:
-        prompt = origin.prompt_token_ids or []
-        self.origin = origin
-        self.sampling_params: SamplingParams | None = origin.sampling_params
-        self._tokens = prompt + origin.output_token_ids
-        self.num_prompt_tokens = len(prompt)
-        self.num_tokens = len(self._tokens)
-        """Prompt and outputs; draft tokens are not among them."""
-        self.all_token_ids = TokenView(self._tokens)
-        self.output_token_ids = TokenView(self._tokens, self.num_prompt_tokens)
-
     @classmethod
     def from_engine_core_request(cls, req: EngineCoreRequest, block_hasher: BlockHasher | None = None) -> Request:
         """The request the frontend describes. `req.output_token_ids` (a resumption) become its first outputs.
 
-        Raises ValidationError if it has no prompt tokens, or not exactly one kind of parameters. One that continues a
-        session may have no tokens: it only carries `req` to the scheduler.
+        Raises ValidationError if it has no prompt tokens, or not exactly one kind of parameters.
         """
         return cls(req, block_hasher)
 
@@ -226,29 +213,6 @@ class Request:
             room = max_model_len - self.num_tokens - 1  # one token comes without a draft
             self.spec_token_ids = token_ids[: max(room, 0)]
 
-    # -- sessions -----------------------------------------------------------------------------------------------
-
-    def end_segment(self) -> bool:
-        """Its generation has ended, as `status` says: whether it is a session that waits for its next input now."""
-        session = self.session
-        if session is None or not self.origin.resumable or session.closes_next:
-            return False
-        session.end_status = self.status
-        self.status = RequestStatus.WAITING_FOR_STREAMING_REQ
-        self.num_computed_tokens = min(self.num_computed_tokens, self.num_tokens - 1)  # drafts may be past the end
-        return True
-
-    def begin_segment(self, segment: EngineCoreRequest, block_size: int) -> None:
-        """Go on with the next input, as a new request that has computed what it keeps."""
-        self._set_origin(self.origin.continued(self.output_token_ids, segment))
-        del self.block_hashes[(self.num_tokens - len(segment.prompt_token_ids or ())) // block_size :]
-        if self._block_hasher is not None:
-            self.block_hashes += self._block_hasher(self)
-        self.status = RequestStatus.WAITING
-        self.stop_reason = None
-        self.num_cached_tokens = -1
-        self.spec_token_ids = []
-
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
     @property
@@ -276,7 +240,7 @@ class Request:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt: in a session all tokens before this segment's outputs. Not to be changed."""
+        """The prompt. Not to be changed."""
         assert self.origin.prompt_token_ids is not None  # checked at the door
         return self.origin.prompt_token_ids
 

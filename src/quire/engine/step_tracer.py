@@ -66,11 +66,10 @@ class StepTracer(SchedulerObserver):
         return self._blocks.num_gpu_blocks - 1 if self._blocks is not None else 0
 
     def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
-        life = self._lives.get(request.request_id)
-        if is_accepted and not request.origin.continues_session:
+        if is_accepted:
+            if request.request_id in self._lives:  # it has ended, and the worker is yet to be told
+                self._end(request.request_id, self._last_end or now)
             self._lives[request.request_id] = _Life(request, "queued", now)
-        elif is_accepted and life is not None and life.phase == "resting":
-            life.phase, life.since = "queued", now
 
     def on_finish(
         self, request_ids: list[str] | None, status: RequestStatus, report: bool, ended: Sequence[str], now: float
@@ -83,8 +82,6 @@ class StepTracer(SchedulerObserver):
             life = self._lives.get(request_id)
             if life is not None and life.request.is_finished:
                 self._end(request_id, self._last_end or start)
-            elif life is not None and life.phase == "decode":
-                self._turn(life, "resting" if life.request.status > RequestStatus.WAITING else "queued", self._last_end)
         for request_id in output.preempted_req_ids:
             life = self._lives.get(request_id)
             if life is not None:

@@ -26,6 +26,7 @@ from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.new_request import NewRequest, PromptType
 from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer
 from quire.frontend.request_state import fan_out
+from quire.frontend.session import SessionInput
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.interrupts import InterruptShield
 from quire.lora_request import LoRARequest
@@ -110,14 +111,15 @@ class LLMEngine:
         session = self.output_processor.find_session(request_id)
         if session is not None and not isinstance(prompt, EngineCoreRequest):
             return self._submit_input(
-                *self.pipeline.prepare_input(
+                session.request_id,
+                self.pipeline.prepare_input(
                     session,
                     prompt,
                     params,
                     resumable=resumable,
                     arrival_time=arrival_time,
                     tokenization_kwargs=tokenization_kwargs,
-                )
+                ),
             )
         if isinstance(prompt, EngineCoreRequest):
             params = prompt.params
@@ -169,16 +171,21 @@ class LLMEngine:
             raise
         return request.request_id
 
-    def _submit_input(self, segment: EngineCoreRequest, text: str | None) -> str:
-        """The same for the next input of a session; on failure that ends."""
+    def _submit_input(self, session_id: str, new: SessionInput) -> str:
+        with InterruptShield():
+            result = self.pipeline.add_input(session_id, new)
+            self._undelivered += result.request_outputs
+        self._send(result.reqs_to_add)
+        return session_id
+
+    def _send(self, reqs_to_add: list[EngineCoreRequest]) -> None:
+        """Sends further requests of sessions; on failure these sessions end."""
         try:
-            with InterruptShield():
-                self.output_processor.add_request(segment, text)
-            self.engine_core.add_request(segment)
+            for request in reqs_to_add:
+                self.engine_core.add_request(request)
         except BaseException:
-            self.abort_request([segment.request_id], internal=True)
+            self.abort_request([request.request_id for request in reqs_to_add], internal=True)
             raise
-        return segment.request_id
 
     def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:
         """Abort by the users' ids (or internal ones). Unknown and finished ids are ignored."""
@@ -192,6 +199,12 @@ class LLMEngine:
 
         Ctrl-C takes effect between the core's work and ours, or after it; then the next step gives the outputs.
         """
+        if not self._undelivered or self.output_processor.has_unfinished_requests():
+            self._take_outputs()
+        delivered, self._undelivered = self._undelivered, []
+        return delivered
+
+    def _take_outputs(self) -> None:
         outputs = self.engine_core.get_output()
         with InterruptShield():
             step = self.pipeline.open_step(outputs)
@@ -201,9 +214,8 @@ class LLMEngine:
             self.pipeline.note_processed(outputs)
             self._undelivered += processed.request_outputs
             self.engine_core.abort_requests(processed.reqs_to_abort)
+            self._send(processed.reqs_to_add)
             self._expire()
-        delivered, self._undelivered = self._undelivered, []
-        return delivered
 
     def _expire(self) -> None:
         for request_id, timeout_s in self._deadlines.take_due(time.monotonic()):

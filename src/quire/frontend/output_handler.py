@@ -19,7 +19,7 @@ from quire.frontend.request_pipeline import RequestPipeline
 from quire.logger import init_logger
 from quire.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput, SampleLogprobs
 from quire.sampling_params import RequestOutputKind
-from quire.wire.engine_core import EngineCoreOutputs
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest
 
 logger = init_logger(__name__)
 
@@ -86,7 +86,18 @@ class OutputHandler:
             step.close_batch(stats, is_last=end >= len(batch))
             if processed.reqs_to_abort:
                 await self._engine_core.abort_requests_async(processed.reqs_to_abort)
+            for request in processed.reqs_to_add:
+                await self._add(request)
         pipeline.note_processed(outputs)
+
+    async def _add(self, request: EngineCoreRequest) -> None:
+        """Sends a further request of a session; a failure ends that session."""
+        try:
+            await self._engine_core.add_request_async(request)
+        except EngineDeadError:
+            raise
+        except Exception as e:
+            self._pipeline.fail([request.request_id], e)
 
     def _die(self, error: EngineDeadError) -> None:
         self.dead_error = error

@@ -8,6 +8,7 @@ takes, it is an output with finish reason "error", its message, and the tokens i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from quire.errors import ClientError, GenerationError, make_error
 from quire.frontend.metrics.collect.events import IterationStats, RequestOwner
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.request_state import OutputQueue, ParentRequest, QueuePlace, RequestState
-from quire.frontend.session import SessionState
+from quire.frontend.session import SessionInput, SessionState
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.frontend.tracing import RequestTracer
 from quire.logger import init_logger
@@ -33,6 +34,8 @@ class OutputProcessorOutput:
     """Of requests nobody awaits through a queue."""
     reqs_to_abort: list[str] = field(default_factory=list)
     """Internal ids the core must be told to abort: a stop string ended them here."""
+    reqs_to_add: list[EngineCoreRequest] = field(default_factory=list)
+    """Further requests of sessions, to be sent to the core."""
 
 
 class OutputProcessor:
@@ -44,6 +47,7 @@ class OutputProcessor:
         *,
         log_stats: bool,
         stream_interval: int = 1,
+        max_model_len: int = sys.maxsize,
         ledger: RequestLedger | None = None,
         tracer: RequestTracer | None = None,
     ) -> None:
@@ -53,6 +57,7 @@ class OutputProcessor:
         self.log_stats = log_stats
         """Of requests that come from now on."""
         self._stream_interval = stream_interval
+        self._max_model_len = max_model_len
         self.request_states: dict[str, RequestState] = {}
         self.parent_requests: dict[str, ParentRequest] = {}
         self.external_req_ids: dict[str, dict[str, None]] = {}
@@ -91,13 +96,9 @@ class OutputProcessor:
     ) -> None:
         """Remember a request. Must happen before the core hears of it, or its first output would find nobody.
 
-        `queue` is where its outputs go if somebody awaits them, `place` what it takes up. A
-        request that continues a session becomes its next segment, and has neither. Raises ValueError where the id of a
-        new request is in use, or no session that takes input has it.
+        `queue` is where its outputs go if somebody awaits them, `place` what it takes up. Raises ValueError where the
+        id is in use.
         """
-        if request.continues_session:
-            self._add_input(request, prompt)
-            return
         if request.request_id in self.request_states:
             raise ValueError(f"request id {request.request_id} is in use; ids of live requests are unique")
         state = RequestState.from_new_request(
@@ -116,20 +117,67 @@ class OutputProcessor:
         if parent is not None:
             self.parent_requests[parent.request_id] = parent
 
-    def _add_input(self, segment: EngineCoreRequest, prompt: str | None) -> None:
-        state = self.request_states.get(segment.request_id)
-        if state is None or state.session is None or not state.session.is_open:
-            raise ValueError(f"no session {segment.request_id} takes input: it has ended or been closed")
-        state.session.add_input(segment, prompt)
-        self.resting_sessions.discard(segment.request_id)
-        self._go_on(state, state.session)
+    def add_input(
+        self, session_id: str, new: SessionInput, iteration_stats: IterationStats | None = None
+    ) -> OutputProcessorOutput:
+        """Adds an input to a session, which begins with it at once if nothing else is being answered.
 
-    def _go_on(self, state: RequestState, session: SessionState) -> None:
-        """Begin the next segment of a session, if there is one to begin."""
-        if session.begins:
-            self.request_states[state.request_id] = state.next_segment(self._tokenizer, session, self._stream_interval)
-        elif session.rests:
+        Raises ValueError if no session that takes input has this internal id.
+        """
+        result = OutputProcessorOutput()
+        state = self.request_states.get(session_id)
+        if state is None or state.session is None or not state.session.is_open:
+            raise ValueError(f"no session {session_id} takes input: it has ended or been closed")
+        state.session.add_input(new)
+        if state.session.end is not None:
+            self._go_on(state, state.session, iteration_stats, result)
+        return result
+
+    def _go_on(
+        self,
+        state: RequestState,
+        session: SessionState,
+        iteration_stats: IterationStats | None,
+        result: OutputProcessorOutput,
+    ) -> None:
+        """Begins the next segment of a session whose last one has ended, or lets it rest until there is an input."""
+        assert session.end is not None
+        if not session.queued:
             self.resting_sessions.add(state.request_id)
+            return
+        self.resting_sessions.discard(state.request_id)
+        if session.closes_next:
+            self._end_early(state, *session.end, iteration_stats, result)
+            return
+        state = state.next_segment(self._tokenizer, session, self._stream_interval)
+        self.request_states[state.request_id] = state
+        if state.num_prompt_tokens < self._max_model_len:
+            result.reqs_to_add.append(state.request)
+        else:
+            self._end_early(state, FinishReason.LENGTH, None, iteration_stats, result)
+
+    def _end_early(
+        self,
+        state: RequestState,
+        finish_reason: FinishReason,
+        stop_reason: int | str | None,
+        iteration_stats: IterationStats | None,
+        result: OutputProcessorOutput,
+    ) -> None:
+        """Ends a session of which the core has no request."""
+        self._deliver(state, state.make_request_output(finish_reason, stop_reason), result)
+        self._finish_request(state, finish_reason, iteration_stats)
+
+    @staticmethod
+    def _deliver(
+        state: RequestState, output: RequestOutput | PoolingRequestOutput | None, result: OutputProcessorOutput
+    ) -> None:
+        if output is None:
+            return
+        if state.queue is not None:
+            state.queue.put(output)
+        else:
+            result.request_outputs.append(output)
 
     def abort_requests(
         self, request_ids: Iterable[str], *, internal: bool = False, iteration_stats: IterationStats | None = None
@@ -236,9 +284,8 @@ class OutputProcessor:
         if state.is_prefilling:
             state.note_prefill(output)
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        ends_segment = output.segment_finish_reason is not None
-        if ends_segment:
-            finish_reason = output.segment_finish_reason
+        session = state.session
+        goes_on = session is not None and finish_reason is not None and session.goes_on_after(finish_reason)
         if finish_reason is FinishReason.ERROR and state.queue is not None:
             self._discard(state, len(output.new_token_ids), "error")
             message = output.error_message or f"request {state.external_req_id} failed inside the engine"
@@ -253,14 +300,13 @@ class OutputProcessor:
                 finish_reason, stop_reason = FinishReason.STOP, stop_string
             user_output = state.make_request_output(finish_reason, stop_reason, output.error_message, output.error_type)
         if user_output is not None:
-            if ends_segment:
+            if goes_on:
                 user_output.finished = False
-            if state.queue is not None:
-                state.queue.put(user_output)
-            else:
-                result.request_outputs.append(user_output)
-        if ends_segment:
-            self._end_segment(state, finish_reason, iteration_stats)
+            self._deliver(state, user_output, result)
+        if goes_on and session is not None and finish_reason is not None:
+            session.end = finish_reason, stop_reason
+            _close_segment(state, session, finish_reason, iteration_stats)
+            self._go_on(state, session, iteration_stats, result)
         elif finish_reason is not None:
             self._finish_request(state, finish_reason, iteration_stats)
             if not output.finished:
@@ -340,19 +386,6 @@ class OutputProcessor:
         if self._tracer is not None:
             self._tracer.note_finished(state, finish_reason, None if error is None else type(error).__name__)
 
-    def _end_segment(
-        self, state: RequestState, finish_reason: FinishReason | None, iteration_stats: IterationStats | None
-    ) -> None:
-        """A session has answered one input."""
-        session = state.session
-        if session is None or finish_reason is None:
-            raise ValueError(f"an end of a segment came for request {state.request_id}, which is no session")
-        session.is_answered = True
-        if iteration_stats is not None and (stats := state.stats) is not None:
-            _close_books(state, stats, finish_reason, iteration_stats)
-            iteration_stats.take_segment(session.stats)
-        self._go_on(state, session)
-
 
 def _count_output(
     state: RequestState, output: EngineCoreOutput, engine_timestamp: float, iteration_stats: IterationStats
@@ -382,6 +415,15 @@ def _close_books(
     )
 
 
+def _close_segment(
+    state: RequestState, session: SessionState, finish_reason: FinishReason, iteration_stats: IterationStats | None
+) -> None:
+    """Adds a segment that has ended to the books of its session."""
+    if iteration_stats is not None and (stats := state.stats) is not None:
+        _close_books(state, stats, finish_reason, iteration_stats)
+        iteration_stats.take_segment(session.stats)
+
+
 def _owner(state: RequestState) -> RequestOwner:
     return RequestOwner(state.external_req_id, state.request.trace_headers)
 
@@ -393,25 +435,14 @@ def _record_finished(
     if state.session is None:
         _close_books(state, stats, finish_reason, iteration_stats)
     else:
-        longest = _record_finished_session(state, state.session, stats, finish_reason, iteration_stats)
+        session = state.session  # one finished request, however many segments it had
+        if session.end is None:
+            _close_segment(state, session, finish_reason, iteration_stats)
+        iteration_stats.update_from_finished_session(session.stats, finish_reason)
+        longest = session.stats.num_generation_tokens
     if state.parent is not None:
         longest = state.parent.observe_num_generation_tokens(longest)
         if state.parent.child_requests:
             return
     iteration_stats.max_num_generation_tokens.append(longest)
     iteration_stats.n_params.append(1 if state.parent is None else state.parent.n)
-
-
-def _record_finished_session(
-    state: RequestState,
-    session: SessionState,
-    stats: RequestStateStats,
-    finish_reason: FinishReason,
-    iteration_stats: IterationStats,
-) -> int:
-    """One finished request, however many segments it had; the tokens it generated in all."""
-    if not session.is_answered:
-        _close_books(state, stats, finish_reason, iteration_stats)
-        iteration_stats.take_segment(session.stats)
-    iteration_stats.update_from_finished_session(session.stats, finish_reason)
-    return session.stats.num_generation_tokens

@@ -22,7 +22,7 @@ from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.new_request import NewRequest, Params, PromptType, parse_prompt
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
 from quire.frontend.request_state import RequestState
-from quire.frontend.session import make_input
+from quire.frontend.session import SessionInput
 from quire.frontend.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from quire.frontend.tracing import RequestTracer, StartupReport, make_span_sender, make_start_phases
 from quire.timeline import get_stamps, stamp
@@ -56,6 +56,7 @@ class RequestPipeline:
             tokenizer,
             log_stats=log_stats,
             stream_interval=config.scheduler_config.stream_interval,
+            max_model_len=ready.max_model_len,
             ledger=self.ledger,
             tracer=(
                 None if self._span_sender is None else RequestTracer(config.model_config.name, self._span_sender.send)
@@ -103,8 +104,8 @@ class RequestPipeline:
         resumable: bool = True,
         arrival_time: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[EngineCoreRequest, str | None]:
-        """(the next input of a live session, the text of its prompt); the last one without `resumable`.
+    ) -> SessionInput:
+        """Returns the next input of a live session; the last one without `resumable`.
 
         The last one may be empty: "" or []. Text gets no special tokens unless `tokenization_kwargs` ask for them.
         Raises as `prepare`, and ValidationError for another cache salt than the session's, PromptTooLongError if the
@@ -113,7 +114,7 @@ class RequestPipeline:
         parsed = parse_prompt(prompt)
         if not resumable and not parsed.text and not parsed.token_ids:
             now = time.time() if arrival_time is None else arrival_time
-            return make_input(session.request, [], session.request.sampling_params, now, resumable=False), None
+            return SessionInput([], None, now, is_last=True)
         request, text = self.input_processor.process_inputs(
             NewRequest(
                 request_id=session.external_req_id,
@@ -137,10 +138,15 @@ class RequestPipeline:
                 param="prompt",
                 value=len(token_ids),
             )
-        segment = make_input(
-            session.request, token_ids, request.sampling_params, request.arrival_time, resumable=resumable
-        )
-        return segment, text
+        return SessionInput(token_ids, request.sampling_params, request.arrival_time, not resumable, text)
+
+    def add_input(self, session_id: str, new: SessionInput) -> OutputProcessorOutput:
+        """Adds an input to a session: what to send to the core, and outputs that no queue takes."""
+        stats = self.stats.open_iteration()
+        result = self.output_processor.add_input(session_id, new, stats)
+        if session_id not in self.output_processor.request_states:
+            self.stats.close_iteration(stats)
+        return result
 
     def forget(self, request_ids: Iterable[str], *, internal: bool) -> list[str]:
         """Forget requests that are aborted; the internal ids the core must be told. Unknown ids are ignored."""

@@ -120,12 +120,12 @@ class RequestState:
         )
 
     def next_segment(self, tokenizer: Tokenizer | None, session: SessionState, stream_interval: int) -> RequestState:
-        """The state of a session that goes on with the next input it was sent."""
-        segment, text = session.queued.popleft()
+        """Returns the state of a session that goes on with its next input."""
+        new = session.queued.popleft()
         state = RequestState.from_new_request(
             tokenizer,
-            self.request.continued(self.detokenizer.token_ids, segment),
-            text,
+            new.follow(self.request, self.detokenizer.token_ids),
+            new.text,
             None,
             0,
             queue=self.queue,
@@ -133,9 +133,9 @@ class RequestState:
             log_stats=self.shown_stats is not None,
             stream_interval=stream_interval,
         )
-        session.is_answered = False
+        session.end = None
         state.session = session
-        state.num_context_tokens = state.num_prompt_tokens - len(segment.prompt_token_ids or ())
+        state.num_context_tokens = state.num_prompt_tokens - len(new.token_ids)
         if state.shown_stats is not None and self.shown_stats is not None:
             state.shown_stats.is_corrupted = self.shown_stats.is_corrupted  # counted once per request
         return state
@@ -157,9 +157,9 @@ class RequestState:
 
     @property
     def min_context_len(self) -> int:
-        """Tokens there will be at least before the next input that is sent to the session."""
+        """Least number of tokens before the next input that is added to the session."""
         queued = self.session.queued if self.session is not None else ()
-        num_queued = sum(len(segment.prompt_token_ids or ()) for segment, _ in queued)
+        num_queued = sum(len(new.token_ids) for new in queued)
         return self.num_prompt_tokens + max(0, len(self.detokenizer.token_ids) - 1) + num_queued
 
     def note_prefill(self, output: EngineCoreOutput) -> None:

@@ -72,13 +72,12 @@ class SessionFeed:
 
     async def _send(self, session_id: str, prompt: Any, params: Params, *, resumable: bool) -> None:
         prompt = await self._tokenize(prompt, self._tokenization_kwargs)
-        output_processor = self._pipeline.output_processor
-        session = output_processor.request_states[session_id]  # when it ends, this task is cancelled
-        segment, text = self._pipeline.prepare_input(
+        session = self._pipeline.output_processor.request_states[session_id]  # when it ends, this task is cancelled
+        new = self._pipeline.prepare_input(
             session, prompt, params, resumable=resumable, tokenization_kwargs=self._tokenization_kwargs
         )
-        output_processor.add_request(segment, text)
-        await self._engine_core.add_request_async(segment)
+        for request in self._pipeline.add_input(session_id, new).reqs_to_add:
+            await self._engine_core.add_request_async(request)
 
 
 def _checked(item: Any) -> StreamingInput:

@@ -16,11 +16,9 @@ import numpy as np
 
 from quire.config.engine import SchedulerConfig
 from quire.engine.recording.format import (
-    CONTINUES,
     HAS_GRAMMAR,
     HASH_BYTES,
     IS_POOLING,
-    RESUMABLE,
     SKIPS_CACHE,
     Abandon,
     Add,
@@ -127,12 +125,6 @@ class ReplayedRequest(Request):
             self._tokens[-1] = last
         return self.blocks[first:stop]
 
-    def begin_segment(self, segment: EngineCoreRequest, block_size: int) -> None:
-        """The tokens of the blocks it keeps are made again, too."""
-        super().begin_segment(segment, block_size)
-        self.block_hashes = []
-        self.block_hashes = self.hash_blocks()
-
 
 def _take_block_hashes(request: Request) -> list[bytes]:
     assert isinstance(request, ReplayedRequest)
@@ -187,9 +179,7 @@ def make_request(event: Add, block_size: int) -> ReplayedRequest:
         arrival_time=event.arrival_time,
         client_index=event.client_index,
         priority=event.priority,
-        resumable=bool(flags & RESUMABLE),
         output_token_ids=outputs,
-        continues_session=bool(flags & CONTINUES),
     )
     return ReplayedRequest(origin, block_size, bool(flags & HAS_GRAMMAR))
 
@@ -232,10 +222,6 @@ class Replayer:
             return None
         return Difference(self.num_events, self._microseconds / 1e6, type(event).__name__.lower(), why)
 
-    def get_number(self, request_id: str) -> int | None:
-        """Of a request that has not ended, as far as `take_ended` knows."""
-        return self._numbers.get(request_id)
-
     def take_ended(self) -> list[tuple[int, ReplayedRequest]]:
         """The requests that have ended since the last call, by number. They are forgotten."""
         ended = [(number, request) for number, request in self.live.items() if request.is_finished]
@@ -276,7 +262,7 @@ class Replayer:
 
     def _add(self, event: Add) -> None:
         request = make_request(event, self._block_size)
-        if event.is_accepted and not event.flags & CONTINUES:
+        if event.is_accepted:
             self.live[len(self._ids)] = request
             self._numbers[event.request_id] = len(self._ids)
             self._ids.append(event.request_id)

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quire.engine.recording.format import (
-    CONTINUES,
     Abandon,
     Add,
     AnyEvent,
@@ -29,8 +28,8 @@ LONGEST_LAG_S = 30.0
 
 
 @dataclass
-class Segment:
-    """One input and what answered it; an ordinary request has one. Times are seconds after the recording's start."""
+class RecordedRequest:
+    """One request of a recording. Times are seconds after the recording's start."""
 
     add: Add
     arrival_s: float
@@ -40,13 +39,6 @@ class Segment:
     first_token_s: float | None = None
     last_token_s: float = 0.0
     reason: FinishReason | None = None
-
-
-@dataclass
-class RecordedRequest:
-    """One request of a recording."""
-
-    segments: list[Segment]
     blocks: bytes = b""
     """The digests of its blocks."""
     aborted_s: float | None = None
@@ -54,10 +46,12 @@ class RecordedRequest:
     """How it ended while it was to be admitted."""
     num_cached_tokens: int | None = None
 
-    @property
-    def current(self) -> Segment:
-        """The segment that is being answered: the first without an end."""
-        return next((segment for segment in self.segments if segment.reason is None), self.segments[-1])
+    def note_tokens(self, num_tokens: int, now: float) -> None:
+        """Adds tokens that it got at `now`."""
+        if self.first_token_s is None:
+            self.first_token_s = now
+        self.last_token_s = now
+        self.num_outputs += num_tokens
 
 
 @dataclass
@@ -149,13 +143,7 @@ class _Student:
         arrival_s = self._now - lag if 0 <= lag <= LONGEST_LAG_S and not event.num_output_tokens else self._now
         # A core at rest takes a request in at once. What came while it worked was not there when it last looked.
         reached_s = self._now if self._last_end is None else max(arrival_s, self._last_look)
-        segment = Segment(event, arrival_s, reached_s)
-        if not event.flags & CONTINUES:
-            self.study.requests.append(RecordedRequest([segment]))
-            return
-        index = self._replayer.get_number(event.request_id)
-        if index is not None:
-            self.study.requests[index].segments.append(segment)
+        self.study.requests.append(RecordedRequest(event, arrival_s, reached_s))
 
     def _note_end(self, event: AnyEvent, recorded: RecordedRequest, request: ReplayedRequest) -> None:
         recorded.blocks = b"".join(request.blocks)
@@ -187,11 +175,6 @@ class _Student:
         self._last_update = self._now
         self._last_end = self._now if self._replayer.scheduler.has_requests() else None
         for index, num_new in self._replayer.num_new_tokens.items():
-            segment = self.study.requests[index].current
-            if num_new:
-                if segment.first_token_s is None:
-                    segment.first_token_s = self._now
-                segment.last_token_s = self._now
-                segment.num_outputs += num_new
+            self.study.requests[index].note_tokens(num_new, self._now)
         for index, reason, _ in event.ends:
-            self.study.requests[index].current.reason = FinishReason(reason)
+            self.study.requests[index].reason = FinishReason(reason)

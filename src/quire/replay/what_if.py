@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from quire.config.engine import SchedulerConfig
-from quire.engine.recording.format import CONTINUES, Add, Header, Pause, Reset
+from quire.engine.recording.format import Header, Pause, Reset
 from quire.engine.request import RequestStatus
 from quire.engine.sched.interface import PauseState
 from quire.engine.structured_output.request import GrammarVerdict
@@ -32,8 +32,7 @@ from quire.replay.replay import (
     make_scheduler,
 )
 from quire.replay.step_times import Pace, StepTimes, StepWork
-from quire.replay.study import RecordedRequest, Segment, Study
-from quire.wire.engine_core import FinishReason
+from quire.replay.study import RecordedRequest, Study
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 
 PERCENTILES = (50, 90, 99)
@@ -105,26 +104,25 @@ def measure(study: Study) -> Figures:
 def make_figures(requests: Iterable[RecordedRequest], num_steps: int, num_preemptions: int) -> Figures:
     """The figures of requests that have been served."""
     requests = list(requests)
-    segments = [segment for request in requests for segment in request.segments]
-    begun = [segment for segment in segments if segment.first_token_s is not None]
-    start = min((segment.arrival_s for segment in segments), default=0.0)
-    duration = max((segment.last_token_s for segment in begun), default=start) - start
-    tokens = sum(segment.num_outputs for segment in segments)
+    begun = [request for request in requests if request.first_token_s is not None]
+    start = min((request.arrival_s for request in requests), default=0.0)
+    duration = max((request.last_token_s for request in begun), default=start) - start
+    tokens = sum(request.num_outputs for request in requests)
     return Figures(
         num_requests=len(requests),
-        num_finished=sum(segment.reason is not None for segment in segments),
+        num_finished=sum(request.reason is not None for request in requests),
         output_tokens=tokens,
         duration_s=duration,
         output_tokens_per_s=tokens / duration if duration else 0.0,
         num_steps=num_steps,
         num_preemptions=num_preemptions,
         cached_tokens=sum(request.num_cached_tokens or 0 for request in requests),
-        ttft_ms=_percentiles_ms([s.first_token_s - s.arrival_s for s in begun if s.first_token_s is not None]),
+        ttft_ms=_percentiles_ms([r.first_token_s - r.arrival_s for r in begun if r.first_token_s is not None]),
         tpot_ms=_percentiles_ms(
             [
-                (s.last_token_s - s.first_token_s) / (s.num_outputs - 1)
-                for s in begun
-                if s.first_token_s is not None and s.num_outputs > 1
+                (r.last_token_s - r.first_token_s) / (r.num_outputs - 1)
+                for r in begun
+                if r.first_token_s is not None and r.num_outputs > 1
             ]
         ),
     )
@@ -141,17 +139,11 @@ def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
 class _Served:
     """A request in the simulation: what it is to get, and what it has got."""
 
-    def __init__(self, recorded: RecordedRequest) -> None:
+    def __init__(self, number: int, recorded: RecordedRequest) -> None:
+        self.request_id = str(number)
         self.recorded = recorded
-        self.result = RecordedRequest([])
+        self.result = RecordedRequest(recorded.add, recorded.arrival_s, recorded.reached_s)
         self.request: ReplayedRequest | None = None
-
-    @property
-    def planned(self) -> int:
-        """Outputs of the segment that is being answered; at least one."""
-        number = sum(segment.reason is not None for segment in self.result.segments)
-        segments = self.recorded.segments
-        return max(1, segments[min(number, len(segments) - 1)].num_outputs)
 
 
 class WhatIf:
@@ -172,12 +164,11 @@ class WhatIf:
         self._served: dict[str, _Served] = {}
         self._all: list[_Served] = []
         self._due: list[tuple[float, int, Any]] = []
-        for recorded in study.requests:
-            served = _Served(recorded)
+        for number, recorded in enumerate(study.requests):
+            served = _Served(number, recorded)
             self._all.append(served)
-            for segment in recorded.segments:
-                self._plan(segment.reached_s, (served, segment))
-            if recorded.aborted_s is not None and not recorded.segments[0].num_outputs:
+            self._plan(recorded.reached_s, served)
+            if recorded.aborted_s is not None and not recorded.num_outputs:
                 self._plan(recorded.aborted_s, served)
         for at, control in study.controls:
             self._plan(at, control)
@@ -204,31 +195,28 @@ class WhatIf:
         while self._due and self._due[0][0] <= self._now:
             _, _, what = heapq.heappop(self._due)
             match what:
-                case (_Served() as served, Segment() as segment):
-                    self._add(served, segment)
+                case _Served(request=None) as served:
+                    self._add(served)
                 case _Served() as served:
-                    request_id = served.recorded.segments[0].add.request_id
-                    if self._served.get(request_id) is served and not served.result.segments[0].num_outputs:
-                        self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+                    if not served.result.num_outputs:
+                        self._scheduler.finish_requests(served.request_id, RequestStatus.FINISHED_ABORTED)
                 case Pause() as pause:
                     self._scheduler.set_pause_state(PauseState(pause.state))
                 case Reset() as reset:
                     self._scheduler.reset_prefix_cache(reset.reset_running_requests)
 
-    def _add(self, served: _Served, segment: Segment) -> None:
-        add: Add = segment.add
-        request = make_request(add, self._block_size)
-        served.result.segments.append(Segment(add, segment.arrival_s, segment.reached_s))
-        if not add.flags & CONTINUES:
-            served.request = request
-            self._served[add.request_id] = served
-            request.set_blocks(0, served.recorded.blocks)
-            request.block_hashes += request.hash_blocks()
-            self._set_grammar(request, served.recorded)
+    def _add(self, served: _Served) -> None:
+        recorded = served.recorded
+        request = make_request(msgspec.structs.replace(recorded.add, request_id=served.request_id), self._block_size)
+        served.request = request
+        self._served[served.request_id] = served
+        request.set_blocks(0, recorded.blocks)
+        request.block_hashes += request.hash_blocks()
+        self._set_grammar(request, recorded)
         try:
             self._scheduler.add_request(request)
         except QuireError:
-            del self._served[add.request_id]
+            del self._served[served.request_id]
 
     def _set_grammar(self, request: ReplayedRequest, recorded: RecordedRequest) -> None:
         if isinstance(request.structured_output, ReplayedGrammar):
@@ -255,20 +243,13 @@ class WhatIf:
         outputs = self._scheduler.update_from_output(output, self._compute(output))
         for batch in outputs.values():
             for one in batch.outputs:
-                reason = one.segment_finish_reason if one.finish_reason is None else one.finish_reason
-                self._note(one.request_id, len(one.new_token_ids), reason)
+                result = self._served[one.request_id].result
+                if one.new_token_ids:
+                    result.note_tokens(len(one.new_token_ids), self._now)
+                if one.finish_reason is not None:
+                    result.reason = one.finish_reason
         self._now += self._gap_s
         return True
-
-    def _note(self, request_id: str, num_new: int, reason: FinishReason | None) -> None:
-        segment = self._served[request_id].result.current
-        if num_new:
-            if segment.first_token_s is None:
-                segment.first_token_s = self._now
-            segment.last_token_s = self._now
-            segment.num_outputs += num_new
-        if reason is not None:
-            segment.reason = reason
 
     def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """A token for each request whose tokens are all computed; the last one of those that have had theirs."""
@@ -282,7 +263,7 @@ class WhatIf:
                 continue
             if request.sampling_params is None:
                 pooled[request_id] = np.zeros(1)
-            is_last = served.result.current.num_outputs + 1 >= served.planned
+            is_last = served.result.num_outputs + 1 >= max(1, served.recorded.num_outputs)
             tokens.append([STOP_TOKEN if is_last else 0])
         return ModelRunnerOutput(list(output.num_scheduled_tokens), tokens, pooler_output=pooled)
 

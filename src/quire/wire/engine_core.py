@@ -8,7 +8,7 @@ Only request ids, token ids and numbers cross: text, detokenization and the n ou
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, Literal
@@ -85,13 +85,13 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Smaller is served first."""
     trace_headers: Mapping[str, str] | None = None
     resumable: bool = False
-    """A streaming-input session: more input will follow, in requests that have `continues_session`."""
+    """A request of a streaming-input session (`frontend/session.py`) that more requests will follow. The core treats it
+    like any other."""
     external_req_id: str | None = None
     output_token_ids: list[int] = []
     """Generated before an engine restart; they count as outputs for stop rules, penalties and random numbers."""
     continues_session: bool = False
-    """The next input of the session that has this id; ignored if that has ended. Only the prompt, the sampling
-    parameters, `arrival_time` and `resumable` count. Without `resumable` it is the last one, and may be empty."""
+    """Not used: it holds the position of a field that was."""
     prompt_is_token_ids: list[bool] | None = None
     """Per position of a prompt of tokens and embeddings: True for a token. None for a prompt of one kind."""
     reasoning_ended: bool | None = None
@@ -104,25 +104,6 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
         params = self.sampling_params if self.sampling_params is not None else self.pooling_params
         assert params is not None
         return params
-
-    def continued(self, output_token_ids: Sequence[int], segment: EngineCoreRequest) -> EngineCoreRequest:
-        """A session after its next input: the request that starts here and is answered as the session goes on.
-
-        Its prompt is the prompt so far, the outputs but the last one, and the input. The last output goes: it was
-        sampled and never computed, and what follows it is now the user's to say.
-        """
-        return msgspec.structs.replace(
-            self,
-            prompt_token_ids=[
-                *(self.prompt_token_ids or ()),
-                *output_token_ids[:-1],
-                *(segment.prompt_token_ids or ()),
-            ],
-            sampling_params=segment.sampling_params,
-            arrival_time=segment.arrival_time,
-            resumable=segment.resumable,
-            output_token_ids=[],
-        )
 
 
 class EngineCoreEventType(IntEnum):
@@ -155,7 +136,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     pooling_output: npt.NDArray[Any] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id, when one of stop_token_ids ended it (or, of a session, its segment)."""
+    """The stop token id, when one of stop_token_ids ended it."""
     events: list[EngineCoreEvent] | None = None
     """What happened to it since its last output."""
     prefill_stats: PrefillStats | None = None
@@ -167,7 +148,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     error_message: str | None = None
     """Why, when `finish_reason` is ERROR."""
     segment_finish_reason: FinishReason | None = None
-    """How the answer to one input of a session ended, while the session goes on: `finish_reason` is None."""
+    """Not used: it holds the position of a field that was."""
     error_type: str = ""
     """When `finish_reason` is ERROR: its class in `quire.errors`; empty for a GenerationError."""
 

@@ -62,7 +62,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     total_num_scheduled_tokens: int = 0
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
     finished_req_ids: set[str] = set()
-    """Finished or aborted since the last step, or sessions at the end of a segment: the worker forgets them."""
+    """Finished or aborted since the last step: the worker forgets them."""
     preempted_req_ids: set[str] = set()
     """Preempted in this step: the worker forgets them, too."""
     has_structured_output_requests: bool = False

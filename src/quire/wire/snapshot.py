@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
-RequestPlace = Literal["running", "waiting", "preempted", "blocked", "resting"]
+RequestPlace = Literal["running", "waiting", "preempted", "blocked"]
 """waiting: for capacity. preempted: the same, after its blocks were taken. blocked: for a grammar, the end of a pause
-or a step in flight. resting: a session between two inputs."""
+or a step in flight."""
 MAX_REFERENCES = 255
 """What is shown of a block that is held more often."""
 
@@ -71,7 +71,7 @@ class EngineSnapshot(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """0 unpaused, 1 only new requests wait, 2 nothing is scheduled."""
     num_running: int
     num_waiting: int
-    """For whatever; sessions between two inputs are not among them."""
+    """For whatever."""
     max_num_seqs: int
     max_num_scheduled_tokens: int
     blocks: BlockMap

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from quire.frontend.client import link
 from quire.frontend.metrics.collect.events import IterationStats, SessionStats
 from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
@@ -65,9 +67,8 @@ def earlier_segments_forgotten(patch: Patch) -> None:
 def journal_loses_the_last_token(patch: Patch) -> None:
     """A resumed request goes on one token too early."""
 
-    def make_requests(original: Any, self: JournalEntry) -> Any:
-        requests = original(self)
-        requests[0].output_token_ids[-1:] = []
-        return requests
+    def make_request(original: Any, self: JournalEntry) -> Any:
+        request = original(self)
+        return msgspec.structs.replace(request, output_token_ids=request.output_token_ids[:-1])
 
-    wrap(patch, JournalEntry, "make_requests", make_requests)
+    wrap(patch, JournalEntry, "make_request", make_request)

@@ -42,8 +42,6 @@ def make_core_request(
     client_index: int = 0,
     cache_salt: str | None = None,
     output_token_ids: Sequence[int] = (),
-    resumable: bool = False,
-    continues_session: bool = False,
     **params: Any,
 ) -> EngineCoreRequest:
     """`prompt` is token ids, or their number (then all differ between requests). `params` are SamplingParams."""
@@ -60,8 +58,6 @@ def make_core_request(
         client_index=client_index,
         cache_salt=cache_salt,
         output_token_ids=list(output_token_ids),
-        resumable=resumable,
-        continues_session=continues_session,
     )
 
 

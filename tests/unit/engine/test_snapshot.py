@@ -45,7 +45,6 @@ def check_requests(found: EngineSnapshot, scheduler: Scheduler) -> None:
     ready = [r.request_id for r in found.requests if r.place in ("waiting", "preempted")]
     assert ready == [r.request_id for r in scheduler.waiting.ready]
     assert places["blocked"] == [r.request_id for r in scheduler.waiting.blocked]
-    assert places["resting"] == [r.request_id for r in scheduler.resting.waiting_for_input]
     counts = [0] * len(scheduler.kv_cache_manager.block_pool.blocks)
     for one in found.requests:
         request = scheduler.requests[one.request_id]
@@ -58,11 +57,11 @@ def check_requests(found: EngineSnapshot, scheduler: Scheduler) -> None:
     assert counts == [block.ref_cnt for block in scheduler.kv_cache_manager.block_pool.blocks]
 
 
-PLACES = ("running", "waiting", "preempted", "blocked", "resting")
+PLACES = ("running", "waiting", "preempted", "blocked")
 
 
 def test_it_says_what_the_pool_and_the_tables_say() -> None:
-    """At every moment of lives with shared prefixes, preemptions, sessions, aborts and resets."""
+    """At every moment of lives with shared prefixes, preemptions, aborts and resets."""
     seen: set[str] = set()
     for seed in range(12):
         life = Life(seed)

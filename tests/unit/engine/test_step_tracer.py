@@ -16,10 +16,10 @@ from quire.engine.trace_file import TraceFile
 from quire.errors import ConfigError
 from quire.wire.chrome_trace import encode_window
 from quire.wire.trace import PhaseTrace
+from tests.unit.replay.test_replay import RecordedLife
 from tests.unit.wire.trace_rules import check_events
 
 from .harness import Clock, Engine, make_request, make_scheduler
-from .recording.test_replay import RecordedLife
 
 
 class Traced:
@@ -102,7 +102,7 @@ def traced_life(seed: int, observers: list[Any]) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_lives_make_valid_traces(seed: int, tmp_path: Path) -> None:
-    """Preemptions, sessions, grammars, drafts, aborts, steps in flight and given up."""
+    """Preemptions, ids used again, grammars, drafts, aborts, steps in flight and given up."""
     buffer, file = TraceBuffer(100_000), TraceFile(tmp_path / "trace.json")
     traced_life(seed, [buffer.tracer, file])
     file.close()

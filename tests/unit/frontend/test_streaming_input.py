@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from quire.config.engine import EngineConfig
 from quire.config.engine_args import EngineArgs
 from quire.errors import PromptTooLongError, ValidationError
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.session import SessionInput
 from quire.frontend.text.detokenizer import IncrementalDetokenizer
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.outputs import RequestOutput
@@ -30,6 +32,8 @@ from quire.wire.engine_core import (
     FinishReason,
 )
 from quire.wire.stats import PrefillStats, SchedulerStats
+
+from .metrics.mortal_client import MortalClient
 
 MAX_MODEL_LEN = 128
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -56,7 +60,7 @@ class Totals(StatLogger):
             self.counts["user requests"] += len(iteration_stats.n_params)
 
 
-def make_engine(**flags: Any) -> tuple[LLMEngine, Totals]:
+def make_config(**flags: Any) -> EngineConfig:
     flags = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 32, "max_num_seqs": 8, **flags}
     args = EngineArgs(
         "demo",
@@ -64,8 +68,12 @@ def make_engine(**flags: Any) -> tuple[LLMEngine, Totals]:
         max_model_len=MAX_MODEL_LEN,
         **flags,
     )
+    return args.create_engine_config()
+
+
+def make_engine(**flags: Any) -> tuple[LLMEngine, Totals]:
     totals = Totals()
-    return LLMEngine(args.create_engine_config(), log_stats=True, stat_loggers=[totals]), totals
+    return LLMEngine(make_config(**flags), log_stats=True, stat_loggers=[totals]), totals
 
 
 @pytest.fixture
@@ -225,6 +233,31 @@ def test_many_sessions_at_once(flags: dict[str, Any]) -> None:
     engine.shutdown()
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_lost_or_repeated_whenever_the_core_dies(seed: int) -> None:
+    rng = random.Random(seed)
+    config = make_config()
+    client = MortalClient(config, lambda: 0.0)
+    engine = LLMEngine(config, client=client, log_stats=True)
+    users, num_inputs = Users(engine), 0
+    while num_inputs < 9:
+        name, prompt = f"s{num_inputs // 3}", [rng.randrange(256) for _ in range(rng.randint(1, 9))]
+        users.send(name, prompt, rng.randint(1, 6), num_inputs % 3 < 2)
+        num_inputs += 1
+        for _ in range(rng.randrange(6)):
+            roll = rng.random()
+            if roll < 0.3:
+                if roll < 0.15:
+                    client.run_step()  # its outputs are lost
+                client.die()
+                client.start()
+            users.step()
+    while engine.has_unfinished_requests():
+        users.step()
+    assert users.counts["answers"] == 9
+    engine.shutdown()
+
+
 def test_abort_ends_a_session(engine: LLMEngine) -> None:
     engine.add_request("s", [1, 2, 3], params(2), resumable=True)
     run(engine)
@@ -308,17 +341,19 @@ def test_an_input_that_fits_only_if_the_answers_before_it_are_short_is_taken() -
 # -- OutputProcessor --------------------------------------------------------------------------------------------------
 
 
-def make_request(prompt: list[int], *, last: bool = False, first: bool = False, **fields: Any) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        "a-1",
-        prompt,
-        SamplingParams(**{"max_tokens": 9, **fields}),
-        None,
-        1000.0 if first else 1010.0,
-        resumable=not last,
-        external_req_id="a",
-        continues_session=not first,
+def open_session(p: OutputProcessor, prompt: list[int], text: str | None = None) -> None:
+    request = EngineCoreRequest(
+        "a-1", prompt, SamplingParams(max_tokens=9), None, 1000.0, resumable=True, external_req_id="a"
     )
+    p.add_request(request, text)
+
+
+def add_input(p: OutputProcessor, prompt: list[int], *, last: bool = False, **fields: Any) -> EngineCoreRequest:
+    """The next input comes after an answer, and the request it makes is to be sent."""
+    params = SamplingParams(**{"max_tokens": 9, **fields})
+    result = p.add_input("a-1", SessionInput(prompt, params, 1010.0, last))
+    (request,) = result.reqs_to_add
+    return request
 
 
 def feed(
@@ -330,12 +365,12 @@ def feed(
 
 def test_text_and_logprobs_start_afresh_in_the_context(tokenizer: Tokenizer) -> None:
     p = OutputProcessor(tokenizer, log_stats=False)
-    p.add_request(make_request(tokenizer.encode("the quick"), first=True), "the quick")
+    open_session(p, tokenizer.encode("the quick"), "the quick")
     ids = tokenizer.encode(" brown fox jumps", add_special_tokens=False)
-    first = feed(p, ids, segment_finish_reason=FinishReason.STOP, stop_reason=ids[-1])
+    first = feed(p, ids, finish_reason=FinishReason.STOP, stop_reason=ids[-1])
     assert (first.finished, first.outputs[0].finish_reason, first.outputs[0].stop_reason) == (False, "stop", ids[-1])
     assert first.outputs[0].text == tokenizer.decode(ids[:-1]), "the stop token is not shown"
-    p.add_request(make_request([70], detokenize=False), None)
+    assert add_input(p, [70], detokenize=False).sampling_params == SamplingParams(max_tokens=9, detokenize=False)
     assert type(p.request_states["a-1"].detokenizer) is IncrementalDetokenizer
     second = feed(p, [71])
     assert (second.prompt_token_ids, list(second.outputs[0].token_ids)) == (
@@ -347,17 +382,17 @@ def test_text_and_logprobs_start_afresh_in_the_context(tokenizer: Tokenizer) -> 
 def test_no_session_no_input() -> None:
     p = OutputProcessor(None, log_stats=False)
     with pytest.raises(ValueError, match="no session a-1 takes input"):
-        p.add_request(make_request([1]), None)
-    p.add_request(make_request([1], first=True), None)
-    p.add_request(make_request([1], last=True), None)
+        add_input(p, [1])
+    open_session(p, [1])
+    p.add_input("a-1", SessionInput([1], SamplingParams(), 1010.0, is_last=True))
     with pytest.raises(ValueError, match="no session a-1 takes input"):
-        p.add_request(make_request([1]), None)
+        add_input(p, [1])
 
 
 def test_the_books_of_a_session() -> None:
     """One request: its stages added up, and the time between its inputs left out of all but the latency."""
     p = OutputProcessor(None, log_stats=True)
-    p.add_request(make_request([1, 2, 3], first=True), None)
+    open_session(p, [1, 2, 3])
 
     def events(queued: float, scheduled: float) -> list[EngineCoreEvent]:
         return [
@@ -367,9 +402,10 @@ def test_the_books_of_a_session() -> None:
 
     first, second, third, last = (IterationStats(at) for at in (1001.0, 1002.0, 1012.0, 1020.0))
     feed(p, [5], first, 10.0, events=events(7.0, 8.0), prefill_stats=PrefillStats(3, 2, 1))
-    shown = feed(p, [6, 7], second, 11.0, segment_finish_reason=FinishReason.LENGTH)
+    shown = feed(p, [6, 7], second, 11.0, finish_reason=FinishReason.LENGTH)
     assert shown.num_cached_tokens == 1
-    p.add_request(make_request([8, 9]), None)
+    request = add_input(p, [8, 9], last=True)
+    assert request.prompt_token_ids == [1, 2, 3, 5, 6, 8, 9]
     shown = feed(p, [5], third, 50.0, events=events(45.0, 47.0), prefill_stats=PrefillStats(7, 2, 5))
     assert shown.num_cached_tokens == 5, "of the prompt it shows"
     assert shown.metrics.first_token_latency == 2.0
@@ -396,9 +432,9 @@ def test_the_books_of_a_session() -> None:
 @pytest.mark.parametrize("rests", [True, False])
 def test_an_aborted_session_is_booked_once(rests: bool) -> None:
     p, iteration = OutputProcessor(None, log_stats=True), IterationStats(1005.0)
-    p.add_request(make_request([1, 2, 3], first=True), None)
+    open_session(p, [1, 2, 3])
     end = FinishReason.LENGTH if rests else None
-    feed(p, [5], iteration, 10.0, segment_finish_reason=end, prefill_stats=PrefillStats(3, 3))
+    feed(p, [5], iteration, 10.0, finish_reason=end, prefill_stats=PrefillStats(3, 3))
     p.abort_requests(["a"], iteration_stats=iteration)
     (finished,) = iteration.finished_requests
     assert (finished.finish_reason, finished.num_generation_tokens) == (FinishReason.ABORT, 1)
@@ -407,9 +443,9 @@ def test_an_aborted_session_is_booked_once(rests: bool) -> None:
 
 def test_a_corrupted_session_is_counted_once() -> None:
     p, iteration = OutputProcessor(None, log_stats=True), IterationStats(1005.0)
-    p.add_request(make_request([1, 2, 3], first=True), None)
-    feed(p, [5], iteration, 10.0, segment_finish_reason=FinishReason.LENGTH, num_nans_in_logits=1)
-    p.add_request(make_request([1]), None)
+    open_session(p, [1, 2, 3])
+    feed(p, [5], iteration, 10.0, finish_reason=FinishReason.LENGTH, num_nans_in_logits=1)
+    add_input(p, [1], last=True)
     feed(p, [5], iteration, 11.0, finish_reason=FinishReason.LENGTH, num_nans_in_logits=1)
     assert iteration.num_corrupted_reqs == 1
     assert iteration.finished_requests[0].is_corrupted

@@ -71,7 +71,7 @@ def test_random_lives_replay(seed: int) -> None:
 
 def test_the_lives_have_everything_in_them() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(30):
+    for seed in range(60):
         life = live(seed)
         seen["preemptions"] += life.num_preemptions
         for event in life.events:

@@ -195,7 +195,7 @@ def test_requests_that_were_given_up() -> None:
     long = [(0.0, {"request_id": f"r{i}", "prompt": 8, "max_tokens": 30}) for i in range(3)]
     engine.serve(long, {"r0": 0.08, "r2": 0.05})
     recorded = study(engine.header, engine.events)
-    assert [request.segments[0].num_outputs for request in recorded.requests][2] == 0
+    assert [request.num_outputs for request in recorded.requests][2] == 0
     times = fit_step_times(recorded.steps)
     assert times is not None
     figures = predict(recorded, times)

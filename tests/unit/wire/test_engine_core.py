@@ -127,13 +127,3 @@ def test_the_end_of_a_prompt_has_the_end_of_its_sources(parts: list[int], start:
     rest = sources[start:]
     stats = PrefillStats(len(sources), computed, local, external).after(start)
     assert stats == PrefillStats(len(rest), rest.count("c"), rest.count("l"), rest.count("e"))
-
-
-def test_a_session_goes_on_from_what_was_computed() -> None:
-    first = EngineCoreRequest("a", [1, 2], SamplingParams(max_tokens=3), None, 1.0, cache_salt="s", resumable=True)
-    segment = EngineCoreRequest("a", [9], SamplingParams(max_tokens=7), None, 2.0, cache_salt="t", priority=5)
-    whole = first.continued([3, 4, 5], segment)
-    assert (whole.prompt_token_ids, whole.output_token_ids) == ([1, 2, 3, 4, 9], [])
-    assert (whole.sampling_params, whole.arrival_time, whole.resumable) == (segment.sampling_params, 2.0, False)
-    assert (whole.cache_salt, whole.priority, whole.continues_session) == ("s", 0, False)
-    assert first.prompt_token_ids == [1, 2]

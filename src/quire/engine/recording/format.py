@@ -59,7 +59,7 @@ class Event(msgspec.Struct, array_like=True, tag_field="kind", gc=False):
 
 
 class Add(Event, tag=1):
-    """A request was handed to the scheduler: it gets the next number, unless it was refused or continues a session."""
+    """A request was handed to the scheduler: it gets the next number, unless it was refused."""
 
     request_id: str
     num_prompt_tokens: int
@@ -77,7 +77,7 @@ class Add(Event, tag=1):
     prompt: list[int] | None = None
 
 
-RESUMABLE, CONTINUES, SKIPS_CACHE, HAS_GRAMMAR, IS_POOLING = 1, 2, 4, 8, 16
+SKIPS_CACHE, HAS_GRAMMAR, IS_POOLING = 4, 8, 16
 """The bits of `Add.flags`."""
 
 
@@ -126,7 +126,7 @@ class Update(Event, tag=4):
     counts: list[tuple[int, int]] = []
     """(request, new tokens) where it is not one."""
     ends: list[tuple[int, int, int]] = []
-    """(request, `FinishReason`, tokens kept); also the end of a session's segment."""
+    """(request, `FinishReason`, tokens kept)"""
     hashes: list[Hashes] = []
     pooled: list[int] = []
     jumps: list[tuple[int, int]] = []

@@ -13,11 +13,9 @@ from hashlib import blake2b
 import msgspec
 
 from quire.engine.recording.format import (
-    CONTINUES,
     HAS_GRAMMAR,
     HASH_BYTES,
     IS_POOLING,
-    RESUMABLE,
     SKIPS_CACHE,
     Abandon,
     Add,
@@ -47,16 +45,15 @@ def keyed_digest(key: bytes) -> Digest:
 
 
 class _Known:
-    """A request that has a number. `hashes` are those of its blocks that the recording knows: only a session's change,
-    so of others their number is enough."""
+    """A request that has a number."""
 
-    __slots__ = ("hashes", "index", "is_ready", "num_hashes", "request")
+    __slots__ = ("index", "is_ready", "num_hashes", "request")
 
     def __init__(self, index: int, request: Request) -> None:
         self.index = index
         self.request = request
         self.num_hashes = 0
-        self.hashes: list[bytes] | None = None if request.session is None else []
+        """Block hashes that the recording has."""
         self.is_ready = request.structured_output is None
 
 
@@ -71,6 +68,8 @@ class Recorder(SchedulerObserver):
         """Of the last event, in microseconds."""
         self._known: dict[str, _Known] = {}
         """By id: requests that live, and those the worker has yet to be told that they ended."""
+        self._replaced: list[_Known] = []
+        """Of the latter those whose id is in use again."""
         self._num_requests = 0
         self._ready: list[int] = []
         self._encoder = msgspec.msgpack.Encoder()
@@ -88,15 +87,14 @@ class Recorder(SchedulerObserver):
 
     def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
         origin = request.origin
-        continues = origin.continues_session
-        if is_accepted and not continues:
+        if is_accepted:
+            if request.request_id in self._known:
+                self._replaced.append(self._known[request.request_id])
             self._known[request.request_id] = _Known(self._num_requests, request)
             self._num_requests += 1
         params = origin.sampling_params
         flags = (
-            (RESUMABLE if origin.resumable else 0)
-            | (CONTINUES if continues else 0)
-            | (SKIPS_CACHE if request.skip_reading_prefix_cache else 0)
+            (SKIPS_CACHE if request.skip_reading_prefix_cache else 0)
             | (HAS_GRAMMAR if request.structured_output is not None else 0)
             | (IS_POOLING if params is None else 0)
         )
@@ -114,11 +112,9 @@ class Recorder(SchedulerObserver):
             is_accepted=is_accepted,
             prompt=prompt if self._with_prompts else None,
         )
-        known = self._known.get(request.request_id)
-        if is_accepted and known is not None:
-            event.hashes = self._take_hashes(known)
-            if not continues:
-                event.end = _end_status(request)
+        if is_accepted:
+            event.hashes = self._take_hashes(self._known[request.request_id])
+            event.end = _end_status(request)
         self._emit(event)
 
     def on_finish(
@@ -173,7 +169,8 @@ class Recorder(SchedulerObserver):
     def _describe(self, output: SchedulerOutput) -> StepDetails:
         known, cached = self._known, output.scheduled_cached_reqs
         # After steps were given up the worker is told again of ends that the recording has.
-        ended = [known[request_id] for request_id in output.finished_req_ids if request_id in known]
+        ended, self._replaced = self._replaced, []
+        ended += [one for i in output.finished_req_ids if (one := known.get(i)) is not None and one.request.is_finished]
         ready, self._ready = self._ready, []
         details = StepDetails(
             chunks=[(known[i].index, count) for i, count in output.num_scheduled_tokens.items() if count != 1],
@@ -192,7 +189,7 @@ class Recorder(SchedulerObserver):
             failed=sorted((one.index, _end_status(one.request)) for one in ended if _may_fail_to_start(one.request)),
         )
         for one in ended:
-            if one.request.is_finished:
+            if known.get(one.request.request_id) is one:
                 del known[one.request.request_id]
         return details
 
@@ -225,10 +222,9 @@ class Recorder(SchedulerObserver):
                     num_forced = len(one.new_token_ids) - num_sampled.get(one.request_id, 0)
                     if num_forced > 0:
                         update.jumps.append((found.index, num_forced))
-                reason = one.segment_finish_reason if one.finish_reason is None else one.finish_reason
-                if reason is not None:
-                    update.ends.append((found.index, int(reason), len(one.new_token_ids)))
-                if len(found.request.block_hashes) != found.num_hashes or found.hashes is not None:
+                if one.finish_reason is not None:
+                    update.ends.append((found.index, int(one.finish_reason), len(one.new_token_ids)))
+                if len(found.request.block_hashes) != found.num_hashes:
                     hashes = self._take_hashes(found)
                     if hashes is not None:
                         update.hashes.append(hashes)
@@ -237,15 +233,9 @@ class Recorder(SchedulerObserver):
     # -- blocks and time -----------------------------------------------------------------------------------------
 
     def _take_hashes(self, known: _Known) -> Hashes | None:
-        """The request's blocks that are not as the recording has them."""
+        """Returns the hashes that the recording does not have, or None."""
         now, start = known.request.block_hashes, known.num_hashes
-        if known.hashes is not None:
-            pairs = enumerate(zip(now, known.hashes, strict=False))
-            start = next((i for i, (new, old) in pairs if new != old), min(len(now), len(known.hashes)))
-            if len(now) == len(known.hashes) == start:
-                return None
-            known.hashes = list(now)
-        elif len(now) == start:
+        if len(now) == start:
             return None
         known.num_hashes = len(now)
         return known.index, start, b"".join(map(self._digest, now[start:]))
@@ -277,10 +267,7 @@ class _WatchedGrammars:
 
 
 def _end_status(request: Request) -> int:
-    """How it ended, or the segment of a session at rest did; 0 while it lives."""
-    session = request.session
-    if session is not None and request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-        return int(session.end_status or 0)
+    """How it ended; 0 while it lives."""
     return int(request.status) if request.is_finished else 0
 
 

@@ -47,8 +47,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def add_request(self, request: Request) -> None:
-        """Queue a request, or the next input of a session. Raises ValidationError, with nothing changed, if a request
-        cannot be accepted; a session that cannot take its input ends with an error."""
+        """Queue a request. Raises ValidationError, with nothing changed, if it cannot be accepted."""
 
     @abstractmethod
     def finish_requests(
@@ -95,14 +94,14 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def get_num_unfinished_requests(self) -> int:
-        """Running and waiting, whatever they wait for, sessions that wait for their user left out."""
+        """Running and waiting, whatever they wait for."""
 
     @abstractmethod
     def get_request_counts(self) -> tuple[int, int]:
         """(running, waiting)."""
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is running or waiting for something that will come without its user."""
+        """Whether any request is running or waiting."""
         return self.get_num_unfinished_requests() > 0
 
     @abstractmethod
@@ -111,8 +110,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes. False if running requests, or sessions that wait for input, hold blocks and may
-        not lose them for it."""
+        """Forget all cached prefixes. False if running requests hold blocks and may not lose them for it."""
 
     @abstractmethod
     def make_stats(self) -> SchedulerStats | None:

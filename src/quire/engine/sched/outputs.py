@@ -149,8 +149,7 @@ class OutputCollector:
     def add_result(
         self, requests: list[Request], scheduler_output: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[Request]:
-        """Give each of a step's requests what was computed for it; returns those that have ended by it, sessions that
-        have only ended a segment among them.
+        """Give each of a step's requests what was computed for it; returns those that have ended by it.
 
         A request that ended while the step was in flight is passed over. One that was preempted meanwhile keeps its
         token, which is the one its recomputation would yield.
@@ -170,8 +169,6 @@ class OutputCollector:
                 self._outputs[request.client_index].append(output)
                 if output.finish_reason is not None:
                     ended.append(request)
-                    if request.session is not None and request.end_segment():
-                        output.segment_finish_reason, output.finish_reason = output.finish_reason, None
         return ended
 
     def _take_back_rejected(self, request: Request, num_drafts: int, num_accepted: int) -> None:

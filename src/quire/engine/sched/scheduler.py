@@ -3,8 +3,7 @@
 One rule covers chunked prefill, prefix caching, decoding, speculation and resumption: every request has
 `num_computed_tokens` and wants to reach `num_tokens` (plus its drafts), and each step spends one token budget on that,
 running requests first, then waiting ones. When a running request gets no KV blocks, the policy's victims are preempted
-until it does: they give up their blocks and wait at the head of the queue to be computed again. Before that, sessions
-that only keep blocks for their next input lose them.
+until it does: they give up their blocks and wait at the head of the queue to be computed again.
 
 Steps may overlap. `num_computed_tokens` counts a step's tokens as soon as it is scheduled, so a request that waits for
 the token of a step in flight has nothing left to compute and is passed over.
@@ -24,16 +23,14 @@ from quire.engine.sched.interface import PauseState, SchedulerInterface, Structu
 from quire.engine.sched.limits import SchedulerLimits
 from quire.engine.sched.outputs import OutputCollector
 from quire.engine.sched.policy import POLICIES
-from quire.engine.sched.resting import RestingSessions
 from quire.engine.sched.step import StepBuilder, StepsInFlight
-from quire.engine.sched.stop import Stop, check_stop
+from quire.engine.sched.stop import check_stop
 from quire.engine.sched.waiting import WaitingRequests
-from quire.engine.session import Session
 from quire.engine.snapshot import MAX_REQUESTS, make_block_map, make_request_snapshots
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
 from quire.errors import ClientError, GenerationError, QuireError, ServerError, ValidationError
 from quire.logger import init_logger
-from quire.wire.engine_core import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest
+from quire.wire.engine_core import EngineCoreEventType, EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.snapshot import EngineSnapshot
@@ -45,7 +42,7 @@ logger = init_logger(__name__)
 class Scheduler(SchedulerInterface):
     """Owns every unfinished request and, through the KVCacheManager, every block; knows nothing of tensors.
 
-    A request is either in `running`, in the order of admission, or in `waiting`, or a session that waits for input.
+    A request is either in `running`, in the order of admission, or in `waiting`.
     """
 
     def __init__(
@@ -82,7 +79,6 @@ class Scheduler(SchedulerInterface):
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting = WaitingRequests(self.policy, structured_output_manager)
-        self.resting = RestingSessions(self.policy)
         self._steps = StepsInFlight()
         self._outputs = OutputCollector(max_model_len, include_finished_set, num_spec_tokens)
         self._num_recomputed_tokens = 0
@@ -91,8 +87,6 @@ class Scheduler(SchedulerInterface):
     # -- coming ------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        if request.origin.continues_session:
-            return self._continue_session(request.origin)
         if request.request_id in self.requests:
             raise ValidationError(
                 f"request id {request.request_id!r} is in use by an unfinished request; ids must be unique",
@@ -103,71 +97,12 @@ class Scheduler(SchedulerInterface):
         if stop is None:
             self.limits.validate_length(request)
         self.requests[request.request_id] = request
-        if stop is not None:
-            return self._resume_ended(request, stop)
+        if stop is not None:  # it came back after a restart with its last token: only its client does not know the end
+            request.stop_reason = stop.reason
+            self.finish_requests(request.request_id, stop.status, report=True)
+            return
         self._record(request, EngineCoreEventType.QUEUED, self.clock())
         self.waiting.add(request)
-        return None
-
-    def _resume_ended(self, request: Request, stop: Stop) -> None:
-        """A request came back after a restart with its last token. Only its client does not know yet that it has ended;
-        or it is a session whose client does know, and has the next input to send."""
-        request.status, request.stop_reason = stop
-        if request.end_segment():
-            self.resting.add(request)
-        else:
-            self.finish_requests(request.request_id, request.status, report=True)
-
-    # -- sessions ----------------------------------------------------------------------------------------------
-
-    def _continue_session(self, segment: EngineCoreRequest) -> None:
-        """The next input of a session; it waits for those before it. A session that has ended has no use for it."""
-        request = self.requests.get(segment.request_id)
-        if request is None:
-            return
-        session = request.session
-        if session is None or session.is_closed or (segment.resumable and not segment.prompt_token_ids):
-            self._fail(request, GenerationError("it was sent an input that is empty, or that nothing announced"))
-            return
-        session.queued.append(segment)
-        session.is_closed = not segment.resumable
-        if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-            self._begin_segment(request, session)
-
-    def _begin_segment(self, request: Request, session: Session) -> None:
-        """A session that waits for input has been sent some."""
-        if session.closes_next:
-            assert session.end_status is not None  # it rests, so a segment has ended
-            self.finish_requests(request.request_id, session.end_status, report=True)
-            return
-        request.begin_segment(session.queued.popleft(), self.kv_cache_manager.block_size)
-        if not self.limits.has_room(request):
-            self.finish_requests(request.request_id, RequestStatus.FINISHED_LENGTH_CAPPED, report=True)
-            return
-        self.resting.has_input(request)
-        if request.skip_reading_prefix_cache:  # what it holds is as good as cached
-            self._free_blocks(request)
-        self._record(request, EngineCoreEventType.QUEUED, self.clock())
-        self.waiting.add(request)
-
-    def _evict_session(self, timestamp: float, spared: Request | None = None) -> bool:
-        """Take the blocks of a session that is not running. False if there is none, `spared` left aside."""
-        victim = self.resting.choose_victim(spared)
-        if victim is None:
-            return False
-        self._free_blocks(victim)
-        self._note_preemption(victim, timestamp)
-        return True
-
-    def _free_blocks(self, request: Request) -> None:
-        """What a session holds that is not running."""
-        self._lose_blocks(request)
-        self.resting.has_no_blocks(request)
-
-    def _lose_blocks(self, request: Request) -> None:
-        self.kv_cache_manager.free(request)
-        request.num_lost_tokens = min(request.num_computed_tokens, request.num_tokens)
-        request.num_computed_tokens = 0
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -193,15 +128,14 @@ class Scheduler(SchedulerInterface):
             num_new = cap_chunk(num_new, step.token_budget)
             new_blocks = allocate_slots(request, num_new, num_lookahead_tokens=self.num_spec_tokens)
             while new_blocks is None:
-                if not self._evict_session(step.timestamp):
-                    any_preempted = True
-                    victim_index = self.policy.choose_victim(running)
-                    victim = running.pop(victim_index)
-                    index -= victim_index < index
-                    step.take_back(victim)
-                    self._preempt(victim, step.timestamp)
-                    if victim is request:
-                        break
+                any_preempted = True
+                victim_index = self.policy.choose_victim(running)
+                victim = running.pop(victim_index)
+                index -= victim_index < index
+                step.take_back(victim)
+                self._preempt(victim, step.timestamp)
+                if victim is request:
+                    break
                 new_blocks = allocate_slots(request, num_new, num_lookahead_tokens=self.num_spec_tokens)
             else:
                 step.add_running(request, num_new, None if new_blocks is no_blocks else new_blocks.get_block_ids())
@@ -220,15 +154,13 @@ class Scheduler(SchedulerInterface):
         limits, manager = self.limits, self.kv_cache_manager
         if request.structured_output is not None and self._end_by_grammar(request, request.structured_output):
             return True
-        computed_blocks, num_hits = manager.empty_kv_cache_blocks, 0
-        if not request.num_computed_tokens:  # a session may have kept its blocks: all others have none
-            computed_blocks, num_hits = manager.get_computed_blocks(request)
+        computed_blocks, num_hits = manager.get_computed_blocks(request)
         num_cached = request.num_computed_tokens + num_hits
         num_missing = request.num_tokens - num_cached
         num_new = limits.cap_chunk(num_missing, step.token_budget)
         if num_new < num_missing and not limits.enable_chunked_prefill:
             return False
-        # With nothing running and no session to evict every block is free, so whoever does not fit then never will.
+        # With nothing running every block is free, so a request that does not fit then never will.
         # Alone, and whatever the settings, ask for all of the request's blocks: one that can only start would preempt
         # itself for ever.
         alone = not self.running
@@ -242,15 +174,10 @@ class Scheduler(SchedulerInterface):
             reserved_blocks=0 if alone else limits.watermark_blocks,
         )
         if new_blocks is None:
-            return self._evict_session(step.timestamp, spared=request) or (
-                alone
-                and self._fail(
-                    request, GenerationError(f"its {request.num_tokens} tokens do not fit into the KV cache")
-                )
+            return alone and self._fail(
+                request, GenerationError(f"its {request.num_tokens} tokens do not fit into the KV cache")
             )
         self.waiting.pop()
-        if request.session is not None:
-            self.resting.remove(request)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_cached
         request.num_computed_tokens = num_cached
@@ -277,23 +204,20 @@ class Scheduler(SchedulerInterface):
 
     def _preempt(self, request: Request, timestamp: float) -> None:
         """Back to its place in the queue, to be recomputed. The caller has taken it out of `running`."""
-        self._lose_blocks(request)
+        self.kv_cache_manager.free(request)
+        request.num_lost_tokens = min(request.num_computed_tokens, request.num_tokens)
+        request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
         request.spec_token_ids = []
-        self._note_preemption(request, timestamp)
-        self.waiting.add_preempted(request)
-        self._steps.preempted_req_ids.add(request.request_id)
-
-    def _note_preemption(self, request: Request, timestamp: float) -> None:
         request.num_preemptions += 1
         self._record(request, EngineCoreEventType.PREEMPTED, timestamp)
+        self.waiting.add_preempted(request)
+        self._steps.preempted_req_ids.add(request.request_id)
 
     def _preempt_all(self) -> None:
         timestamp = self.clock()
         while self.running:
             self._preempt(self.running.pop(), timestamp)
-        while self._evict_session(timestamp):
-            pass
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         if self.structured_output_manager is None or not scheduler_output.has_structured_output_requests:
@@ -345,26 +269,18 @@ class Scheduler(SchedulerInterface):
         return [(request.request_id, request.client_index) for request in ended]
 
     def _release(self, ended: list[Request]) -> None:
-        """Forget requests whose status is final, and give back what they hold. Sessions come to rest, or go on."""
+        """Forget requests whose status is final, and give back what they hold."""
         num_running = len(self.running)
         self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
         if num_running - len(self.running) < len(ended):  # some of them were waiting
             self.waiting.remove(ended)
         for request in ended:
             self._steps.finished_req_ids.add(request.request_id)
-            if not request.is_finished:
-                self.resting.add(request)
-                continue
             self.kv_cache_manager.free(request)
             if request.structured_output is not None:
                 request.structured_output.cancel()
             self._outputs.note_finished(request)
             del self.requests[request.request_id]
-            if request.session is not None:
-                self.resting.remove(request)
-        for request in ended:
-            if request.session is not None and request.session.queued and not request.is_finished:
-                self._begin_segment(request, request.session)
 
     def _fail(self, request: Request, error: QuireError) -> bool:
         """End a request that can never run, so that it does not wait for ever. True: the queue has moved."""
@@ -383,7 +299,7 @@ class Scheduler(SchedulerInterface):
         return [request_id for request_id, request in self.requests.items() if request.client_index == client_index]
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self.requests) - len(self.resting.waiting_for_input)
+        return len(self.requests)
 
     def get_request_counts(self) -> tuple[int, int]:
         return len(self.running), len(self.waiting)
@@ -393,7 +309,7 @@ class Scheduler(SchedulerInterface):
             return True
         match self.pause_state:
             case PauseState.UNPAUSED:
-                return len(self.requests) > len(self.resting.waiting_for_input)
+                return bool(self.requests)
             case PauseState.PAUSED_NEW:
                 return bool(self.running) or self.waiting.any_preempted()
             case PauseState.PAUSED_ALL:
@@ -412,7 +328,7 @@ class Scheduler(SchedulerInterface):
         stats = SchedulerStats(
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting.ready),
-            num_skipped_waiting_reqs=len(self.waiting.blocked) + len(self.resting.waiting_for_input),
+            num_skipped_waiting_reqs=len(self.waiting.blocked),
             kv_cache_usage=manager.usage,
             kv_cache_eviction_events=manager.take_events(),
             num_recomputed_tokens=self._num_recomputed_tokens,
@@ -433,11 +349,10 @@ class Scheduler(SchedulerInterface):
                 ("running", self.running),
                 (None, self.waiting.ready.first(num_listed)),
                 ("blocked", self.waiting.blocked.first(num_listed)),
-                ("resting", self.resting.waiting_for_input),
             ),
             self.kv_cache_manager.get_tables,
             num_requests=num_listed,
-            num_holding=len(self.running) + len(self.resting.waiting_for_input),
+            num_holding=len(self.running),
         )
         return EngineSnapshot(
             timestamp=time.monotonic(),

@@ -101,25 +101,15 @@ class EngineLink:
     # -- the caller -----------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Hand a request over, now or when a core is there. The next input of a session that has ended is ignored.
+        """Hand a request over, now or when a core is there.
 
         Raises ValueError for an id in use.
         """
-        if request.continues_session:
-            self._continue_session(request)
-            return
         entry = self._journal.add(request)
         if self.state is LinkState.GONE:
             self._fail([entry], self.gone_reason)
         elif self.state is LinkState.UP and self._quarantine.is_empty:
             self._send(entry, first_time=True)
-
-    def _continue_session(self, segment: EngineCoreRequest) -> None:
-        entry = self._journal.get(segment.request_id)
-        if entry is not None and entry.session is not None:
-            if self.state is LinkState.UP and entry.standing is not Standing.HELD:
-                self.messages.append(Message(EngineCoreRequestType.ADD, entry.rename(segment)))
-            entry.session.add_input(segment)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Forget requests: nothing more of them is delivered. Unknown ids are ignored."""
@@ -226,11 +216,11 @@ class EngineLink:
 
     def _send(self, entry: JournalEntry, *, first_time: bool = False) -> None:
         self._journal.note_sent(entry, first_time=first_time)
-        requests = entry.make_requests()
-        self.messages += [Message(EngineCoreRequestType.ADD, request) for request in requests]
+        request = entry.make_request()
+        self.messages.append(Message(EngineCoreRequestType.ADD, request))
         if entry.has_output:
             self.counts["resumed_requests"] += 1
-            self.counts["recomputed_tokens"] += num_tokens_of(requests)
+            self.counts["recomputed_tokens"] += num_tokens_of(request)
 
     def _withdraw(self, entries: list[JournalEntry]) -> None:
         """The core forgets these requests for now; they may be sent again under another name."""
@@ -271,9 +261,9 @@ class EngineLink:
 
     def _note_progress(self, entry: JournalEntry, num_tokens: int) -> None:
         entry.num_deaths = 0
-        if not self._quarantine.note_tokens(entry, num_tokens) and not entry.rests:
+        if not self._quarantine.note_tokens(entry, num_tokens):
             return
-        if entry.wire_id == entry.request_id and entry.session is None:
+        if entry.wire_id == entry.request_id:
             entry.standing = Standing.SENT
         if self._quarantine.clear(entry.request_id):
             self._send_held()

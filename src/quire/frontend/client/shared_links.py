@@ -142,7 +142,7 @@ class MemberLink(EngineLink):
         guilty = self._quarantine.judge(death, self._journal)
         assert guilty is None  # nobody is tried here
         entries = [self._journal.get(request_id) for request_id in self._quarantine.suspects]
-        return [_make_suspect(entry) for entry in entries if entry is not None and entry.session is None]
+        return [_make_suspect(entry) for entry in entries if entry is not None]
 
     def convict(self, verdict: Verdict) -> None:
         """A request of ours, if it still lives, was found guilty."""
@@ -169,7 +169,7 @@ class MemberLink(EngineLink):
 
 
 def _make_suspect(entry: JournalEntry) -> Suspect:
-    (request,) = entry.make_requests()
+    request = entry.make_request()
     name = entry.request_id
     external = request.external_req_id or name
     request = msgspec.structs.replace(request, request_id=name + TRIAL_SUFFIX, external_req_id=external)

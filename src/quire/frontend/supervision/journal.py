@@ -7,12 +7,11 @@ log-probabilities all follow from these, so nothing else is kept: 4 bytes per ou
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 
 import msgspec
 
-from quire.frontend.session import SessionRecord
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest
 
 
@@ -22,7 +21,7 @@ class Standing(IntEnum):
     SENT = 0
     """With the core; what it answers is taken as it is."""
     WATCHED = 1
-    """With the core; its outputs are looked at: it was sent again, under another name perhaps, or is a session."""
+    """With the core; its outputs are looked at: it was sent again, under another name perhaps."""
     HELD = 2
     """Here only: there is no core, or it is not this request's turn."""
 
@@ -36,7 +35,6 @@ class JournalEntry:
         "num_sends",
         "output_token_ids",
         "request",
-        "session",
         "standing",
         "wire_id",
     )
@@ -44,8 +42,7 @@ class JournalEntry:
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
         self.output_token_ids = array("i")
-        """What the core has generated; of a session, `session` knows."""
-        self.session = SessionRecord(request) if request.resumable else None
+        """What the core has generated."""
         self.standing = Standing.HELD
         self.wire_id = request.request_id
         """What the core calls it: its id, with a number after it if this core has been given it more than once."""
@@ -63,38 +60,24 @@ class JournalEntry:
 
     @property
     def has_output(self) -> bool:
-        """Whether its user has seen tokens of it (of a session: of the answer that is being given)."""
-        return bool(self.output_token_ids) if self.session is None else self.session.is_being_answered
-
-    @property
-    def rests(self) -> bool:
-        """A session that waits for its next input: a core has nothing to answer."""
-        return self.session is not None and self.session.rests
+        """Whether its user has seen tokens of it."""
+        return bool(self.output_token_ids)
 
     def take_in(self, output: EngineCoreOutput) -> None:
         """The core has sent an output that does not end the request. Raises OverflowError for what is no token id."""
-        if self.session is None:
-            self.output_token_ids.fromlist(output.new_token_ids)
-        else:
-            self.session.take_in(output)
+        self.output_token_ids.fromlist(output.new_token_ids)
 
-    def make_requests(self) -> list[EngineCoreRequest]:
-        """What a core that knows nothing of it is to be sent, in order."""
-        if self.session is not None:
-            return [self.rename(request) for request in self.session.make_requests()]
+    def make_request(self) -> EngineCoreRequest:
+        """What a core that knows nothing of it is to be sent."""
         if not self.output_token_ids and self.wire_id == self.request_id:
-            return [self.request]
+            return self.request
         output_token_ids = [*self.request.output_token_ids, *self.output_token_ids]
-        return [msgspec.structs.replace(self.request, request_id=self.wire_id, output_token_ids=output_token_ids)]
-
-    def rename(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """A request under the name by which the core knows this one."""
-        return msgspec.structs.replace(request, request_id=self.wire_id)
+        return msgspec.structs.replace(self.request, request_id=self.wire_id, output_token_ids=output_token_ids)
 
 
-def num_tokens_of(requests: Iterable[EngineCoreRequest]) -> int:
-    """What a core without a KV cache has to compute for them: prompts and outputs."""
-    return sum(len(request.prompt_token_ids or ()) + len(request.output_token_ids) for request in requests)
+def num_tokens_of(request: EngineCoreRequest) -> int:
+    """Returns the number of tokens a core without a KV cache computes first: prompt and outputs."""
+    return len(request.prompt_token_ids or ()) + len(request.output_token_ids)
 
 
 class Journal:
@@ -133,7 +116,7 @@ class Journal:
         """It goes to the connected core now; sets the id to use there."""
         entry.wire_id = f"{entry.request_id}~{entry.num_sends}" if entry.num_sends else entry.request_id
         entry.num_sends += 1
-        entry.standing = Standing.SENT if first_time and entry.session is None else Standing.WATCHED
+        entry.standing = Standing.SENT if first_time else Standing.WATCHED
         self.on_core[entry.wire_id] = entry
 
     def note_withdrawn(self, entry: JournalEntry) -> str:

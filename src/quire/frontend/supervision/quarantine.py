@@ -110,15 +110,14 @@ class Quarantine:
 
     def begin_trial(self, journal: Journal) -> JournalEntry | None:
         """The next suspect, to be sent alone; None if there is none."""
-        while (request_id := next(iter(self._suspects), None)) is not None:
-            entry = journal.get(request_id)
-            assert entry is not None  # one that ends is no suspect any more
-            if not entry.rests:
-                self._on_trial = request_id
-                self._num_tokens_left = min(1 << entry.num_acquittals, MAX_TRIAL_TOKENS)
-                return entry
-            self.clear(request_id)  # there is nothing to try: it would not answer
-        return None
+        request_id = next(iter(self._suspects), None)
+        if request_id is None:
+            return None
+        entry = journal.get(request_id)
+        assert entry is not None  # one that ends is no suspect any more
+        self._on_trial = request_id
+        self._num_tokens_left = min(1 << entry.num_acquittals, MAX_TRIAL_TOKENS)
+        return entry
 
     def note_tokens(self, entry: JournalEntry, num_tokens: int) -> bool:
         """A request has given tokens; False if its trial is not over yet. Each further trial takes twice as long: one

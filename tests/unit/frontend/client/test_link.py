@@ -13,7 +13,6 @@ from quire.wire.engine_core import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreOutputs,
-    EngineCoreRequest,
     FinishReason,
     UtilityOutput,
 )
@@ -582,112 +581,21 @@ def test_at_the_end_calls_fail_with_the_reason() -> None:
 # -- sessions ---------------------------------------------------------------------------------------------------------
 
 
-def make_segment(prompt: list[int], *, resumable: bool = True) -> EngineCoreRequest:
-    request = make_request("s", 3, resumable=resumable, continues_session=True)
-    request.prompt_token_ids = prompt
-    return request
-
-
-def sent(driver: Driver) -> list[tuple[str, list[int], list[int], bool]]:
-    assert driver.core is not None
-    requests = [message.payload for message in driver.core.inbox if message.type is ADD]
-    driver.core.inbox.clear()
-    return [(r.request_id, r.prompt_token_ids, r.output_token_ids, r.continues_session) for r in requests]
-
-
-def answer(driver: Driver, *tokens: int, ends: bool = False) -> None:
-    """The core gives a session's segment these tokens, the last one ending it perhaps."""
-    assert driver.core is not None
-    assert driver.link.ready_response is not None
-    given = EngineCoreOutput("s", list(tokens), segment_finish_reason=FinishReason.LENGTH if ends else None)
-    incarnation = driver.link.ready_response.incarnation
-    driver.link.on_outputs(EngineCoreOutputs(outputs=[given], incarnation=incarnation))
-    driver.settle()
-
-
-def start_session() -> tuple[Driver, list[int]]:
+def test_an_id_may_be_used_again_when_its_request_has_ended() -> None:
+    """The next request of a session, on whatever core."""
     driver = Driver()
     driver.start_core()
-    driver.add(make_request("s", 3, resumable=True))
-    ((_, prompt, _, _),) = sent(driver)
-    return driver, prompt
-
-
-def restart(driver: Driver) -> None:
-    driver.die("killed")
-    driver.start_core()
-
-
-def test_a_session_goes_on_in_the_middle_of_a_segment_with_the_inputs_that_wait() -> None:
-    driver, prompt = start_session()
-    driver.link.add_request(make_segment([8, 9]))
-    driver.settle()
-    assert sent(driver) == [("s", [8, 9], [], True)]
-    answer(driver, 5)
-    restart(driver)
-    assert sent(driver) == [("s", prompt, [5], False), ("s", [8, 9], [], True)]
-    answer(driver, 6, ends=True)
-    restart(driver)
-    assert sent(driver) == [("s", prompt, [5, 6], False), ("s", [8, 9], [], True)], "answered, and not answered yet"
-    answer(driver, 7)
-    restart(driver)
-    assert sent(driver) == [("s", [*prompt, 5, 8, 9], [7], False)]
-
-
-def test_a_session_at_rest_stays_at_rest_and_its_next_input_is_sent() -> None:
-    driver, prompt = start_session()
-    answer(driver, 5, 6, 7, ends=True)
-    restart(driver)
-    assert sent(driver) == [("s", prompt, [5, 6, 7], False)]
-    driver.link.add_request(make_segment([8]))
-    driver.settle()
-    assert sent(driver) == [("s", [8], [], True)]
-    restart(driver)
-    assert sent(driver) == [("s", prompt, [5, 6, 7], False), ("s", [8], [], True)]
-
-
-def test_inputs_that_come_while_there_is_no_core_are_kept() -> None:
-    driver, prompt = start_session()
-    answer(driver, 5)
-    driver.die("killed")
-    driver.link.add_request(make_segment([8]))
-    driver.link.add_request(make_segment([], resumable=False))
-    driver.start_core()
-    assert sent(driver) == [("s", prompt, [5], False), ("s", [8], [], True), ("s", [], [], True)]
-
-
-def test_a_session_at_rest_is_not_tried_alone_for_it_would_not_answer() -> None:
-    driver, _ = start_session()
-    answer(driver, 5, ends=True)
-    driver.add(make_request("a"))
-    assert driver.core is not None
-    driver.core.step_members = ("s", "a")
-    driver.die("crash")
-    driver.start_core()
-    assert [request_id for request_id, *_ in sent(driver)] == ["a"]
-
-
-def test_a_session_that_comes_to_rest_in_its_trial_is_cleared() -> None:
-    """However many tokens it should have given: it gives none before its next input, and the others wait."""
-    driver, _ = start_session()
-    for name in ("a", "b", "c"):
+    for prompt_len in (3, 5):
+        driver.add(make_request("s", prompt_len))
         assert driver.core is not None
-        driver.core.step_members = ("s",)
-        driver.die("crash")
+        ((sent, message),) = [(m.payload.request_id, m.payload) for m in driver.core.inbox if m.type is ADD]
+        assert (sent, message.output_token_ids) == ("s", [])
+        driver.core.inbox.clear()
+        driver.die("killed")
         driver.start_core()
-        sent(driver)
-        driver.add(make_request(name))
-        assert sent(driver) == []
-        answer(driver, 5, ends=True)
-        assert [request_id for request_id, *_ in sent(driver)] == [name]
-        driver.abort(name)
-        driver.link.add_request(make_segment([8]))
-        driver.settle()
-        sent(driver)
-
-
-def test_an_input_of_a_session_that_has_ended_is_ignored() -> None:
-    driver = Driver()
-    driver.start_core()
-    driver.link.add_request(make_segment([8]))
-    assert not driver.link.messages
+        assert [m.payload.request_id for m in driver.core.inbox if m.type is ADD] == ["s"]
+        driver.core.inbox.clear()
+        end = EngineCoreOutput("s", [7], finish_reason=FinishReason.LENGTH)
+        assert driver.link.ready_response is not None
+        driver.link.on_outputs(EngineCoreOutputs(outputs=[end], incarnation=driver.link.ready_response.incarnation))
+        assert driver.link.num_live_requests == 0

@@ -8,7 +8,7 @@ import pytest
 
 from quire.frontend.supervision.journal import Journal, JournalEntry, Standing, num_tokens_of
 from quire.sampling_params import SamplingParams
-from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.wire.engine_core import EngineCoreRequest
 
 
 def make_request(request_id: str = "a", prompt: list[int] | None = None, **fields: object) -> EngineCoreRequest:
@@ -16,24 +16,19 @@ def make_request(request_id: str = "a", prompt: list[int] | None = None, **field
     return EngineCoreRequest(request_id, ids, SamplingParams(), None, 0.0, **fields)  # type: ignore[arg-type]
 
 
-def segment(prompt: list[int], resumable: bool = True) -> EngineCoreRequest:
-    return make_request(prompt=prompt, resumable=resumable, continues_session=True)
-
-
 def test_a_fresh_request_is_sent_as_it_is() -> None:
     entry = JournalEntry(make_request())
-    assert entry.make_requests() == [entry.request]
-    assert entry.make_requests()[0] is entry.request
-    assert (entry.standing, entry.has_output, num_tokens_of([entry.request])) == (Standing.HELD, False, 2)
+    assert entry.make_request() is entry.request
+    assert (entry.standing, entry.has_output, num_tokens_of(entry.request)) == (Standing.HELD, False, 2)
 
 
 def test_a_resumed_request_has_its_outputs_behind_those_it_came_with() -> None:
     entry = JournalEntry(make_request(output_token_ids=[5]))
     entry.output_token_ids.extend([6, 7])
-    (again,) = entry.make_requests()
+    again = entry.make_request()
     assert again.output_token_ids == [5, 6, 7]
     assert entry.request.output_token_ids == [5], "what the user's side holds is not changed"
-    assert (entry.has_output, num_tokens_of([again])) == (True, 5)
+    assert (entry.has_output, num_tokens_of(again)) == (True, 5)
 
 
 def test_tokens_cost_four_bytes_each() -> None:
@@ -68,30 +63,3 @@ def test_entries_keep_the_order_of_their_coming_and_ids_are_unique() -> None:
     assert [entry.request_id for entry in journal] == ["c", "a", "b"]
     with pytest.raises(ValueError, match="a is in use"):
         journal.add(make_request("a"))
-
-
-# -- sessions ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_session_is_always_watched() -> None:
-    journal = Journal()
-    entry = journal.add(make_request(resumable=True))
-    journal.note_sent(entry, first_time=True)
-    assert entry.standing is Standing.WATCHED
-
-
-def test_a_session_is_kept_by_its_record_and_named_as_the_core_knows_it() -> None:
-    entry = JournalEntry(make_request(resumable=True))
-    assert entry.session is not None
-    entry.session.add_input(segment([8, 9]))
-    entry.take_in(EngineCoreOutput("a", [5]))
-    assert (entry.has_output, entry.rests) == (True, False)
-    entry.wire_id = "a~1"
-    assert [(r.request_id, r.prompt_token_ids, r.output_token_ids) for r in entry.make_requests()] == [
-        ("a~1", [1, 2], [5]),
-        ("a~1", [8, 9], []),
-    ]
-    entry.take_in(EngineCoreOutput("a", [6], segment_finish_reason=FinishReason.STOP))
-    assert (entry.has_output, entry.rests) == (False, False), "the second answer has not begun"
-    entry.take_in(EngineCoreOutput("a", [7], segment_finish_reason=FinishReason.STOP))
-    assert entry.rests
