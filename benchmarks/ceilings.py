@@ -35,11 +35,11 @@ class Clock:
         cls.now = staticmethod(time.thread_time)
 
 
-def best_seconds(*runs: Callable[[], object], at_least: float = 0.3) -> list[float]:
-    """The best time of each, all taking turns."""
+def best_seconds(*runs: Callable[[], object], at_least: float = 0.3, least_reps: int = 3) -> list[float]:
+    """Returns the best time of each in seconds. The runs take turns."""
     times: list[list[float]] = [[] for _ in runs]
     deadline = time.perf_counter() + at_least * len(runs)
-    while time.perf_counter() < deadline or len(times[0]) < 3:
+    while time.perf_counter() < deadline or len(times[0]) < least_reps:
         for run, taken in zip(runs, times, strict=True):
             start = Clock.now()
             run()

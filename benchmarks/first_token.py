@@ -13,9 +13,8 @@ import os
 import random
 import statistics
 import time
-from pathlib import Path
 
-from benchmarks.models import SHAPES, make_checkpoint
+from benchmarks.models import SHAPES, find_checkpoint
 from quire import LLM, SamplingParams
 from quire.sampling_params import RequestOutputKind
 
@@ -57,8 +56,7 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=100)
     parser.add_argument("--pause-ms", type=float, default=20.0, help="before each request")
     args = parser.parse_args()
-    cache = Path.home() / ".cache" / "quire-benchmarks"
-    path = make_checkpoint(args.model, cache) if args.model in SHAPES else Path(args.model)
+    path = find_checkpoint(args.model)
     print(f"| milliseconds until | {' | '.join(STAGES)} |\n|---|{'--:|' * len(STAGES)}")
     for processes in (2, 1):
         os.environ["QUIRE_ENABLE_MULTIPROCESSING"] = str(processes - 1)

@@ -13,43 +13,23 @@ import argparse
 import http.client
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
+from quire import envs
+from quire.cli.bench.startup import own_server
 from quire.testing.large_bodies import LARGE_BODIES
 
 PAUSE_S = 0.005
-_URL = re.compile(r"serving \S+ on http://([\d.]+):(\d+)")
-
-
-@contextmanager
-def _serving(flags: list[str]) -> Iterator[tuple[str, int]]:
-    command = [sys.executable, "-m", "quire", "serve", "--host", "127.0.0.1", "--port", "0", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            for line in process.stderr:
-                found = _URL.search(line)
-                if found is not None:
-                    break
-            else:
-                raise SystemExit("the server did not start")
-            with open(os.devnull, "wb") as null, subprocess.Popen(["cat"], stdin=process.stderr, stdout=null):
-                yield found[1], int(found[2])
-                process.terminate()
-        finally:
-            process.terminate()
 
 
 def _ask(connection: http.client.HTTPConnection) -> float:
-    """Milliseconds of one question."""
+    """Returns the milliseconds of one question."""
     start = time.perf_counter()
     connection.request("GET", "/health")
     answer = connection.getresponse()
@@ -70,13 +50,14 @@ def _watch(address: tuple[str, int], seconds: float) -> list[float]:
 
 
 def _send(address: tuple[str, int], name: str) -> None:
-    """Send a body for ever; after each, a line with the status and the seconds. Ends with its standard output."""
+    """Sends a body for ever; prints status and seconds after each. Ends when its standard output is closed."""
     path, value = LARGE_BODIES[name]()
     body = json.dumps(value).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {envs.API_KEY.get()}"}
     while True:
         connection = http.client.HTTPConnection(*address)
         start = time.perf_counter()
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        connection.request("POST", path, body, headers)
         answer = connection.getresponse()
         answer.read()
         connection.close()
@@ -105,7 +86,7 @@ def _measure(address: tuple[str, int], name: str, seconds: float) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=LARGE_BODIES, help="kinds of bodies; all by default")
     parser.add_argument("--seconds", type=float, default=6.0, help="for each kind")
@@ -116,7 +97,10 @@ def main() -> None:
     if args.send:
         host, _, port = args.to.partition(":")
         _send((host, int(port)), args.send)
-    with _serving(args.server_flags.split()) as address:
+    with own_server(args.server_flags.split()) as (url, key):
+        parts = urlsplit(url)
+        address = (str(parts.hostname), int(parts.port or 80))
+        os.environ[envs.API_KEY.name] = key  # for the processes that send
         print("| body | p50, ms | p95 | p99 | worst | size | one takes | answers |\n|---|--:|--:|--:|--:|--:|--:|---|")
         print(_row("none", _watch(address, args.seconds), "| | "), flush=True)
         for name in args.only or LARGE_BODIES:

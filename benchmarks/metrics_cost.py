@@ -20,14 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 os.environ["QUIRE_ENABLE_MULTIPROCESSING"] = "0"  # before the engine is imported
 
 from tqdm import tqdm
 
-from benchmarks.models import SHAPES, make_checkpoint
+from benchmarks.models import SHAPES, find_checkpoint
 from benchmarks.step_contrasts import RunContrast, Step, contrast_run, interval, summarize, trimmed_mean
 from benchmarks.switched_scheduler import STATISTICS, SwitchedScheduler, Turns
 from benchmarks.timed_executor import TimedExecutor, time_beside_the_model
@@ -255,8 +254,7 @@ def measure_w4(
     model: str, num_requests: int, num_pairs: int, num_pairs_in_turns: int, *, control: bool
 ) -> dict[str, object]:
     """W4 with core, frontend and model on one thread, and as users run it, in two processes."""
-    path = make_checkpoint(model, Path.home() / ".cache" / "quire-benchmarks") if model in SHAPES else Path(model)
-    engine_args = {"model": str(path), "dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 29}
+    engine_args = {"model": str(find_checkpoint(model)), "dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 29}
     executor = f"{TimedExecutor.__module__}:{TimedExecutor.__name__}"
     with SwitchedEngine(num_requests, **engine_args, distributed_executor_backend=executor) as engine:
         together = engine.measure(num_pairs, control=control)

@@ -46,6 +46,10 @@ TRAINED_VOCABULARY = 8192
 """Tokens that text can become; ids beyond have made-up texts, so that each can be detokenized."""
 
 
+CACHE = Path.home() / ".cache" / "quire-benchmarks"
+"""Where the other benchmarks keep these checkpoints."""
+
+
 def make_checkpoint(name: str, directory: Path) -> Path:
     """Write checkpoint `name` of `SHAPES` under `directory`, unless it is there already; its path."""
     path = directory / name
@@ -56,6 +60,11 @@ def make_checkpoint(name: str, directory: Path) -> Path:
     if not (path / "tokenizer.json").exists():
         _write_tokenizer(SHAPES[name]["vocab_size"], path)
     return path
+
+
+def find_checkpoint(name: str, directory: Path = CACHE) -> Path:
+    """Returns the checkpoint directory `name`, or makes the one of `SHAPES` that is so called."""
+    return make_checkpoint(name, directory) if name in SHAPES else Path(name)
 
 
 def _write_model(name: str, path: Path) -> None:

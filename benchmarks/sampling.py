@@ -10,12 +10,12 @@ possible. logprobs: the chosen token's, its rank, and the 20 most likely.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
+from ceilings import Clock, best_seconds
 
 from quire.cli.machine import cpu_facts
 from quire.worker.kernels.library import Context, native_library
@@ -31,17 +31,6 @@ CASES: dict[str, dict[str, float]] = {
     "top_p": {"top_p": 0.9},
     "top_k and top_p": {"top_k": 50, "top_p": 0.9},
 }
-
-
-def best_cpu_seconds(reps: int, *runs: Callable[[], object]) -> list[float]:
-    """The best time of each, all taking turns."""
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(reps):
-        for run, taken in zip(runs, times, strict=True):
-            start = time.process_time()
-            run()
-            taken.append(time.process_time() - start)
-    return [min(taken) for taken in times]
 
 
 def make_rules(n: int, temperature: float = 1.0, min_p: float = 0.0, top_k: float = 0, top_p: float = 1.0) -> DrawRules:
@@ -62,6 +51,7 @@ def main() -> None:
     library = native_library()
     assert library is not None, "the native library is not built: scripts/setup"
     torch.set_num_threads(1)
+    Clock.count_processor_time()
     context = Context(library, 1, args.instruction_set or library.instruction_sets()[0])
     native, by_torch = NativeSampling(context), TorchSampling()
     logits = torch.randn(args.rows, args.vocab, generator=torch.Generator().manual_seed(0)) * args.spread
@@ -70,7 +60,7 @@ def main() -> None:
     print(f"{'':<16} | native ms   torch ms   ratio")
 
     def report(name: str, *runs: Callable[[], object]) -> None:
-        mine, torchs = best_cpu_seconds(args.reps, *runs)
+        mine, torchs = best_seconds(*runs, at_least=0.0, least_reps=args.reps)
         print(f"{name:<16} | {mine * 1e3:>9.2f} {torchs * 1e3:>10.2f} {torchs / mine:>7.1f}", flush=True)
 
     for name, case in CASES.items():

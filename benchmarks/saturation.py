@@ -14,7 +14,11 @@ import json
 import random
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from quire.cli.bench.load import LoadRequest, LoadRun
+from quire.cli.bench.workloads import arrival_times
+from quire.cli.generation import RequestTiming
 from quire.config.engine_args import EngineArgs
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.metrics.collect.saturation import AT_THE_KNEE
@@ -23,8 +27,10 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 
 @dataclass(frozen=True)
 class Shape:
-    """Requests of one kind; lengths vary by a half either way. Were they all the same, those that come together would
-    end together, and the engine would serve prompts in batches that no other traffic has."""
+    """Requests of one kind; lengths vary by a half either way.
+
+    With equal lengths, requests that arrive together would end together, in batches that no real traffic has.
+    """
 
     name: str
     prompt_len: int
@@ -76,60 +82,45 @@ class Sweep:
     def _vary(self, length: int) -> int:
         return self._rng.randint(length // 2, length + (length + 1) // 2)
 
-    async def request(self, shape: Shape) -> None:
-        """One request, whose prompt nobody has seen before."""
+    def requests(self, shape: Shape, count: int) -> list[LoadRequest]:
+        """Returns requests whose prompts occur in no other."""
+        lengths = [(self._vary(shape.prompt_len), self._vary(shape.output_len)) for _ in range(count)]
+        return [LoadRequest([self._rng.randrange(100, 900) for _ in range(p)], o) for p, o in lengths]
+
+    async def send(self, request: LoadRequest, timing: RequestTiming) -> None:
+        """Sends one request to the engine, for `LoadRun`."""
         self._num_sent += 1
-        prompt_len, output_len = map(self._vary, (shape.prompt_len, shape.output_len))
-        prompt = [self._rng.randrange(100, 900) for _ in range(prompt_len)]
         params = SamplingParams(
-            max_tokens=output_len, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
+            max_tokens=request.output_len, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
         )
-        async for _ in self._llm.generate({"prompt_token_ids": prompt}, params, f"r{self._num_sent}"):
-            pass
+        prompt: Any = {"prompt_token_ids": request.prompt}
+        async for output in self._llm.generate(prompt, params, f"r{self._num_sent}"):
+            timing.record(output, time.perf_counter())
 
     async def capacity(self, shape: Shape, concurrency: int, duration_s: float) -> float:
-        """Requests per second with all seats taken, the first and last few left aside."""
-        ends: list[float] = []
-        stop = time.monotonic() + duration_s
-
-        async def client() -> None:
-            while time.monotonic() < stop:
-                await self.request(shape)
-                ends.append(time.monotonic())
-
-        await asyncio.gather(*(client() for _ in range(concurrency)))
-        ends.sort()
-        middle = [end for end in ends if stop - 0.8 * duration_s <= end <= stop]
-        if len(middle) < 2:
-            raise SystemExit(f"{len(middle)} requests have ended in {duration_s} s: give it more --duration-s")
+        """Returns the requests per second that end with all seats taken, without those at both ends of the load."""
+        closed = LoadRun(self.send, max_concurrency=concurrency)
+        warm = await closed.run(self.requests(shape, 2 * concurrency), None)
+        count = round(duration_s * len(warm.answered) / warm.wall_s)
+        result = await closed.run(self.requests(shape, max(count, 4 * concurrency)), None)
+        middle = sorted(o.end_s for o in result.answered)[concurrency:-concurrency]
         return (len(middle) - 1) / (middle[-1] - middle[0])
 
     async def load(self, shape: Shape, rate: float, duration_s: float) -> tuple[float, float, float]:
-        """Poisson arrivals: (requests served per second, saturation, its share for compute) at the end of the time.
+        """Offers Poisson arrivals. Returns (requests served per second, saturation, its share for compute).
 
-        Those served in the first third are left aside: the engine was empty, and its answers take time.
+        Those served in the first third are not counted: the engine was empty, and its answers take time.
         """
-        start = time.monotonic()
-        due, tasks, ends = 0.0, [], list[float]()
-
-        async def client() -> None:
-            await self.request(shape)
-            ends.append(time.monotonic() - start)
-
-        while True:
-            due += self._rng.expovariate(rate)
-            if due > duration_s:
-                break
-            await asyncio.sleep(max(0.0, start + due - time.monotonic()))
-            tasks.append(asyncio.create_task(client()))
-        await asyncio.sleep(max(0.0, start + duration_s - time.monotonic()))
-        num_done = sum(end > duration_s / 3 for end in ends)
+        arrivals = arrival_times(rate, round(rate * duration_s), self._rng.randrange(1 << 30))
+        load = asyncio.create_task(LoadRun(self.send).run(self.requests(shape, len(arrivals)), arrivals))
+        await asyncio.sleep(duration_s)
         metrics = self._llm.pipeline.stats.metrics
         assert metrics is not None
         snapshot = metrics.snapshot()
-        await asyncio.gather(*tasks)
+        result = await load
+        ends = [o.end_s - result.start_s for o in result.answered]
         return (
-            num_done / (duration_s * 2 / 3),
+            sum(duration_s / 3 < end <= duration_s for end in ends) / (duration_s * 2 / 3),
             snapshot.value("quire_saturation"),
             snapshot.value("quire_saturation_by_resource", "compute"),
         )
@@ -142,7 +133,6 @@ async def run(args: argparse.Namespace) -> list[dict[str, object]]:
     async with AsyncLLM.from_engine_args(engine_args) as llm:
         sweep = Sweep(llm, args.seed)
         for shape in (shape for shape in SHAPES if args.shape in shape.name):
-            await asyncio.gather(*(sweep.request(shape) for _ in range(args.max_num_seqs)))
             most = await sweep.capacity(shape, 2 * args.max_num_seqs, args.duration_s)
             points = []
             for share in args.shares:

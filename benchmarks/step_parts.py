@@ -18,7 +18,7 @@ from typing import Any
 
 os.environ["QUIRE_ENABLE_MULTIPROCESSING"] = "0"  # before the engine is imported
 
-from models import SHAPES, make_checkpoint
+from models import CACHE, SHAPES, find_checkpoint
 
 from quire import LLM, SamplingParams
 from quire.cli.bench.workloads import WORKLOADS, IdRange
@@ -66,11 +66,11 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a checkpoint directory")
-    parser.add_argument("--models-dir", type=Path, default=Path.home() / ".cache" / "quire-benchmarks")
+    parser.add_argument("--models-dir", type=Path, default=CACHE)
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    path = make_checkpoint(args.model, args.models_dir) if args.model in SHAPES else Path(args.model)
+    path = find_checkpoint(args.model, args.models_dir)
     watch = Stopwatch()
     for owner, name in PARTS:
         setattr(owner, name, watch.around(name, getattr(owner, name)))

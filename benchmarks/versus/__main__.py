@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.versus.comparison import Comparison, say
-from benchmarks.versus.options import parse
+from benchmarks.versus.comparison import Comparison, parse, say
 from benchmarks.versus.table import format_report, merge, update_page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"

@@ -2,16 +2,200 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 from benchmarks.versus.peers import Peer, Place
-from benchmarks.versus.processes import ManagedProcess, machine_cpu_s, read_line
 from quire.cli.bench.workloads import BenchRequest
+
+_PR_SET_PDEATHSIG = 1
+_PROC = Path("/proc")
+_LIBC = ctypes.CDLL(None)
+_MARK = "VERSUS_PROCESS"
+
+
+class ManagedProcess:
+    """One process in a group of its own (Ctrl-C does not reach it) and all that come of it.
+
+    `log` takes its standard error, and its standard output unless that is piped. It is killed when this process dies.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, *, piped: bool = False) -> None:
+        self.log = log
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            self.popen: subprocess.Popen[bytes] = subprocess.Popen(
+                command,
+                env={**env, _MARK: self._mark.partition("=")[2]},
+                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else file,
+                stderr=file,
+                process_group=0,
+                preexec_fn=_die_with_parent,
+            )
+        self._seen: dict[int, str] = {}
+
+    def __enter__(self) -> ManagedProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self.popen.poll() is None
+
+    def pause(self) -> None:
+        """Freeze the tree: an idle engine whose threads spin would take the cores from the one that is measured."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the tree run."""
+        self._signal(signal.SIGCONT)
+
+    def close(self, patience_s: float = 10.0) -> None:
+        """End the tree: first what was started here, which may know how to end the others, then all, then by force."""
+        self.resume()
+        for stream in (self.popen.stdin, self.popen.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        if self.popen.stdin is None:  # otherwise it ends by itself at the end of its input
+            self.popen.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(patience_s)
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            if self.tree():
+                self._signal(sign)
+                self._wait(patience_s)
+
+    def tree(self) -> list[int]:
+        """Ids of this process and of all that came of it and live."""
+        self.popen.poll()
+        table = _process_table()
+        found = {self.popen.pid} | {pid for pid in table if self._mark.encode() in _environment(pid)}
+        grew = True
+        while grew:
+            children = {pid for pid, (parent, _) in table.items() if parent in found} - found
+            found |= children
+            grew = bool(children)
+        self._seen.update((pid, table[pid][1]) for pid in found if pid in table and pid not in self._seen)
+        return [pid for pid, start in self._seen.items() if pid in table and table[pid][1] == start]
+
+    def cpu_s(self) -> float:
+        """CPU seconds that the living tree has used."""
+        return sum(_cpu_ticks(pid) for pid in self.tree()) / os.sysconf("SC_CLK_TCK")
+
+    def peak_memory_bytes(self) -> int:
+        """Peak resident memory, summed over the tree; pages that two processes share count twice."""
+        return sum(_peak_kib(pid) for pid in self.tree()) * 1024
+
+    def last_words(self, limit: int = 200) -> str:
+        """The last line of the log that says something."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - 4096))
+            lines = [line.strip() for line in file.read(4096).decode(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "")[:limit]
+
+    def _wait(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while self.tree() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _signal(self, sign: signal.Signals) -> None:
+        for pid in self.tree():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sign)
+
+
+def read_line(process: ManagedProcess, buffer: bytearray, limit_s: float) -> bytes:
+    """The next line of a piped process. Raises TimeoutError after `limit_s`, EOFError when it ends before."""
+    stream: IO[bytes] | None = process.popen.stdout
+    assert stream is not None
+    deadline = time.monotonic() + limit_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while b"\n" not in buffer:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"no answer in {limit_s:.0f} s")
+            piece = os.read(stream.fileno(), 1 << 16)
+            if not piece:
+                raise EOFError(f"it ended: {process.last_words()}")
+            buffer += piece
+    line, _, rest = bytes(buffer).partition(b"\n")
+    buffer[:] = rest
+    return line
+
+
+def machine_cpu_s() -> float:
+    """CPU seconds this machine has spent on anything since it was started; 0 where nobody says."""
+    try:
+        fields = (_PROC / "stat").read_text().splitlines()[0].split()[1:]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _process_table() -> dict[int, tuple[int, str]]:
+    """Process id -> (parent's id, start time) of everything that is neither gone nor a zombie."""
+    table = {}
+    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
+        if entry.name.isdigit():
+            fields = _stat(int(entry.name))
+            if fields and fields[0] != "Z":
+                table[int(entry.name)] = (int(fields[1]), fields[19])
+    return table
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name, which may hold spaces: state, parent, ..."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _environment(pid: int) -> list[bytes]:
+    """What a process was started with; nothing if that is not ours to read."""
+    try:
+        return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _cpu_ticks(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def _peak_kib(pid: int) -> int:
+    try:
+        lines = (_PROC / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
 class EngineError(Exception):

@@ -19,7 +19,7 @@ from tools.compat.verdicts import (
     route_verdict,
 )
 
-from quire.cli.help import format_help
+from quire.cli.main import format_help
 from quire.cli.serve import command_line
 from quire.config.model import ASSETS_DIR
 from quire.config.vllm_flags import VllmFlag, settle_vllm_flags, vllm_flags

@@ -14,14 +14,19 @@ from pathlib import Path
 
 import pytest
 from benchmarks.versus import __main__ as versus
-from benchmarks.versus.comparison import better_ceilings
+from benchmarks.versus.comparison import better_ceilings, parse
 from benchmarks.versus.engine import Engine, EngineError, Repetition
-from benchmarks.versus.figures import Figure, Row, offline_rows
-from benchmarks.versus.options import parse
+from benchmarks.versus.figures import Figure, Row, Series, offline_rows, run_rounds
 from benchmarks.versus.peers import PEERS, Peer, Place
-from benchmarks.versus.rounds import Series, run_rounds
-from benchmarks.versus.serving import Server, load_size, measure_serving, serving_rows
-from benchmarks.versus.start_up import measure_starts, start_engine, start_server
+from benchmarks.versus.serving import (
+    Server,
+    load_size,
+    measure_serving,
+    measure_starts,
+    serving_rows,
+    start_engine,
+    start_server,
+)
 from benchmarks.versus.table import BEGIN, END, format_cell, format_report, format_table, merge, update_page
 from hypothesis import given
 from hypothesis import strategies as st

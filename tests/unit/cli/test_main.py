@@ -13,8 +13,7 @@ import pytest
 from quire import __version__
 from quire.cli import main as main_module
 from quire.cli.command_line import CommandLine
-from quire.cli.help import find_help_topic, format_help
-from quire.cli.main import ALIASES, COMMANDS, main
+from quire.cli.main import ALIASES, COMMANDS, find_help_topic, format_help, main
 from quire.config.engine_args import FLAGS
 from quire.errors import ConfigError, EngineDeadError, QuireError, ValidationError
 from quire.resolve import resolve

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.help import format_help
+from quire.cli.main import format_help
 from quire.cli.serve import command_line
 from quire.config.engine_args import EngineArgs
 from quire.errors import ConfigError

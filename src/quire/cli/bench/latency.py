@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.cli.bench.offline import COMMON_OPTIONS, run_benchmark
+from quire.cli.bench.throughput import COMMON_OPTIONS, run_benchmark
 from quire.cli.bench.workloads import uniform_requests
 from quire.cli.command_line import Arguments, CommandLine, Option
 from quire.cli.option_groups import engine_options

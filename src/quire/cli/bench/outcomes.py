@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.cli.bench.offline import percentiles_ms
+from quire.cli.bench.throughput import percentiles_ms
 from quire.cli.generation import RequestTiming
 from quire.errors import ConfigError
 

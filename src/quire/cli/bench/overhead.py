@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 from quire import __version__
-from quire.cli.bench.offline import report
+from quire.cli.bench.throughput import report
 from quire.cli.command_line import Arguments, CommandLine, Option
 from quire.cli.machine import cpu_facts
 from quire.errors import ConfigError

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__, envs
-from quire.cli.bench.offline import report
+from quire.cli.bench.throughput import report
 from quire.cli.command_line import Arguments, CommandLine, Option
 from quire.cli.machine import cpu_facts
 from quire.cli.option_groups import engine_args, engine_options

@@ -2,10 +2,175 @@
 
 from __future__ import annotations
 
-from quire.cli.bench.offline import COMMON_OPTIONS, run_benchmark
-from quire.cli.bench.workloads import WORKLOADS, BenchRequest, IdRange, mixed_requests, uniform_requests
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire import __version__
+from quire.cli.bench.workloads import WARMUP_REP, WORKLOADS, BenchRequest, IdRange, mixed_requests, uniform_requests
 from quire.cli.command_line import Arguments, CommandLine, Option
-from quire.cli.option_groups import engine_options
+from quire.cli.generation import Engine, RequestTiming, make_engine
+from quire.cli.machine import cpu_facts
+from quire.cli.option_groups import engine_args, engine_options
+from quire.config.model import resolve_dtype_name
+from quire.errors import ConfigError, GenerationError
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+COMMON_OPTIONS = (
+    Option(name="num_iters", alias="reps", help="Measured repetitions.", parse=int, default=3),
+    Option(name="num_iters_warmup", help="Repetitions before those.", parse=int, default=1),
+    Option(name="output_json", help="Also write the figures to this file.", metavar="FILE"),
+    Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False),
+)
+
+MakeRequests = Callable[[int, IdRange], list[BenchRequest]]
+
+
+def run_benchmark(args: Arguments, name: str, make_requests: MakeRequests) -> int:
+    """Warm up, repeat, report. `make_requests(rep, ids)` gives the requests of one repetition."""
+    for option in ("num_iters", "num_iters_warmup"):
+        if args[option] < (1 if option == "num_iters" else 0):
+            raise ConfigError(f"--{option.replace('_', '-')} {args[option]} is too small")
+    flags = engine_args(args, skip_tokenizer_init=True, disable_log_stats=True)
+    config = flags.create_engine_config()
+    model = config.model_config
+    ids = IdRange.of_vocabulary(model.hf_config.vocab_size)
+    engine = make_engine(flags)
+    for i in range(args["num_iters_warmup"]):
+        run_requests(engine, make_requests(WARMUP_REP + i, ids))
+    runs = [run_requests(engine, make_requests(rep, ids)) for rep in range(args["num_iters"])]
+    facts = {
+        "benchmark": name,
+        "model": model.name,
+        "dtype": resolve_dtype_name(model, config.device_config.device),
+        **_machine(),
+    }
+    report({**facts, **summarize(runs)}, args)
+    return 0
+
+
+def report(figures: dict[str, Any], args: Arguments, format: Callable[[dict[str, Any]], str] | None = None) -> None:
+    """Print `figures`, in the words of `format` or as --json says, and write --output-json."""
+    if args["output_json"] is not None:
+        path = Path(args["output_json"])
+        try:
+            path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        except OSError as e:
+            raise ConfigError(f"--output-json {path}: {e.strerror or e}") from None
+    print(json.dumps(figures) if args["json"] else (format or format_table)(figures))
+
+
+def format_table(figures: dict[str, Any]) -> str:
+    """The figures as people read them."""
+    lines = [
+        f"{figures['benchmark']} of {figures['model']}: {figures['num_requests']} requests, "
+        f"{figures['prompt_tokens']} prompt + {figures['output_tokens']} output tokens, median of {figures['reps']}",
+        f"  {'wall':<22}{figures['wall_s']:>12.3f} s   ({', '.join(f'{w:.3f}' for w in figures['walls_s'])})",
+        f"  {'output':<22}{figures['output_tokens_per_s']:>12.1f} tok/s",
+        f"  {'prompt + output':<22}{figures['total_tokens_per_s']:>12.1f} tok/s",
+        f"  {'requests':<22}{figures['requests_per_s']:>12.2f} /s",
+        f"  {'prompt tokens cached':<22}{figures['cached_tokens']:>12.0f}",
+        "",
+        f"  {'ms':<22}" + "".join(f"{column:>12}" for column in ("mean", "p50", "p90", "p99")),
+    ]
+    rows = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("end to end", "e2e_ms"))
+    for title, key in rows:
+        if figures[key]:
+            lines.append(f"  {title:<22}" + "".join(f"{value:>12.2f}" for value in figures[key].values()))
+    return "\n".join(lines)
+
+
+def _machine() -> dict[str, Any]:
+    facts = cpu_facts()
+    return {"quire": __version__, "cpu": facts["cpu"], "cores": facts["usable_cores"]}
+
+
+@dataclass
+class RunResult:
+    """One repetition: wall time from the first request handed in to the last token out, and each request's times."""
+
+    wall_s: float
+    timings: list[RequestTiming] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(t.num_prompt_tokens for t in self.timings)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(t.num_output_tokens for t in self.timings)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(t.num_cached_tokens for t in self.timings)
+
+
+def run_requests(engine: Engine, requests: Sequence[BenchRequest]) -> RunResult:
+    """Hand in all of `requests` at once and step the engine until it is idle. Greedy, end-of-sequence ignored."""
+    timings: dict[str, RequestTiming] = {}
+    start = time.perf_counter()
+    for i, request in enumerate(requests):
+        params = SamplingParams(
+            temperature=0.0,
+            ignore_eos=True,
+            max_tokens=request.output_len,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        timings[str(i)] = RequestTiming(added_s=time.perf_counter())
+        engine.add_request(str(i), {"prompt_token_ids": request.prompt_token_ids}, params)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            timings[output.request_id].record(output, now)
+            for o in output.outputs:
+                if o.finish_reason == "error":
+                    raise GenerationError(o.error_message or "the engine failed")
+    return RunResult(time.perf_counter() - start, list(timings.values()))
+
+
+def summarize(runs: Sequence[RunResult]) -> dict[str, Any]:
+    """The figures of several repetitions: medians of wall time and rates, percentiles over all requests' times (ms)."""
+    wall = statistics.median(run.wall_s for run in runs)
+    prompt, output = runs[0].num_prompt_tokens, runs[0].num_output_tokens
+    timings = [t for run in runs for t in run.timings]
+    return {
+        "num_requests": len(runs[0].timings),
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "cached_tokens": statistics.median(run.num_cached_tokens for run in runs),
+        "reps": len(runs),
+        "wall_s": round(wall, 4),
+        "walls_s": [round(run.wall_s, 4) for run in runs],
+        "output_tokens_per_s": round(output / wall, 1),
+        "total_tokens_per_s": round((prompt + output) / wall, 1),
+        "requests_per_s": round(len(runs[0].timings) / wall, 3),
+        "ttft_ms": percentiles_ms([t.ttft_s for t in timings if t.ttft_s is not None]),
+        "tpot_ms": percentiles_ms([t.tpot_s for t in timings if t.tpot_s is not None]),
+        "itl_ms": percentiles_ms([gap for t in timings for gap in t.gaps_s]),
+        "e2e_ms": percentiles_ms([t.last_token_s - t.added_s for t in timings if t.last_token_s is not None]),
+    }
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Mean, p50, p90 and p99 in milliseconds (linear interpolation); empty for no values."""
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+    figures = {"mean": statistics.fmean(ordered), **{f"p{q}": _percentile(ordered, q) for q in (50, 90, 99)}}
+    return {name: round(value * 1e3, 3) for name, value in figures.items()}
+
+
+def _percentile(ordered: Sequence[float], q: float) -> float:
+    position = (len(ordered) - 1) * q / 100
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def command_line() -> CommandLine:
