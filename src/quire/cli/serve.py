@@ -96,7 +96,7 @@ def _serve_alone(
     tell: Callable[[], None],
 ) -> None:
     """All of the frontend in this process."""
-    waiting_room = resolve("quire.frontend.http.waiting_room:WaitingRoom")
+    waiting_room = resolve("quire.frontend.http.connection:WaitingRoom")
     with waiting_room(listeners.sockets, listeners.tls, config.root_path or ""):
         engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config)
     recent = resolve("quire.frontend.metrics.publish.stat_loggers:RecentRequests")()

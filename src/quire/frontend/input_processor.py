@@ -219,12 +219,26 @@ class InputProcessor:
                 param="prompt",
                 value=len(ids),
             )
-        if not pools and len(ids) >= self.max_model_len:
+        if not pools:
+            self.validate_room(len(ids))
+
+    def validate_room(self, num_prompt_tokens: int, max_tokens: int | None = None) -> None:
+        """Raises PromptTooLongError for a prompt that leaves no room for an output token, ValidationError for one that
+        leaves less than `max_tokens`."""
+        limit = self.max_model_len
+        if num_prompt_tokens >= limit:
             raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens and the context {self.max_model_len} (max_model_len): there is no "
-                "room for a single output token; shorten the prompt or raise --max-model-len",
+                f"the prompt has {num_prompt_tokens} tokens and the context {limit} (max_model_len): there is no room "
+                "for a single output token; shorten the prompt or raise --max-model-len",
                 param="prompt",
-                value=len(ids),
+                value=num_prompt_tokens,
+            )
+        if max_tokens is not None and num_prompt_tokens + max_tokens > limit:
+            raise ValidationError(
+                f"max_tokens={max_tokens} and a prompt of {num_prompt_tokens} tokens are more than the context of "
+                f"{limit} (max_model_len); ask for at most {limit - num_prompt_tokens}",
+                param="max_tokens",
+                value=max_tokens,
             )
 
     # -- the parameters -----------------------------------------------------------------------------------------------

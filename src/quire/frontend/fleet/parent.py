@@ -27,10 +27,10 @@ from quire.frontend.fleet.inquest import Inquest
 from quire.frontend.fleet.metrics import FleetMetrics, encode_report
 from quire.frontend.fleet.peer_link import PeerLink
 from quire.frontend.fleet.process import KILL_TIMEOUT_S, ApiProcess
+from quire.frontend.http.connection import WaitingRoom
 from quire.frontend.http.errors import UnavailableError
 from quire.frontend.http.membership import Membership
 from quire.frontend.http.server import END_GRACE_S, Listeners, StopRequests, StopSignals, log_stats_regularly
-from quire.frontend.http.waiting_room import WaitingRoom
 from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.frontend.supervision.quarantine import SAME_SIGNAL_GRACE_S, describe_exit, was_asked_to_end
 from quire.frontend.supervision.supervisor import RestartBudget

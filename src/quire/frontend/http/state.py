@@ -11,13 +11,16 @@ from quire.config.model import ModelConfig
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.http.admitted import Admitted, Tenants, admit
 from quire.frontend.http.auth import Gatekeeper
 from quire.frontend.http.engine_view import RequestWatch, SnapshotSource
 from quire.frontend.http.errors import UnavailableError
 from quire.frontend.http.membership import Membership
-from quire.frontend.http.tenants import Tenants
 from quire.frontend.metrics.publish.stat_loggers import RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics
+from quire.frontend.request_pipeline import TextThread
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import SamplingParams
 from quire.version import __version__
 from quire.wire.shared_counts import SharedCount
 
@@ -133,6 +136,15 @@ class ServerState:
                 f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}", param="model"
             )
         return name
+
+    @property
+    def text_thread(self) -> TextThread:
+        """The engine's thread for long texts."""
+        return self.engine.pipeline.text_thread
+
+    def admit(self, owner: bytes, nums_tokens: Sequence[int], params: SamplingParams | PoolingParams) -> Admitted:
+        """Takes room for prompts of about `nums_tokens` tokens each, before work on them. Raises OverloadedError."""
+        return admit(self.engine.admission, self.tenants, owner, nums_tokens, params, self.max_model_len)
 
     def logs_path(self, path: str) -> bool:
         """Whether requests for `path` get a line in the log."""

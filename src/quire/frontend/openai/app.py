@@ -8,8 +8,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from quire.config.server import ServerConfig
-from quire.frontend.http.app import make_app, select_endpoints
-from quire.frontend.http.endpoint import Endpoint
+from quire.frontend.http.endpoint import Endpoint, make_app, select_endpoints
 from quire.frontend.http.state import ServerState
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.rendering import PromptRenderer

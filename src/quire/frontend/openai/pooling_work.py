@@ -12,14 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import ClientError
-from quire.frontend.http.endpoint import RequestContext
-from quire.frontend.new_request import TokensPrompt
-from quire.frontend.openai.chat.request import sample_text
+from quire.frontend.admission import estimate_num_tokens, estimate_text_tokens
+from quire.frontend.http.admitted import Admitted
+from quire.frontend.http.exchange import Exchange
+from quire.frontend.new_request import ParsedPrompt
+from quire.frontend.openai.chat.request import texts_of
 from quire.frontend.openai.protocol.chat import check_template_variables
-from quire.frontend.openai.protocol.completion import as_prompts
+from quire.frontend.openai.protocol.completion import Prompt, as_prompts
 from quire.frontend.openai.protocol.pooling import InputBody, PoolingBody
 from quire.frontend.openai.rendering import PromptRenderer
-from quire.frontend.openai.submission import Submission, check_admission
+from quire.frontend.openai.submission import Submission
 from quire.outputs import PoolingRequestOutput
 from quire.pooling_params import PoolingParams
 
@@ -35,58 +37,72 @@ def naming(field: str, name: str = "prompt") -> Iterator[None]:
         raise
 
 
-async def pool_input(context: RequestContext, body: InputBody, params: PoolingParams) -> list[PoolingRequestOutput]:
-    """The results of a body's texts in order, or of its conversation. Raises as `pool_texts`, by the field's name."""
+async def pool_input(exchange: Exchange, body: InputBody, params: PoolingParams) -> list[PoolingRequestOutput]:
+    """Returns the results of a body's texts in order, or of its conversation. Raises as `pool_texts`, by the field's
+    name."""
     body.check_form()
     if body.messages is None:
         with naming("input"):
-            texts = as_prompts(body.input, "input", context.state.config.max_prompts_per_request)
-            return await pool_texts(context, body, texts, params)
+            texts = as_prompts(body.input, "input", exchange.state.config.max_prompts_per_request)
+            return await pool_texts(exchange, body, texts, params)
+    messages, renderer = body.messages, exchange.state.part(PromptRenderer)
     with naming("messages"):
-        check_admission(context, [sample_text(body.messages)], 1, max_tokens=0)
-        text = await context.state.part(PromptRenderer).render_chat(
-            body.messages,
-            chat_template=body.chat_template,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            variables=check_template_variables(body.chat_template_kwargs),
-        )
-        return await pool_texts(context, body, [text], params, reserves=False)
+        size = estimate_text_tokens(texts_of(messages))
+        with exchange.state.admit(exchange.owner, [size], params) as admitted:
+            variables = check_template_variables(body.chat_template_kwargs)
+            text = await exchange.render(
+                lambda: renderer.render_chat(
+                    messages,
+                    chat_template=body.chat_template,
+                    add_generation_prompt=body.add_generation_prompt,
+                    continue_final_message=body.continue_final_message,
+                    variables=variables,
+                )
+            )
+            submission = await _submit_texts(exchange, admitted, body, [text], params)
+        return await pooled_outputs(exchange, submission)
 
 
 async def pool_texts(
-    context: RequestContext,
+    exchange: Exchange, body: PoolingBody, texts: Sequence[Prompt], params: PoolingParams
+) -> list[PoolingRequestOutput]:
+    """Returns the results of some prompts, in order. Raises as `AsyncLLM.add_request`, and what the engine failed
+    with."""
+    with exchange.state.admit(exchange.owner, list(map(estimate_num_tokens, texts)), params) as admitted:
+        submission = await _submit_texts(exchange, admitted, body, texts, params)
+    return await pooled_outputs(exchange, submission)
+
+
+async def _submit_texts(
+    exchange: Exchange, admitted: Admitted, body: PoolingBody, texts: Sequence[Prompt], params: PoolingParams
+) -> Submission:
+    salt = exchange.cache_salt(body.cache_salt)
+    prompts = await exchange.state.part(PromptRenderer).tokenize(texts, body.tokenization(), cache_salt=salt)
+    return await submit_prompts(exchange, admitted, body, prompts, [params] * len(prompts))
+
+
+async def submit_prompts(
+    exchange: Exchange,
+    admitted: Admitted,
     body: PoolingBody,
-    texts: Sequence[str | Sequence[int]],
-    params: PoolingParams,
-    *,
-    reserves: bool = True,
-) -> list[PoolingRequestOutput]:
-    """The results of some prompts, in order. With `reserves` their room is taken first. Raises as
-    `AsyncLLM.add_request`, and what the engine failed with."""
-    if reserves:
-        check_admission(context, texts, 1, max_tokens=0)
-    salt = context.cache_salt(body.cache_salt)
-    prompts = await context.state.part(PromptRenderer).tokenize_all(texts, body.tokenization(), cache_salt=salt)
-    return await pool_prompts(context, body, prompts, [params] * len(prompts))
+    prompts: Sequence[ParsedPrompt],
+    params: Sequence[PoolingParams],
+) -> Submission:
+    """Submits tokenized prompts, each with its own parameters."""
+    request_id = body.request_id or exchange.request_id
+    return await Submission.submit(exchange, admitted, prompts, params, request_id, priority=body.priority)
 
 
-async def pool_prompts(
-    context: RequestContext, body: PoolingBody, prompts: Sequence[TokensPrompt], params: Sequence[PoolingParams]
-) -> list[PoolingRequestOutput]:
-    """The same of prompts that are tokenized, each with parameters of its own."""
-    request_id = body.request_id or context.request_id
-    submission = await Submission.submit(context, prompts, params, request_id, priority=body.priority)
-    try:
-        return await context.unless_gone(submission.pooled_outputs())
-    finally:
-        await submission.close()
+async def pooled_outputs(exchange: Exchange, submission: Submission) -> list[PoolingRequestOutput]:
+    """Returns the results of all prompts. Ends the submission."""
+    async with submission:
+        return await exchange.unless_gone(submission.pooled_outputs())
 
 
-def answer_head(context: RequestContext, body: PoolingBody, prefix: str, model: str) -> dict[str, Any]:
+def answer_head(exchange: Exchange, body: PoolingBody, prefix: str, model: str) -> dict[str, Any]:
     """How an answer with a list of data begins."""
     return {
-        "id": f"{prefix}-{body.request_id or context.request_id}",
+        "id": f"{prefix}-{body.request_id or exchange.request_id}",
         "object": "list",
         "created": int(time.time()),
         "model": model,

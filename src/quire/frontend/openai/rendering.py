@@ -1,29 +1,25 @@
-"""From a request's text or messages to token ids, without holding up the event loop.
-
-Short texts are handled at once; anything long goes to a thread, one after the other.
-"""
+"""From a request's text or messages to token ids."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from quire.config.server import ServerConfig
-from quire.errors import ConfigError, PromptTooLongError, ValidationError
+from quire.errors import ConfigError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.new_request import PromptType, TokensPrompt
+from quire.frontend.new_request import ParsedPrompt
 from quire.frontend.openai.protocol.sampling import GenerationBody
 from quire.frontend.text.chat_template import ContentFormat
-from quire.frontend.text.tokenizer import LONG_TEXT_CHARS
-
-Result = TypeVar("Result")
 
 
 class PromptRenderer:
-    """Renders conversations and tokenizes prompts."""
+    """Renders conversations and tokenizes prompts. What is not `async` may take long: call it on the text thread."""
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
+        """Raises ConfigError for variables of the chat template that are no JSON object."""
         self._processor = engine.pipeline.input_processor
         self._tokenizer = engine.tokenizer
         self._content_format = cast("ContentFormat", config.chat_template_content_format)
@@ -32,37 +28,33 @@ class PromptRenderer:
         self._thread = engine.pipeline.text_thread
 
     async def tokenize(
-        self, prompt: str | Sequence[int], options: Mapping[str, Any], *, cache_salt: str | None = None
-    ) -> TokensPrompt:
-        """Ids (and text) of one prompt. `options` are `tokenization_kwargs`. Raises ValidationError."""
-        (tokens,) = await self.tokenize_all([prompt], options, cache_salt=cache_salt)
-        return tokens
-
-    async def tokenize_all(
         self,
         prompts: Sequence[str | Sequence[int]],
         options: Mapping[str, Any],
         *,
         cache_salt: str | None = None,
         max_tokens: int | None = 0,
-    ) -> list[TokensPrompt]:
-        """The same of several, each of which must leave room for `max_tokens`, where that is not 0.
+    ) -> list[ParsedPrompt]:
+        """Returns the prompts with their token ids. `options` are `tokenization_kwargs`.
 
-        The first that is refused refuses them all.
+        Unless `max_tokens` is 0 each prompt must leave room for so many tokens (None: for one). The first prompt that
+        is refused refuses them all. Raises ValidationError.
         """
-        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+        return await self._thread.run(
+            sum(map(len, prompts)), lambda: [self._tokenize(each, options, cache_salt, max_tokens) for each in prompts]
+        )
 
-        def tokenize_one(prompt: str | Sequence[int]) -> TokensPrompt:
-            key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-            tokens = self._processor.tokenize(cast("PromptType", {key: prompt, **salt}), options)
-            if max_tokens != 0:
-                self.check_room(len(tokens["prompt_token_ids"]), max_tokens)
-            return tokens
-
-        return await self._thread.run(_size(prompts), lambda: [tokenize_one(prompt) for prompt in prompts])
+    def _tokenize(
+        self, prompt: str | Sequence[int], options: Mapping[str, Any], salt: str | None, max_tokens: int | None
+    ) -> ParsedPrompt:
+        parsed = ParsedPrompt(text=prompt) if isinstance(prompt, str) else ParsedPrompt(token_ids=list(prompt))
+        parsed = self._processor.read_prompt(replace(parsed, cache_salt=salt), options)
+        if max_tokens != 0:
+            self._processor.validate_room(len(parsed.token_ids or ()), max_tokens)
+        return parsed
 
     def truncation(self, body: GenerationBody, max_tokens: int | None) -> dict[str, Any]:
-        """The `tokenization_kwargs` by which a request has its prompt cut. What "fits" leaves room for `max_tokens`."""
+        """Returns the `tokenization_kwargs` that cut a request's prompt; -1 leaves room for `max_tokens`."""
         options: dict[str, Any] = {}
         keep = body.truncate_prompt_tokens
         if keep is not None:
@@ -72,7 +64,7 @@ class PromptRenderer:
             options["truncation_side"] = body.truncation_side
         return options
 
-    async def render_chat(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -83,9 +75,8 @@ class PromptRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation. Raises ValidationError."""
-        tokenizer = self._tokenizer
-        if tokenizer is None:
+        """Returns the prompt text of a conversation. Raises ValidationError."""
+        if self._tokenizer is None:
             raise ValidationError(
                 "a conversation needs the tokenizer, and the engine was started with --skip-tokenizer-init; use "
                 "/v1/completions with token ids",
@@ -97,70 +88,28 @@ class PromptRenderer:
                 "--trust-request-chat-template to run what requests bring",
                 param="chat_template",
             )
-        text = await self._thread.run(
-            _size([messages, tools or (), documents or (), variables or ()]),
-            lambda: tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                content_format=self._content_format,
-                tokenize=False,
-                documents=documents,
-                **{**self._variables, **(variables or {})},
-            ),
+        text = self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            content_format=self._content_format,
+            tokenize=False,
+            documents=documents,
+            **{**self._variables, **(variables or {})},
         )
         assert isinstance(text, str)
         return text
 
     def find_token(self, text: str) -> int | None:
-        """The id of the token that is written so; None if there is none."""
+        """Returns the id of the token that is written `text`; None if there is none."""
         return None if self._tokenizer is None else self._tokenizer.convert_tokens_to_ids([text])[0]
 
     async def count_tokens(self, text: str) -> int:
-        """How many tokens a text has; 0 without a tokenizer."""
+        """Returns the number of tokens of a text; 0 without a tokenizer."""
         tokenizer = self._tokenizer
         return 0 if tokenizer is None else await self._thread.run(len(text), lambda: len(tokenizer.encode(text, False)))
-
-    async def run_sized(self, value: Any, work: Callable[[], Result]) -> Result:
-        """The result of work on `value`: at once, or on the thread if there is much text in it."""
-        return await self._thread.run(_size(value), work)
-
-    def check_room(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Raises ValidationError if prompt and output cannot both fit the context."""
-        limit = self._processor.max_model_len
-        if num_prompt_tokens >= limit:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens and the context {limit} (max_model_len): there is no room "
-                "for a single output token; shorten the prompt",
-                param="prompt",
-                value=num_prompt_tokens,
-            )
-        if max_tokens is not None and num_prompt_tokens + max_tokens > limit:
-            raise ValidationError(
-                f"max_tokens={max_tokens} and a prompt of {num_prompt_tokens} tokens are more than the context of "
-                f"{limit} (max_model_len); ask for at most {limit - num_prompt_tokens}",
-                param="max_tokens",
-                value=max_tokens,
-            )
-
-
-def _size(value: Any) -> int:
-    """About how many characters a conversation holds, looked at no further than matters."""
-    size, stack = 0, [value]
-    while stack and size <= LONG_TEXT_CHARS:
-        item = stack.pop()
-        if isinstance(item, str):
-            size += len(item)
-        elif isinstance(item, Mapping):
-            size += len(item)
-            stack.extend(item.values())
-        elif isinstance(item, Sequence):
-            size += len(item)
-            if size <= LONG_TEXT_CHARS:
-                stack.extend(item)
-    return size
 
 
 def _parse_variables(text: str | None) -> dict[str, Any]:

@@ -1,87 +1,180 @@
-"""The engine requests behind one HTTP request: handed in together, read together, and ended together."""
+"""The engine requests behind one HTTP request: submitted together, read together, ended together, and their log."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Self, cast
 
+from quire.config.server import ServerConfig
 from quire.errors import GenerationError, make_error
-from quire.frontend.admission import estimate_num_tokens
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.http.endpoint import RequestContext
+from quire.frontend.http.admitted import Admitted, TenantShare
 from quire.frontend.http.errors import ErrorShape, UnavailableError, error_body
-from quire.frontend.http.state import Lifecycle
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.streaming import EventStream, error_event
-from quire.frontend.http.tenants import TenantPlace
-from quire.frontend.new_request import TokensPrompt
-from quire.frontend.openai.request_log import RequestLog
+from quire.frontend.new_request import NewRequest, ParsedPrompt
 from quire.frontend.output_handler import Output, RequestOutputCollector
+from quire.logger import init_logger
 from quire.outputs import PoolingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
+logger = init_logger("quire.requests")
 
-class Submission:
-    """Live requests, one per prompt. Whoever has one calls `close` in the end, which aborts what still runs."""
+
+@dataclass(slots=True)
+class _Output:
+    num_tokens: int = 0
+    num_chars: int = 0
+    text: str = ""
+
+
+class RequestLog:
+    """The lines of one HTTP request, which have its id as a fact of theirs."""
 
     def __init__(
-        self,
-        engine: AsyncLLM,
-        lifecycle: Lifecycle,
-        collectors: Sequence[RequestOutputCollector],
-        share: TenantPlace | None = None,
-        log: RequestLog | None = None,
+        self, http_id: str, engine: AsyncLLM, max_len: int, *, with_requests: bool, with_outputs: bool
     ) -> None:
-        """`share` is what the requests take of their key's limits; it is given back in the end."""
+        self._facts = {"request_id": http_id}
         self._engine = engine
+        self._max_len = max_len
+        self._with_requests = with_requests
+        self._with_outputs = with_outputs
+        self._outputs: dict[tuple[str, int], _Output] = {}
+        """Of requests that have not ended: no more text than is to be shown."""
+
+    @classmethod
+    def from_config(cls, config: ServerConfig, http_id: str, engine: AsyncLLM) -> RequestLog | None:
+        """None where neither requests nor their ends are logged."""
+        with_requests, with_outputs = config.enable_log_requests, config.enable_log_outputs
+        if not with_requests and not with_outputs:
+            return None
+        return cls(http_id, engine, config.max_log_len, with_requests=with_requests, with_outputs=with_outputs)
+
+    def note_request(self, request_id: str, new: NewRequest) -> None:
+        """Logs a request that the engine has taken under this id."""
+        if not self._with_requests:
+            return
+        prompt = new.prompt
+        assert isinstance(prompt, ParsedPrompt)
+        line = f"request {request_id}: {len(prompt.token_ids or ())} prompt tokens, {_describe(new.params)}"
+        if self._max_len:
+            line += f", prompt: {self._prompt_text(prompt)}"
+        logger.info("%s", line, extra=self._facts)
+
+    def note_output(self, output: RequestOutput | PoolingRequestOutput) -> None:
+        """The engine has given something for a request: deltas, or all at once."""
+        if not self._with_outputs or isinstance(output, PoolingRequestOutput):
+            return
+        for completion in output.outputs:
+            key = (output.request_id, completion.index)
+            kept = self._outputs.setdefault(key, _Output())
+            kept.num_tokens += len(completion.token_ids)
+            kept.num_chars += len(completion.text)
+            kept.text += completion.text[: self._max_len - len(kept.text)]
+            if completion.finish_reason is not None:
+                self._outputs.pop(key)
+                line = f"request {output.request_id}, output {completion.index}: {kept.num_tokens} tokens, "
+                line += f"finish_reason={completion.finish_reason}"
+                if self._max_len:
+                    line += f", text: {_shown(kept.text, kept.num_chars)}"
+                logger.info("%s", line, extra=self._facts)
+
+    def _prompt_text(self, prompt: ParsedPrompt) -> str:
+        """Its start: as it came, or decoded from no more tokens than can be shown."""
+        text = prompt.text
+        if text is not None:
+            return _shown(text[: self._max_len], len(text))
+        token_ids = prompt.token_ids or []
+        tokenizer = self._engine.pipeline.tokenizer
+        if tokenizer is None:
+            return _shown(str(token_ids[: self._max_len])[: self._max_len], len(token_ids), "tokens")
+        text = tokenizer.decode(token_ids[: self._max_len])
+        is_whole = len(token_ids) <= self._max_len and len(text) <= self._max_len
+        return _shown(text[: self._max_len], self._max_len if is_whole else len(token_ids), "tokens")
+
+
+def _shown(text: str, length: int, unit: str = "characters") -> str:
+    """A text that is perhaps only the start of one of `length`."""
+    return f'"{text}"' if length <= len(text) else f'"{text}"... ({length} {unit})'
+
+
+def _describe(params: SamplingParams | PoolingParams) -> str:
+    if isinstance(params, PoolingParams):
+        return f"task={params.task}"
+    form = "" if params.structured_outputs is None else f", {params.structured_outputs.source.kind}"
+    return (
+        f"max_tokens={params.max_tokens}, n={params.n}, temperature={params.temperature:g}, top_p={params.top_p:g}, "
+        f"top_k={params.top_k}, seed={params.seed}{form}"
+    )
+
+
+class Submission:
+    """Live requests, one per prompt. A context manager: at its end it aborts the requests that still run."""
+
+    def __init__(self, exchange: Exchange, share: TenantShare | None) -> None:
+        """`share` is what the requests take of their key's limits; `close` gives it back."""
+        state = exchange.state
+        self._engine = state.engine
+        self._lifecycle = state.lifecycle
         self._share = share
-        self._log = log
-        self._lifecycle = lifecycle
-        self._collectors = collectors
+        self._log = RequestLog.from_config(state.config, exchange.request_id, state.engine)
+        self._collectors: list[RequestOutputCollector] = []
 
     @classmethod
     async def submit(
         cls,
-        context: RequestContext,
-        prompts: Sequence[TokensPrompt],
+        exchange: Exchange,
+        admitted: Admitted,
+        prompts: Sequence[ParsedPrompt],
         params: SamplingParams | Sequence[PoolingParams],
         request_id: str,
         *,
         priority: int = 0,
     ) -> Submission:
-        """Hand in all prompts, or none: what fails on one aborts the others. Raises as `AsyncLLM.add_request`.
+        """Hands all prompts to the engine, or none: what fails on one aborts the others. Raises as
+        `AsyncLLM.add_request`.
 
-        Prompts to be pooled have parameters of their own.
+        Each prompt to be pooled has its own parameters.
         """
-        engine = context.state.engine
         if isinstance(params, SamplingParams):
             params.skip_clone = len(prompts) == 1  # made for this request, and used once
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        log = RequestLog.from_config(context.state.config, context.request_id, engine)
-        submission = cls(engine, context.state.lifecycle, collectors := [], context.take_share(), log)
+        submission, trace_headers = cls(exchange, admitted.take_share()), exchange.trace_headers
         try:
             for index, prompt in enumerate(prompts):
-                collectors.append(
-                    await engine.add_request(
-                        request_id,
-                        prompt,
-                        each[index],
-                        trace_headers=context.trace_headers,
+                if index > 1:
+                    await asyncio.sleep(0)  # others may go on between two prompts
+                await submission._add(
+                    NewRequest(
+                        request_id=request_id,
+                        prompt=prompt,
+                        params=each[index],
                         priority=priority,
-                        reservation=context.take_place(),
+                        trace_headers=trace_headers,
+                        reservation=admitted.take_room(),
                     )
                 )
-                if log is not None:
-                    log.note_request(collectors[-1].request_id, prompt, each[index])
-                if index:
-                    await asyncio.sleep(0)  # others may go on between two prompts
         except BaseException:
             await submission.close()
             raise
         return submission
+
+    async def _add(self, new: NewRequest) -> None:
+        collector = await self._engine.add_new(new)
+        self._collectors.append(collector)
+        if self._log is not None:
+            self._log.note_request(collector.request_id, new)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(index of the prompt, its output) as they come. Raises what the engine failed with.
@@ -156,22 +249,8 @@ class Submission:
             self._share.release()
 
 
-def check_admission(
-    context: RequestContext, prompts: Sequence[str | Sequence[int]], n: int, max_tokens: int | None = None
-) -> None:
-    """Reserve room for the prompts, n outputs each of at most `max_tokens` (None: as many as the context has room
-    for), which `Submission.submit` uses.
-
-    Raises OverloadedError, before any work is done, if they are not taken now.
-    """
-    limit = context.state.max_model_len
-    nums_tokens = [estimate_num_tokens(prompt) for prompt in prompts]
-    nums_output = [min(max(0, limit - num), limit if max_tokens is None else max_tokens) for num in nums_tokens]
-    context.reserve_places(nums_tokens, n, nums_output)
-
-
 def stream_response(
-    context: RequestContext,
+    exchange: Exchange,
     chunks: AsyncGenerator[bytes, None],
     submission: Submission | None,
     *,
@@ -179,13 +258,13 @@ def stream_response(
     shape_error: ErrorShape = error_body,
 ) -> EventStream:
     """`chunks` as server-sent events; when they end, however they end, what still runs of `submission` is aborted."""
-    state = context.state
+    state = exchange.state
     return EventStream(
         chunks,
         on_close=None if submission is None else submission.close,
-        request_id=context.request_id,
+        request_id=exchange.request_id,
         keep_alive_s=state.config.sse_keep_alive_interval,
         stall_s=state.stall_s,
-        encode_error=lambda error: encode_error(context.in_own_words(error)),
-        shape_error=lambda error: shape_error(context.in_own_words(error)),
+        encode_error=lambda error: encode_error(exchange.in_own_words(error)),
+        shape_error=lambda error: shape_error(exchange.in_own_words(error)),
     )

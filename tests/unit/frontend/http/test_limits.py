@@ -12,7 +12,7 @@ import pytest
 
 from quire.config.server import ServerConfig, read_api_keys
 from quire.errors import ConfigError, QuotaExceededError
-from quire.frontend.http.tenants import Tenants
+from quire.frontend.http.admitted import Tenants
 from quire.frontend.openai.rendering import PromptRenderer
 
 from ..openai.serving import MAX_MODEL_LEN, Server, check
@@ -94,13 +94,13 @@ def test_outputs_are_reserved_as_long_as_they_may_be(route: str) -> None:
 
     async def test(server: Server) -> None:
         seen: list[tuple[int, int]] = []
-        admission, tokenize = server.engine.admission, server.state.part(PromptRenderer).tokenize_all
+        admission, tokenize = server.engine.admission, server.state.part(PromptRenderer).tokenize
 
         async def look(*args: Any, **options: Any) -> Any:
             seen.append((admission.num_tokens, admission.num_reserved_tokens))
             return await tokenize(*args, **options)
 
-        server.state.part(PromptRenderer).tokenize_all = look  # type: ignore[method-assign]
+        server.state.part(PromptRenderer).tokenize = look  # type: ignore[method-assign]
         await server.answer(route, **prompt, **name, max_tokens=30)
         if route != "/v1/messages":
             await server.answer(route, **prompt, n=2, max_tokens=30, temperature=1)
@@ -140,14 +140,14 @@ def test_twenty_times_too_much() -> None:
 
     async def test(server: Server) -> None:
         num_tokenized = 0
-        tokenize = server.state.part(PromptRenderer).tokenize_all
+        tokenize = server.state.part(PromptRenderer).tokenize
 
         async def count(*args: Any, **options: Any) -> Any:
             nonlocal num_tokenized
             num_tokenized += 1
             return await tokenize(*args, **options)
 
-        server.state.part(PromptRenderer).tokenize_all = count  # type: ignore[method-assign]
+        server.state.part(PromptRenderer).tokenize = count  # type: ignore[method-assign]
         body = {"prompt": [50], "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
         expected = (await server.answer("/v1/completions", **body))["choices"]
         responses = await asyncio.gather(*(server.post("/v1/completions", body) for _ in range(num_offered)))

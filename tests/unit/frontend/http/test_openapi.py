@@ -12,7 +12,8 @@ import pytest
 from quire.config.server import ServerConfig
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader, RequestBody
-from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, json_response
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.openapi import OTHER_TAG, TAGS, make_openapi, tag_of
 from quire.frontend.openai import routes
 from quire.frontend.openai.app import endpoints_of
@@ -66,7 +67,7 @@ def test_every_file_of_routes_has_a_tag() -> None:
 
 
 def test_a_route_of_elsewhere_has_its_place() -> None:
-    async def chat(context: RequestContext) -> Any:
+    async def chat(exchange: Exchange) -> Any:
         """Something else."""
         return json_response({})
 

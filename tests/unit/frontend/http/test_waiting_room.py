@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from quire.frontend.http.waiting_room import MAX_HEAD_BYTES, WaitingRoom
+from quire.frontend.http.connection import MAX_HEAD_BYTES, WaitingRoom
 
 TIME_LIMIT_S = 30
 

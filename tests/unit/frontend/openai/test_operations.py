@@ -12,10 +12,9 @@ from fastapi import FastAPI
 
 from quire.config.server import ServerConfig
 from quire.errors import EngineDeadError
-from quire.frontend.admission import Reservation
-from quire.frontend.http.app import add_endpoint
 from quire.frontend.http.auth import Access
-from quire.frontend.http.endpoint import Endpoint
+from quire.frontend.http.endpoint import Endpoint, add_endpoint
+from quire.frontend.new_request import NewRequest, ParsedPrompt
 from quire.frontend.openai.app import ROUTERS, build_app, endpoints_of
 from quire.frontend.openai.rendering import PromptRenderer
 from quire.version import __version__
@@ -135,12 +134,13 @@ def test_request_ids_are_echoed_unless_they_are_dangerous() -> None:
 
 
 def test_our_own_faults_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*args: object, reservation: Reservation, **kwargs: object) -> None:
-        reservation.release()  # as the real one does
+    async def broken(new: NewRequest) -> None:
+        assert new.reservation is not None
+        new.reservation.release()  # as the real one does
         raise RuntimeError("/secret/path at 0xdeadbeef")
 
     async def test(server: Server) -> None:
-        monkeypatch.setattr(server.engine, "add_request", broken)
+        monkeypatch.setattr(server.engine, "add_new", broken)
         response = await server.post("/v1/completions", {"prompt": "x"})
         assert response.status_code == 500
         assert "secret" not in response.text
@@ -312,13 +312,14 @@ def test_long_prompts_are_tokenized_on_a_thread(monkeypatch: pytest.MonkeyPatch)
 
     async def test(server: Server) -> None:
         processor, loop_thread = server.engine.pipeline.input_processor, threading.get_ident()
-        tokenize = type(processor).tokenize
+        read_prompt = processor.read_prompt
 
-        def note(*args: object) -> object:
-            threads.append(threading.get_ident() == loop_thread)
-            return tokenize(*args)  # type: ignore[arg-type]
+        def note(prompt: ParsedPrompt, *args: Any) -> object:
+            if prompt.token_ids is None:
+                threads.append(threading.get_ident() == loop_thread)
+            return read_prompt(prompt, *args)
 
-        monkeypatch.setattr(type(processor), "tokenize", note)
+        monkeypatch.setattr(processor, "read_prompt", note)
         await server.post("/v1/completions", {"prompt": "x"})
         await server.post("/v1/completions", {"prompt": "x " * 10_000})
         await server.post("/v1/completions", {"prompt": ["some words " * 50] * 100})
@@ -342,7 +343,7 @@ def test_room_is_reserved_before_the_prompt_is_rendered(monkeypatch: pytest.Monk
 
     async def test(server: Server) -> None:
         renderer, admission = server.state.part(PromptRenderer), server.engine.admission
-        tokenize, seen = renderer.tokenize_all, []
+        tokenize, seen = renderer.tokenize, []
 
         async def meet(*args: Any, **options: Any) -> Any:
             seen.append((admission.num_reqs, admission.num_tokens))
@@ -350,7 +351,7 @@ def test_room_is_reserved_before_the_prompt_is_rendered(monkeypatch: pytest.Monk
                 assert (await server.post("/v1/completions", {"prompt": "x"})).status_code == 503
             return await tokenize(*args, **options)
 
-        monkeypatch.setattr(renderer, "tokenize_all", meet)
+        monkeypatch.setattr(renderer, "tokenize", meet)
         body = {"prompt": ["abcd" * 10, "x"], "n": 2, "temperature": 1, "max_tokens": 1}
         assert (await server.post("/v1/completions", body)).status_code == 200
         assert seen == [(4, 2 * 11 + 2 * 1)]

@@ -1,20 +1,19 @@
-"""The way of every conversation to the engine, by whichever route it came: checks, room in the queue, prompt."""
+"""The way of every conversation to the engine, by whichever route it came: plan, admit, render, submit."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.frontend.http.endpoint import RequestContext
-from quire.frontend.http.state import ServerState
-from quire.frontend.new_request import TokensPrompt
+from quire.frontend.admission import estimate_text_tokens
+from quire.frontend.http.exchange import Exchange
+from quire.frontend.new_request import ParsedPrompt
 from quire.frontend.openai.chat.format import ChatFormat, ChatPlan
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.sampling import make_sampling_params
 from quire.frontend.openai.rendering import PromptRenderer
-from quire.frontend.openai.submission import check_admission
+from quire.frontend.openai.submission import Submission
 from quire.sampling_params import SamplingParams
 
 
@@ -22,75 +21,97 @@ from quire.sampling_params import SamplingParams
 class PreparedChat:
     """Conversations ready for the engine. They share everything but their messages."""
 
-    prompts: list[TokensPrompt]
+    prompts: list[ParsedPrompt]
     params: SamplingParams
     plan: ChatPlan
 
     @property
-    def prompt(self) -> TokensPrompt:
-        """The prompt of the only one."""
+    def prompt(self) -> ParsedPrompt:
+        """The prompt of the only conversation."""
         (prompt,) = self.prompts
         return prompt
 
 
-async def prepare_chats(
-    context: RequestContext, bodies: Sequence[ChatBody], *, reserves: bool = True, thinking_budget: int | None = None
-) -> PreparedChat:
-    """Check the requests and render their prompts. Raises ValidationError, OverloadedError.
+async def submit_chats(
+    exchange: Exchange,
+    bodies: Sequence[ChatBody],
+    request_id: str,
+    *,
+    priority: int = 0,
+    thinking_budget: int | None = None,
+) -> tuple[PreparedChat, Submission]:
+    """Hands conversations to the engine. All fields but `messages` are read from the first body.
 
-    All fields but `messages` are read of the first. With `reserves` their room in the queue is taken before any work.
-    `thinking_budget` is a limit of the model's reasoning, where it has one.
+    `thinking_budget` limits the model's reasoning, where it has one. Raises ValidationError, OverloadedError.
     """
-    state, body = context.state, bodies[0]
-    params, plan = await context.work_on_body(lambda: _plan(state, body))
+    params, plan = await plan_chats(exchange, bodies)
+    sizes = [estimate_text_tokens(texts_of(body.messages)) for body in bodies]
+    with exchange.state.admit(exchange.owner, sizes, params) as admitted:
+        chat = await render_chats(exchange, bodies, params, plan, thinking_budget)
+        return chat, await Submission.submit(exchange, admitted, chat.prompts, params, request_id, priority=priority)
+
+
+async def plan_chats(exchange: Exchange, bodies: Sequence[ChatBody]) -> tuple[SamplingParams, ChatPlan]:
+    """Returns the parameters and the plan that the conversations share. Raises ValidationError."""
+    state, body = exchange.state, bodies[0]
+    defaults = state.engine.model_config.sampling_defaults
+
+    def plan() -> tuple[SamplingParams, ChatPlan]:
+        params = make_sampling_params(body, defaults, max_tokens=body.output_limit, logprobs=body.num_logprobs)
+        plan = state.part(ChatFormat).plan(body)
+        plan.adjust(params)
+        return params, plan
+
+    params, chat_plan = await exchange.convert(plan)
     state.check_num_outputs(len(bodies) * params.n)
-    if reserves:
-        check_admission(context, [sample_text(b.messages) for b in bodies], params.n, params.max_tokens)
-    prompts: list[TokensPrompt] = []
-    for conversation in bodies:
-        if prompts:
-            await asyncio.sleep(0)  # others may go on between two prompts
-        prompt = await render_prompt(context, conversation, plan, params.max_tokens)
-        state.part(PromptRenderer).check_room(len(prompt["prompt_token_ids"]), params.max_tokens)
-        prompts.append(prompt)
-    texts, find_token = [prompt.get("prompt") or "" for prompt in prompts], state.part(PromptRenderer).find_token
-    plan.limit_reasoning(params, texts, find_token, thinking_budget)
-    plan = plan.place_form(params, texts, find_token)
+    return params, chat_plan
+
+
+async def render_chats(
+    exchange: Exchange,
+    bodies: Sequence[ChatBody],
+    params: SamplingParams,
+    plan: ChatPlan,
+    thinking_budget: int | None = None,
+) -> PreparedChat:
+    """Returns the conversations with their prompts, and adjusts `params` to them. Raises ValidationError."""
+    renderer = exchange.state.part(PromptRenderer)
+    prompts = await render_prompts(exchange, bodies, plan, params.max_tokens)
+    texts = [prompt.text or "" for prompt in prompts]
+    plan.limit_reasoning(params, texts, renderer.find_token, thinking_budget)
+    plan = plan.place_form(params, texts, renderer.find_token)
     return PreparedChat(prompts, params, plan)
 
 
-def _plan(state: ServerState, body: ChatBody) -> tuple[SamplingParams, ChatPlan]:
-    defaults = state.engine.model_config.sampling_defaults
-    params = make_sampling_params(body, defaults, max_tokens=body.output_limit, logprobs=body.num_logprobs)
-    plan = state.part(ChatFormat).plan(body)
-    plan.adjust(params)
-    return params, plan
+async def render_prompts(
+    exchange: Exchange, bodies: Sequence[ChatBody], plan: ChatPlan, max_tokens: int | None = 0
+) -> list[ParsedPrompt]:
+    """Returns the prompts of conversations, through the model's chat template. Unless `max_tokens` is 0 they must leave
+    room for so many tokens (None: for one)."""
+    renderer, body = exchange.state.part(PromptRenderer), bodies[0]
 
+    def render(body: ChatBody) -> str:
+        return renderer.render_chat(
+            body.messages,
+            chat_template=body.chat_template,
+            tools=plan.tools,
+            documents=body.documents,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            variables=body.template_variables(),
+        )
 
-async def render_prompt(
-    context: RequestContext, body: ChatBody, plan: ChatPlan, max_tokens: int | None = None
-) -> TokensPrompt:
-    """The prompt of a conversation, through the model's chat template. `max_tokens` are to follow."""
-    renderer = context.state.part(PromptRenderer)
-    text = await renderer.render_chat(
-        body.messages,
-        chat_template=body.chat_template,
-        tools=plan.tools,
-        documents=body.documents,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables=body.template_variables(),
-    )
+    texts = await exchange.render(lambda: [render(body) for body in bodies])
     options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body, max_tokens)
-    return await renderer.tokenize(text, options, cache_salt=context.cache_salt(body.cache_salt))
+    salt = exchange.cache_salt(body.cache_salt)
+    return await renderer.tokenize(texts, options, cache_salt=salt, max_tokens=max_tokens)
 
 
-def sample_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Text about as long as the conversation's, for a first estimate of its tokens."""
-    texts: list[str] = []
+def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the texts of a conversation, for a first estimate of its tokens."""
     for message in messages:
         content = message.get("content")
-        parts = content if isinstance(content, list) else [{"text": content}]
-        found = [part.get("text") for part in parts if isinstance(part, Mapping)]
-        texts += [text for text in found if isinstance(text, str)]
-    return "".join(texts)
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            text = part.get("text") if isinstance(part, Mapping) else None
+            if isinstance(text, str):
+                yield text

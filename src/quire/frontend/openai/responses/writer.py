@@ -38,7 +38,7 @@ class ResponseWriter:
         self.status = "queued" if body.background else "in_progress"
         self._head = _head(body, model, chat)
         self._created = int(time.time())
-        self._reader = BlockReader(chat.plan.make_parser(chat.prompt.get("prompt")))
+        self._reader = BlockReader(chat.plan.make_parser(chat.prompt.text))
         self._items: list[ResponseItem] = []
         self._logprobs = TextLogprobs(
             TokenNames(state.engine.tokenizer),

@@ -14,7 +14,8 @@ from quire.config.server import ServerConfig
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader, Name, Object, PositiveCount, RequestBody, Word
-from quire.frontend.http.endpoint import Endpoint, Handler, QueryParameter, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, Handler, QueryParameter, json_response
+from quire.frontend.http.exchange import Exchange
 from quire.wire.engine_core import PauseMode
 
 
@@ -87,102 +88,102 @@ SECONDS = QueryParameter(
 )
 
 
-def _mode(context: RequestContext) -> PauseMode:
-    mode = context.request.query_params.get("mode", "abort")
+def _mode(exchange: Exchange) -> PauseMode:
+    mode = exchange.request.query_params.get("mode", "abort")
     if mode not in PAUSE_MODES:
         raise ValidationError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode[:60]!r}", param="mode")
     return cast("PauseMode", mode)
 
 
-async def sleep(context: RequestContext) -> Response:
+async def sleep(exchange: Exchange) -> Response:
     """Pause, and give memory back: ?level=0 none, 1 the KV cache, 2 the weights, too; ?mode= as for /pause."""
-    level = context.request.query_params.get("level", "1")
+    level = exchange.request.query_params.get("level", "1")
     if level not in ("0", "1", "2"):
         raise ValidationError(f"level must be 0, 1 or 2, got {level[:60]!r}", param="level")
-    await context.state.engine.sleep(int(level), _mode(context))
+    await exchange.state.engine.sleep(int(level), _mode(exchange))
     return Response()
 
 
-async def wake_up(context: RequestContext) -> Response:
+async def wake_up(exchange: Exchange) -> Response:
     """Take memory again: all of it, or what ?tags= name (may be repeated)."""
-    tags = context.request.query_params.getlist("tags")
-    await context.state.engine.wake_up(tags or None)
+    tags = exchange.request.query_params.getlist("tags")
+    await exchange.state.engine.wake_up(tags or None)
     return Response()
 
 
-async def is_sleeping(context: RequestContext) -> Response:
+async def is_sleeping(exchange: Exchange) -> Response:
     """Between sleep and the wake_up that ends it."""
-    return json_response({"is_sleeping": await context.state.engine.is_sleeping()})
+    return json_response({"is_sleeping": await exchange.state.engine.is_sleeping()})
 
 
-async def pause(context: RequestContext) -> Response:
+async def pause(exchange: Exchange) -> Response:
     """Stop generating. ?mode=abort ends all requests, wait lets them end, keep freezes them."""
-    await context.state.engine.pause_generation(
-        mode=_mode(context), clear_cache=context.query_switch("clear_cache", True)
+    await exchange.state.engine.pause_generation(
+        mode=_mode(exchange), clear_cache=exchange.query_switch("clear_cache", True)
     )
     return json_response({"status": "paused"})
 
 
-async def resume(context: RequestContext) -> Response:
+async def resume(exchange: Exchange) -> Response:
     """Generate again."""
-    await context.state.engine.resume_generation()
+    await exchange.state.engine.resume_generation()
     return json_response({"status": "resumed"})
 
 
-async def is_paused(context: RequestContext) -> Response:
+async def is_paused(exchange: Exchange) -> Response:
     """Whether new requests wait."""
-    return json_response({"is_paused": await context.state.engine.is_paused()})
+    return json_response({"is_paused": await exchange.state.engine.is_paused()})
 
 
-async def reset_prefix_cache(context: RequestContext) -> Response:
+async def reset_prefix_cache(exchange: Exchange) -> Response:
     """Forget all cached prefixes; success is false if running requests held blocks and nothing was done."""
-    done = await context.state.engine.reset_prefix_cache(
-        context.query_switch("reset_running_requests", False), context.query_switch("reset_external", False)
+    done = await exchange.state.engine.reset_prefix_cache(
+        exchange.query_switch("reset_running_requests", False), exchange.query_switch("reset_external", False)
     )
     return json_response({"success": done})
 
 
-async def reset_mm_cache(context: RequestContext) -> Response:
+async def reset_mm_cache(exchange: Exchange) -> Response:
     """Forget processed images and sounds."""
-    await context.state.engine.reset_mm_cache()
+    await exchange.state.engine.reset_mm_cache()
     return Response()
 
 
-async def reset_encoder_cache(context: RequestContext) -> Response:
+async def reset_encoder_cache(exchange: Exchange) -> Response:
     """Forget encoder outputs."""
-    await context.state.engine.reset_encoder_cache()
+    await exchange.state.engine.reset_encoder_cache()
     return Response()
 
 
-async def release_kv_cache_memory(context: RequestContext) -> Response:
+async def release_kv_cache_memory(exchange: Exchange) -> Response:
     """Pause, and give back the KV cache only; wake_up takes it again."""
-    await context.state.engine.release_kv_cache_memory(_mode(context))
+    await exchange.state.engine.release_kv_cache_memory(_mode(exchange))
     return Response()
 
 
-async def abort_requests(context: RequestContext) -> Response:
+async def abort_requests(exchange: Exchange) -> Response:
     """Abort requests by the ids of their answers; unknown ones are ignored."""
-    request_ids = (await context.read(ABORT)).request_ids
-    await context.state.engine.abort(request_ids)
-    await context.state.member.peers.gather("abort", request_ids)
+    request_ids = (await exchange.read(ABORT)).request_ids
+    await exchange.state.engine.abort(request_ids)
+    await exchange.state.member.peers.gather("abort", request_ids)
     return Response()
 
 
-async def update_weights(context: RequestContext) -> Response:
+async def update_weights(exchange: Exchange) -> Response:
     """Replace the weights by those of another checkpoint directory."""
-    body = await context.read(UPDATE_WEIGHTS)
-    return json_response({"weight_version": await context.state.engine.update_weights(body.path, body.version)})
+    body = await exchange.read(UPDATE_WEIGHTS)
+    return json_response({"weight_version": await exchange.state.engine.update_weights(body.path, body.version)})
 
 
-async def weight_info(context: RequestContext) -> Response:
+async def weight_info(exchange: Exchange) -> Response:
     """The version of the weights that are loaded."""
-    return json_response({"weight_version": await context.state.engine.get_weight_version()})
+    return json_response({"weight_version": await exchange.state.engine.get_weight_version()})
 
 
-async def collective_rpc(context: RequestContext) -> Response:
+async def collective_rpc(exchange: Exchange) -> Response:
     """Call a method on every worker; one result each."""
-    body = await context.read(COLLECTIVE_RPC)
-    results = await context.state.engine.collective_rpc(
+    body = await exchange.read(COLLECTIVE_RPC)
+    results = await exchange.state.engine.collective_rpc(
         body.method, body.timeout, tuple(body.args or ()), body.kwargs or {}
     )
     return json_response({"results": [_plain(result) for result in results]})
@@ -192,32 +193,32 @@ def _plain(result: Any) -> Any:
     return result if isinstance(result, str | int | float | bool | list | dict | None) else str(result)
 
 
-async def start_profile(context: RequestContext) -> Response:
+async def start_profile(exchange: Exchange) -> Response:
     """Start the workers' profiler."""
-    has_body = context.request.headers.get("content-length", "0") != "0"
-    body = await context.read(PROFILE) if has_body else ProfileBody()
-    await context.state.engine.start_profile(
+    has_body = exchange.request.headers.get("content-length", "0") != "0"
+    body = await exchange.read(PROFILE) if has_body else ProfileBody()
+    await exchange.state.engine.start_profile(
         body.profile_prefix, delay_iterations=body.delay_iterations, max_iterations=body.max_iterations
     )
     return Response()
 
 
-async def stop_profile(context: RequestContext) -> Response:
+async def stop_profile(exchange: Exchange) -> Response:
     """Stop the workers' profiler."""
-    await context.state.engine.stop_profile()
+    await exchange.state.engine.stop_profile()
     return Response()
 
 
-async def debug_trace(context: RequestContext) -> Response:
+async def debug_trace(exchange: Exchange) -> Response:
     """What the engine did in the last ?seconds= (default 10), as JSON for Perfetto (ui.perfetto.dev)."""
-    text = context.request.query_params.get("seconds", "10")
+    text = exchange.request.query_params.get("seconds", "10")
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= MAX_TRACE_S:
         raise ValidationError(f"seconds must be above 0 and at most {MAX_TRACE_S}, got {text[:60]!r}", param="seconds")
-    trace = await context.state.engine.get_trace(seconds)
+    trace = await exchange.state.engine.get_trace(seconds)
     return Response(trace, media_type="application/json", headers={"content-disposition": TRACE_NAME})
 
 

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
-from quire.frontend.openai.chat.request import PreparedChat, prepare_chats
+from quire.frontend.http.endpoint import Endpoint, json_response
+from quire.frontend.http.exchange import Exchange
+from quire.frontend.openai.chat.request import PreparedChat, submit_chats
 from quire.frontend.openai.protocol.answer_parts import TokenCount
 from quire.frontend.openai.protocol.chat import MAX_MESSAGES, ChatBody, Messages
 from quire.frontend.openai.routes.chat import ChatWriter
-from quire.frontend.openai.submission import Submission
 from quire.outputs import RequestOutput
 
 
@@ -53,23 +53,20 @@ class BatchChatBody(ChatBody, kw_only=True):
 BATCH = BodyReader(BatchChatBody)
 
 
-async def create_chat_completions(context: RequestContext) -> Response:
+async def create_chat_completions(exchange: Exchange) -> Response:
     """Answer several conversations in one object. The outputs of conversation i are the choices from n·i on."""
-    body = await context.read(BATCH)
-    model = context.state.check_model(body.model)
-    bodies = body.conversations(context.state.config.max_prompts_per_request)
-    chats = await prepare_chats(context, bodies)
-    request_id = f"chatcmpl-{body.request_id or context.request_id}"
-    submission = await Submission.submit(context, chats.prompts, chats.params, request_id, priority=body.priority)
-    try:
-        outputs = await context.unless_gone(submission.final_outputs())
-        return json_response(await _whole(context, bodies, model, request_id, chats, outputs))
-    finally:
-        await submission.close()
+    body = await exchange.read(BATCH)
+    model = exchange.state.check_model(body.model)
+    bodies = body.conversations(exchange.state.config.max_prompts_per_request)
+    request_id = f"chatcmpl-{body.request_id or exchange.request_id}"
+    chats, submission = await submit_chats(exchange, bodies, request_id, priority=body.priority)
+    async with submission:
+        outputs = await exchange.unless_gone(submission.final_outputs())
+        return json_response(await _whole(exchange, bodies, model, request_id, chats, outputs))
 
 
 async def _whole(
-    context: RequestContext,
+    exchange: Exchange,
     bodies: Sequence[ChatBody],
     model: str,
     request_id: str,
@@ -77,12 +74,11 @@ async def _whole(
     outputs: Sequence[RequestOutput],
 ) -> dict[str, Any]:
     """All answers as one. What an answer tells of its prompt, its choices do."""
-    usage = TokenCount(shows_cached=context.state.config.enable_prompt_tokens_details)
+    usage = TokenCount(shows_cached=exchange.state.config.enable_prompt_tokens_details)
     choices: list[dict[str, Any]] = []
     answer: dict[str, Any] = {}
-    for index, (body, prompt, output) in enumerate(zip(bodies, chats.prompts, outputs, strict=True)):
-        writer = ChatWriter(context, body, model, request_id, prompt, chats.params, chats.plan, usage)
-        answer = await writer.whole(output, index)
+    for index, (body, output) in enumerate(zip(bodies, outputs, strict=True)):
+        answer = await ChatWriter(exchange, body, model, request_id, chats, index, usage).whole(output)
         of_prompt = {name: answer[name] for name in _OF_PROMPT if answer[name] is not None}
         choices += [
             {**choice, **of_prompt, "index": index * chats.params.n + choice["index"]} for choice in answer["choices"]

@@ -10,37 +10,32 @@ from starlette.responses import Response
 
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, json_response
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.streaming import DONE, encode_json, event
-from quire.frontend.new_request import TokensPrompt
-from quire.frontend.openai.chat.format import ChatPlan
 from quire.frontend.openai.chat.output import ChatParser, Delta, make_message
-from quire.frontend.openai.chat.request import prepare_chats
+from quire.frontend.openai.chat.request import PreparedChat, submit_chats
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, chat_logprobs, prompt_logprobs
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.submission import Submission, stream_response
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.sampling_params import SamplingParams
 
 CHAT = BodyReader(ChatBody)
 
 
-async def create_chat_completion(context: RequestContext) -> Response:
+async def create_chat_completion(exchange: Exchange) -> Response:
     """Answer a conversation."""
-    body = await context.read(CHAT)
-    model = context.state.check_model(body.model)
-    chat = await prepare_chats(context, [body])
-    request_id = f"chatcmpl-{body.request_id or context.request_id}"
-    writer = ChatWriter(context, body, model, request_id, chat.prompt, chat.params, chat.plan)
-    submission = await Submission.submit(context, chat.prompts, chat.params, request_id, priority=body.priority)
+    body = await exchange.read(CHAT)
+    model = exchange.state.check_model(body.model)
+    request_id = f"chatcmpl-{body.request_id or exchange.request_id}"
+    chat, submission = await submit_chats(exchange, [body], request_id, priority=body.priority)
+    writer = ChatWriter(exchange, body, model, request_id, chat)
     if body.stream:
-        return stream_response(context, writer.chunks(submission), submission)
-    try:
-        (output,) = await context.unless_gone(submission.final_outputs())
+        return stream_response(exchange, writer.chunks(submission), submission)
+    async with submission:
+        (output,) = await exchange.unless_gone(submission.final_outputs())
         return json_response(await writer.whole(output))
-    finally:
-        await submission.close()
 
 
 class ChatWriter:
@@ -48,29 +43,30 @@ class ChatWriter:
 
     def __init__(
         self,
-        context: RequestContext,
+        exchange: Exchange,
         body: ChatBody,
         model: str,
         request_id: str,
-        prompt: TokensPrompt,
-        params: SamplingParams,
-        plan: ChatPlan,
+        chat: PreparedChat,
+        index: int = 0,
         usage: TokenCount | None = None,
     ) -> None:
-        """`usage` counts its tokens with those of other answers; None: alone."""
-        config = context.state.config
+        """`index` is that of the conversation in `chat`. `usage` counts its tokens with those of other answers; None:
+        alone."""
+        config = exchange.state.config
         self._body = body
-        self._prompt = prompt
-        self._plan = plan
-        self._fingerprint = context.state.fingerprint
+        self._prompt_index = index
+        self._prompt_text = chat.prompts[index].text
+        self._plan = chat.plan
+        self._fingerprint = exchange.state.fingerprint
         self._role = config.response_role if body.add_generation_prompt else _last_role(body)
         self._echoed = _last_text(body) if body.echo and not body.add_generation_prompt else ""
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
         as_ids = bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids
-        self._name = TokenNames(context.state.engine.tokenizer, as_ids=as_ids)
-        self._num_top_logprobs = params.logprobs or 0
+        self._name = TokenNames(exchange.state.engine.tokenizer, as_ids=as_ids)
+        self._num_top_logprobs = chat.params.logprobs or 0
         self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details) if usage is None else usage
-        self._count_tokens = context.state.part(PromptRenderer).count_tokens
+        self._count_tokens = exchange.state.part(PromptRenderer).count_tokens
         self._sends_usage = body.wants_usage or config.enable_force_include_usage
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
@@ -80,10 +76,10 @@ class ChatWriter:
 
     # -- whole --------------------------------------------------------------------------------------------------------
 
-    async def whole(self, output: RequestOutput, index: int = 0) -> dict[str, Any]:
-        """The answer as one object. `index` is that of its prompt, where there are several."""
-        self._usage.add(index, output)
-        parsers = [self._plan.make_parser(self._prompt.get("prompt")) for _ in output.outputs]
+    async def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """The answer as one object."""
+        self._usage.add(self._prompt_index, output)
+        parsers = [self._plan.make_parser(self._prompt_text) for _ in output.outputs]
         choices = [self._choice(parser, completion) for parser, completion in zip(parsers, output.outputs, strict=True)]
         await self._count_reasoning(parsers)
         ids = bool(self._body.return_token_ids)
@@ -98,7 +94,7 @@ class ChatWriter:
             "usage": self._usage.in_answer(),
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
             "prompt_token_ids": output.prompt_token_ids if ids else None,
-            "prompt_text": self._prompt.get("prompt") if self._body.return_prompt_text else None,
+            "prompt_text": self._prompt_text if self._body.return_prompt_text else None,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
             "metrics": None,
@@ -141,7 +137,7 @@ class ChatWriter:
             for completion in output.outputs:
                 parser = parsers.get(completion.index)
                 if parser is None:
-                    parser = parsers[completion.index] = self._plan.make_parser(self._prompt.get("prompt"))
+                    parser = parsers[completion.index] = self._plan.make_parser(self._prompt_text)
                     yield b"".join((head, self._first_choice(output, completion.index), tail))
                     for delta in self._echo():
                         yield b"".join((head, _choice_chunk(completion.index, delta), b"]", tail))
@@ -162,7 +158,7 @@ class ChatWriter:
         body = self._body
         more: dict[str, Any] = {
             "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
-            "prompt_text": self._prompt.get("prompt") if body.return_prompt_text else None,
+            "prompt_text": self._prompt_text if body.return_prompt_text else None,
         }
         if body.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)

@@ -4,61 +4,67 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 
 from quire.errors import ValidationError
+from quire.frontend.admission import estimate_num_tokens
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, json_response
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.streaming import DONE, encode_json, event
-from quire.frontend.new_request import TokensPrompt
+from quire.frontend.new_request import ParsedPrompt
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, prompt_logprobs, text_logprobs
-from quire.frontend.openai.protocol.completion import DEFAULT_MAX_TOKENS, CompletionBody
+from quire.frontend.openai.protocol.completion import DEFAULT_MAX_TOKENS, CompletionBody, Prompt
 from quire.frontend.openai.protocol.sampling import make_sampling_params
 from quire.frontend.openai.rendering import PromptRenderer
-from quire.frontend.openai.submission import Submission, check_admission, stream_response
+from quire.frontend.openai.submission import Submission, stream_response
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 
 COMPLETION = BodyReader(CompletionBody)
 
 
-async def create_completion(context: RequestContext) -> Response:
+async def create_completion(exchange: Exchange) -> Response:
     """Continue one or more texts."""
-    body = await context.read(COMPLETION)
-    model = context.state.check_model(body.model)
-    prompts, params = await prepare_completion(context, body)
-    request_id = f"cmpl-{body.request_id or context.request_id}"
-    writer = CompletionWriter(context, body, model, request_id, prompts, params)
-    submission = await Submission.submit(context, prompts, params, request_id, priority=body.priority)
+    body = await exchange.read(COMPLETION)
+    model = exchange.state.check_model(body.model)
+    request_id = f"cmpl-{body.request_id or exchange.request_id}"
+    texts, params = await plan_completion(exchange, body)
+    with exchange.state.admit(exchange.owner, list(map(estimate_num_tokens, texts)), params) as admitted:
+        prompts = await tokenize_prompts(exchange, body, texts, params)
+        submission = await Submission.submit(exchange, admitted, prompts, params, request_id, priority=body.priority)
+    writer = CompletionWriter(exchange, body, model, request_id, prompts, params)
     if body.stream:
-        return stream_response(context, writer.chunks(submission), submission)
-    try:
-        return json_response(writer.whole(await context.unless_gone(submission.final_outputs())))
-    finally:
-        await submission.close()
+        return stream_response(exchange, writer.chunks(submission), submission)
+    async with submission:
+        return json_response(writer.whole(await exchange.unless_gone(submission.final_outputs())))
 
 
-async def prepare_completion(
-    context: RequestContext, body: CompletionBody, *, reserves: bool = True
-) -> tuple[list[TokensPrompt], SamplingParams]:
-    """(the prompts, what is asked of each). With `reserves` their room in the queue is taken before any work."""
-    state, renderer = context.state, context.state.part(PromptRenderer)
+async def plan_completion(exchange: Exchange, body: CompletionBody) -> tuple[list[Prompt], SamplingParams]:
+    """Returns (the prompts as the body has them, the parameters that they share). Raises ValidationError."""
+    state = exchange.state
     texts = body.prompts(state.config.max_prompts_per_request)
     defaults = state.engine.model_config.sampling_defaults
-    params = await context.work_on_body(lambda: _sampling_params(body, defaults))
+    params = await exchange.convert(lambda: _sampling_params(body, defaults))
     state.check_num_outputs(len(texts) * params.n)
-    if reserves:
-        check_admission(context, texts, params.n, params.max_tokens)
+    return texts, params
+
+
+async def tokenize_prompts(
+    exchange: Exchange, body: CompletionBody, texts: Sequence[Prompt], params: SamplingParams
+) -> list[ParsedPrompt]:
+    """Returns the prompts with their token ids, and with a text where the answer repeats it. Raises ValidationError."""
+    renderer, tokenizer = exchange.state.part(PromptRenderer), exchange.state.engine.tokenizer
     options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body, params.max_tokens)
-    salt = context.cache_salt(body.cache_salt)
-    prompts = await renderer.tokenize_all(texts, options, cache_salt=salt, max_tokens=params.max_tokens)
-    for prompt in prompts:
-        if body.echo and prompt.get("prompt") is None and state.engine.tokenizer is not None:
-            prompt["prompt"] = state.engine.tokenizer.decode(prompt["prompt_token_ids"])
-    return prompts, params
+    salt = exchange.cache_salt(body.cache_salt)
+    prompts = await renderer.tokenize(texts, options, cache_salt=salt, max_tokens=params.max_tokens)
+    if body.echo and tokenizer is not None:
+        prompts = [p if p.text is not None else replace(p, text=tokenizer.decode(p.token_ids or [])) for p in prompts]
+    return prompts
 
 
 def _sampling_params(body: CompletionBody, defaults: dict[str, Any]) -> SamplingParams:
@@ -85,28 +91,28 @@ class CompletionWriter:
 
     def __init__(
         self,
-        context: RequestContext,
+        exchange: Exchange,
         body: CompletionBody,
         model: str,
         request_id: str,
-        prompts: Sequence[TokensPrompt],
+        prompts: Sequence[ParsedPrompt],
         params: SamplingParams,
     ) -> None:
-        config = context.state.config
+        config = exchange.state.config
         self._body = body
         self._prompts = prompts
         self._num_outputs = params.n
-        self._fingerprint = context.state.fingerprint
+        self._fingerprint = exchange.state.fingerprint
         self._head = {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": model}
         as_ids = bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids
-        self._name = TokenNames(context.state.engine.tokenizer, as_ids=as_ids)
+        self._name = TokenNames(exchange.state.engine.tokenizer, as_ids=as_ids)
         self._shows_nothing = body.max_tokens == 0
         self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details)
         self._sends_usage = body.wants_usage or config.enable_force_include_usage
 
     def _text(self, index: int, completion: CompletionOutput, *, is_first: bool) -> str:
         text = "" if self._shows_nothing else completion.text
-        return (self._prompts[index].get("prompt") or "") + text if self._body.echo and is_first else text
+        return (self._prompts[index].text or "") + text if self._body.echo and is_first else text
 
     def _logprobs(
         self, index: int, output: RequestOutput, completion: CompletionOutput, offset: int, *, is_first: bool
@@ -119,7 +125,7 @@ class CompletionWriter:
             token_ids, positions = [], []
         if not (self._body.echo and is_first):
             return text_logprobs(token_ids, positions, self._name, offset)
-        prompt_ids = self._prompts[index]["prompt_token_ids"]
+        prompt_ids = self._prompts[index].token_ids or []
         before = list(output.prompt_logprobs or [None] * len(prompt_ids))
         return text_logprobs([*prompt_ids, *token_ids], [*before, *positions], self._name, offset)
 

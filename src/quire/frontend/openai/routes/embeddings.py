@@ -12,7 +12,8 @@ from starlette.responses import Response
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, json_response
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.openai.pooling_work import answer_head, count_tokens, encode_array, naming, pool_input, pool_texts
 from quire.frontend.openai.protocol.pooling import ClassifyBody, CohereEmbedBody, EmbeddingBody, PoolBody
 from quire.pooling_params import POOLING_TASKS
@@ -22,43 +23,41 @@ POOL = BodyReader(PoolBody)
 CLASSIFY = BodyReader(ClassifyBody)
 
 
-async def create_embeddings(context: RequestContext) -> Response:
+async def create_embeddings(exchange: Exchange) -> Response:
     """Embed one or more texts."""
-    body = await context.read(EMBEDDING)
-    return await _answer(context, body, "embed", "embd", "embedding", "embedding")
+    body = await exchange.read(EMBEDDING)
+    return await _answer(exchange, body, "embed", "embd", "embedding", "embedding")
 
 
-async def pool(context: RequestContext) -> Response:
+async def pool(exchange: Exchange) -> Response:
     """Pool one or more texts, in any way the model does: also per token."""
-    body = await context.read(POOL)
-    tasks = context.state.supported_tasks
+    body = await exchange.read(POOL)
+    tasks = exchange.state.supported_tasks
     if body.task is not None and body.task not in tasks:
         raise NotFoundError(
             f"the task {body.task!r} is not for this model, which supports {', '.join(tasks)}", param="task"
         )
-    return await _answer(context, body, body.task or tasks[0], "pool", "pooling", "data")
+    return await _answer(exchange, body, body.task or tasks[0], "pool", "pooling", "data")
 
 
-async def _answer(
-    context: RequestContext, body: EmbeddingBody, task: str, prefix: str, kind: str, key: str
-) -> Response:
-    state = context.state
+async def _answer(exchange: Exchange, body: EmbeddingBody, task: str, prefix: str, kind: str, key: str) -> Response:
+    state = exchange.state
     model = state.check_model(body.model)
-    outputs = await pool_input(context, body, body.params(task))
+    outputs = await pool_input(exchange, body, body.params(task))
     data = [
         {"index": index, "object": kind, key: encode_array(output.outputs.data, body.encoding_format)}
         for index, output in enumerate(outputs)
     ]
     usage = count_tokens([output.prompt_token_ids for output in outputs])
-    return json_response({**answer_head(context, body, prefix, model), "data": data, "usage": usage})
+    return json_response({**answer_head(exchange, body, prefix, model), "data": data, "usage": usage})
 
 
-async def classify(context: RequestContext) -> Response:
+async def classify(exchange: Exchange) -> Response:
     """Say how probable each class is, for one or more texts."""
-    body = await context.read(CLASSIFY)
-    state = context.state
+    body = await exchange.read(CLASSIFY)
+    state = exchange.state
     model = state.check_model(body.model)
-    outputs = await pool_input(context, body, body.params("classify"))
+    outputs = await pool_input(exchange, body, body.params("classify"))
     pooling = state.engine.model_config.pooling
     labels = pooling.labels if pooling is not None else ()
     data: list[dict[str, Any]] = []
@@ -67,7 +66,7 @@ async def classify(context: RequestContext) -> Response:
         label = labels[int(probs.argmax())] if labels else None
         data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
     usage = count_tokens([output.prompt_token_ids for output in outputs])
-    return json_response({**answer_head(context, body, "classify", model), "data": data, "usage": usage})
+    return json_response({**answer_head(exchange, body, "classify", model), "data": data, "usage": usage})
 
 
 EMBED = BodyReader(CohereEmbedBody)
@@ -80,10 +79,10 @@ PROMPT_NAMES: Mapping[str, tuple[str, ...]] = {
 """Cohere's words for what a text is for, and what models call the same."""
 
 
-async def embed(context: RequestContext) -> Response:
+async def embed(exchange: Exchange) -> Response:
     """Embed texts, as Cohere's clients ask for it."""
-    body = await context.read(EMBED)
-    state = context.state
+    body = await exchange.read(EMBED)
+    state = exchange.state
     state.check_model(body.model)
     texts, name = body.given_texts(), "texts" if body.inputs is None else "inputs"
     kinds = body.kinds()
@@ -97,11 +96,11 @@ async def embed(context: RequestContext) -> Response:
     texts = [prefix + text for text in texts]
     asked = body.as_embedding(state.max_model_len)
     with naming(name), naming("output_dimension", "dimensions"):
-        outputs = await pool_texts(context, asked, texts, asked.params("embed"))
+        outputs = await pool_texts(exchange, asked, texts, asked.params("embed"))
     vectors = [output.outputs.data for output in outputs]
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     answer = {
-        "id": f"embd-{context.request_id}",
+        "id": f"embd-{exchange.request_id}",
         "response_type": "embeddings_by_type",
         "embeddings": {kind: encode_vectors(vectors, kind) for kind in kinds},
         "texts": body.texts,

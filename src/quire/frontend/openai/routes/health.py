@@ -6,53 +6,54 @@ from starlette.responses import Response
 
 from quire.errors import ServerError
 from quire.frontend.http.auth import Access
-from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, json_response
 from quire.frontend.http.errors import HttpError, UnavailableError
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.metrics.publish.exposition import CONTENT_TYPES, choose_format
 from quire.version import __version__
 
 
-async def health(context: RequestContext) -> Response:
+async def health(exchange: Exchange) -> Response:
     """200 as long as the engine serves; vLLM's probe. 503 once it is gone for good."""
-    if context.state.engine.errored:
+    if exchange.state.engine.errored:
         raise UnavailableError("the engine is gone for good; restart the server")
     return Response()
 
 
-async def ping(context: RequestContext) -> Response:
+async def ping(exchange: Exchange) -> Response:
     """The same, for those who call it so."""
-    return await health(context)
+    return await health(exchange)
 
 
-async def live(context: RequestContext) -> Response:
+async def live(exchange: Exchange) -> Response:
     """200 as long as this process answers."""
     return Response()
 
 
-async def ready(context: RequestContext) -> Response:
+async def ready(exchange: Exchange) -> Response:
     """200 if a request would be worked on now: not while the core restarts, nor while the server shuts down."""
-    if context.state.lifecycle.is_draining:
+    if exchange.state.lifecycle.is_draining:
         raise UnavailableError("the server is shutting down")
-    if not context.state.engine.is_ready:
+    if not exchange.state.engine.is_ready:
         raise UnavailableError("the engine is not ready: it is gone, or being started again")
     return Response()
 
 
-async def version(context: RequestContext) -> Response:
+async def version(exchange: Exchange) -> Response:
     """The version of Quire."""
     return json_response({"version": __version__})
 
 
-async def load(context: RequestContext) -> Response:
+async def load(exchange: Exchange) -> Response:
     """How many requests are under way, in all processes of the server."""
-    return json_response({"server_load": context.state.lifecycle.server_load})
+    return json_response({"server_load": exchange.state.lifecycle.server_load})
 
 
-async def metrics(context: RequestContext) -> Response:
+async def metrics(exchange: Exchange) -> Response:
     """All metrics of this server in Prometheus' text format, or OpenMetrics where the Accept header asks."""
-    format = choose_format(context.request.headers.get("accept", ""))
+    format = choose_format(exchange.request.headers.get("accept", ""))
     try:
-        text = await context.state.metrics.write(format)
+        text = await exchange.state.metrics.write(format)
     except ServerError as e:
         raise HttpError(503, str(e)) from e
     return Response(text, headers={"content-type": CONTENT_TYPES[format]})

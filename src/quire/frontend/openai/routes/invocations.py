@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
-from quire.frontend.http.endpoint import Endpoint, RequestContext
+from quire.frontend.http.endpoint import Endpoint
+from quire.frontend.http.exchange import Exchange
 
 ROUTES: tuple[tuple[str, str], ...] = (
     ("messages", "/v1/chat/completions"),
@@ -23,20 +24,20 @@ ROUTES: tuple[tuple[str, str], ...] = (
 """A field that only such bodies have, and where they go; the first that is served wins."""
 
 
-async def invocations(context: RequestContext) -> Response:
+async def invocations(exchange: Exchange) -> Response:
     """A request of any kind: a conversation, a text to continue, and what else the model is for."""
     try:
-        fields = msgspec.json.decode(await context.read_bytes(), type=dict[str, msgspec.Raw]).keys()
+        fields = msgspec.json.decode(await exchange.read_bytes(), type=dict[str, msgspec.Raw]).keys()
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise ValidationError(f"the body is not a JSON object: {e}", param="body") from None
-    return await _meant(context, fields).handler(context)
+    return await _meant(exchange, fields).handler(exchange)
 
 
-def _meant(context: RequestContext, fields: Iterable[str]) -> Endpoint:
+def _meant(exchange: Exchange, fields: Iterable[str]) -> Endpoint:
     served = {
         endpoint.path: endpoint
-        for endpoint in context.request.app.state.endpoints
-        if endpoint.is_for(context.state.supported_tasks)
+        for endpoint in exchange.request.app.state.endpoints
+        if endpoint.is_for(exchange.state.supported_tasks)
     }
     for field, path in ROUTES:
         if field in fields and path in served:

@@ -10,13 +10,14 @@ from starlette.responses import Response
 
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, json_response
 from quire.frontend.http.errors import status_of, words_of
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, Events
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import ChatParser
-from quire.frontend.openai.chat.request import prepare_chats, render_prompt
+from quire.frontend.openai.chat.request import render_prompts, submit_chats
 from quire.frontend.openai.protocol.messages import CountTokensBody, MessagesBody
 from quire.frontend.openai.submission import Submission, stream_response
 from quire.outputs import CompletionOutput, RequestOutput
@@ -35,33 +36,30 @@ _ERROR_KINDS = {
 }
 
 
-async def create_message(context: RequestContext) -> Response:
+async def create_message(exchange: Exchange) -> Response:
     """Answer a conversation in Anthropic's form."""
-    body = await context.read(MESSAGES)
-    model = context.state.check_model(body.model)
-    conversation, budget = await context.work_on_body(body.as_chat), body.thinking_budget
-    chat = await prepare_chats(context, [conversation], thinking_budget=budget)
-    request_id = f"msg_{context.request_id}"
-    writer = MessageWriter(request_id, model, chat.plan.make_parser(chat.prompt.get("prompt")))
-    submission = await Submission.submit(context, chat.prompts, chat.params, request_id)
+    body = await exchange.read(MESSAGES)
+    model = exchange.state.check_model(body.model)
+    conversation, budget = await exchange.convert(body.as_chat), body.thinking_budget
+    request_id = f"msg_{exchange.request_id}"
+    chat, submission = await submit_chats(exchange, [conversation], request_id, thinking_budget=budget)
+    writer = MessageWriter(request_id, model, chat.plan.make_parser(chat.prompt.text))
     if body.stream:
         chunks = writer.events(submission)
-        return stream_response(context, chunks, submission, encode_error=_error_event, shape_error=error_object)
-    try:
-        (output,) = await context.unless_gone(submission.final_outputs())
+        return stream_response(exchange, chunks, submission, encode_error=_error_event, shape_error=error_object)
+    async with submission:
+        (output,) = await exchange.unless_gone(submission.final_outputs())
         return json_response(writer.whole(output))
-    finally:
-        await submission.close()
 
 
-async def count_tokens(context: RequestContext) -> Response:
+async def count_tokens(exchange: Exchange) -> Response:
     """How many tokens a conversation has, tools included."""
-    body = await context.read(COUNT_TOKENS)
-    context.state.check_model(body.model)
-    chat = await context.work_on_body(body.as_chat)
-    plan = await context.work_on_body(lambda: context.state.part(ChatFormat).plan(chat))
-    prompt = await render_prompt(context, chat, plan)
-    num_tokens = len(prompt["prompt_token_ids"])
+    body = await exchange.read(COUNT_TOKENS)
+    exchange.state.check_model(body.model)
+    chat = await exchange.convert(body.as_chat)
+    plan = await exchange.convert(lambda: exchange.state.part(ChatFormat).plan(chat))
+    (prompt,) = await render_prompts(exchange, [chat], plan)
+    num_tokens = len(prompt.token_ids or ())
     return json_response({"input_tokens": num_tokens, "context_management": {"original_input_tokens": num_tokens}})
 
 

@@ -7,20 +7,21 @@ from typing import Any
 from starlette.responses import Response
 
 from quire.frontend.http.auth import Access
-from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, json_response
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.state import ServerState, hash_model
 
 
-async def list_models(context: RequestContext) -> Response:
+async def list_models(exchange: Exchange) -> Response:
     """The models that requests may name."""
-    cards = [model_card(context.state, name) for name in context.state.model_names]
+    cards = [model_card(exchange.state, name) for name in exchange.state.model_names]
     return json_response({"object": "list", "data": cards})
 
 
-async def show_model(context: RequestContext) -> Response:
+async def show_model(exchange: Exchange) -> Response:
     """One of them."""
-    name = context.state.check_model(context.request.path_params["model"])
-    return json_response(model_card(context.state, name))
+    name = exchange.state.check_model(exchange.request.path_params["model"])
+    return json_response(model_card(exchange.state, name))
 
 
 def model_card(state: ServerState, name: str) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from quire.config.model import ASSETS_DIR
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.http.auth import Access
-from quire.frontend.http.endpoint import Endpoint, QueryParameter, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, QueryParameter, json_response
 from quire.frontend.http.engine_view import describe_engine
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.openapi import make_openapi
 from quire.version import __version__
 
@@ -80,39 +81,39 @@ def load_assets() -> dict[str, Asset]:
     return assets
 
 
-def send_asset(context: RequestContext, name: str) -> Response:
+def send_asset(exchange: Exchange, name: str) -> Response:
     """A file, or 304 for one that the browser has. Raises NotFoundError."""
     asset = load_assets().get(name)
     if asset is None:
         raise NotFoundError(f"the pages have no part {name[:60]!r}")
     headers = {**HEADERS, "etag": asset.etag}
-    known = context.request.headers.get("if-none-match", "")
+    known = exchange.request.headers.get("if-none-match", "")
     if asset.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
         return Response(status_code=304, headers=headers)
     return Response(asset.content, headers=headers, media_type=asset.media_type)
 
 
-async def chat_page(context: RequestContext) -> Response:
+async def chat_page(exchange: Exchange) -> Response:
     """A page to talk to the model."""
-    return send_asset(context, "chat.html")
+    return send_asset(exchange, "chat.html")
 
 
-async def home(context: RequestContext) -> Response:
+async def home(exchange: Exchange) -> Response:
     """Who opens the server's address in a browser wants the first page."""
-    return Response(status_code=307, headers={"location": f"{context.request.scope['root_path']}/ui"})
+    return Response(status_code=307, headers={"location": f"{exchange.request.scope['root_path']}/ui"})
 
 
-async def dashboard_page(context: RequestContext) -> Response:
+async def dashboard_page(exchange: Exchange) -> Response:
     """A page to watch the engine."""
-    return send_asset(context, "dashboard.html")
+    return send_asset(exchange, "dashboard.html")
 
 
-async def page_part(context: RequestContext) -> Response:
+async def page_part(exchange: Exchange) -> Response:
     """A script, a style sheet or an image of the pages."""
-    name = str(context.request.path_params["name"])
+    name = str(exchange.request.path_params["name"])
     if name.endswith(".html"):
         raise NotFoundError(f"the pages have no part {name[:60]!r}")
-    return send_asset(context, name)
+    return send_asset(exchange, name)
 
 
 @lru_cache(maxsize=4)
@@ -120,26 +121,26 @@ def _encode_openapi(endpoints: tuple[Endpoint, ...]) -> bytes:
     return msgspec.json.encode(make_openapi(endpoints))
 
 
-async def openapi(context: RequestContext) -> Response:
+async def openapi(exchange: Exchange) -> Response:
     """This API as an OpenAPI document."""
-    endpoints = tuple(context.request.app.state.endpoints)
-    document = await context.state.engine.pipeline.text_thread.run_aside(lambda: _encode_openapi(endpoints))
+    endpoints = tuple(exchange.request.app.state.endpoints)
+    document = await exchange.state.engine.pipeline.text_thread.run_aside(lambda: _encode_openapi(endpoints))
     return Response(document, media_type="application/json")
 
 
-async def docs_page(context: RequestContext) -> Response:
+async def docs_page(exchange: Exchange) -> Response:
     """A page that shows this API."""
-    return send_asset(context, "docs.html")
+    return send_asset(exchange, "docs.html")
 
 
-async def redoc(context: RequestContext) -> Response:
+async def redoc(exchange: Exchange) -> Response:
     """The same page under its other name."""
-    return Response(status_code=307, headers={"location": f"{context.request.scope['root_path']}/docs"})
+    return Response(status_code=307, headers={"location": f"{exchange.request.scope['root_path']}/docs"})
 
 
-async def server_info(context: RequestContext) -> Response:
+async def server_info(exchange: Exchange) -> Response:
     """What runs here: versions, the model, limits. No paths and no secrets."""
-    state = context.state
+    state = exchange.state
     model = state.engine.model_config
     limits = state.engine.admission
     return json_response(
@@ -170,11 +171,11 @@ AFTER = QueryParameter(
 )
 
 
-async def debug_state(context: RequestContext) -> Response:
+async def debug_state(exchange: Exchange) -> Response:
     """Which blocks are free, cached and in use by whom, where every request stands, and which ended last (?after=N:
     after number N). Ids and counts only, no text."""
-    state = context.state
-    after = context.request.query_params.get("after", "0")
+    state = exchange.state
+    after = exchange.request.query_params.get("after", "0")
     if not (after.isascii() and after.isdigit() and len(after) <= MAX_DIGITS):
         raise ValidationError(
             f"after must be the number of a request that has ended, got {after[:60]!r}", param="after"
@@ -185,7 +186,7 @@ async def debug_state(context: RequestContext) -> Response:
         "model": state.model_name,
         "block_size": state.engine.engine_core.ready_response.block_size,
         "max_model_len": state.max_model_len,
-        "abort": _abort_place(context),
+        "abort": _abort_place(exchange),
     }
     stamps, ended = await state.watch.look([request.request_id for request in snapshot.requests], int(after))
     view = describe_engine(snapshot, stamps, facts=facts, ended=ended)
@@ -194,12 +195,12 @@ async def debug_state(context: RequestContext) -> Response:
     return response
 
 
-def _abort_place(context: RequestContext) -> str:
+def _abort_place(exchange: Exchange) -> str:
     """Where requests can be aborted: "here" (/abort_requests of this listener), "admin" (of the other one) or "off"."""
-    endpoints: list[Endpoint] = context.request.app.state.endpoints
+    endpoints: list[Endpoint] = exchange.request.app.state.endpoints
     if any(endpoint.path == "/abort_requests" for endpoint in endpoints):
         return "here"
-    return "admin" if context.state.config.enable_admin else "off"
+    return "admin" if exchange.state.config.enable_admin else "off"
 
 
 def has_pages(config: ServerConfig) -> bool:

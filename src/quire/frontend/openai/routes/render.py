@@ -16,79 +16,81 @@ from starlette.responses import Response
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, json_response
 from quire.frontend.http.errors import ErrorShape, HttpError, error_body
-from quire.frontend.new_request import TokensPrompt
-from quire.frontend.openai.chat.request import prepare_chats
+from quire.frontend.http.exchange import Exchange
+from quire.frontend.new_request import ParsedPrompt
+from quire.frontend.openai.chat.request import plan_chats, render_chats
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.response_items import messages_of, with_instructions
 from quire.frontend.openai.protocol.sampling import GenerationBody
-from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.routes.chat import CHAT
-from quire.frontend.openai.routes.completions import COMPLETION, prepare_completion
+from quire.frontend.openai.routes.completions import COMPLETION, plan_completion, tokenize_prompts
 from quire.frontend.openai.routes.messages import MESSAGES, error_object
 from quire.frontend.openai.routes.responses import RESPONSES
 from quire.sampling_params import SamplingParams
 
 _OUR_OWN = frozenset({"skip_clone", "eos_token_id", "bad_words_token_ids"})
 """Parameters that the frontend sets for the engine."""
-Renderer = Callable[[RequestContext], Awaitable[Any]]
+Renderer = Callable[[Exchange], Awaitable[Any]]
 
 
-async def render_completion(context: RequestContext) -> list[dict[str, Any]]:
+async def render_completion(exchange: Exchange) -> list[dict[str, Any]]:
     """What /v1/completions would generate from: one request for each prompt."""
-    body = await context.read(COMPLETION)
-    model = context.state.check_model(body.model)
-    request_id = f"cmpl-{body.request_id or context.request_id}"
-    prompts, params = await prepare_completion(context, body, reserves=False)
-    write = partial(_request, context, body, model, params=params)
+    body = await exchange.read(COMPLETION)
+    model = exchange.state.check_model(body.model)
+    request_id = f"cmpl-{body.request_id or exchange.request_id}"
+    texts, params = await plan_completion(exchange, body)
+    prompts = await tokenize_prompts(exchange, body, texts, params)
+    write = partial(_request, exchange, body, model, params=params)
     return [write(f"{request_id}-{index}", prompt) for index, prompt in enumerate(prompts)]
 
 
-async def render_chat_completion(context: RequestContext) -> dict[str, Any]:
+async def render_chat_completion(exchange: Exchange) -> dict[str, Any]:
     """What /v1/chat/completions would generate from."""
-    body = await context.read(CHAT)
-    return await _render_chat(context, body, f"chatcmpl-{body.request_id or context.request_id}")
+    body = await exchange.read(CHAT)
+    return await _render_chat(exchange, body, f"chatcmpl-{body.request_id or exchange.request_id}")
 
 
-async def render_message(context: RequestContext) -> dict[str, Any]:
+async def render_message(exchange: Exchange) -> dict[str, Any]:
     """What /v1/messages would generate from."""
-    chat = await context.work_on_body((await context.read(MESSAGES)).as_chat)
-    return await _render_chat(context, chat, f"msg_{context.request_id}")
+    chat = await exchange.convert((await exchange.read(MESSAGES)).as_chat)
+    return await _render_chat(exchange, chat, f"msg_{exchange.request_id}")
 
 
-async def render_response(context: RequestContext) -> dict[str, Any]:
+async def render_response(exchange: Exchange) -> dict[str, Any]:
     """What /v1/responses would generate from. It knows no stored responses."""
-    body = await context.read(RESPONSES)
+    body = await exchange.read(RESPONSES)
     if body.previous_response_id is not None:
         raise ValidationError(
             "rendering knows no stored responses; send the whole conversation as input", param="previous_response_id"
         )
-    messages = await context.state.part(PromptRenderer).run_sized(body.input, lambda: messages_of(body.input))
+    messages = await exchange.render(lambda: messages_of(body.input))
     chat = body.as_chat(with_instructions(body.instructions, messages))
-    return await _render_chat(context, chat, f"resp_{context.request_id}")
+    return await _render_chat(exchange, chat, f"resp_{exchange.request_id}")
 
 
-async def _render_chat(context: RequestContext, body: ChatBody, request_id: str) -> dict[str, Any]:
-    model = context.state.check_model(body.model)
-    chat = await prepare_chats(context, [body], reserves=False)
-    return _request(context, body, model, request_id, chat.prompt, params=chat.params)
+async def _render_chat(exchange: Exchange, body: ChatBody, request_id: str) -> dict[str, Any]:
+    model = exchange.state.check_model(body.model)
+    params, plan = await plan_chats(exchange, [body])
+    chat = await render_chats(exchange, [body], params, plan)
+    return _request(exchange, body, model, request_id, chat.prompt, params=chat.params)
 
 
 def _request(
-    context: RequestContext,
+    exchange: Exchange,
     body: GenerationBody,
     model: str,
     request_id: str,
-    prompt: TokensPrompt,
+    prompt: ParsedPrompt,
     *,
     params: SamplingParams,
 ) -> dict[str, Any]:
     """A request in vLLM's form of tokens in, tokens out."""
-    token_ids = prompt["prompt_token_ids"]
+    token_ids = prompt.token_ids or []
     sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__ if name not in _OUR_OWN}
     if params.max_tokens is None:
-        sampling["max_tokens"] = context.state.max_model_len - len(token_ids)
+        sampling["max_tokens"] = exchange.state.max_model_len - len(token_ids)
     return {
         "request_id": request_id,
         "token_ids": token_ids,
@@ -104,10 +106,10 @@ def _request(
 
 
 def _row(path: str, render: Renderer, body: BodyReader[Any], shape_error: ErrorShape = error_body) -> Endpoint:
-    async def handler(context: RequestContext) -> Response:
-        if not context.state.config.enable_scale_out:
+    async def handler(exchange: Exchange) -> Response:
+        if not exchange.state.config.enable_scale_out:
             raise HttpError(403, f"{path} is off; start the server with --enable-scale-out")
-        return json_response(await render(context))
+        return json_response(await render(exchange))
 
     handler.__name__ = render.__name__
     handler.__doc__ = render.__doc__

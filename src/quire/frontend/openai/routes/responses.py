@@ -13,13 +13,13 @@ from starlette.responses import Response
 from quire.errors import ClientError, OverloadedError, ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, QueryParameter, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, QueryParameter, json_response
 from quire.frontend.http.errors import note_error
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.state import Lifecycle
-from quire.frontend.openai.chat.request import prepare_chats
+from quire.frontend.openai.chat.request import submit_chats
 from quire.frontend.openai.protocol.response_items import Message, messages_of, with_instructions
 from quire.frontend.openai.protocol.responses import ResponsesBody
-from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.responses.store import ResponseStore, ServerResponses, StoredResponse
 from quire.frontend.openai.responses.writer import ResponseWriter
 from quire.frontend.openai.submission import Submission, stream_response
@@ -33,63 +33,61 @@ SHOW_QUERY = (
 )
 
 
-async def create_response(context: RequestContext) -> Response:
+async def create_response(exchange: Exchange) -> Response:
     """Answer a conversation in items; with stream, as events with sequence numbers."""
-    body = await context.read(RESPONSES)
-    model = context.state.check_model(body.model)
-    _check_background(context, body)
-    response_id = context.state.part(ServerResponses).make_id()
-    messages = await _conversation(context, body)
-    chat = await prepare_chats(context, [body.as_chat(with_instructions(body.instructions, messages))])
-    writer = ResponseWriter(context.state, body, model, response_id, chat)
-    submission = await Submission.submit(context, chat.prompts, chat.params, response_id, priority=body.priority)
+    body = await exchange.read(RESPONSES)
+    model = exchange.state.check_model(body.model)
+    _check_background(exchange, body)
+    response_id = exchange.state.part(ServerResponses).make_id()
+    messages = await _conversation(exchange, body)
+    conversation = body.as_chat(with_instructions(body.instructions, messages))
+    chat, submission = await submit_chats(exchange, [conversation], response_id, priority=body.priority)
+    writer = ResponseWriter(exchange.state, body, model, response_id, chat)
     if body.background:
-        return await _answer_later(context, body, writer, submission, messages)
+        return await _answer_later(exchange, body, writer, submission, messages)
 
     def keep(response: dict[str, Any]) -> None:
         if body.store is not False and response["status"] in ("completed", "incomplete"):
-            stored = StoredResponse(_owner(context), response_id)
+            stored = StoredResponse(exchange.owner, response_id)
             stored.body = msgspec.json.encode(response)
             stored.conversation = msgspec.json.encode([*messages, writer.message()])
-            _store(context).put(stored)
+            _store(exchange).put(stored)
 
     if body.stream:
-        return stream_response(context, writer.events(submission, keep), submission, encode_error=writer.failure)
-    try:
-        (output,) = await context.unless_gone(submission.final_outputs())
+        return stream_response(exchange, writer.events(submission, keep), submission, encode_error=writer.failure)
+    async with submission:
+        (output,) = await exchange.unless_gone(submission.final_outputs())
         response = await writer.whole(output)
         keep(response)
         return json_response(response)
-    finally:
-        await submission.close()
 
 
-async def show_response(context: RequestContext) -> Response:
+async def show_response(exchange: Exchange) -> Response:
     """A stored response; with ?stream=true the events of one in the background, those after ?starting_after=."""
-    responses, response_id = context.state.part(ServerResponses), _response_id(context)
+    responses, response_id = exchange.state.part(ServerResponses), _response_id(exchange)
     with _in_path():
-        if not context.query_switch("stream", False):
-            return Response(await responses.show(_owner(context), response_id), media_type="application/json")
-        text = context.request.query_params.get("starting_after", "-1")
+        if not exchange.query_switch("stream", False):
+            return Response(await responses.show(exchange.owner, response_id), media_type="application/json")
+        text = exchange.request.query_params.get("starting_after", "-1")
         try:
             start = int(text[:20]) + 1
         except ValueError:
             raise ValidationError("starting_after must be a sequence number", param="starting_after") from None
-        return stream_response(context, await responses.follow(_owner(context), response_id, max(0, start)), None)
+        return stream_response(exchange, await responses.follow(exchange.owner, response_id, max(0, start)), None)
 
 
-async def delete_response(context: RequestContext) -> Response:
+async def delete_response(exchange: Exchange) -> Response:
     """Forget a stored response; one that is under way is cancelled."""
-    response_id = _response_id(context)
+    response_id = _response_id(exchange)
     with _in_path():
-        await context.state.part(ServerResponses).delete(_owner(context), response_id)
+        await exchange.state.part(ServerResponses).delete(exchange.owner, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-async def cancel_response(context: RequestContext) -> Response:
+async def cancel_response(exchange: Exchange) -> Response:
     """End a response in the background where it is; one that has ended stays as it is."""
     with _in_path():
-        body = await context.state.part(ServerResponses).cancel(_owner(context), _response_id(context))
+        body = await exchange.state.part(ServerResponses).cancel(exchange.owner, _response_id(exchange))
     return Response(body, media_type="application/json")
 
 
@@ -108,47 +106,43 @@ def _blame(error: ClientError, param: str) -> ClientError:
     return error
 
 
-def _store(context: RequestContext) -> ResponseStore:
-    return context.state.part(ServerResponses).local.store
+def _store(exchange: Exchange) -> ResponseStore:
+    return exchange.state.part(ServerResponses).local.store
 
 
-def _response_id(context: RequestContext) -> str:
-    return str(context.request.path_params["response_id"])
+def _response_id(exchange: Exchange) -> str:
+    return str(exchange.request.path_params["response_id"])
 
 
-def _owner(context: RequestContext) -> bytes:
-    return context.state.gatekeeper.owner_of(context.request)
-
-
-async def _conversation(context: RequestContext, body: ResponsesBody) -> list[Message]:
+async def _conversation(exchange: Exchange, body: ResponsesBody) -> list[Message]:
     """All that was said, without the instructions."""
     before = b"[]"
     if body.previous_response_id is not None:
         try:
-            before = await context.state.part(ServerResponses).conversation(_owner(context), body.previous_response_id)
+            responses = exchange.state.part(ServerResponses)
+            before = await responses.conversation(exchange.owner, body.previous_response_id)
         except ClientError as e:
             raise _blame(e, "previous_response_id") from None
-    return await context.state.part(PromptRenderer).run_sized(
-        [body.input, before], lambda: [*msgspec.json.decode(before, type=list[Message]), *messages_of(body.input)]
-    )
+    exchange.size += len(before)
+    return await exchange.render(lambda: [*msgspec.json.decode(before, type=list[Message]), *messages_of(body.input)])
 
 
-def _check_background(context: RequestContext, body: ResponsesBody) -> None:
+def _check_background(exchange: Exchange, body: ResponsesBody) -> None:
     """Raises ValidationError where nobody could ever see the response."""
-    if body.background and (body.store is False or not _store(context).max_num):
+    if body.background and (body.store is False or not _store(exchange).max_num):
         why = "store: true" if body.store is False else "a server that keeps responses (--max-stored-responses)"
         raise ValidationError(f"background needs {why}, or nobody can ask for the response", param="background")
 
 
 async def _answer_later(
-    context: RequestContext,
+    exchange: Exchange,
     body: ResponsesBody,
     writer: ResponseWriter,
     submission: Submission,
     messages: list[Message],
 ) -> Response:
-    store = _store(context)
-    stored = StoredResponse(_owner(context), writer.response_id)
+    store = _store(exchange)
+    stored = StoredResponse(exchange.owner, writer.response_id)
     stored.is_background = True
     stored.describe = writer.snapshot
     stored.events = [] if body.stream else None
@@ -158,8 +152,8 @@ async def _answer_later(
     except BaseException:
         await submission.close()
         raise
-    await BackgroundRun(stored, store, context.state.lifecycle, writer, submission, messages).start()
-    return stream_response(context, stored.follow(), None) if body.stream else first
+    await BackgroundRun(stored, store, exchange.state.lifecycle, writer, submission, messages).start()
+    return stream_response(exchange, stored.follow(), None) if body.stream else first
 
 
 ENDPOINTS = (

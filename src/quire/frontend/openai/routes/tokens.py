@@ -9,7 +9,8 @@ from starlette.responses import Response
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader, Name, Object, RequestBody, Text, TokenIds
-from quire.frontend.http.endpoint import Endpoint, RequestContext, json_response
+from quire.frontend.http.endpoint import Endpoint, json_response
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.openai.protocol.chat import Messages, Tools, check_template_variables, tools_for_template
 from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.text.tokenizer import Tokenizer
@@ -57,37 +58,38 @@ LONG_LIST = 4096
 """Ids that take about as long to decode as others should wait."""
 
 
-async def tokenize(context: RequestContext) -> Response:
+async def tokenize(exchange: Exchange) -> Response:
     """The token ids of a text, or of a conversation as the model would see it."""
-    body = await context.read(TOKENIZE)
+    body = await exchange.read(TOKENIZE)
     body.check_form()
-    state = context.state
+    state = exchange.state
     state.check_model(body.model)
     tokenizer = await state.engine.get_tokenizer()
-    if body.messages is not None:
-        text = await state.part(PromptRenderer).render_chat(
-            body.messages,
-            chat_template=body.chat_template,
-            tools=tools_for_template(body.tools) if body.tools else None,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            variables=check_template_variables(body.chat_template_kwargs),
+    renderer, messages, text = state.part(PromptRenderer), body.messages, body.prompt or ""
+    if messages is not None:
+        text = await exchange.render(
+            lambda: renderer.render_chat(
+                messages,
+                chat_template=body.chat_template,
+                tools=tools_for_template(body.tools) if body.tools else None,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                variables=check_template_variables(body.chat_template_kwargs),
+            )
         )
-    else:
-        text = body.prompt or ""
     adds_special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-    prompt = await state.part(PromptRenderer).tokenize(text, {"add_special_tokens": adds_special})
-    ids = prompt["prompt_token_ids"]
+    (prompt,) = await renderer.tokenize([text], {"add_special_tokens": adds_special})
+    ids = prompt.token_ids or []
     answer = {"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
         answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
     return json_response(answer)
 
 
-async def detokenize(context: RequestContext) -> Response:
+async def detokenize(exchange: Exchange) -> Response:
     """The text of token ids."""
-    body = await context.read(DETOKENIZE)
-    state = context.state
+    body = await exchange.read(DETOKENIZE)
+    state = exchange.state
     state.check_model(body.model)
     tokenizer = await state.engine.get_tokenizer()
     unknown = max(body.tokens, default=0)
@@ -102,9 +104,9 @@ async def detokenize(context: RequestContext) -> Response:
     return json_response({"prompt": tokenizer.decode(body.tokens)})
 
 
-async def tokenizer_info(context: RequestContext) -> Response:
+async def tokenizer_info(exchange: Exchange) -> Response:
     """What the tokenizer is; served with --enable-tokenizer-info-endpoint."""
-    return json_response(describe(await context.state.engine.get_tokenizer(), context.state.max_model_len))
+    return json_response(describe(await exchange.state.engine.get_tokenizer(), exchange.state.max_model_len))
 
 
 def describe(tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quire.config.server import ServerConfig
 from quire.errors import GenerationError, ValidationError
 from quire.frontend.http.bodies import BodyReader
+from quire.frontend.new_request import ParsedPrompt
 from quire.frontend.openai.chat.request import PreparedChat
 from quire.frontend.openai.protocol.responses import ResponsesBody
 from quire.frontend.openai.responses.writer import ResponseWriter
@@ -40,7 +41,7 @@ def writer_for(**fields: Any) -> ResponseWriter:
         engine=SimpleNamespace(tokenizer=None),
         part=lambda kind: SimpleNamespace(count_tokens=count_words),
     )
-    chat = PreparedChat([{"prompt_token_ids": [1, 2], "prompt": ""}], SamplingParams(logprobs=0), plan)
+    chat = PreparedChat([ParsedPrompt("", [1, 2])], SamplingParams(logprobs=0), plan)
     return ResponseWriter(state, body, "m", "resp_x", chat)
 
 

@@ -1,0 +1,137 @@
+"""Admission of one HTTP request: room in the engine's queue, and a share of what its API key may have under way.
+
+A key that has as much under way as it may is refused with 429; other keys are served.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
+
+from quire.errors import OverloadedError, QuotaExceededError
+from quire.frontend.admission import (
+    AdmissionControl,
+    Reservation,
+    Room,
+    SharedRoom,
+    count_requests,
+    max_output_tokens,
+    refusal,
+)
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import SamplingParams
+
+
+class Tenants:
+    """Counts requests under way by key, each of the n outputs of a prompt as one. A limit of None is none."""
+
+    def __init__(
+        self,
+        max_num_reqs: int | None,
+        max_num_tokens: int | None,
+        rejections: Counter[str],
+        shared: Mapping[bytes, tuple[SharedRoom, SharedRoom]] | None = None,
+    ) -> None:
+        """`rejections` counts refusals by the name of the limit. `shared` holds the requests and tokens of each key in
+        all processes of the server."""
+        self._limits = (max_num_reqs, max_num_tokens)
+        self._rejections = rejections
+        self._shared = shared or {}
+        self._rooms: dict[bytes, tuple[Room, Room]] = {}
+        """Requests and tokens of each key. Bounded: only a request with a valid key comes this far."""
+
+    def take(self, owner: bytes, num_reqs: int, num_tokens: int) -> TenantShare:
+        """Takes a share for so many requests of `owner` (`Gatekeeper.owner_of`), with so many tokens of prompts and
+        outputs. Raises QuotaExceededError."""
+        if self._limits == (None, None):
+            return TenantShare(())
+        reqs, tokens = self._rooms.get(owner) or self._make_rooms(owner)
+        self._check(reqs, num_reqs, "max_requests_per_key", "requests of this key are under way")
+        self._check(tokens, num_tokens, "max_tokens_per_key", "tokens are promised to this key's requests")
+        self._rooms[owner] = (reqs, tokens)
+        return TenantShare([(reqs, num_reqs), (tokens, num_tokens)])
+
+    def _make_rooms(self, owner: bytes) -> tuple[Room, Room]:
+        rooms = Room(self._limits[0]), Room(self._limits[1])
+        for room, shared in zip(rooms, self._shared.get(owner, ()), strict=False):
+            room.share(shared)
+        return rooms
+
+    def _check(self, room: Room, more: int, name: str, words: str) -> None:
+        if room.shortage(more):
+            self._rejections[name] += 1
+            raise refusal(QuotaExceededError, room, more, name, words)
+
+
+class TenantShare:
+    """What one HTTP request takes of its key's limits."""
+
+    def __init__(self, taken: Sequence[tuple[Room, int]]) -> None:
+        self._taken = taken
+        for room, amount in taken:
+            room.change(amount)
+
+    def release(self) -> None:
+        """Gives the share back. Idempotent."""
+        for room, amount in self._taken:
+            room.change(-amount)
+        self._taken = ()
+
+
+class Admitted:
+    """The room and the share of one HTTP request, taken before any work is done for it.
+
+    A context manager around that work. At its end it gives back what has not been taken over by then, because of the
+    error that ended it.
+    """
+
+    def __init__(self, rooms: Iterable[Reservation], share: TenantShare) -> None:
+        """`rooms` are those of the prompts, in order."""
+        self._rooms = deque(rooms)
+        self._share: TenantShare | None = share
+
+    def take_room(self) -> Reservation:
+        """Returns the next prompt's room. Its taker gives it back."""
+        return self._rooms.popleft()
+
+    def take_share(self) -> TenantShare | None:
+        """Returns the share of the key's limits. Its taker gives it back."""
+        share, self._share = self._share, None
+        return share
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        while self._rooms:
+            self._rooms.popleft().release(error)
+        if self._share is not None:
+            self._share.release()
+
+
+def admit(
+    admission: AdmissionControl,
+    tenants: Tenants,
+    owner: bytes,
+    nums_tokens: Sequence[int],
+    params: SamplingParams | PoolingParams,
+    max_model_len: int,
+) -> Admitted:
+    """Takes room and a share for prompts of about `nums_tokens` tokens each. Raises OverloadedError."""
+    n = count_requests(params)
+    nums_output_tokens = [max_output_tokens(params, max_model_len, num) for num in nums_tokens]
+    num_tokens, num_output_tokens = n * sum(nums_tokens), n * sum(nums_output_tokens)
+    receipts = [admission.receive(n) for _ in nums_tokens]
+    share = None
+    try:
+        share = tenants.take(owner, n * len(nums_tokens), num_tokens + num_output_tokens)
+        admission.check_admission(n * len(nums_tokens), num_tokens, num_output_tokens)
+    except OverloadedError as e:
+        for receipt in receipts:
+            receipt.reject(e)
+        if share is not None:
+            share.release()
+        raise
+    numbers = zip(receipts, nums_tokens, nums_output_tokens, strict=True)
+    return Admitted([admission.reserve_unchecked(receipt, n, *each) for receipt, *each in numbers], share)

@@ -1,0 +1,253 @@
+"""One HTTP request as handlers read it (`Exchange`), and its answer as it is sent (`SentAnswer`)."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive, Send
+
+from quire.errors import ClientError, ValidationError
+from quire.frontend.http.auth import shown_key
+from quire.frontend.http.bodies import Body, BodyReader
+from quire.frontend.http.errors import HttpError
+from quire.frontend.http.state import ServerState
+from quire.frontend.metrics.collect.events import HttpExchange
+from quire.frontend.metrics.frontend_stats import FrontendStats
+from quire.logger import init_logger
+
+logger = init_logger("quire.access")
+
+Result = TypeVar("Result")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
+_TRACE_HEADERS = ("traceparent", "tracestate")
+_MAX_TRACE_HEADER_CHARS = 512
+MIN_VALUES = 1 << 18
+VALUES_PER_CONTEXT_TOKEN = 4
+"""Values a body may hold, counted by its commas. The parser takes about 100 ns for each and blocks the event loop."""
+_MAX_LENGTH_DIGITS = 16
+OBJECT_VALUES = 4
+"""Parsing one JSON object costs about as much as so many plain values."""
+LARGE_BODY_BYTES = 1 << 16
+"""Converting a larger body may block the event loop for longer than other requests should wait."""
+GONE = 499
+"""Status that is logged where the client disconnected before the answer."""
+LOAD_REQUEST_HEADER = "endpoint-load-metrics-format"
+LOAD_RESPONSE_HEADER = "endpoint-load-metrics"
+"""Headers of ORCA, Envoy's load reports: a balancer asks for a format and reads the load from the answer."""
+
+
+class Exchange:
+    """One HTTP request: its id, headers, query and body."""
+
+    def __init__(self, request: Request, state: ServerState) -> None:
+        self.request = request
+        self.state = state
+        given = request.headers.get("x-request-id", "")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        self.size = 0
+        """Bytes of the body, and of the stored conversation it continues."""
+        self._content: bytes | None = None
+        self._own_names: Mapping[str, str] = {}
+
+    @property
+    def owner(self) -> bytes:
+        """Digest of the API key that the request has shown; empty where the server has no keys."""
+        return self.state.gatekeeper.owner_of(self.request)
+
+    @property
+    def trace_headers(self) -> dict[str, str] | None:
+        """The W3C trace context that the client sent; None without one."""
+        found = {name: self.request.headers[name] for name in _TRACE_HEADERS if name in self.request.headers}
+        return {name: value[:_MAX_TRACE_HEADER_CHARS] for name, value in found.items()} or None
+
+    def cache_salt(self, given: str | None) -> str | None:
+        """Returns the salt of a request that sets `given`. With --isolate-cache-by-key it is unique to the key."""
+        if not self.state.config.isolate_cache_by_key:
+            return given
+        identity = b"\0".join((shown_key(self.request), b"" if given is None else b"+" + given.encode()))
+        return hmac.digest(self.state.member.salt_secret, identity, "sha256").hex()
+
+    def query_switch(self, name: str, default: bool) -> bool:
+        """Returns a boolean parameter of the query. Raises ValidationError."""
+        text = self.request.query_params.get(name)
+        if text is None:
+            return default
+        if text.lower() not in _SWITCHES:
+            raise ValidationError(f"{name} must be true or false, got {text[:60]!r}", param=name)
+        return _SWITCHES[text.lower()]
+
+    # -- the body -----------------------------------------------------------------------------------------------------
+
+    async def read(self, reader: BodyReader[Body]) -> Body:
+        """Returns the checked body. Raises HttpError or ValidationError."""
+        content = await self.read_bytes()
+        limit = max(MIN_VALUES, VALUES_PER_CONTEXT_TOKEN * self.state.max_model_len)
+        if len(content) <= limit:
+            body = reader.read(content)
+        else:
+            await asyncio.sleep(0)  # each step on a large body takes milliseconds: others may go on between two
+            if content.count(b",") + OBJECT_VALUES * content.count(b"{") > limit:
+                raise HttpError(413, f"the body holds more than {limit} values (or commas); send less at once")
+            await asyncio.sleep(0)
+            body = reader.read(content)
+            await asyncio.sleep(0)
+        self._own_names = body.own_names
+        return body
+
+    async def read_bytes(self) -> bytes:
+        """Returns the body as it came. May be called again. Raises HttpError: 408, 413, 415."""
+        if self._content is None:
+            self._content = await self._receive_bytes()
+            self.size = len(self._content)
+        return self._content
+
+    async def _receive_bytes(self) -> bytes:
+        headers, config = self.request.headers, self.state.config
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            raise HttpError(415, "the body must be JSON, sent with the header Content-Type: application/json")
+        limit = config.max_request_bytes
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                async for part in self.request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise _too_large(limit)
+                    parts.append(part)
+        except TimeoutError:
+            raise HttpError(
+                408, f"the body did not arrive within {config.body_timeout_s:g} s (--body-timeout-s)", close=True
+            ) from None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def convert(self, work: Callable[[], Result]) -> Result:
+        """Returns the result of `work`, which converts the body: on the text thread if the body is large."""
+        return work() if self.size <= LARGE_BODY_BYTES else await self.state.text_thread.run_aside(work)
+
+    async def render(self, work: Callable[[], Result]) -> Result:
+        """Returns the result of `work`, which reads all text of the request: on the text thread if it is long."""
+        return await self.state.text_thread.run(self.size, work)
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    def in_own_words(self, error: BaseException) -> BaseException:
+        """Returns the error with the field's name as the body spells it."""
+        if isinstance(error, ClientError) and error.param is not None:
+            error.param = self._own_names.get(error.param, error.param)
+        return error
+
+    async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Returns the result of `work`. Cancels it and raises ClientDisconnect if the client disconnects first."""
+        task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(self.request.receive))
+        try:
+            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ClientDisconnect
+        finally:
+            watcher.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body is larger than {limit} bytes (--max-request-bytes)", close=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class SentAnswer:
+    """Passes the answer on: adds headers, and notes status and size for the log and the metrics."""
+
+    def __init__(self, exchange: Exchange, send: Send, *, is_work: bool) -> None:
+        self._exchange = exchange
+        self._send = send
+        self._is_work = is_work
+        self._status = GONE
+        self._num_bytes = 0
+        self._start = time.perf_counter()
+
+    async def send(self, message: Message) -> None:
+        """Passes a message on (ASGI)."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = [*message["headers"], (b"x-request-id", self._exchange.request_id.encode("latin-1"))]
+            message["headers"] = headers + self._load_headers()
+        else:
+            self._num_bytes += len(message.get("body", b""))
+        await self._send(message)
+
+    def _load_headers(self) -> list[tuple[bytes, bytes]]:
+        """Returns the load report, where the request is work and asked for one."""
+        asked = self._exchange.request.headers.get(LOAD_REQUEST_HEADER)
+        if asked is None or not self._is_work:
+            return []
+        report = load_report(self._exchange.state.engine.pipeline.stats, asked)
+        return [] if report is None else [(LOAD_RESPONSE_HEADER.encode(), report.encode())]
+
+    def count(self, path: str) -> None:
+        """Records the exchange in the metrics. `path` is the route's."""
+        headers = self._exchange.request.headers
+        length = headers.get("content-length", "")
+        self._exchange.state.engine.pipeline.stat_loggers.record_exchange(
+            HttpExchange(
+                self._exchange.request.method,
+                path,
+                self._status,
+                time.perf_counter() - self._start,
+                int(length) if length.isdigit() and len(length) < _MAX_LENGTH_DIGITS else 0,
+                self._num_bytes,
+            )
+        )
+
+    def log(self, *, only_failures: bool) -> None:
+        """Logs one line, without the query and other text that a client chooses."""
+        request, state = self._exchange.request, self._exchange.state
+        if only_failures and self._status < 400:
+            return
+        if state.logs_path(request.scope["path"]):
+            fields = {
+                "method": request.method,
+                "path": request.scope["path"][:200],
+                "status": self._status,
+                "duration_ms": round(1000 * (time.perf_counter() - self._start), 1),
+                "request_id": self._exchange.request_id,
+            }
+            logger.info("%s %s %d %.1f ms %s", *fields.values(), extra=fields)
+
+
+def load_report(stats: FrontendStats, format: str) -> str | None:
+    """Returns the load in ORCA's "text" or "json"; None for another format."""
+    load = stats.get_load()
+    named = {
+        "kv_cache_usage_perc": load.kv_cache_usage,
+        "num_requests_running": float(load.num_running),
+        "num_requests_waiting": float(load.num_waiting),
+    }
+    utilization = round(load.saturation, 4)
+    match format.strip().lower():
+        case "text":
+            pairs = [f"named_metrics.{name}={value:g}" for name, value in named.items()]
+            return "TEXT " + ", ".join([f"application_utilization={utilization:g}", *pairs])
+        case "json":
+            return "JSON " + json.dumps({"application_utilization": utilization, "named_metrics": named})
+        case _:
+            return None
