@@ -82,7 +82,7 @@ def file_reads(nodes: Iterable[ast.AST]) -> list[str]:
         if isinstance(node, ast.Call):
             is_method = isinstance(node.func, ast.Attribute) and node.func.attr in ("read_text", "read_bytes", "open")
             called = ast.unparse(node.func)
-            is_awaited_body = called in ("self.read_bytes", "context.read_bytes")
+            is_awaited_body = called in ("self.read_bytes", "exchange.read_bytes")
             if (is_method or called == "open") and not is_awaited_body and not called.startswith(("os.", "self.")):
                 found.append(f"line {node.lineno}: {called}()")
     return found
