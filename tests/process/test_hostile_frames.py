@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 
 from quire import SamplingParams
@@ -24,6 +25,7 @@ from quire.wire.engine_core import (
 )
 from quire.wire.handshake import ENGINE_CORE_DEAD
 from quire.wire.serial import MsgpackDecoder, MsgpackEncoder, WireError
+from tests.seeds import FRESH, seed_of
 from tests.wire import golden
 from tests.wire.mutate import mutate
 
@@ -31,7 +33,7 @@ from .harness import Engine, fake_args, read, running
 from .pace import Pace
 from .peer import ABORT, ADD, UTILITY, Peer, make_config
 
-NUM_MESSAGES = 50_000
+NUM_MESSAGES = 50_000 if FRESH else 5_000
 """Per direction."""
 PROMPT = [5, 6, 7]
 MAX_MODEL_LEN = 8192
@@ -74,8 +76,9 @@ def _wrong_messages_to_the_core(rng: random.Random, count: int) -> Iterator[list
             yield [kind, *frames] if rng.random() < 0.99 else [b""]
 
 
+@pytest.mark.fresh
 def test_wrong_messages_to_the_core(tmp_path: Path, pace: Pace) -> None:
-    rng = random.Random(1)
+    rng = random.Random(seed_of(1))
     with Peer(tmp_path) as peer:
         peer.start(make_config("Leisurely"))
         client = peer.client
@@ -146,7 +149,7 @@ class Intruder:
 
 async def _intrude(engine: Engine, canary: str) -> int:
     """Send it all; how many messages."""
-    rng, intruder, num_sent = random.Random(2), Intruder(engine), 0
+    rng, intruder, num_sent = random.Random(seed_of(2)), Intruder(engine), 0
     ready = msgspec.msgpack.encode(EngineCoreReadyResponse(1, 1, 1, 1, 1.0, ("generate",), incarnation=5))
     replays = _replays(canary)
     try:
@@ -173,6 +176,7 @@ def _num_dropped(engine: Engine) -> int:
     return sum(engine.counts[reason] for reason in ("corrupt", "stale", "repeated", "unknown"))
 
 
+@pytest.mark.fresh
 def test_wrong_messages_to_the_frontend() -> None:
     history = History()
     params = SamplingParams(max_tokens=MAX_MODEL_LEN - len(PROMPT), ignore_eos=True)

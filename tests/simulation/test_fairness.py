@@ -18,6 +18,7 @@ from quire.sampling_params import SamplingParams
 from quire.testing.fake_device import VirtualClock
 from quire.testing.fake_executor import FakeExecutor
 from quire.wire.engine_core import EngineCoreRequest
+from tests.seeds import seeds
 
 BUDGET = 128
 LONG, SHORT, NUM_SHORT = 20_000, 16, 64
@@ -76,7 +77,8 @@ def serve_short_requests(server: Server, seed: int) -> None:
     server.core.shutdown()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.fresh
+@pytest.mark.parametrize("seed", seeds(2))
 def test_short_requests_hardly_notice_a_long_prompt(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     idle = Server()

@@ -12,6 +12,7 @@ from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.sched.scheduler import Scheduler
 from quire.engine.snapshot import held_blocks, make_block_map
 from quire.wire.snapshot import EngineSnapshot, RequestSnapshot
+from tests.seeds import seeds
 
 from .harness import make_request, make_scheduler
 from .kv_cache.model import ModelRequest, admit, decode, full, make_manager, sliding
@@ -60,10 +61,11 @@ def check_requests(found: EngineSnapshot, scheduler: Scheduler) -> None:
 PLACES = ("running", "waiting", "preempted", "blocked")
 
 
+@pytest.mark.fresh
 def test_it_says_what_the_pool_and_the_tables_say() -> None:
     """At every moment of lives with shared prefixes, preemptions, aborts and resets."""
     seen: set[str] = set()
-    for seed in range(12):
+    for seed in seeds(6):
         life = Life(seed)
         for _ in range(150):
             life.act()

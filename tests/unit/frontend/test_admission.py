@@ -20,6 +20,7 @@ from quire.frontend.admission import (
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
+from tests.seeds import seeds
 
 
 def test_without_limits_everything_is_admitted_and_counted() -> None:
@@ -185,7 +186,8 @@ def test_a_correction_refuses_nobody() -> None:
     assert control.num_tokens == 100
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.fresh
+@pytest.mark.parametrize("seed", seeds(2))
 def test_nothing_is_lost_or_given_back_twice(seed: int) -> None:
     """The counts are, at all times, the sums over what is held."""
     rng = random.Random(seed)

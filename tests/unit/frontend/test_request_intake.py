@@ -22,6 +22,7 @@ from quire.frontend.input_processor import InputProcessor
 from quire.frontend.text.tokenizer import LONG_TEXT_CHARS
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.wire.engine_core import FinishReason
+from tests.seeds import seeds
 
 from .async_fake_client import settle
 from .async_setting import Setting, check, check_virtually, last
@@ -268,7 +269,8 @@ def test_long_texts_are_tokenized_elsewhere(model_dir: Path, monkeypatch: pytest
 # -- all together -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.fresh
+@pytest.mark.parametrize("seed", seeds(2))
 def test_nothing_is_left_of_any_request_however_it_ends(model_dir: Path, seed: int) -> None:
     """Readers that leave, are cancelled, aborted, refused, overdue or slow, at random moments of virtual time."""
 

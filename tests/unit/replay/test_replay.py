@@ -19,6 +19,7 @@ from quire.pooling_params import PoolingParams
 from quire.replay.replay import replay
 from quire.wire.engine_core import EngineCoreRequest
 from quire.wire.execution import ModelRunnerOutput
+from tests.seeds import examples, seeds
 from tests.unit.engine.harness import Engine, make_request, make_scheduler
 from tests.unit.engine.recording.recorded import FakeGrammar, encode, make_header, read, watch
 from tests.unit.engine.sched.test_scheduler_random import Life
@@ -61,7 +62,7 @@ def live(seed: int, num_actions: int = 150) -> RecordedLife:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.too_slow])
 def test_random_lives_replay(seed: int) -> None:
     life = live(seed)
     reader = read(encode(life.header, life.events))
@@ -69,9 +70,10 @@ def test_random_lives_replay(seed: int) -> None:
     assert replay(reader.header, reader.events()) == (None, len(life.events))
 
 
+@pytest.mark.fresh
 def test_the_lives_have_everything_in_them() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in seeds(60):
         life = live(seed)
         seen["preemptions"] += life.num_preemptions
         for event in life.events:

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.frontend.supervision.quarantine import CoreDeath
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
+from tests.seeds import examples, seeds
 
 from .model_core import Driver, expected_tokens, make_request
 
@@ -129,10 +130,11 @@ class LinkMachine(RuleBasedStateMachine):
 
 
 TestLinkMachine = LinkMachine.TestCase
-TestLinkMachine.settings = settings(max_examples=150, stateful_step_count=60, derandomize=True)
+TestLinkMachine.settings = settings(max_examples=examples(50), stateful_step_count=60)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.fresh
+@pytest.mark.parametrize("seed", seeds(20))
 def test_poisons_among_innocents(seed: int) -> None:
     """Any crowd, any order: each poison costs at most two restarts, and only poisons fail."""
     rng = random.Random(seed)
@@ -164,7 +166,8 @@ def test_poisons_among_innocents(seed: int) -> None:
         assert driver.delivered[request.request_id] == expected
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.fresh
+@pytest.mark.parametrize("seed", seeds(10))
 def test_kills_without_end_and_no_token_lost(seed: int) -> None:
     """64 requests; a core killed again and again, at any point, as long as now and then a step is completed."""
     rng = random.Random(seed)

@@ -12,6 +12,7 @@ from quire.frontend.client.link import LinkState, Verdict
 from quire.frontend.client.shared_links import DeathReport, MemberLink, OwnerLink, Suspect
 from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
+from tests.seeds import seeds
 
 from .model_core import ABORT, ADD, UTILITY, Driver, ModelCore, expected_tokens, make_ready, make_request
 
@@ -379,7 +380,8 @@ def test_past_the_last_core_nobody_is_tried() -> None:
     assert not owner.deliveries
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.fresh
+@pytest.mark.parametrize("seed", seeds(30))
 def test_poisons_among_innocents_of_several_clients(seed: int) -> None:
     """Any crowd, any order, answers to reports early or late: each poison costs at most two deaths."""
     rng = random.Random(seed)
@@ -402,7 +404,8 @@ def test_poisons_among_innocents_of_several_clients(seed: int) -> None:
     check(fleet, requests)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.fresh
+@pytest.mark.parametrize("seed", seeds(10))
 def test_kills_without_end_and_no_token_of_any_client_lost(seed: int) -> None:
     rng = random.Random(seed)
     fleet = Fleet(3, max_num_seqs=64)

@@ -23,6 +23,7 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.testing.fake_executor import FakeExecutor
 from quire.testing.metrics_audit import MetricsAudit
 from quire.wire.execution import SchedulerOutput
+from tests.seeds import seeds
 
 from .mortal_client import MortalClient
 
@@ -375,7 +376,8 @@ def test_aborts_wherever_they_are() -> None:
     assert observer.snapshot().value("vllm:request_success", "abort") == 2 + 1 + 2
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.fresh
+@pytest.mark.parametrize("seed", seeds(2))
 def test_a_random_crowd(seed: int) -> None:
     rng = random.Random(seed)
     clock.__init__(seed)  # type: ignore[misc]

@@ -106,6 +106,17 @@ class FieldFuzzer:
                 for value in values:
                     yield self._case(endpoint, {name: value})
 
+    def every_value_once(self) -> Iterator[Case]:
+        """Yields each value of each field at one endpoint that has the field, the endpoints taking turns."""
+        places: dict[tuple[str, str], list[tuple[Endpoint, Value]]] = {}
+        for endpoint in self.endpoints:
+            for name, values in self._values[_kind(endpoint)].items():
+                for value in values:
+                    places.setdefault((name, value.text), []).append((endpoint, value))
+        for number, ((name, _), cases) in enumerate(places.items()):
+            endpoint, value = cases[number % len(cases)]
+            yield self._case(endpoint, {name: value})
+
     def draw(self, rng: random.Random) -> Case:
         """One to three fields at once, now and then one of them twice or a very large one."""
         endpoint = rng.choice(self.endpoints)
