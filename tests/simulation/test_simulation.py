@@ -33,7 +33,7 @@ SITUATIONS = (
 
 
 @pytest.mark.fresh
-@pytest.mark.timeout(0 if FRESH else 600)  # two million operations a minute on two idle cores
+@pytest.mark.timeout(0 if FRESH else 600)  # a million operations take a bit over a minute on two idle cores
 def test_random_operations_keep_every_invariant(capsys: pytest.CaptureFixture[str]) -> None:
     seen, seconds = run_parallel(NUM_OPERATIONS, 2 if FRESH else 1, seed_of(0))
     with capsys.disabled():
