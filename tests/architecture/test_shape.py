@@ -73,4 +73,5 @@ def test_assets_are_shipped() -> None:
 def test_assets_are_the_only_data() -> None:
     data = [p for p in PACKAGE.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc", ".typed") and p.name]
     strays = [p for p in data if "assets" not in p.parts and "__pycache__" not in p.parts and p.name != "py.typed"]
-    assert not [p for p in strays if p.name != "libquire_kernels.so"], strays  # built, not committed
+    others = {"libquire_kernels.so", "quire_kernels.h"}  # built, not committed; and source, of C++ and of Python
+    assert not [p for p in strays if p.name not in others], strays

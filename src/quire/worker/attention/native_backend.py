@@ -6,7 +6,7 @@ was in the batch: csrc/attention.h says how.
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import Structure, byref
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,8 @@ from quire.worker.kernels.native import NativeKernels
 class NativeAttentionMetadata:
     """A step: the batch's half of the arguments, and what they point to."""
 
-    args: AttentionArgs
+    args: Structure
+    """qk_attention_args"""
     query_lens: npt.NDArray[np.int64]
     seq_lens: npt.NDArray[np.int64]
     block_table: Tensor

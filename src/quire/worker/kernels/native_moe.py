@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref, pointer
+from ctypes import Structure, byref, pointer
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from quire.worker.kernels.library import (
     Context,
     ExpertsArgs,
     PackArgs,
-    Quantization,
     RouteArgs,
     set_residual,
     with_packed_rows,
@@ -53,7 +52,7 @@ class PlainBlock:
     def __init__(self, context: Context, weights: Tensor, *, is_gated: bool) -> None:
         self.memory = pack_all(context, weights, is_gated=is_gated)
         self.num_experts, _, self.num_inputs = weights.shape
-        self.quantization: Quantization | None = None
+        self.quantization: Structure | None = None
 
 
 class QuantizedBlock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import byref
+from ctypes import Structure, byref
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from quire.worker.kernels.library import (
     ACTIVATIONS,
+    CONSTANTS,
     DTYPES,
     Context,
     LinearArgs,
@@ -23,8 +24,7 @@ from quire.worker.kernels.library import (
 from quire.worker.kernels.specs import LinearSpec
 from quire.worker.quantization.weight import QuantizedWeight
 
-W8A8, W8, W4 = 0, 1, 2
-"""The forms of csrc/quire_kernels.h."""
+W8A8, W8, W4 = CONSTANTS["QK_W8A8"], CONSTANTS["QK_W8"], CONSTANTS["QK_W4"]
 STEP_INPUTS = 32
 """What a group's size must be a multiple of, unless it is the whole row."""
 BLOCK, PANEL = 16, 64
@@ -67,7 +67,7 @@ class QuantizedMatrix:
         parts = (self.values, self.scales, self.zeros, self.corrections)
         return sum(part.nbytes for part in parts if part is not None)
 
-    def describe(self) -> Quantization:
+    def describe(self) -> Structure:
         """What the library reads beside the values; it names tensors of this object, which must outlive it."""
         return Quantization(
             form=self.form,

@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, byref, c_void_p
+from ctypes import POINTER, Structure, byref, c_void_p
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ class Plan:
         context: Context,
         function: Callable[[Tensor, Tensor], Tensor],
         max_num_tokens: int,
-        batches: Sequence[AttentionArgs],
+        batches: Sequence[Structure],
     ) -> None:
         """`function`: ids and positions, [max_num_tokens] int64 each, to [max_num_tokens, dim]. It attends with
         `batches`, one per group of layers with the same block tables: calls are matched with them by their `slots`, so
@@ -124,13 +124,13 @@ class Plan:
         if not is_whole:
             raise NotPlannableError("a kernel is called for something else than each token of the step")
 
-    def _put(self, ids: Tensor, positions: Tensor, batches: Sequence[AttentionArgs]) -> None:
+    def _put(self, ids: Tensor, positions: Tensor, batches: Sequence[Structure]) -> None:
         step = self._step
         step.num_tokens, step.ids, step.positions = ids.shape[0], ids.data_ptr(), positions.data_ptr()
         for i, batch in enumerate(batches):
             self._batches[i] = ctypes.pointer(batch)
 
-    def run(self, ids: Tensor, positions: Tensor, batches: Sequence[AttentionArgs]) -> Tensor:
+    def run(self, ids: Tensor, positions: Tensor, batches: Sequence[Structure]) -> Tensor:
         """ids, positions: [n] int64, at most the number it was made for. [n, dim], overwritten by the next run."""
         self._put(ids, positions, batches)
         self._context.library.cdll.qk_run_plan(self._context.handle, self._handle, byref(self._step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ from quire.errors import ConfigError
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels import library as library_module
 from quire.worker.kernels import registry
-from quire.worker.kernels.library import Context, NativeLibrary, native_library
+from quire.worker.kernels.library import Context, Header, NativeLibrary, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.registry import choose_kernels
 
@@ -78,9 +79,13 @@ def test_types_it_does_not_know_run_on_torch(library: NativeLibrary) -> None:
 
 
 @pytest.mark.usefixtures("no_library")
-def test_without_a_library_everything_runs_on_torch() -> None:
-    kernels = choose_kernels(CPU, torch.float32, 1)
-    assert kernels.name == "torch"
+def test_without_a_library_everything_runs_on_torch(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        kernels = choose_kernels(CPU, torch.float32, 1)
+        assert kernels.name == "torch"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "install a compiler (Debian: g++) and install Quire again" in record.getMessage()
     assert make_attention_backend(CPU, torch.float32, torch.float32, kernels).name == "torch"
 
 
@@ -104,20 +109,8 @@ def test_a_file_that_is_no_library(
     ],
 )
 def test_a_library_that_does_not_fit(source: str, message: str, tmp_path: Path) -> None:
-    names = [
-        *library_module._KERNELS,
-        "qk_create",
-        "qk_destroy",
-        "qk_packed_bytes",
-        "qk_quantized_bytes",
-        "qk_read_memory",
-        "qk_multiply_bf16",
-        "qk_begin_plan",
-        "qk_end_plan",
-        "qk_run_plan",
-        "qk_destroy_plan",
-    ]
-    stubs = "".join(f"void {name}(void) {{}}\n" for name in [*names, "qk_instruction_set"])
+    names = library_module._header.functions.keys() - {"qk_abi_version", "qk_struct_size"}
+    stubs = "".join(f"void {name}(void) {{}}\n" for name in names)
     stubs += "int qk_abi_version(void) { return 999; }\nlong long qk_struct_size(int n) { return n ? 8 : 0; }\n"
     (tmp_path / "stub.c").write_text(stubs if source == "STUBS" else source)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "stub.so", tmp_path / "stub.c"], check=True, timeout=60)
@@ -130,6 +123,34 @@ def test_an_instruction_set_this_cpu_lacks(library: NativeLibrary) -> None:
         Context(library, 1, "neon9")
 
 
-def test_structs_have_the_sizes_of_the_header(library: NativeLibrary) -> None:
-    sizes = [library.cdll.qk_struct_size(n) for n in range(len(library_module._STRUCTS) + 1)]
-    assert sizes == [*map(ctypes.sizeof, library_module._STRUCTS), 0]
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_structs_are_laid_out_as_a_compiler_lays_them_out(tmp_path: Path) -> None:
+    structs = library_module._STRUCTS
+    fields = [(name, field[0]) for name, struct in structs.items() for field in struct._fields_]
+    rows = [f'printf("%zu\\n", offsetof({struct}, {field}));' for struct, field in fields]
+    rows += [f'printf("%zu\\n", sizeof({struct}));' for struct in structs]
+    rows += [f'printf("%d\\n", (int) {name});' for name in library_module.CONSTANTS]
+    source = "\n".join(["#include <stddef.h>", "#include <stdio.h>", f'#include "{library_module.HEADER}"'])
+    (tmp_path / "layout.c").write_text(f"{source}\nint main(void) {{ {' '.join(rows)} return 0; }}\n")
+    program = tmp_path / "layout"
+    subprocess.run(["cc", "-o", program, tmp_path / "layout.c"], check=True, timeout=60)
+    printed = subprocess.run([program], check=True, timeout=60, capture_output=True, text=True).stdout.split()
+    offsets = [getattr(structs[struct], field).offset for struct, field in fields]
+    sizes = [ctypes.sizeof(struct) for struct in structs.values()]
+    assert [int(text) for text in printed] == [*offsets, *sizes, *library_module.CONSTANTS.values()]
+    assert len(structs) == 15
+
+
+def test_functions_have_the_types_of_the_header() -> None:
+    functions = library_module._header.functions
+    pointer_to = ctypes.POINTER(library_module.LinearArgs)
+    assert functions["qk_linear"] == (None, [ctypes.c_void_p, pointer_to])
+    assert functions["qk_create"] == (ctypes.c_void_p, [ctypes.c_int32, ctypes.c_char_p])
+    assert functions["qk_instruction_set"] == (ctypes.c_char_p, [ctypes.c_int32])
+    assert functions["qk_abi_version"] == (ctypes.c_int32, [])
+
+
+@pytest.mark.parametrize("field", ["int32_t sizes[4]", "unsigned int n"])
+def test_a_declaration_that_is_not_understood_is_an_error(field: str) -> None:
+    with pytest.raises(AssertionError, match="not understood: " + re.escape(field)):
+        Header(f"typedef struct {{ int64_t n; {field}; }} qk_some_args;")
