@@ -19,6 +19,7 @@ from tests.process.serving import ServerProcess, serving
 SCREENSHOTS = Path(__file__).resolve().parents[2] / "build" / "screenshots"
 KEY = "secret"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PHONE = {"width": 390, "height": 844}
 FLAGS = (
     "--enable-admin",
     "--admin-port",
@@ -70,12 +71,19 @@ def slow_server(browser: Any) -> Iterator[ServerProcess]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def small_server(browser: Any) -> Iterator[ServerProcess]:
+    """One whose context is soon full."""
+    with serving(*FLAGS, "--max-model-len", "512") as running:
+        yield running
+
+
 class Window:
     """A page of a browser that forgets everything, and what it complained of or asked from elsewhere."""
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.url = url
-        self.context = browser.new_context(viewport={"width": 1360, "height": 900}, **options)
+        self.context = browser.new_context(**{"viewport": {"width": 1360, "height": 900}, **options})
         self.page = self.context.new_page()
         self.page.set_default_timeout(60_000)
         self.complaints: list[str] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +15,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.process.serving import ServerProcess
+from tests.process.serving import ServerProcess, serving
 
-from .conftest import KEY, Window
+from .conftest import FLAGS, KEY, Window
 
 pytestmark = pytest.mark.browser
 
@@ -222,3 +224,51 @@ def test_readings_of_metrics(window: Window) -> None:
         "quantiles": pytest.approx([0.05, 0.1, 0.55, 1.0]), "none": None, "missing": None, "rate": 40, "growth": 60,
         "restarted": None,
     }  # fmt: skip
+
+
+def test_figures_of_a_server_that_is_gone_are_dimmed(browser: Any) -> None:
+    with serving(*FLAGS) as server:
+        window = Window(browser, server.url)
+        page = window.open("/ui/dashboard")
+        wait_for_tile(page, "running", "^0of 8")
+        assert page.locator("main.stale").count() == 0
+    page.wait_for_selector("main.stale")
+    assert "does not answer" in page.inner_text("#words")
+    opacity = "selector => getComputedStyle(document.querySelector(selector)).opacity"
+    assert float(page.evaluate(opacity, "#tiles")) < 0.6
+    assert float(page.evaluate(opacity, ".words")) == 1
+    window.keep("dashboard-gone")
+    window.context.close()
+
+
+def test_a_restart_of_the_core_is_told(browser: Any) -> None:
+    with serving(*FLAGS) as server:
+        window = Window(browser, server.url)
+        page = window.open("/ui/dashboard")
+        wait_for_tile(page, "running", "^0of 8")
+        os.kill(server.core_pid(), signal.SIGKILL)
+        page.wait_for_function(
+            "() => /engine core was killed and was started again/.test(document.getElementById('words').textContent)"
+        )
+        page.wait_for_selector("main:not(.stale)")
+        window.keep("dashboard-restart")
+        window.context.close()
+
+
+def test_words_and_tiles_say_the_same(browser: Any, server: ServerProcess) -> None:
+    window = Window(browser, server.url)
+    page = window.open("/ui/dashboard")
+    both = """() => [document.querySelector('[data-tile=written] .value').textContent,
+        /writes ([\\d.,]+) tokens per second/.exec(document.getElementById('words').textContent)?.[1] ?? null]"""
+    with load_on(server.url, at_once=4):
+        page.wait_for_function(f"() => ({both})()[1] !== null")
+        seen = set()
+        for _ in range(40):
+            tile, words = page.evaluate(both)
+            if words is not None:  # else nothing ran at that moment
+                assert tile == words
+                seen.add(tile)
+            page.wait_for_timeout(100)
+        assert len(seen) > 2, "they changed meanwhile"
+    window.check()
+    window.context.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ipaddress
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from quire import __version__, envs
 from quire.cli.command_line import Arguments, CommandLine, ForeignFlags, Positional
@@ -75,6 +77,12 @@ def run(args: Arguments) -> int:
     engine_config = engine_args(args, **defaults).create_engine_config("serving")
     listeners = resolve("quire.frontend.http.server:Listeners").bind(config)
     tell = partial(_tell, config, engine_config.model_config.names[0], listeners, start)
+    if not keys and is_open_to_others(listeners.url):
+        logger.warning(
+            "anyone who can reach this machine can use the server: it listens on %s and asks for no key; --api-key "
+            "sets one, --host 127.0.0.1 keeps the server to this machine",
+            listeners.url,
+        )
     try:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)
         if config.api_server_count > 1:
@@ -116,6 +124,17 @@ def _serve_alone(
             runner.run(main)
     finally:
         engine.shutdown()
+
+
+def is_open_to_others(url: str) -> bool:
+    """Returns whether a server at this URL can be reached from other machines."""
+    if url.startswith("unix:"):
+        return False
+    host = urlsplit(url).hostname or ""
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
 
 
 def _tell(config: ServerConfig, model_name: str, listeners: Any, start: float) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import main
-from quire.cli.serve import command_line, describe_pages, server_config
+from quire.cli.serve import command_line, describe_pages, is_open_to_others, server_config
 from quire.config.engine_args import FLAGS
 from quire.config.flags import flags_of
 from quire.config.server import ServerConfig, read_api_keys
@@ -107,3 +107,20 @@ def test_where_the_pages_are() -> None:
     assert "http://10.0.0.0:8000/ui " in describe_pages("http://10.0.0.0:8000", None)
     assert "http://127.0.0.1:8001/ui/dashboard can abort" in describe_pages("http://a:1", "http://127.0.0.1:8001")
     assert "/ui" in describe_pages("unix:/run/quire", None)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_open"),
+    [
+        ("http://0.0.0.0:8000", True),
+        ("http://[::]:8000", True),
+        ("https://10.0.0.7:443", True),
+        ("http://gateway:8000", True),
+        ("http://127.0.0.1:8000", False),
+        ("http://[::1]:8000", False),
+        ("http://localhost:8000", False),
+        ("unix:/run/quire", False),
+    ],
+)
+def test_who_can_reach_the_server(url: str, is_open: bool) -> None:
+    assert is_open_to_others(url) is is_open

@@ -1,7 +1,13 @@
 // One answer of the model on the page: its reasoning, its text (token by token, if probabilities are shown), its tool calls,
 // and its figures.
+//
+// Speed is what the engine measured. Chunks reach the page in bursts, so their arrival times say little about a short answer.
 
 import { byId, count, duration, el, percent, plural, rate, setText } from "./dom.js";
+
+const MIN_WRITING_S = 1; // a speed by arrival times is shown after this time
+
+const encoder = new TextEncoder();
 
 export class Answer {
   /** `onResults` is called with the tool messages once every call has a result. */
@@ -10,6 +16,11 @@ export class Answer {
     this.reasoning = "";
     this.calls = [];
     this.tokens = [];
+    this.entries = []; // tokens whose place in the text is not known yet
+    this.bytes = []; // of the text that no token was found for yet
+    this.decoder = new TextDecoder();
+    this.id = null;
+    this.decodeTime = null; // in seconds, by the engine's clock
     this.onResults = onResults;
     this.start = performance.now();
     this.firstAt = this.lastAt = null;
@@ -29,6 +40,7 @@ export class Answer {
   /** Take in a chunk of the stream. */
   take(chunk) {
     if (chunk.error) throw new Error(chunk.error.message);
+    this.id ??= chunk.id;
     this.usage = chunk.usage ?? this.usage;
     const choice = chunk.choices?.[0];
     if (!choice) return;
@@ -40,11 +52,10 @@ export class Answer {
       this.reasoningBox.hidden = false;
       setText(this.reasoningNode, this.reasoning);
     }
-    if (choice.logprobs?.content?.length) this.#addTokens(choice.logprobs.content);
-    if (delta.content) {
-      this.content += delta.content;
-      if (!this.tokens.length) this.textNode.append(delta.content);
-    }
+    const entries = reasoning && !delta.content ? [] : choice.logprobs?.content ?? [];
+    this.content += delta.content ?? "";
+    if (entries.length || this.entries.length || this.tokens.length) this.#place(entries, delta.content ?? "");
+    else if (delta.content) this.textNode.append(delta.content);
     for (const part of delta.tool_calls ?? []) this.#addCall(part);
     this.reason = choice.finish_reason ?? this.reason;
     this.#showStats();
@@ -56,21 +67,35 @@ export class Answer {
     this.numEvents += 1;
   }
 
-  #addTokens(entries) {
-    for (const entry of entries) {
-      const node = el("span", { class: "token" }, entry.token);
-      const probability = Math.exp(entry.logprob);
-      node.style.setProperty("--doubt", `${Math.round(70 * (1 - probability))}%`);
-      const token = { ...entry, probability, node, index: this.tokens.length };
-      node.addEventListener("pointerenter", () => this.#point(token));
-      node.addEventListener("pointerleave", () => hideCard());
-      this.tokens.push(token);
-      this.textNode.append(node);
+  /** Finds the tokens of the text by their bytes. Markers, such as the end of a turn, are tokens that are not in the text. */
+  #place(entries, text) {
+    this.entries.push(...entries);
+    this.bytes.push(...encoder.encode(text));
+    while (this.entries.length && this.bytes.length) {
+      const entry = this.entries[0];
+      const own = entry.bytes ?? [...encoder.encode(entry.token)];
+      const length = Math.min(own.length, this.bytes.length);
+      const isInText = length && own.slice(0, length).every((byte, i) => byte === this.bytes[i]);
+      if (isInText && own.length > length) break; // the rest of its text is in the next chunk
+      this.entries.shift();
+      if (isInText) this.#addToken(entry, this.bytes.splice(0, length));
     }
     this.textNode.tabIndex = 0;
     this.textNode.setAttribute("role", "application");
     this.textNode.setAttribute("aria-label", `${this.content}. Arrow keys go from token to token.`);
     this.textNode.addEventListener("blur", () => hideCard(), { once: true });
+  }
+
+  #addToken(entry, bytes) {
+    const text = this.decoder.decode(Uint8Array.from(bytes), { stream: true });
+    const node = el("span", { class: "token" }, text);
+    const probability = Math.exp(entry.logprob);
+    node.style.setProperty("--doubt", `${Math.round(70 * (1 - probability))}%`);
+    const token = { ...entry, probability, node, index: this.tokens.length };
+    node.addEventListener("pointerenter", () => this.#point(token));
+    node.addEventListener("pointerleave", () => hideCard());
+    this.tokens.push(token);
+    this.textNode.append(node);
   }
 
   #onKey(event) {
@@ -109,8 +134,8 @@ export class Answer {
     const tokens = this.usage?.completion_tokens ?? this.numEvents;
     if (this.firstAt !== null) {
       parts.push(`TTFT ${duration((this.firstAt - this.start) / 1000)}`);
-      const writing = (this.lastAt - this.firstAt) / 1000;
-      if (tokens > 1) parts.push(writing > 0 ? `${rate((tokens - 1) / writing)} tokens/s` : "came all at once");
+      const writing = this.decodeTime ?? (this.lastAt - this.firstAt) / 1000;
+      if (tokens > 1 && (this.decodeTime || writing >= MIN_WRITING_S)) parts.push(`${rate((tokens - 1) / writing)} tokens/s`);
     }
     if (this.usage) {
       const cached = this.usage.prompt_tokens_details?.cached_tokens;
@@ -120,9 +145,16 @@ export class Answer {
     if (parts.length) setText(this.stats, parts.join(" · "));
   }
 
+  /** Takes in how long the engine took from the first token to the last, in seconds. */
+  note(decodeTime) {
+    this.decodeTime = decodeTime;
+    this.#showStats();
+  }
+
   /** The stream is over, however. */
   close({ stopped = false, error = null } = {}) {
     if (stopped) this.reason = "stopped";
+    if (this.bytes.length) this.textNode.append(this.decoder.decode(Uint8Array.from(this.bytes.splice(0)))); // of no whole token
     if (error) this.node.append(el("p", { class: "error", role: "alert" }, error));
     if (this.firstAt === null && !this.reason) setText(this.stats, error ? "" : "No token came.");
     this.#showStats();

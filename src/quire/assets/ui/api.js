@@ -39,6 +39,9 @@ export async function call(path, { body, signal, accept = "application/json", ke
   return response;
 }
 
+/** Why a key is asked for after a 401. */
+export const keyProblem = () => (getKey() ? "The server does not accept this key." : "The server asks for a key.");
+
 /** Show a link to a page that the operator may have switched off. */
 export async function offer(link) {
   const answer = await fetch(link.href, { method: "HEAD", credentials: "omit" }).catch(() => null);

@@ -1,6 +1,6 @@
 // The dashboard: asks for /debug/state and /metrics once a second, and shows what they say.
 
-import { call, offer, wireKey } from "./api.js";
+import { call, keyProblem, offer, wireKey } from "./api.js";
 import { BlockMap } from "./blockmap.js";
 import { LineChart } from "./chart.js";
 import { byId, count, duration, el, percent, plural, rate, setText, wireTheme } from "./dom.js";
@@ -94,12 +94,14 @@ function measure(state) {
     cache: (usable - state.kv_cache.free) / usable,
     compute: labelled(readings.last, "quire_saturation_by_resource", "resource", "compute"),
     preempted: readings.growth("vllm:num_preemptions_total", HITS_S),
+    restarts: readings.growthBy("quire_engine_restarts_total", "cause", HITS_S),
   };
 }
 
 function show(state) {
   const now = measure(state), usable = state.kv_cache.total - 1;
   setText(byId("model"), `${state.model} · Quire ${state.version}`);
+  byId("model").title = byId("model").textContent;
   setText(byId("block-size"), count(state.block_size));
   tile("written", rate(now.written), "", "tokens/s, of answers");
   tile("read", rate(now.read), "", "tokens/s, of prompts (cached ones too)");
@@ -118,37 +120,36 @@ function show(state) {
   map.update(state.kv_cache, state.requests);
   timeline.update(state);
   tables.update(state);
-  say(inWords(state, now), { about: `${state.paused} ${state.running > 0} ${state.waiting > 0} ${now.places >= 1}` });
+  say(inWords(state, now));
 }
 
-let lastSaid = 0, lastAbout = "";
-/** Sentences are for reading: the same matter, `about`, at most every three seconds, but never words that figures contradict. */
-function say(sentences, { isUrgent = false, about = "trouble" } = {}) {
-  if (!isUrgent && about === lastAbout && performance.now() - lastSaid < 3000) return;
-  [lastSaid, lastAbout] = [performance.now(), about];
-  byId("words").setAttribute("aria-live", isUrgent ? "polite" : "off"); // who listens is not told the same anew all the time
+/** Shows sentences of the same moment as the figures. A screen reader reads out only the urgent ones. */
+function say(sentences, { isUrgent = false } = {}) {
+  byId("words").setAttribute("aria-live", isUrgent ? "polite" : "off");
   setText(byId("words"), sentences);
 }
 
+/** Shows whether the figures are of this moment: "live", or "late" or "lost", and then they are dimmed. */
 function pulse(kind) {
   byId("pulse").className = `pulse ${kind}`;
+  document.querySelector("main").classList.toggle("stale", kind !== "live");
 }
 
 function fail(error) {
   if (error.status === 401) {
     pulse("lost");
-    say("The server asks for a key before it shows its requests. Give one with the API key button.", { isUrgent: true });
-    if (!keyAsked) askKey("This server asks for a key.");
+    say(`${keyProblem()} Give one with the API key button.`, { isUrgent: true });
+    if (!keyAsked) askKey(keyProblem());
     keyAsked = true;
   } else if (error.status === 503 || error.name === "TimeoutError") {
     pulse("late");
-    say(`${error.status ? error.message : "The server is slow to answer."} What you see below is older.`, { isUrgent: true });
+    say(`${error.status ? error.message : "The server is slow to answer."} The figures below are older.`, { isUrgent: true });
   } else if (error.status === 404) {
     pulse("lost");
     say("This server shows no state (it was started with --disable-ui, or is not Quire).", { isUrgent: true });
   } else {
     pulse("lost");
-    say(error.message, { isUrgent: true });
+    say(`${error.message} The figures below are older.`, { isUrgent: true });
   }
 }
 

@@ -94,6 +94,15 @@ export class Readings {
     return Math.max(0, total(this.last, name) - (total(this.before(windowS).metrics, name) ?? 0));
   }
 
+  /** The same by the values of one label: those that grew. */
+  growthBy(name, label, windowS) {
+    if (this.all.length < 2) return new Map();
+    const before = this.before(windowS).metrics;
+    const grown = (this.last.get(name) ?? []).map(({ labels, value }) =>
+      [labels[label], value - (labelled(before, name, label, labels[label]) ?? 0)]);
+    return new Map(grown.filter(([, value]) => value > 0));
+  }
+
   rate(name, windowS) {
     const grown = this.growth(name, windowS);
     const elapsed = this.all.length < 2 ? 0 : this.all.at(-1).time - this.before(windowS).time;

@@ -1,16 +1,24 @@
-// What the figures mean, in sentences for someone who has never seen an engine.
+// The figures as sentences, for readers who have never seen an inference engine.
 
 import { count, duration, percent, plural, rate } from "./dom.js";
 
 /** `now` are the measures of dashboard.js. */
 export function inWords(state, now) {
-  return [activity(state, now), queueing(state, now), latency(now), memory(state, now)].filter(Boolean).join(" ");
+  return [restarts(now), activity(state, now), queueing(state, now), latency(now), memory(state, now)].filter(Boolean).join(" ");
+}
+
+const CAUSES = { crash: "crashed", hang: "hung", killed: "was killed", start: "failed to start", lost: "was lost" };
+
+function restarts(now) {
+  const causes = [...now.restarts.keys()].map((cause) => CAUSES[cause] ?? cause);
+  if (!causes.length) return "";
+  return `In the last minute the engine core ${causes.join(" and ")} and was started again; its requests went on where they were.`;
 }
 
 function activity(state, now) {
   if (state.paused !== "no") return `The engine is paused: ${state.paused}.`;
-  if (!state.running && !state.waiting) return "The engine is idle: nobody asks it anything.";
-  const speed = now.written > 0.5 ? `, and writes ${rate(now.written)} tokens per second in all` : "";
+  if (!state.running && !state.waiting) return "The engine is idle: there are no requests.";
+  const speed = now.written > 0.5 ? ` and writes ${rate(now.written)} tokens per second in all` : "";
   if (!state.running) return "Nothing is running yet.";
   if (state.running === 1) return `The engine answers one request${speed.replace(" in all", "")}.`;
   return `The engine answers ${count(state.running)} requests at the same time${speed}.`;
@@ -20,7 +28,7 @@ function queueing(state, now) {
   if (now.preempted > 0) {
     return `Its memory is too small for all of them: in the last minute ${plural(now.preempted, "time")} a request had to give up its blocks and start over.`;
   }
-  if (!state.waiting) return state.running ? "Nobody has to wait." : "";
+  if (!state.waiting) return state.running ? "No request has to wait." : "";
   const verb = state.waiting === 1 ? "waits" : "wait";
   if (state.paused !== "no") return `${plural(state.waiting, "request")} ${verb} for it to go on.`;
   if (state.running >= state.max_num_seqs) return `${count(state.waiting)} more ${verb}: all ${count(state.max_num_seqs)} places are taken.`;
@@ -31,10 +39,10 @@ function queueing(state, now) {
 function latency(now) {
   if (now.ttft[0] === null) return "";
   const further = now.itl[0] === null ? "" : `, then one more every ${duration(now.itl[0])}`;
-  return `Whoever asks sees a first token after about ${duration(now.ttft[0])}${further}.`;
+  return `A request gets its first token after about ${duration(now.ttft[0])}${further}.`;
 }
 
 function memory(state, now) {
-  const hits = now.hits > 0.005 ? ` ${percent(now.hits)} of all prompt tokens were there already, and did not have to be computed.` : "";
-  return `The KV cache, its memory of what was said, is ${percent(now.cache)} in use.${hits}`;
+  const hits = now.hits > 0.005 ? ` ${percent(now.hits)} of all prompt tokens were found there and did not have to be computed.` : "";
+  return `The KV cache, where the engine keeps what it has computed for its requests, is ${percent(now.cache)} in use.${hits}`;
 }
