@@ -110,6 +110,21 @@ def test_lines_that_a_page_changes_exist() -> None:
     assert not missing, "\n".join(missing)
 
 
+GENERATED = {"docs/compat.md", "docs/http_fields.md"}
+
+
+def test_lines_are_short() -> None:
+    """120 characters; rows of tables may be longer, because they cannot be broken."""
+    long = [
+        f"{name}:{number}: {len(line)}"
+        for name, page in PAGES.items()
+        if name not in GENERATED
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120 and not line.lstrip().startswith("|")
+    ]
+    assert not long, "\n".join(long)
+
+
 def test_the_page_beside_vllm_is_up_to_date() -> None:
     page = (ROOT / "docs" / "compat.md").read_text(encoding="utf-8")
     assert page == make_page(), "the routes, fields or flags have changed: run python -m tools.compat"
