@@ -15,7 +15,7 @@ from typing import Any
 from quire.errors import ServerError
 from quire.frontend.fleet.metrics import encode_report, gather_from_parent
 from quire.frontend.fleet.peer_link import PeerLink
-from quire.wire.api_process import PeerMessage
+from quire.wire.peers import PeerMessage
 from tests.unit.frontend.metrics.books import Books
 
 

@@ -21,7 +21,7 @@ from quire.frontend.fleet.parent import ApiProcesses
 from quire.frontend.metrics.collect.facts import Load
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.testing.metrics_audit import MetricsAudit, read_exposition
-from quire.wire.api_process import ApiLaunch
+from quire.wire.peers import ApiLaunch
 from tests.unit.frontend.metrics.books import Books
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 from quire.config.observability import ObservabilityConfig
 from quire.engine import core as core_module
 from quire.engine.recording.format import RecordingReader
-from quire.engine.sched.observed import ObservedScheduler
+from quire.engine.sched.interface import ObservedScheduler
 from quire.replay.replay import Replayer
 from tests.seeds import FRESH, seeds
 from tests.simulation.harness import Simulation

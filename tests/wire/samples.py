@@ -12,8 +12,6 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.structured_outputs import ReasoningTokens, StructuredOutputsParams
 from quire.timeline import Stamp
-from quire.wire.api_process import ApiLaunch, PeerMessage
-from quire.wire.elastic import ReconfigureDistributedRequest, ReconfigureRankType
 from quire.wire.engine_core import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -42,13 +40,16 @@ from quire.wire.kv_cache import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
-from quire.wire.snapshot import BlockMap, EngineSnapshot, RequestSnapshot
+from quire.wire.peers import ApiLaunch, PeerMessage
 from quire.wire.sockets import CurveKeys
 from quire.wire.stats import (
     BaseCacheStats,
+    BlockMap,
+    EngineSnapshot,
     KVCacheEvictionEvent,
     PrefillStats,
     PrefixCacheStats,
+    RequestSnapshot,
     SchedulerStats,
     SpecDecodingStats,
 )
@@ -188,9 +189,6 @@ FULL: dict[str, Any] = {
         prompt_is_token_ids=[True, False, True],
         reasoning_ended=True,
         reasoning_parser_kwargs={"a": 1},
-    ),
-    "ReconfigureDistributedRequest": ReconfigureDistributedRequest(
-        4, 1, ReconfigureRankType.KEEP_CURRENT_RANK, "127.0.0.1", 5000, [5001, 5002], 5003
     ),
     "EngineCoreEvent": EVENT,
     "EngineCoreOutput": OUTPUT,

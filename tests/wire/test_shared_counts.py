@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.wire.shared_counts import SharedCounts
+from quire.wire.peers import SharedCounts
 
 
 def test_each_sees_what_the_others_have(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_another_process_sees_it(tmp_path: Path) -> None:
     path = tmp_path / "counts"
     page = SharedCounts.create(path, 2, 1)
     program = (
-        "import sys; from pathlib import Path; from quire.wire.shared_counts import SharedCounts;"
+        "import sys; from pathlib import Path; from quire.wire.peers import SharedCounts;"
         "count = SharedCounts.attach(Path(sys.argv[1]), 1, 1).column(0); count.put(41 + count.others())"
     )
     page.column(0).put(1)

@@ -18,16 +18,14 @@ from typing import NamedTuple, cast
 
 from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
+from quire.engine.heartbeat import Pulse
 from quire.engine.kv_cache.hashing import make_block_hasher
-from quire.engine.kv_cache_init import initialize_kv_caches
+from quire.engine.kv_cache.sizing import initialize_kv_caches
 from quire.engine.lifecycle import Lifecycle
-from quire.engine.observers import make_observers
-from quire.engine.pulse import Pulse
 from quire.engine.request import BlockHasher, Request, RequestStatus
-from quire.engine.sched.interface import SchedulerInterface, StructuredOutputManager
-from quire.engine.sched.observed import ObservedScheduler
-from quire.engine.step_report import describe_iteration, log_error_detail
-from quire.engine.structured_output.registry import make_structured_output_manager
+from quire.engine.sched.interface import ObservedScheduler, SchedulerInterface, StructuredOutputManager
+from quire.engine.structured_output.manager import make_structured_output_manager
+from quire.engine.tracing import describe_iteration, log_error_detail, make_observers
 from quire.errors import ServerError, ValidationError
 from quire.failpoints import failpoint
 from quire.interrupts import InterruptShield
@@ -36,7 +34,7 @@ from quire.resolve import resolve
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
-from quire.wire.snapshot import EngineSnapshot
+from quire.wire.stats import EngineSnapshot
 from quire.wire.trace import TraceWindow
 
 logger = init_logger(__name__)

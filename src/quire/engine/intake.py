@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.engine.pulse import Pulse
+from quire.engine.heartbeat import Pulse
 from quire.engine.request import Request
 from quire.errors import error_name
 from quire.failpoints import failpoint

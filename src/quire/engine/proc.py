@@ -35,12 +35,12 @@ from quire.config.engine import EngineConfig
 from quire.config.server import decode_config
 from quire.engine.core import EngineCore
 from quire.engine.executor.abstract import Executor
+from quire.engine.heartbeat import UTILITY_S, Pulse
 from quire.engine.intake import ClientLink, DropCounter, InputItem, MessageIntake, RefusedRequest, UtilityCall
 from quire.engine.io_threads import InputThread, IOThread, OutputItem, OutputThread
-from quire.engine.observers import of_incarnation
-from quire.engine.pulse import UTILITY_S, Pulse
 from quire.engine.request import Request, RequestStatus
 from quire.engine.startup import CoreHandshake, LaunchOptions, Preload, parse_command_line, read_curve_keys
+from quire.engine.tracing import of_incarnation
 from quire.engine.utility import answer_utility
 from quire.errors import QuireError, ServerError, ValidationError, error_name
 from quire.failpoints import arm_failpoints, failpoint

@@ -17,7 +17,7 @@ from operator import attrgetter, is_not
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.request import Request
-from quire.wire.snapshot import MAX_REFERENCES, BlockMap, RequestPlace, RequestSnapshot
+from quire.wire.stats import MAX_REFERENCES, BlockMap, RequestPlace, RequestSnapshot
 
 MAX_BLOCKS = 8192
 """Listed in a map: of a larger cache every second, third, …"""

@@ -21,7 +21,7 @@ from quire.errors import OverloadedError
 from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
-from quire.wire.shared_counts import SharedCount
+from quire.wire.peers import SharedCount
 
 ASCII_CHARS_PER_TOKEN = 4
 OTHER_CHARS_PER_TOKEN = 2

@@ -39,7 +39,7 @@ from quire.sampling_params import SamplingParams
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreRequest, PauseMode
 from quire.wire.handshake import ClientAddresses
-from quire.wire.snapshot import EngineSnapshot
+from quire.wire.stats import EngineSnapshot
 
 
 class AsyncLLM:

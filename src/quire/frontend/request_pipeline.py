@@ -27,9 +27,8 @@ from quire.frontend.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from quire.frontend.tracing import RequestTracer, StartupReport, make_span_sender, make_start_phases
 from quire.timeline import get_stamps, stamp
 from quire.version import __version__
-from quire.wire.chrome_trace import BatchTimes, encode_window
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, FinishReason
-from quire.wire.trace import TraceWindow
+from quire.wire.trace import BatchTimes, TraceWindow, encode_window
 
 T = TypeVar("T")
 

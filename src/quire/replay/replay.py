@@ -35,8 +35,7 @@ from quire.engine.recording.format import (
 )
 from quire.engine.recording.recorder import Recorder
 from quire.engine.request import Request, RequestStatus
-from quire.engine.sched.interface import PauseState, StructuredOutputManager
-from quire.engine.sched.observed import ObservedScheduler
+from quire.engine.sched.interface import ObservedScheduler, PauseState, StructuredOutputManager
 from quire.engine.sched.scheduler import Scheduler
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
 from quire.errors import ConfigError, GenerationError, QuireError

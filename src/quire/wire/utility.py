@@ -13,7 +13,7 @@ import msgspec
 
 from quire.lora_request import LoRARequest
 from quire.wire.engine_core import PauseMode
-from quire.wire.snapshot import EngineSnapshot
+from quire.wire.stats import EngineSnapshot
 from quire.wire.trace import TraceWindow
 
 

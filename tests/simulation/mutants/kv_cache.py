@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from quire.engine.kv_cache import block_pool, hashing, prefix_query
+from quire.engine.kv_cache import block_pool, hashing
+from quire.engine.kv_cache.block import FreeKVCacheBlockQueue
 from quire.engine.kv_cache.block_pool import BlockPool, CachedBlockMap
-from quire.engine.kv_cache.free_queue import FreeKVCacheBlockQueue
 from quire.engine.kv_cache.group_manager import SlidingWindowManager
+from quire.engine.kv_cache.hashing import PrefixQuery
 from quire.engine.kv_cache.manager import KVCacheManager
-from quire.engine.kv_cache.prefix_query import PrefixQuery
 from quire.engine.request import Request, RequestStatus
 from tests.simulation.mutants.registry import Patch, mutant, wrap
 
@@ -142,7 +142,7 @@ def _drop_extra_keys(patch: Patch, tag: str) -> None:
     def block_extra_keys(request: Any, index: int) -> Any:
         return tuple(key for key in original(request, index) or () if key[0] != tag) or None
 
-    for module in (hashing, block_pool, prefix_query):
+    for module in (hashing, block_pool):
         patch.setattr(module, "block_extra_keys", block_extra_keys)
 
 

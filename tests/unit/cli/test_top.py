@@ -20,7 +20,7 @@ import pytest
 from quire.cli.main import main
 from quire.cli.server_watch import StateView
 from quire.frontend.http.engine_view import describe_engine
-from quire.wire.snapshot import BlockMap, EngineSnapshot, RequestSnapshot
+from quire.wire.stats import BlockMap, EngineSnapshot, RequestSnapshot
 
 Capture = pytest.CaptureFixture[str]
 SRC = Path(__file__).resolve().parents[3] / "src"

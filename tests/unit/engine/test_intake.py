@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from quire.engine.heartbeat import Pulse
 from quire.engine.intake import DropCounter, InputItem, MessageIntake, RefusedRequest, UtilityCall
-from quire.engine.pulse import Pulse
 from quire.engine.request import Request
 from quire.errors import ValidationError
 from quire.wire.engine_core import EngineCoreRequest, EngineCoreRequestType

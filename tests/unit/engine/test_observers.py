@@ -10,10 +10,10 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
-from quire.engine.observers import of_incarnation
 from quire.engine.recording.format import RecordingReader
-from quire.engine.sched.observed import ObservedScheduler
+from quire.engine.sched.interface import ObservedScheduler
 from quire.engine.sched.scheduler import Scheduler
+from quire.engine.tracing import of_incarnation
 from quire.errors import ConfigError, ValidationError
 from quire.replay.replay import replay
 

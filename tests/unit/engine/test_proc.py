@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from quire.config.engine import LifecycleConfig
+from quire.engine.heartbeat import UTILITY_S, Pulse
 from quire.engine.intake import ClientLink, RefusedRequest, UtilityCall
 from quire.engine.proc import EngineCoreProc, EngineShutdownState, StopSignals
-from quire.engine.pulse import UTILITY_S, Pulse
 from quire.errors import ServerError
 from quire.testing.failpoints import InjectedError, injected
 from quire.wire.engine_core import (

@@ -11,7 +11,7 @@ from quire.engine import snapshot as snapshot_module
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.sched.scheduler import Scheduler
 from quire.engine.snapshot import held_blocks, make_block_map
-from quire.wire.snapshot import EngineSnapshot, RequestSnapshot
+from quire.wire.stats import EngineSnapshot, RequestSnapshot
 from tests.seeds import seeds
 
 from .harness import make_request, make_scheduler

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from quire.engine.step_report import describe_iteration, describe_step, log_error_detail
+from quire.engine.tracing import describe_iteration, describe_step, log_error_detail
 from quire.wire.execution import CachedRequestData, SchedulerOutput
 
 from .harness import Engine, make_request, make_scheduler

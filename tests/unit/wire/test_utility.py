@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.wire.snapshot import BlockMap, EngineSnapshot
+from quire.wire.stats import BlockMap, EngineSnapshot
 from quire.wire.trace import PhaseTrace, TraceWindow
 from quire.wire.utility import UTILITIES, convert_result
 

@@ -1,17 +1,22 @@
-"""The units of the KV cache: a block, the blocks handed to a request, and what a request must show to be cached.
+"""The units of the KV cache: a block, the queue of free blocks, and what a request must show to be cached.
 
 Nothing here holds keys or values: those live in the worker's tensors. A `KVCacheBlock` is the engine's record of one
-slot of every such tensor.
+slot of every such tensor. Block lifetimes are measured on a sample (`KVCacheMetricsCollector`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from quire.lora_request import LoRARequest
 from quire.wire.execution import BlockIds
+from quire.wire.stats import KVCacheEvictionEvent
 
 BlockHash = bytes
 """Digest of one full block and, through its parent, of everything before it. See `hashing`."""
@@ -129,3 +134,159 @@ class KVCacheBlocks:
     def get_block_ids(self) -> BlockIds:
         """Ids per group; 0, the null block, stands for tokens a sliding window has left behind."""
         return tuple([block.block_id for block in group] for group in self.blocks)
+
+
+class FreeKVCacheBlockQueue:
+    """A doubly linked list through the blocks themselves, between two sentinels.
+
+    A plain deque would not do: a cache hit takes a block out of the middle, and that has to be O(1). The head is given
+    out first. Links of a block outside of the queue are None.
+    """
+
+    def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self.num_free_blocks = 0
+        self.head = KVCacheBlock(-1)
+        self.tail = KVCacheBlock(-1)
+        _link(self.head, self.tail)
+        self.append_n(list(blocks))
+
+    def popleft(self) -> KVCacheBlock:
+        """Take the first block. IntegrityError if there is none: the caller must have counted."""
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Take the first `n` blocks, in order."""
+        if n > self.num_free_blocks:
+            raise IntegrityError(f"{n} blocks were taken from a free queue of {self.num_free_blocks}")
+        taken: list[KVCacheBlock] = []
+        block = self.head.next_free_block
+        for _ in range(n):
+            assert block is not None
+            following = block.next_free_block
+            block.prev_free_block = block.next_free_block = None
+            taken.append(block)
+            block = following
+        assert block is not None
+        _link(self.head, block)
+        self.num_free_blocks -= n
+        return taken
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take `block` out, wherever it is. IntegrityError if it is not in the queue."""
+        previous, following = block.prev_free_block, block.next_free_block
+        if previous is None or following is None:
+            raise IntegrityError(f"{block} was removed from the free queue but is not in it")
+        _link(previous, following)
+        block.prev_free_block = block.next_free_block = None
+        self.num_free_blocks -= 1
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put `block` last."""
+        self.append_n([block])
+
+    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put `blocks` last, in their order."""
+        before = self.tail.prev_free_block
+        assert before is not None
+        self._insert(before, blocks, self.tail)
+
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put `blocks` first: blocks[0] becomes the head."""
+        after = self.head.next_free_block
+        assert after is not None
+        self._insert(self.head, blocks, after)
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """The queue from head to tail. O(n)."""
+        blocks: list[KVCacheBlock] = []
+        block = self.head.next_free_block
+        while block is not None and block is not self.tail:
+            blocks.append(block)
+            block = block.next_free_block
+        return blocks
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if a link is broken, a block in use is queued or the count is off. O(n)."""
+        previous, count = self.head, 0
+        block = previous.next_free_block
+        while block is not None and block is not self.tail:
+            if block.prev_free_block is not previous:
+                raise IntegrityError(f"the free queue is torn between {previous} and {block}")
+            if block.ref_cnt:
+                raise IntegrityError(f"{block} is in the free queue")
+            previous = block
+            block = block.next_free_block
+            count += 1
+        if block is None or block.prev_free_block is not previous:
+            raise IntegrityError(f"the free queue does not end after {previous}")
+        if count != self.num_free_blocks:
+            raise IntegrityError(f"the free queue holds {count} blocks and counts {self.num_free_blocks}")
+
+    def _insert(self, before: KVCacheBlock, blocks: Sequence[KVCacheBlock], after: KVCacheBlock) -> None:
+        for block in blocks:
+            if block.next_free_block is not None:
+                raise IntegrityError(f"{block} was freed but is in the free queue already")
+            _link(before, block)
+            # Set at once, so that a block given twice is noticed above.
+            block.next_free_block = after
+            before = block
+        _link(before, after)
+        self.num_free_blocks += len(blocks)
+
+
+def _link(left: KVCacheBlock, right: KVCacheBlock) -> None:
+    left.next_free_block = right
+    right.prev_free_block = left
+
+
+NUM_ACCESSES_KEPT = 4
+
+
+@dataclass(slots=True)
+class _BlockLife:
+    birth_ts: float
+    access_ts: deque[float]
+    """Its last few uses; the allocation is the first."""
+
+
+class KVCacheMetricsCollector:
+    """Follows a share of the allocated blocks from allocation to eviction.
+
+    A block whose content was never cached, or was dropped by a reset, is reused rather than evicted: it makes no event.
+    Which blocks are followed is drawn from a generator of its own, so that a seed replays a run.
+    """
+
+    def __init__(self, sample_rate: float, clock: Callable[[], float] = time.monotonic, seed: int = 0) -> None:
+        self._sample_rate = sample_rate
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._lives: dict[int, _BlockLife] = {}
+        self._events: list[KVCacheEvictionEvent] = []
+
+    def on_block_allocated(self, block_id: int) -> None:
+        """The block was given to a request for new tokens."""
+        self._lives.pop(block_id, None)
+        if self._random.random() < self._sample_rate:
+            now = self._clock()
+            self._lives[block_id] = _BlockLife(now, deque([now], maxlen=NUM_ACCESSES_KEPT))
+
+    def on_block_accessed(self, block_id: int) -> None:
+        """A request hit the block."""
+        if life := self._lives.get(block_id):
+            life.access_ts.append(self._clock())
+
+    def on_block_evicted(self, block_id: int) -> None:
+        """The block's cached content is about to be overwritten."""
+        if life := self._lives.pop(block_id, None):
+            now = self._clock()
+            gaps = tuple(after - before for before, after in pairwise(life.access_ts))
+            self._events.append(KVCacheEvictionEvent(now - life.birth_ts, now - life.access_ts[-1], gaps))
+
+    def reset(self) -> None:
+        """The cache was emptied on purpose: nothing that is followed will be evicted."""
+        self._lives.clear()
+
+    def take_events(self) -> list[KVCacheEvictionEvent]:
+        """Evictions since the last call."""
+        events, self._events = self._events, []
+        return events

@@ -9,13 +9,12 @@ from quire.engine.kv_cache.block import (
     BlockHash,
     CacheableRequest,
     ExtraKeys,
+    FreeKVCacheBlockQueue,
     IntegrityError,
     KVCacheBlock,
+    KVCacheMetricsCollector,
 )
-from quire.engine.kv_cache.free_queue import FreeKVCacheBlockQueue
-from quire.engine.kv_cache.hashing import block_extra_keys
-from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
-from quire.engine.kv_cache.prefix_query import PrefixQuery
+from quire.engine.kv_cache.hashing import PrefixQuery, block_extra_keys
 
 
 class CachedBlockMap:

@@ -11,11 +11,10 @@ from quire.engine.kv_cache.block import (
     IntegrityError,
     KVCacheBlock,
     KVCacheBlocks,
+    KVCacheMetricsCollector,
 )
 from quire.engine.kv_cache.block_pool import BlockPool
-from quire.engine.kv_cache.group_manager import GroupManager, make_group_manager
-from quire.engine.kv_cache.look_up import PrefixLookUp
-from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
+from quire.engine.kv_cache.group_manager import GroupManager, PrefixLookUp, make_group_manager
 from quire.wire.execution import BlockIds
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.stats import KVCacheEvictionEvent, PrefixCacheStats

@@ -30,8 +30,7 @@ from quire.engine.recording.format import (
     Update,
 )
 from quire.engine.request import Request, RequestStatus
-from quire.engine.sched.interface import PauseState, StructuredOutputManager
-from quire.engine.sched.observed import SchedulerObserver
+from quire.engine.sched.interface import PauseState, SchedulerObserver, StructuredOutputManager
 from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 

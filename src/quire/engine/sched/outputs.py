@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.stop import Stop, check_stop
-from quire.engine.structured_output.jump import forced_tokens
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
 from quire.errors import error_name
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 from quire.wire.stats import PrefillStats, SchedulerStats, SpecDecodingStats
 
+MAX_JUMP = 64
+"""Most tokens that a grammar appends at once; those after them come with the next step."""
 _COMPLETE = Stop(RequestStatus.FINISHED_STOPPED)
 
 
@@ -234,3 +236,16 @@ def _count_tokens(stats: SchedulerStats, outputs: list[EngineCoreOutput]) -> Non
             stats.num_decoded_reqs -= 1
     stats.num_generation_tokens += num_tokens
     stats.num_decoded_reqs += len(outputs)
+
+
+def forced_tokens(request: Request) -> Iterator[int]:
+    """The tokens that can only come next, one after another. Each must have been appended before the next is asked
+    for."""
+    structured, params = request.structured_output, request.sampling_params
+    if structured is None or params is None or not structured.jumps:
+        return
+    for _ in range(MAX_JUMP):
+        token_id = structured.forced_token()
+        if token_id is None or (params.min_tokens and token_id in params.all_stop_token_ids):
+            return
+        yield token_id

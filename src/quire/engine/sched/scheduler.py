@@ -16,16 +16,15 @@ import time
 from collections.abc import Callable, Iterable
 
 from quire.config.engine import SchedulerConfig
+from quire.engine.kv_cache.block import KVCacheMetricsCollector
 from quire.engine.kv_cache.manager import KVCacheManager
-from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
 from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.admission import SchedulerLimits
 from quire.engine.sched.interface import PauseState, SchedulerInterface, StructuredOutputManager
-from quire.engine.sched.limits import SchedulerLimits
 from quire.engine.sched.outputs import OutputCollector
-from quire.engine.sched.policy import POLICIES
+from quire.engine.sched.policy import POLICIES, WaitingRequests
 from quire.engine.sched.step import StepBuilder, StepsInFlight
 from quire.engine.sched.stop import check_stop
-from quire.engine.sched.waiting import WaitingRequests
 from quire.engine.snapshot import MAX_REQUESTS, make_block_map, make_request_snapshots
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
 from quire.errors import ClientError, GenerationError, QuireError, ServerError, ValidationError
@@ -33,8 +32,7 @@ from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreEventType, EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.snapshot import EngineSnapshot
-from quire.wire.stats import SchedulerStats
+from quire.wire.stats import EngineSnapshot, SchedulerStats
 
 logger = init_logger(__name__)
 

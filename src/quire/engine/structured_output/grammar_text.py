@@ -9,8 +9,7 @@ from typing import Any
 
 import llguidance
 
-from quire.engine.structured_output.schema import bound_schema
-from quire.engine.structured_output.structural_tag import make_tag_grammar
+from quire.engine.structured_output.structural_tag import bound_schema, make_tag_grammar
 from quire.errors import ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.engine.structured_output.backend import Grammar
-from quire.engine.structured_output.checked_backend import CheckedBackend
 from quire.engine.structured_output.compiler import CompilerSetup
+from quire.engine.structured_output.sandbox import CheckedBackend
 from quire.engine.structured_output.vocabulary import ENDS_WELL, GrammarVocabulary, compile_matcher, load_vocabulary
 from quire.errors import ClientError, ValidationError
 from quire.structured_outputs import StructuredOutputsParams

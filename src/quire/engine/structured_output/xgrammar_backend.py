@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.engine.structured_output.backend import Grammar
-from quire.engine.structured_output.checked_backend import CheckedBackend
 from quire.engine.structured_output.compiler import CompilerSetup
 from quire.engine.structured_output.grammar_text import grammar_error
-from quire.engine.structured_output.schema import bound_schema
-from quire.engine.structured_output.structural_tag import format_of
+from quire.engine.structured_output.sandbox import CheckedBackend
+from quire.engine.structured_output.structural_tag import bound_schema, format_of
 from quire.engine.structured_output.vocabulary import load_vocabulary
 from quire.errors import ClientError, ConfigError, ValidationError
 from quire.structured_outputs import StructuredOutputsParams

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.frontend.admission import AdmissionControl, SharedRoom
-from quire.wire.shared_counts import SharedCount, SharedCounts
+from quire.wire.peers import SharedCount, SharedCounts
 
 _QUEUE_ROOMS = 3
 """Requests, their tokens, and tokens promised (`AdmissionControl`)."""

@@ -35,7 +35,7 @@ from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.frontend.supervision.quarantine import SAME_SIGNAL_GRACE_S, describe_exit, was_asked_to_end
 from quire.frontend.supervision.supervisor import RestartBudget
 from quire.logger import init_logger
-from quire.wire.api_process import EVERYBODY, PARENT, ApiLaunch, PeerMessage
+from quire.wire.peers import EVERYBODY, PARENT, ApiLaunch, PeerMessage
 from quire.wire.serial import WireError
 from quire.wire.sockets import SocketDirectory
 

@@ -15,7 +15,7 @@ from quire.errors import ServerError, error_name, make_error
 from quire.frontend.http.errors import UnavailableError
 from quire.frontend.http.membership import Peers
 from quire.logger import init_logger
-from quire.wire.api_process import EVERYBODY, LENGTH, MAX_PEER_BYTES, PARENT, PeerMessage, encode_peer
+from quire.wire.peers import EVERYBODY, LENGTH, MAX_PEER_BYTES, PARENT, PeerMessage, encode_peer
 from quire.wire.serial import WireError
 
 logger = init_logger(__name__)

@@ -38,8 +38,8 @@ from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.frontend.openai.app import add_parts, build_app
 from quire.logger import init_logger
 from quire.resolve import resolve
-from quire.wire.api_process import LENGTH, ApiLaunch, PeerMessage, encode_peer
 from quire.wire.handshake import check_protocol_version
+from quire.wire.peers import LENGTH, ApiLaunch, PeerMessage, encode_peer
 from quire.wire.process import die_with_parent, set_process_title
 
 logger = init_logger("quire.frontend.fleet.proc")  # as a process this module is __main__

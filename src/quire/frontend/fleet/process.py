@@ -16,7 +16,7 @@ import sys
 from quire import envs
 from quire.errors import ConfigError, ServerError
 from quire.logger import child_level
-from quire.wire.api_process import ApiLaunch, encode_peer
+from quire.wire.peers import ApiLaunch, encode_peer
 from quire.wire.process import search_path
 
 API_MODULE = "quire.frontend.fleet.proc"

@@ -19,7 +19,7 @@ from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.collect.facts import Load
 from quire.frontend.openai.responses.store import ServerResponses
 from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
-from quire.wire.api_process import PeerMessage
+from quire.wire.peers import PeerMessage
 
 
 class PeerServices:

@@ -20,7 +20,7 @@ from quire.frontend.http.errors import UnavailableError
 from quire.frontend.http.membership import Peers
 from quire.frontend.metrics.publish.stat_loggers import EndedRequest, RecentRequests
 from quire.frontend.request_state import RequestState
-from quire.wire.snapshot import BlockMap, EngineSnapshot, RequestSnapshot
+from quire.wire.stats import BlockMap, EngineSnapshot, RequestSnapshot
 
 MIN_INTERVAL_S = 0.25
 ANSWER_TIMEOUT_S = 10.0

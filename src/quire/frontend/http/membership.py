@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.errors import NotFoundError
 from quire.frontend.admission import SharedRoom
-from quire.wire.shared_counts import SharedCount
+from quire.wire.peers import SharedCount
 
 
 class Peers:

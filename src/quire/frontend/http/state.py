@@ -22,7 +22,7 @@ from quire.frontend.request_pipeline import TextThread
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.version import __version__
-from quire.wire.shared_counts import SharedCount
+from quire.wire.peers import SharedCount
 
 Part = TypeVar("Part")
 

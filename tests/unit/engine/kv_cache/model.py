@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.kv_cache.block import BlockHash
+from quire.engine.kv_cache.block import BlockHash, KVCacheMetricsCollector
 from quire.engine.kv_cache.hashing import HashFunction, hash_block, make_block_hasher
 from quire.engine.kv_cache.manager import KVCacheManager
-from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
 from quire.lora_request import LoRARequest
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 

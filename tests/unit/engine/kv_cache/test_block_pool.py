@@ -8,7 +8,7 @@ import pytest
 
 from quire.engine.kv_cache.block import IntegrityError, KVCacheBlock
 from quire.engine.kv_cache.block_pool import BlockPool, CachedBlockMap
-from quire.engine.kv_cache.prefix_query import PrefixQuery
+from quire.engine.kv_cache.hashing import PrefixQuery
 from tests.unit.engine.kv_cache.model import BLOCK_SIZE, ModelRequest, letters
 
 

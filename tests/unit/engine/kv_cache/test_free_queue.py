@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.kv_cache.block import IntegrityError, KVCacheBlock
-from quire.engine.kv_cache.free_queue import FreeKVCacheBlockQueue
+from quire.engine.kv_cache.block import FreeKVCacheBlockQueue, IntegrityError, KVCacheBlock
 
 NUM_BLOCKS = 8
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.group_manager import GroupManager, find_longest_common_hit, make_group_manager
-from quire.engine.kv_cache.prefix_query import PrefixQuery
+from quire.engine.kv_cache.hashing import PrefixQuery
 from quire.wire.kv_cache import AnyKVCacheSpec
 from tests.unit.engine.kv_cache.model import BLOCK_SIZE, ModelRequest, full, sliding
 

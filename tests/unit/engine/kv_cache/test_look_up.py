@@ -8,8 +8,7 @@ import pytest
 
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.block_pool import BlockPool
-from quire.engine.kv_cache.group_manager import make_group_manager
-from quire.engine.kv_cache.look_up import PrefixLookUp
+from quire.engine.kv_cache.group_manager import PrefixLookUp, make_group_manager
 from tests.unit.engine.kv_cache.model import BLOCK_SIZE, ModelRequest, admit, decode, full, letters, make_manager
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.kv_cache.metrics import KVCacheMetricsCollector
+from quire.engine.kv_cache.block import KVCacheMetricsCollector
 from quire.wire.stats import KVCacheEvictionEvent
 from tests.unit.engine.kv_cache.model import ModelRequest, admit, letters, make_manager
 

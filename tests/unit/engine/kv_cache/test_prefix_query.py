@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.kv_cache.block import BlockContent, ExtraKeys
-from quire.engine.kv_cache.prefix_query import PrefixQuery
+from quire.engine.kv_cache.hashing import PrefixQuery
 from tests.unit.engine.kv_cache.model import BLOCK_SIZE, ModelRequest, letters
 
 

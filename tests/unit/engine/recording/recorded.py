@@ -18,7 +18,7 @@ from quire.engine.recording.format import (
 )
 from quire.engine.recording.recorder import Recorder, keyed_digest
 from quire.engine.request import Request
-from quire.engine.sched.observed import ObservedScheduler
+from quire.engine.sched.interface import ObservedScheduler
 from quire.engine.sched.scheduler import Scheduler
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
 from quire.errors import GenerationError

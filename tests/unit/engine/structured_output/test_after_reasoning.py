@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.structured_output.after_reasoning import place_form
-from quire.engine.structured_output.backend import Grammar
+from quire.engine.structured_output.backend import Grammar, place_form
 from quire.errors import ClientError, ValidationError
 from quire.structured_outputs import ReasoningTokens
 

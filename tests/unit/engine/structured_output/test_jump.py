@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.engine.request import Request
-from quire.engine.structured_output.jump import MAX_JUMP
+from quire.engine.sched.outputs import MAX_JUMP
 from quire.engine.structured_output.manager import StructuredOutputManager
 from quire.structured_outputs import StructuredOutputsParams
 from quire.wire.engine_core import FinishReason

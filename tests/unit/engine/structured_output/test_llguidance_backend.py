@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 
 from quire.engine.structured_output.backend import Grammar
-from quire.engine.structured_output.checked_backend import MAX_CACHED_GRAMMARS
 from quire.engine.structured_output.llguidance_backend import LLGuidanceBackend
+from quire.engine.structured_output.sandbox import MAX_CACHED_GRAMMARS
 from quire.errors import ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 from tests.seeds import seeds

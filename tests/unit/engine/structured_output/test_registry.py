@@ -11,7 +11,7 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.config.engine_args import EngineArgs
 from quire.config.hf_config import HFConfig
-from quire.engine.structured_output.registry import PRELOAD_VOCAB_SIZE, make_structured_output_manager
+from quire.engine.structured_output.manager import PRELOAD_VOCAB_SIZE, make_structured_output_manager
 
 
 def make_config(vocab_size: int, **model: Any) -> EngineConfig:

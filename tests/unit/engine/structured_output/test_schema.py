@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.structured_output.schema import MAX_INTEGER, bound_schema
+from quire.engine.structured_output.structural_tag import MAX_INTEGER, bound_schema
 
 BOUNDS = {"minimum": -MAX_INTEGER, "maximum": MAX_INTEGER}
 

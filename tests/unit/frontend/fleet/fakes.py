@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 from quire.frontend.fleet.peer_link import PeerLink
-from quire.wire.api_process import ApiLaunch, PeerMessage
+from quire.wire.peers import ApiLaunch, PeerMessage
 
 
 class FakeProcess:

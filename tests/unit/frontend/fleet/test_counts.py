@@ -12,7 +12,7 @@ from quire.errors import OverloadedError, QuotaExceededError
 from quire.frontend.admission import DRAIN_MEMORY_S, AdmissionControl, Room, SharedRoom
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.http.admitted import Tenants
-from quire.wire.shared_counts import SharedCounts
+from quire.wire.peers import SharedCounts
 
 KEYS = (b"a" * 32, b"b" * 32)
 

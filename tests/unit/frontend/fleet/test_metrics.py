@@ -18,7 +18,7 @@ from quire.frontend.fleet.peer_link import Handler, PeerLink
 from quire.frontend.metrics.collect.facts import Load
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot, ProcessReport
 from quire.testing.metrics_audit import MetricsAudit
-from quire.wire.api_process import PeerMessage
+from quire.wire.peers import PeerMessage
 from tests.unit.frontend.metrics.books import Books
 
 LONG_S = 60.0

@@ -16,7 +16,7 @@ from quire.errors import ConfigError, NotFoundError, OverloadedError, ServerErro
 from quire.frontend.fleet import parent
 from quire.frontend.fleet.parent import ApiProcesses
 from quire.frontend.http.errors import UnavailableError
-from quire.wire.api_process import EVERYBODY, LENGTH, ApiLaunch
+from quire.wire.peers import EVERYBODY, LENGTH, ApiLaunch
 
 from .fakes import FakeProcess
 

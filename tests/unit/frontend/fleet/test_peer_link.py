@@ -13,7 +13,7 @@ import pytest
 from quire.errors import NotFoundError, ServerError
 from quire.frontend.fleet.peer_link import MAX_UNREAD_BYTES, Handler, PeerLink
 from quire.frontend.http.errors import UnavailableError
-from quire.wire.api_process import LENGTH, MAX_PEER_BYTES, PeerMessage
+from quire.wire.peers import LENGTH, MAX_PEER_BYTES, PeerMessage
 from quire.wire.serial import WireError
 
 

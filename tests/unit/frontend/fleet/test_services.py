@@ -20,7 +20,7 @@ from quire.frontend.http.server import StopRequests
 from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.collect.facts import Load
 from quire.frontend.metrics.publish.snapshot import ProcessReport
-from quire.wire.api_process import PeerMessage
+from quire.wire.peers import PeerMessage
 from tests.unit.frontend.client.model_core import make_ready, make_request
 from tests.unit.frontend.metrics.books import Books
 

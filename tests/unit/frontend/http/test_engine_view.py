@@ -17,7 +17,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.http import engine_view
 from quire.frontend.http.engine_view import SnapshotSource, describe_blocks, describe_request, find_runs
 from quire.frontend.http.errors import UnavailableError
-from quire.wire.snapshot import BlockMap, EngineSnapshot, RequestSnapshot
+from quire.wire.stats import BlockMap, EngineSnapshot, RequestSnapshot
 
 from ..openai.serving import Server, check
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.core import EngineCore
-from quire.engine.pulse import UNKNOWN_TOKEN_S, Pulse, StepTimes
+from quire.engine.heartbeat import UNKNOWN_TOKEN_S, Pulse, StepTimes
 from quire.wire.heartbeat import Heartbeat, HeartbeatPage, Phase
 
 from .harness import ScriptedExecutor, make_config, make_core_request
@@ -100,7 +100,7 @@ def test_each_phase_is_on_the_page(page: HeartbeatPage) -> None:
 
 def test_a_step_is_measured_from_execute_to_update(page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("quire.engine.pulse.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("quire.engine.heartbeat.time", SimpleNamespace(monotonic=lambda: now[0]))
     pulse = Pulse(page)
     pulse.execute(["a", "b"], 8)
     first = page.get_heartbeat()

@@ -1,21 +1,29 @@
-"""Notes what the engine does, for traces: a few stamps per step, and a turn in the life of a request when there is one.
+"""Observers of the scheduler: traces in memory (--trace-events) or in a file (--trace-file), and log lines of steps.
 
-Decoding requests cost nothing per step: their phase is one slice, made when it ends.
+A trace has a few stamps per step, and an event when a request changes its phase. Decoding requests cost nothing per
+step: their phase is one slice, made when it ends. Logs contain numbers and ids only, never prompts or outputs.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
+from quire.config.engine import EngineConfig
+from quire.engine.kv_cache.sizing import KVCacheSizes
+from quire.engine.recording.file import BackgroundFile, FileRecorder
 from quire.engine.request import Request, RequestStatus
-from quire.engine.sched.interface import SchedulerInterface
-from quire.engine.sched.observed import SchedulerObserver
+from quire.engine.sched.interface import SchedulerInterface, SchedulerObserver
 from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
-from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
+from quire.wire.trace import ChromeTrace, Event, PhaseTrace, StepTrace, TraceWindow
 
 
 class _Life:
@@ -197,3 +205,117 @@ class TraceBuffer:
             phases + self.tracer.get_open_phases(now),
             self.tracer.num_blocks,
         )
+
+
+WRITE_INTERVAL_S = 0.5
+MAX_PENDING = 1 << 17
+"""Events; a disk that is slower than the engine ends the trace, not the engine."""
+
+
+class TraceFile(StepTracer):
+    """A JSON array of trace events, one a line. A file whose end is missing is read by Perfetto, too."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the file exists or cannot be made."""
+        super().__init__(self._note)
+        self._trace = ChromeTrace()
+        self._pending: list[StepTrace | PhaseTrace] = []
+        head = b"[\n" + b",\n".join(map(msgspec.json.encode, self._trace.start()))
+        self._file = BackgroundFile(path, "--trace-file", WRITE_INTERVAL_S, self._take, head=head, tail=b"\n]\n")
+
+    def _note(self, event: StepTrace | PhaseTrace) -> None:
+        if self._file.is_over:
+            return
+        self._pending.append(event)
+        if len(self._pending) > MAX_PENDING:
+            self._file.give_up(f"{MAX_PENDING} events wait to be written")
+
+    def close(self) -> None:
+        """Write what is left, and the end. May be called twice."""
+        self._file.close()
+
+    def _take(self) -> bytes:
+        pending, self._pending = self._pending, []
+        return b"".join(b",\n" + msgspec.json.encode(event) for event in self._to_events(pending))
+
+    def _to_events(self, noted: Iterable[StepTrace | PhaseTrace]) -> Iterator[Event]:
+        for one in noted:
+            yield from self._trace.steps([one]) if isinstance(one, StepTrace) else self._trace.phases([one])
+
+
+def describe_step(output: SchedulerOutput) -> str:
+    """A step in one line: who computes how much, and who left."""
+    cached = output.scheduled_cached_reqs
+    starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    new_ids = set(starts)
+    starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    parts = [
+        f"{request_id}{' (new)' if request_id in new_ids else ''}: {starts.get(request_id)}+{num_tokens}"
+        for request_id, num_tokens in output.num_scheduled_tokens.items()
+    ]
+    return (
+        f"{output.total_num_scheduled_tokens} tokens of {len(parts)} requests (computed+scheduled) [{', '.join(parts)}]"
+        f", finished {sorted(output.finished_req_ids)}, preempted {sorted(output.preempted_req_ids)}"
+    )
+
+
+def describe_iteration(index: int, output: SchedulerOutput, elapsed_s: float) -> str:
+    """The iteration log line (checklist S3-EC-034). A request that computes one token (and drafts) is generating."""
+    num_generating = num_generated = 0
+    for request_id in output.scheduled_cached_reqs.req_ids:
+        num_tokens = output.num_scheduled_tokens[request_id]
+        if num_tokens == 1 + len(output.scheduled_spec_decode_tokens.get(request_id, ())):
+            num_generating += 1
+            num_generated += num_tokens
+    return (
+        f"Iteration({index}): {len(output.num_scheduled_tokens) - num_generating} context requests, "
+        f"{output.total_num_scheduled_tokens - num_generated} context tokens, {num_generating} generation requests, "
+        f"{num_generated} generation tokens, elapsed {elapsed_s * 1e3:.2f} ms"
+    )
+
+
+def log_error_detail(logger: logging.Logger, output: SchedulerOutput, request_counts: tuple[int, int]) -> None:
+    """Log the input of a step that failed. Raises nothing: the error that is being reported must not be hidden."""
+    try:
+        logger.error("the step that failed: %s; %d running, %d waiting", describe_step(output), *request_counts)
+    except Exception:
+        logger.exception("the step that failed could not be described")
+
+
+class Observers(NamedTuple):
+    """All of them, and the one whose traces can be asked for."""
+
+    observers: list[SchedulerObserver]
+    traces: TraceBuffer | None
+
+
+def make_observers(config: EngineConfig, sizes: KVCacheSizes) -> Observers:
+    """Raises ConfigError if one cannot do what it is asked for."""
+    observability = config.observability_config
+    observers: list[SchedulerObserver] = []
+    traces = TraceBuffer(observability.trace_events) if observability.trace_events else None
+    if traces is not None:
+        observers.append(traces.tracer)
+    if observability.record is not None:
+        observers.append(FileRecorder(config, sizes))
+    if observability.trace_file is not None:
+        observers.append(TraceFile(Path(observability.trace_file)))
+    return Observers(observers, traces)
+
+
+def of_incarnation(config: EngineConfig, incarnation: int) -> EngineConfig:
+    """The configuration of a core that had been started `incarnation` times before: it writes files of its own, FILE.1,
+    FILE.2, ..., and leaves alone what the ones before it wrote."""
+    observability = config.observability_config
+    if not incarnation or (observability.record is None and observability.trace_file is None):
+        return config
+    observability = dataclasses.replace(
+        observability,
+        record=_add_number(observability.record, incarnation),
+        trace_file=_add_number(observability.trace_file, incarnation),
+    )
+    return dataclasses.replace(config, observability_config=observability)
+
+
+def _add_number(path: str | None, number: int) -> str | None:
+    return None if path is None else f"{path}.{number}"

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from quire.engine.kv_cache_init import initialize_kv_caches
+from quire.engine.kv_cache.sizing import initialize_kv_caches
 from quire.errors import ConfigError
 
-from .harness import BLOCK_SIZE, SPEC, ScriptedExecutor, make_config
+from ..harness import BLOCK_SIZE, SPEC, ScriptedExecutor, make_config
 
 
 def test_the_order_of_calls_and_what_comes_of_them(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.wire.chrome_trace import FRONTEND, REQUESTS, ChromeTrace, encode_window
-from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
+from quire.wire.trace import FRONTEND, REQUESTS, ChromeTrace, PhaseTrace, StepTrace, TraceWindow, encode_window
 
 from .trace_rules import check_events
 

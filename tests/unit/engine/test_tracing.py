@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.sched.observed import ObservedScheduler
-from quire.engine.step_tracer import TraceBuffer
-from quire.engine.trace_file import TraceFile
+from quire.engine.sched.interface import ObservedScheduler
+from quire.engine.tracing import TraceBuffer, TraceFile
 from quire.errors import ConfigError
-from quire.wire.chrome_trace import encode_window
-from quire.wire.trace import PhaseTrace
+from quire.wire.trace import PhaseTrace, encode_window
 from tests.unit.replay.test_replay import RecordedLife
 from tests.unit.wire.trace_rules import check_events
 
