@@ -31,11 +31,13 @@ _RERUN = "run the same command again to go on"
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire batch`."""
     own = [
         Option(name="input_file", short="-i", help="The requests (instead of INPUT).", metavar="FILE.jsonl"),
         Option(
-            name="output_file", short="-o", help="The results; what it already holds is kept.", metavar="FILE.jsonl"
+            name="output_file",
+            short="-o",
+            help="The results; those that it already holds are kept. - is stdout.",
+            metavar="FILE.jsonl",
         ),
     ]
     return CommandLine(
@@ -44,12 +46,12 @@ def command_line() -> CommandLine:
         [*own, *engine_options()],
         Positional("input", "The requests, one JSON object per line."),
         "A request that fails gives an error row and does not stop the others; the exit code is then 1. Results are\n"
-        "written as they finish, so their order is not the input's: match them by custom_id.",
+        "written as they finish, in another order than the input: match them by custom_id.",
     )
 
 
 def run(args: Arguments) -> int:
-    """Run the batch. Returns 1 if any row of the output file is an error."""
+    """Runs the batch. Returns 1 if any row of the output file is an error."""
     source, target = _paths(args)
     results = ResultFile(target)
     try:
@@ -77,7 +79,7 @@ def _paths(args: Arguments) -> tuple[Path, Path]:
 
 
 def _unfinished(source: Path, results: ResultFile) -> Iterator[InputRow]:
-    """The rows without a result yet. A custom_id used twice would make results ambiguous: the second is an error."""
+    """Yields the rows without a result. A second row with the same custom_id, which would be ambiguous, is an error."""
     seen: set[str] = set()
     for row in read_rows(source):
         if row.key in seen:
@@ -125,7 +127,7 @@ class _BatchRun:
         self._running: dict[int, _RowState] = {}
 
     def run(self, waiting: Iterator[InputRow], window: int) -> None:
-        """Until every row has a result."""
+        """Runs until every row has a result."""
         while True:
             while len(self._running) < window and (row := next(waiting, None)) is not None:
                 self._start(row)
@@ -177,7 +179,7 @@ class _BatchRun:
 
 
 def result_row(custom_id: str, request: BatchRequest, outputs: Sequence[RequestOutput], model: str) -> dict[str, Any]:
-    """The row of a request that ran; `outputs` in the order of its prompts."""
+    """Returns the row of a request that ran, in OpenAI's form; `outputs` are in the order of its prompts."""
     choices = [
         _choice(request, output, sequence, position * request.params.n + sequence.index)
         for position, output in enumerate(outputs)
@@ -196,7 +198,7 @@ def result_row(custom_id: str, request: BatchRequest, outputs: Sequence[RequestO
 
 
 def error_row(row_id: str | None, custom_id: str | None, error: QuireError) -> dict[str, Any]:
-    """The row of a request that was refused or failed."""
+    """Returns the row of a request that was refused or failed."""
     described = error_body(error)
     name = row_id or f"batch_req_{uuid.uuid4().hex[:16]}"
     return _row(name, custom_id, described["code"], {"error": described}, described)
@@ -232,7 +234,7 @@ def _chat_logprobs(request: BatchRequest, sequence: CompletionOutput) -> dict[st
         return None
     content = []
     for token_id, position in zip(sequence.token_ids, sequence.logprobs, strict=True):
-        # The sampled token comes first and may be among the top ones too; `rank` sorts it in or out.
+        # The sampled token comes first and may be among the top ones, too; `rank` decides whether it belongs to them.
         top = [x for x in position.values() if x.rank is not None and x.rank <= (request.params.logprobs or 0)]
         content.append({**_logprob(position[token_id]), "top_logprobs": [_logprob(x) for x in top]})
     return {"content": content}

@@ -1,4 +1,4 @@
-"""The two files of `quire batch`: requests read one line at a time, results appended so that a rerun can go on."""
+"""The two files of `quire batch`: requests are read line by line, results appended so that a rerun can continue."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class InputRow:
 
     @property
     def key(self) -> str:
-        """What a rerun recognises the row by: its custom_id, or its line number where it has none."""
+        """Returns what identifies the row in a rerun: its custom_id, or its line number."""
         custom_id = self.content.get("custom_id")
         return custom_id if isinstance(custom_id, str) else row_id(self.line_number)
 
 
 def row_id(line_number: int) -> str:
-    """The `id` of a result whose request has no custom_id."""
+    """Returns the `id` of a result whose request has no custom_id."""
     return f"batch_req_line_{line_number}"
 
 
@@ -144,7 +144,7 @@ class ResultFile:
 
 
 def error_body(error: QuireError) -> dict[str, Any]:
-    """The OpenAI error object of an exception."""
+    """Returns the OpenAI error object of an exception."""
     param = error.param if isinstance(error, ClientError) else None
     code = error.status_code
     kind = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}.get(

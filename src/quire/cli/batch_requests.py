@@ -1,7 +1,7 @@
-"""One line of an OpenAI batch file: from its body to prompts and sampling parameters.
+"""Parses a line of an OpenAI batch file into prompts and sampling parameters.
 
-The fields are those of vLLM's /v1/completions and /v1/chat/completions (spec/vllm_http_and_flags.md). A field this
-engine cannot honour is refused by name; a field without an effect on the output is ignored.
+The fields are those of vLLM's /v1/completions and /v1/chat/completions. A field that this engine cannot honour is
+refused by name; a field without an effect on the output is ignored.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _RESERVED_VARIABLES = {
     "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "content_format",
     "tokenize", "documents",
 }  # fmt: skip
-"""What a row sets by fields of its own, or not at all."""
+"""Template variables that a row sets through fields, or not at all."""
 RenderChat = Callable[..., list[int]]
 """messages and template options -> prompt token ids; the tokenizer's `apply_chat_template`."""
 
@@ -85,7 +85,7 @@ class RequestReader:
         self._render_chat = render_chat
 
     def read(self, row: InputRow) -> BatchRequest:
-        """Raises ValidationError or NotFoundError; the message names the field."""
+        """Returns the request of a row. Raises ValidationError or NotFoundError; the message names the field."""
         if row.error is not None:
             raise row.error
         custom_id, url, body = self._envelope(row)
@@ -164,7 +164,10 @@ class RequestReader:
 
 
 def _row_seed(seed: int, custom_id: str) -> int:
-    """The seed of a row that names none: its own, so that a resumed batch draws what an undisturbed one would."""
+    """Returns the seed of a row without one.
+
+    It depends on the row alone, so that a resumed batch draws the same tokens.
+    """
     digest = hashlib.sha256(f"{seed}/{custom_id}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8]) >> 1
 
@@ -201,7 +204,7 @@ def _boolean(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def _form(body: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """The form that the output must have, in any of the server's fields for it."""
+    """Returns the required form of the output, from any of the server's fields for it."""
     given = {name: body[name] for name in _FORM_FIELDS if body.get(name) is not None}
     try:
         return msgspec.convert(given, FormBody).form()
@@ -219,7 +222,7 @@ def _repetition_detection(value: Any) -> RepetitionDetectionParams:
 
 
 def _text_prompts(prompt: Any) -> list[dict[str, Any]]:
-    """Text, token ids, or a list of either."""
+    """Returns prompts from text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
     if isinstance(prompt, list) and prompt:

@@ -1,4 +1,4 @@
-"""`quire cache`: what Quire keeps on disk between runs; list it, check it, delete it."""
+"""`quire cache`: lists, checks and deletes what Quire keeps on disk between runs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire cache`."""
     own = [Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False)]
     return CommandLine(
         "quire cache",
-        "Packed weights that later starts map into memory. All of them may be deleted at any time, also while in use.",
+        "List, check or delete packed weights, which later starts map into memory. They may be deleted while in use.",
         own,
         Positional("action", "list (the default); verify reads every file and checks its bytes; clear deletes all."),
     )
 
 
 def run(args: Arguments) -> int:
-    """Print what there is, or what was done. 1 if `verify` found damage."""
+    """Prints the files, or what was done. Returns 1 if `verify` found damage."""
     action = args["action"] or "list"
     if action not in ACTIONS:
         raise ConfigError(f"unknown action {action!r}; quire cache takes one of {', '.join(ACTIONS)}")
@@ -43,7 +42,7 @@ def run(args: Arguments) -> int:
 
 
 def describe(path: Path, *, is_verified: bool) -> dict[str, Any]:
-    """What is known of a file: where it is, what it was packed from, its size, its last use, and its state."""
+    """Returns the facts of a file: path, source checkpoint, size, last use and state."""
     facts: dict[str, Any] = {"path": str(path), "source": None, "bytes": 0, "used_time": None, "state": "gone"}
     try:
         status = path.stat()
@@ -58,7 +57,7 @@ def describe(path: Path, *, is_verified: bool) -> dict[str, Any]:
 
 
 def format_cache(figures: dict[str, Any]) -> str:
-    """The files as people read them."""
+    """Formats the files as a table."""
     total = sum(file["bytes"] for file in figures["files"])
     limit = _size(figures["max_bytes"])
     lines = [

@@ -30,12 +30,12 @@ from quire.resolve import resolve
 
 
 class LeaveChatError(Exception):
-    """/exit was typed."""
+    """Raised by /exit."""
 
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """`run(session, argument)` returns what to tell the user. Raises ClientError or ConfigError."""
+    """`run(session, argument)` returns a message for the user. Raises ClientError or ConfigError."""
 
     usage: str
     help: str
@@ -43,7 +43,7 @@ class ChatCommand:
 
 
 def run_chat_command(session: ChatSession, line: str) -> str:
-    """Run a line that starts with a slash. Raises ConfigError for an unknown command, LeaveChatError for /exit."""
+    """Runs a line that starts with a slash. Raises ConfigError for an unknown command, LeaveChatError for /exit."""
     name, _, argument = line[1:].partition(" ")
     command = CHAT_COMMANDS.get(name.lower())
     if command is None:
@@ -147,19 +147,18 @@ _FENCE = '"""'
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire chat`."""
     own = [Option(name="system", help="The system prompt.")]
     sampling = [option for option in sampling_options() if option.name not in ("n", "logprobs")]
     return CommandLine(
         "quire chat",
         "Talk to a model. Type /help inside for its commands. From a pipe, each line is one message.",
         [*own, *remote_options("Talk to the model of a server."), *sampling, *engine_options(without=SAMPLING_HELP)],
-        Positional("model_name", "The model, as --model has it.", nargs="?"),
+        Positional("model_name", "The model, as in --model.", nargs="?"),
     )
 
 
 def run(args: Arguments) -> int:
-    """Chat until the input ends."""
+    """Chats until the input ends."""
     if args["url"] is not None:
         validate_remote(args)
         with resolve(REMOTE_SERVER).of(args) as server:
@@ -202,7 +201,7 @@ class ChatLoop:
         self._read_line = make_line_reader(self._is_interactive)
 
     def run(self) -> None:
-        """Until the end of the input or /exit."""
+        """Runs until the end of the input or /exit."""
         for message in self._messages():
             try:
                 self._handle(message)
@@ -233,12 +232,12 @@ class ChatLoop:
             return
         answer = self._session.answer(message.removeprefix("/") if message.startswith("//") else message, self._write)
         print(flush=True)
-        self._tell(answer)
+        self._note_answer(answer)
 
     def _write(self, text: str) -> None:
         print(self._out.printable(text), end="", flush=True)
 
-    def _tell(self, answer: Answer) -> None:
+    def _note_answer(self, answer: Answer) -> None:
         if answer.num_dropped:
             self._note(f"the context was full: the {answer.num_dropped} oldest messages were left out")
         if answer.was_stopped:
@@ -255,7 +254,10 @@ LineReader = Callable[[str], str]
 
 
 def read_message(read_line: LineReader) -> str | None:
-    """The next message, which may span lines (a trailing backslash, triple quotes); None at the end of the input."""
+    """Returns the next message, which may span lines (a trailing backslash, triple quotes);
+
+    None at the end of the input.
+    """
     try:
         line = read_line("> ")
     except EOFError:
@@ -284,7 +286,7 @@ def _read_fenced(first: str, read_line: LineReader) -> str:
 
 
 def make_line_reader(is_interactive: bool) -> LineReader:
-    """`input` with history where there is a terminal; from a pipe, lines without any prompt."""
+    """Returns `input` with history for a terminal; for a pipe, a reader without prompts."""
     if not is_interactive:
         return _read_piped_line
     with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""The state of one terminal chat: the conversation, the sampling parameters, and how an answer is made."""
+"""A terminal chat: the conversation, its sampling parameters, how an answer is made, and a model that runs here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages in the form their model takes, and how many tokens they are; None where nobody tells."""
+    """Messages in the form that their model takes, and their length in tokens; None where it is unknown."""
 
     content: Any
     num_tokens: int | None
@@ -26,7 +26,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class AnswerPiece:
-    """Some of an answer. What is `shown_only` (a model's reasoning) is no part of the message."""
+    """A part of an answer. Text that is `shown_only` (a model's reasoning) does not belong to the message."""
 
     text: str
     finish_reason: str | None = None
@@ -34,21 +34,24 @@ class AnswerPiece:
 
 
 class ChatModel(Protocol):
-    """What answers: an engine in this process's hands, or a server. `max_model_len` is None where nobody tells."""
+    """The model of a chat: a local engine or a server. `max_model_len` is None where it is unknown."""
 
     name: str
     max_model_len: int | None
 
     def longest_answer(self, params: Mapping[str, Any]) -> int | None:
-        """In tokens, where `params` or the model bound it. Raises ValidationError for parameters out of bounds."""
+        """Returns the limit in tokens that `params` or the model set.
+
+        Raises ValidationError for parameters out of bounds.
+        """
 
     def render(self, messages: Sequence[Message]) -> ChatPrompt:
-        """What `answer` takes. Raises ClientError."""
+        """Returns the prompt that `answer` takes. Raises ClientError."""
 
     def answer(
         self, prompt: ChatPrompt, params: Mapping[str, Any], timing: RequestTiming
     ) -> Generator[AnswerPiece, None, None]:
-        """The pieces as they come, their times noted in `timing`. Closed early, it ends the request.
+        """Yields the pieces as they arrive and stores their times in `timing`. Closing it early ends the request.
 
         Raises ClientError, GenerationError.
         """
@@ -56,7 +59,7 @@ class ChatModel(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one message. `num_dropped` messages no longer fitted the context and were left out."""
+    """The answer to one message. `num_dropped` messages no longer fitted into the context and were left out."""
 
     text: str
     finish_reason: str | None
@@ -82,13 +85,13 @@ class ChatSession:
     # -- the conversation -----------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every message; the system prompt stays."""
+        """Deletes every message; the system prompt stays."""
         self.messages.clear()
         self._first_kept = 0
         self.last_answer = None
 
     def undo(self) -> bool:
-        """Take back the last question and what followed it. False if there is none."""
+        """Deletes the last question and what followed it. Returns False if there is none."""
         questions = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
         if not questions:
             return False
@@ -97,11 +100,11 @@ class ChatSession:
         return True
 
     def to_json(self) -> dict[str, Any]:
-        """What /save writes."""
+        """Returns what /save writes."""
         return {"messages": [*self._system_messages(), *self.messages]}
 
     def load_json(self, content: Any) -> None:
-        """Replace the conversation by what `to_json` gave, or by a plain list of messages. Raises ValidationError."""
+        """Replaces the conversation by a result of `to_json` or a plain list of messages. Raises ValidationError."""
         messages = content.get("messages") if isinstance(content, dict) else content
         if not isinstance(messages, list) or not all(_is_message(m) for m in messages):
             raise ValidationError("the file holds no list of messages with a role and a text content")
@@ -115,7 +118,7 @@ class ChatSession:
         self._model.longest_answer(self.params)
 
     def context_line(self) -> str:
-        """How full the context is."""
+        """Returns a line that says how full the context is."""
         used = self._render().num_tokens if self.messages else 0
         if used is None or self._model.max_model_len is None:
             return f"{len(self.messages)} messages"
@@ -124,9 +127,9 @@ class ChatSession:
     # -- answering ------------------------------------------------------------------------------------------------
 
     def answer(self, question: str, write: Callable[[str], None]) -> Answer:
-        """Ask, hand each piece of the answer to `write`, and remember both. Ctrl-C ends the answer, not the chat.
+        """Asks, passes each piece of the answer to `write`, and stores both. Ctrl-C ends the answer, not the chat.
 
-        Raises ClientError (and forgets the question) when it cannot be asked.
+        Raises ClientError (and deletes the question) when the question cannot be asked.
         """
         first_kept = self._first_kept
         self.messages.append({"role": "user", "content": question})
@@ -145,7 +148,7 @@ class ChatSession:
         return answer
 
     def _fit(self, max_tokens: int | None) -> tuple[ChatPrompt, int]:
-        """The prompt, and how many of the oldest messages had to be dropped to leave room for an answer."""
+        """Returns the prompt, and how many of the oldest messages were dropped to leave room for an answer."""
         limit, before = self._model.max_model_len, self._first_kept
         prompt = self._render()
         if limit is None:
@@ -155,7 +158,7 @@ class ChatSession:
             questions = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i > self._first_kept]
             if not questions:
                 if prompt.num_tokens < limit:
-                    break  # a long question alone: answer it in what room there is
+                    break  # a long question alone: its answer gets the room that is left
                 raise PromptTooLongError(
                     f"the message (with the system prompt) takes {prompt.num_tokens} tokens; the context holds "
                     f"{limit}: shorten it, or raise --max-model-len if the model can take more",
@@ -195,7 +198,7 @@ class ChatTokenizer(Protocol):
     """The part of `Tokenizer` a chat needs."""
 
     def apply_chat_template(self, conversation: Any, *, add_generation_prompt: bool) -> Any:
-        """Messages to prompt token ids."""
+        """Returns the prompt token ids of messages."""
 
 
 class EngineChatModel:
@@ -217,18 +220,15 @@ class EngineChatModel:
         self._num_requests = 0
 
     def longest_answer(self, params: Mapping[str, Any]) -> int | None:
-        """Raises ValidationError."""
         return self._sampling_params(params).max_tokens
 
     def render(self, messages: Sequence[Message]) -> ChatPrompt:
-        """Token ids."""
         token_ids = list(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
         return ChatPrompt(token_ids, len(token_ids))
 
     def answer(
         self, prompt: ChatPrompt, params: Mapping[str, Any], timing: RequestTiming
     ) -> Generator[AnswerPiece, None, None]:
-        """Raises GenerationError when the engine fails."""
         request_id = f"chat-{self._num_requests}"
         self._num_requests += 1
         self._engine.add_request(request_id, {"prompt_token_ids": prompt.content}, self._sampling_params(params))

@@ -1,4 +1,4 @@
-"""`quire collect-env`: what a bug report needs, and nothing secret."""
+"""`quire collect-env`: the facts that a bug report needs, without secrets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire collect-env`."""
     return CommandLine(
         "quire collect-env",
         "Print versions, hardware and settings, for a bug report. Values that look secret are left out.",
@@ -33,7 +32,6 @@ def command_line() -> CommandLine:
 
 
 def run(args: Arguments) -> int:
-    """Print the facts."""
     facts = collect_facts()
     if args["json"]:
         print(json.dumps(facts, indent=2))
@@ -46,7 +44,7 @@ def run(args: Arguments) -> int:
 
 
 def collect_facts() -> dict[str, dict[str, Any]]:
-    """Sections of name -> value, fit for JSON."""
+    """Returns sections of name -> value, fit for JSON."""
     return {
         "software": {
             "quire": __version__,
@@ -62,7 +60,10 @@ def collect_facts() -> dict[str, dict[str, Any]]:
 
 
 def quire_variables() -> dict[str, str]:
-    """Every QUIRE_* variable that is set, secrets redacted; unknown ones are marked, for Quire refuses to start."""
+    """Returns every QUIRE_* variable that is set. Secrets are redacted;
+
+    unknown names, with which Quire does not start, are marked.
+    """
     known = {v.name for v in envs.ENV_VARS}
     return {
         name: redact(name, value) + ("" if name in known else "  (not known to Quire)")
@@ -72,7 +73,7 @@ def quire_variables() -> dict[str, str]:
 
 
 def redact(name: str, value: str) -> str:
-    """`value`, unless the variable's name says that it is a secret."""
+    """Returns `value`, or a placeholder if the variable's name looks like a secret's."""
     return "(redacted)" if _SECRET.search(name) else value
 
 

@@ -1,7 +1,8 @@
-"""From the words of a command line to the values of its options.
+"""Options as rows of a table, and the way from the words of a command line to their values.
 
-argparse splits the words; values are read by `Option.read`, so that one message serves the command line and the
-config file. Only what was given is stored, so that a `--config` file can fill in the rest and the command line wins.
+The parser, its help and its config file are derived from the rows. argparse splits the words; `Option.read` reads
+values, so that the command line and the config file have the same messages. Only what was given is stored, so that a
+`--config` file can fill in the rest and the command line wins.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Option:
     choices: tuple[str, ...] = ()
     metavar: str | None = None
     is_switch: bool = False
-    """--x / --no-x."""
+    """The flag has the forms --x and --no-x."""
     is_repeatable: bool = False
     """Each use adds one value to a list."""
     takes_many: bool = False
@@ -44,12 +45,12 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Its spelling on the command line."""
+        """The flag's spelling on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def spellings(self) -> list[str]:
-        """Every spelling argparse is told, short one first."""
+        """Every spelling that argparse accepts, short one first."""
         alias = ["--" + self.alias.replace("_", "-")] if self.alias else []
         return [*([self.short] if self.short else []), self.flag, *alias]
 
@@ -59,7 +60,7 @@ class Option:
         return self.metavar == "JSON"
 
     def read(self, raw: Any) -> Any:
-        """The value of `raw`: text of the command line, or a YAML value. Raises ConfigError."""
+        """Returns the value of `raw`: text of the command line, or a YAML value. Raises ConfigError."""
         if self.is_repeatable or (self.takes_many and isinstance(raw, list)):
             values = [self._read_one(item) for item in (raw if isinstance(raw, list) else [raw])]
             return values if self.is_repeatable or len(values) > 1 else values[0]
@@ -90,7 +91,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Positional:
-    """What stands without a flag. `nargs` is argparse's: "?" for at most one (default None), "*" for a list."""
+    """A positional argument. `nargs` is argparse's: "?" for at most one (default None), "*" for a list."""
 
     name: str
     help: str
@@ -98,7 +99,7 @@ class Positional:
 
 
 class Arguments:
-    """What a command line says: `args["max_tokens"]` is the value given, or the option's default."""
+    """The values of a command line: `args["max_tokens"]` is the value given, or the option's default."""
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.given = dict(given)
@@ -108,18 +109,18 @@ class Arguments:
         return self._values[name]
 
     def given_among(self, names: Iterable[str]) -> dict[str, Any]:
-        """The given values among `names`."""
+        """Returns the given values among `names`."""
         return {name: self.given[name] for name in names if name in self.given}
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
-    """ "did you mean X?" for the known word nearest to `word`, or `otherwise`."""
+    """Returns "did you mean X?" for the known word nearest to `word`, or `otherwise`."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"did you mean {near[0]}?" if near else otherwise
 
 
 def read_config_file(path: Path) -> dict[Any, Any]:
-    """The map of flags to values in YAML file `path`. Raises ConfigError naming the file."""
+    """Returns the map of flags to values in YAML file `path`. Raises ConfigError naming the file."""
     import yaml  # a third-party import of 0.04 s that few command lines need
 
     try:
@@ -137,11 +138,11 @@ def read_config_file(path: Path) -> dict[Any, Any]:
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """Flags of another program, looked at only where a command line has one that is not ours."""
+    """Flags of another program, consulted only where a command line has a flag that is not ours."""
 
     make_options: Callable[[], Sequence[Option]]
     settle: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """From the values given to those of our own flags that follow from them. Raises ConfigError."""
+    """Maps the given values to values of our own flags. Raises ConfigError."""
 
 
 CONFIG_OPTION = Option(
@@ -150,7 +151,7 @@ CONFIG_OPTION = Option(
 
 
 class CommandLine:
-    """The arguments one command takes. Raises ConfigError on any misuse, naming the nearest thing that exists."""
+    """The arguments of one command. Raises ConfigError on any misuse, naming the nearest thing that exists."""
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class CommandLine:
         self._foreign_options: list[Option] = []
 
     def parse(self, argv: Sequence[str]) -> Arguments:
-        """Read `argv` (without program and command name), then the --config file under it."""
+        """Reads `argv` (without program and command name), then the --config file for what is missing."""
         end = list(argv).index("--") if "--" in argv else len(argv)
         words = _normalise(argv[:end])
         if not self._knows(words):
@@ -190,13 +191,13 @@ class CommandLine:
         return Arguments(given, defaults)
 
     def _knows(self, words: Sequence[str]) -> bool:
-        """Whether every flag is ours."""
+        """Returns True if every flag is ours."""
         ours = {spelling for option in self.options for spelling in option.spellings}
         ours |= {f"--no-{option.flag[2:]}" for option in self.options if option.is_switch}
         return all(word.partition("=")[0].partition(".")[0] in ours for word in words if word.startswith("-"))
 
     def foreign_options(self) -> list[Option]:
-        """What another program has beyond ours."""
+        """Returns the options of another program that are not ours."""
         return [] if self._foreign is None else list(self._foreign.make_options())
 
     def _adopt_foreign(self) -> None:
@@ -205,8 +206,10 @@ class CommandLine:
             self._by_name |= {option.name: option for option in self._foreign_options}
 
     def _spread(self, words: Sequence[str]) -> list[str]:
-        """`--x a b` as `--x a --x b` for flags that take many. Without the positional argument before it, or --model,
-        a second value is taken for that argument."""
+        """Rewrites `--x a b` as `--x a --x b` for flags that take many.
+
+        Without the positional argument before it, or --model, a second value is read as that argument.
+        """
         by_spelling = {s: option for option in self._by_name.values() for s in option.spellings}
         found: list[str] = []
         rest = list(words)
@@ -231,7 +234,7 @@ class CommandLine:
         return {k: self._by_name[k].read(v) if k in self._by_name else v for k, v in given.items()}
 
     def _add_positionals(self, given: dict[str, Any], words: Sequence[str]) -> None:
-        """Take what stands after a bare `--`, whatever it looks like."""
+        """Takes everything after a bare `--` as positional arguments."""
         place = self.positional
         if place is not None and place.nargs == "*" and words:
             given[place.name] = [*given.get(place.name, []), *words]
@@ -281,14 +284,14 @@ class CommandLine:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that raises ConfigError where it would print its usage and exit."""
+    """An argparse parser that raises ConfigError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> Any:
         raise ConfigError(message.removeprefix("argument ") + f"; see {self.prog} --help")
 
 
 def _normalise(argv: Sequence[str]) -> list[str]:
-    """Flags with `-` for `_`; keys behind a dot and values are left alone."""
+    """Returns flags with `-` for `_`; keys after a dot and values do not change."""
     words = list(argv)
     for i, word in enumerate(words):
         if word.startswith("--"):
@@ -299,7 +302,7 @@ def _normalise(argv: Sequence[str]) -> list[str]:
 
 
 def _join_dotted(argv: list[str], by_name: Mapping[str, Option]) -> list[str]:
-    """--x.a.b 1 and --x.c=2 become --x={"a":{"b":1},"c":2} for flags that take JSON; a JSON value is decoded."""
+    """Turns --x.a.b 1 and --x.c=2 into --x={"a":{"b":1},"c":2} for flags that take JSON; a JSON value is decoded."""
     objects: dict[str, dict[str, Any]] = {}
     words: list[str] = []
     rest = iter(argv)

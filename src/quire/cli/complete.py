@@ -1,4 +1,4 @@
-"""`quire complete`: prompts in, text out as it comes."""
+"""`quire complete`: continues prompts and prints text as it arrives, or JSON when a prompt is done."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from quire.resolve import resolve
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
-"""Of --max-tokens where neither the command line nor the model says: a base model may never end by itself."""
+"""Default of --max-tokens where the model has none: a base model may never end by itself."""
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire complete`."""
     own = [
         Option(name="json", help="Print one JSON object per prompt, when it is done.", is_switch=True, default=False),
         Option(name="echo", help="Print the prompt before its continuation.", is_switch=True, default=False),
@@ -55,7 +54,6 @@ def command_line() -> CommandLine:
 
 
 def run(args: Arguments) -> int:
-    """Generate and print."""
     prompts = _read_prompts(args["prompt"])
     if args["url"] is not None:
         return _run_on_server(args, prompts)
@@ -91,7 +89,7 @@ def _sampling_params(args: Arguments, model_defaults: Mapping[str, Any]) -> Samp
 def _print(
     args: Arguments, prompts: list[str], n: int, timings: list[RequestTiming], outputs: Iterator[RequestOutput]
 ) -> int:
-    """Print `outputs` as they come. Raises the first failure in the end."""
+    """Prints `outputs` as they arrive. Raises the first failure in the end."""
     printer: Printer = JsonPrinter(prompts, timings) if args["json"] else TextPrinter(prompts, n, args["echo"])
     failures: list[QuireError] = []
     try:
@@ -147,17 +145,17 @@ def _outputs(engine: Engine, timings: list[RequestTiming]) -> Iterator[RequestOu
 
 
 class Printer(Protocol):
-    """Where updates go."""
+    """Prints updates."""
 
     def add(self, output: RequestOutput) -> None:
-        """Take an update of kind DELTA."""
+        """Takes an update of kind DELTA."""
 
     def interrupt(self) -> None:
-        """Nothing more will come."""
+        """Ends the output after Ctrl-C."""
 
 
 class TextPrinter:
-    """Streams the first unfinished sequence; what comes of later ones is held until it is their turn."""
+    """Streams the first unfinished sequence; text of later ones is held until it is their turn."""
 
     def __init__(self, prompts: list[str], n: int, echo: bool) -> None:
         self._style = Style(sys.stdout)
@@ -203,7 +201,10 @@ class TextPrinter:
 
 
 class JsonPrinter:
-    """One JSON line per finished prompt, in the order they finish. Counts come from the `timings` of the prompts."""
+    """Prints one JSON line per finished prompt, in the order they finish.
+
+    Counts come from the `timings` of the prompts.
+    """
 
     def __init__(self, prompts: Sequence[str], timings: Sequence[RequestTiming]) -> None:
         self._prompts = prompts

@@ -1,4 +1,4 @@
-"""`quire convert-gguf`: a GGUF file, llama.cpp's format, becomes a checkpoint directory."""
+"""`quire convert-gguf`: turns a GGUF file, llama.cpp's format, into a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from quire.resolve import resolve
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire convert-gguf`."""
     return CommandLine(
         "quire convert-gguf",
         "Write the model of a GGUF file as a checkpoint directory: config.json, safetensors, tokenizer.json.",
         [],
         Positional("paths", "FILE.gguf DIRECTORY", nargs="*"),
         "Weights become bfloat16 (float32 where the file has float32 matrices); --quantization int8 or int4 makes them "
-        "small again. Needs the gguf extra: pip install 'quire[gguf]'.",
+        "small. Needs the gguf extra: pip install 'quire[gguf]'.",
     )
 
 
 def run(args: Arguments) -> int:
-    """Convert, and say what was written."""
     paths = args["paths"]
     if len(paths) != 2:
         raise ConfigError(f"quire convert-gguf takes FILE.gguf and DIRECTORY; got {len(paths)} words")

@@ -1,4 +1,4 @@
-"""What the generating commands share: an engine, and a stopwatch per request."""
+"""The parts that generating commands share: an engine, and a stopwatch per request."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class Engine(Protocol):
     """The part of `LLMEngine` that the command line steps by hand."""
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0) -> Any:
-        """Queue a prompt (text, or a dict with prompt or prompt_token_ids). Raises ValidationError."""
+        """Queues a prompt (text, or a dict with prompt or prompt_token_ids). Raises ValidationError."""
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; what it gave. Ctrl-C leaves the engine usable."""
+        """Runs one step and returns its outputs. Ctrl-C leaves the engine usable."""
 
     def abort_request(self, request_ids: list[str]) -> None:
-        """Forget these requests."""
+        """Aborts these requests."""
 
     def has_unfinished_requests(self) -> bool:
-        """Whether another step is worth while."""
+        """Returns True while another step has something to do."""
 
 
 def make_engine(args: EngineArgs) -> Any:
-    """The `LLMEngine` of `args`. Named by a string so that --help loads neither tokenizers nor torch.
+    """Returns the `LLMEngine` of `args`, with a note on a terminal while it loads.
 
-    On a terminal it says that it is loading for as long as it does.
+    It is named by a string so that --help loads neither tokenizers nor torch.
     """
     is_watched = sys.stderr.isatty()
     if is_watched:
@@ -57,7 +57,7 @@ class RequestTiming:
     gaps_s: list[float] = field(default_factory=list)
 
     def record(self, output: RequestOutput, now: float) -> None:
-        """Count an update of kind DELTA that arrived at `now`."""
+        """Counts an update of kind DELTA that arrived at `now`."""
         self.num_prompt_tokens = len(output.prompt_token_ids or ())
         self.num_cached_tokens = output.num_cached_tokens or 0
         new_tokens = sum(len(o.token_ids) for o in output.outputs)
@@ -66,7 +66,7 @@ class RequestTiming:
             self.stamp(now)
 
     def stamp(self, now: float) -> None:
-        """Tokens arrived at `now`."""
+        """Records that tokens arrived at `now`."""
         if self.last_token_s is None:
             self.first_token_s = now
         else:
@@ -87,7 +87,7 @@ class RequestTiming:
 
 
 def timing_line(timings: Sequence[RequestTiming]) -> str:
-    """The line of --stats and /stats."""
+    """Returns the line of --stats and /stats."""
     started = [t for t in timings if t.first_token_s is not None and t.last_token_s is not None]
     prompt, cached = sum(t.num_prompt_tokens for t in timings), sum(t.num_cached_tokens for t in timings)
     output = sum(t.num_output_tokens for t in timings)

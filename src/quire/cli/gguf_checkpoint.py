@@ -1,4 +1,8 @@
-"""A GGUF file, llama.cpp's format, as a checkpoint directory."""
+"""Writes a GGUF file, llama.cpp's format, as a checkpoint directory.
+
+Keys and tensor names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. In files of architecture "llama" the
+rows of queries and keys stand in rotary pairs (2 i, 2 i + 1) instead of (i, i + half).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ PAIRED = frozenset({"llama"})
 
 
 def convert(source: Path, target: Path) -> list[str]:
-    """Write `target`, which must not exist yet or be empty. Returns what the user should know.
+    """Writes `target`, which must not exist yet or be empty. Returns notes for the user.
 
     Raises ConfigError, ModelLoadError, or UnsupportedModelError naming what cannot be converted.
     """
@@ -41,7 +45,7 @@ def convert(source: Path, target: Path) -> list[str]:
         raise UnsupportedModelError(f"{source}: {e}") from None
     except ModelLoadError as e:
         raise ModelLoadError(f"{source}: {e}") from None
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as e:  # whatever a damaged file may say
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as e:  # a damaged file can raise any of them
         raise ModelLoadError(f"{source} is damaged: {type(e).__name__}: {e}") from None
 
 
@@ -59,7 +63,7 @@ def _open(source: Path) -> Any:
 
 
 def _write_weights(tensors: Any, target: Path, *, is_bfloat16: bool) -> None:
-    """A file per layer, so that no more than one is in memory."""
+    """Writes a file per layer, so that no more than one is in memory."""
 
     def layer_of(item: tuple[str, Array]) -> str:
         parts = item[0].split(".")
@@ -108,7 +112,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 def checkpoint_name(name: str) -> str:
-    """blk.3.ffn_up.weight -> model.layers.3.mlp.up_proj.weight. Raises UnsupportedModelError."""
+    """Returns model.layers.3.mlp.up_proj.weight for blk.3.ffn_up.weight. Raises UnsupportedModelError."""
     base, _, kind = name.rpartition(".")
     if base in _OUTER:
         return f"{_OUTER[base]}.{kind}"
@@ -119,13 +123,13 @@ def checkpoint_name(name: str) -> str:
 
 
 def part_halves(rows: Array, num_heads: int) -> Array:
-    """Rotary pairs that are neighbours become (i, i + half). rows: [num_heads * head_size, ...]."""
+    """Moves rotary pairs from neighbouring rows to (i, i + half). rows: [num_heads * head_size, ...]."""
     pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def tensors_of(reader: Any, config: Mapping[str, Any], has_pairs: bool) -> Iterator[tuple[str, Array]]:
-    """Every tensor of the file by its new name, float32, one at a time."""
+    """Yields every tensor of the file by its new name, float32, one at a time."""
     import gguf  # the gguf extra
 
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -140,14 +144,14 @@ def tensors_of(reader: Any, config: Mapping[str, Any], has_pairs: bool) -> Itera
 
 
 def to_bfloat16(wide: Array) -> Array:
-    """float32 to the bits of bfloat16, rounded to the nearest even."""
+    """Returns the bits of float32 values as bfloat16, rounded to the nearest even."""
     bits = np.ascontiguousarray(wide).view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(wide), np.uint16(0x7FC0), rounded)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Array], *, is_bfloat16: bool) -> None:
-    """One file of float32 arrays, stored as they are or as bfloat16 (format: config/checkpoint.py)."""
+    """Writes one file of float32 arrays, as they are or as bfloat16 (format: config/checkpoint.py)."""
     stored = {name: to_bfloat16(a) if is_bfloat16 else np.ascontiguousarray(a) for name, a in tensors.items()}
     header, position = {}, 0
     for name, array in stored.items():
@@ -170,7 +174,7 @@ ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-"""general.architecture -> architecture and model_type of config.json."""
+"""Maps general.architecture to architecture and model_type of config.json."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -180,14 +184,14 @@ PRE_TOKENIZERS: Mapping[str, str | None] = {
     "gpt-2": None,
     "default": None,
 }
-"""tokenizer.ggml.pre -> how text is split before merging; None for GPT-2's own way."""
+"""Maps tokenizer.ggml.pre to the pattern that splits text before merging; None for GPT-2's."""
 _LLAMA3_FACTORS = (8.0, 32.0)
 _CONTROL, _USER_DEFINED = 3, 4
-"""Kinds of tokens that stand for themselves in text."""
+"""Kinds of tokens that are not split in text."""
 
 
 def make_config(metadata: Metadata, names: set[str], rope_factors: Array | None) -> dict[str, Any]:
-    """config.json. `names` are those of the file's tensors. Raises UnsupportedModelError or ModelLoadError."""
+    """Returns config.json. `names` are those of the file's tensors. Raises UnsupportedModelError or ModelLoadError."""
     kind = str(metadata.get("general.architecture"))
     if kind not in ARCHITECTURES:
         raise UnsupportedModelError(f"architecture {kind!r}; those that can be converted: {', '.join(ARCHITECTURES)}")
@@ -242,7 +246,10 @@ def _rope_scaling(
 
 
 def _llama3_scaling(factors: Array, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Llama 3.1's scaling, of which files hold the outcome only. Raises UnsupportedModelError if it is another."""
+    """Returns Llama 3.1's scaling, of which files hold only the result.
+
+    Raises UnsupportedModelError for another one.
+    """
     half = config["head_dim"] // 2
     wavelengths = 2 * np.pi * config["rope_theta"] ** (np.arange(half) / half)
     for factor in _LLAMA3_FACTORS:
@@ -261,7 +268,7 @@ def _llama3_scaling(factors: Array, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def make_tokenizer(metadata: Metadata) -> dict[str, Any]:
-    """tokenizer.json of a byte-level BPE. Raises UnsupportedModelError for another kind."""
+    """Returns tokenizer.json of a byte-level BPE. Raises UnsupportedModelError for another kind."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
@@ -296,7 +303,7 @@ def make_tokenizer(metadata: Metadata) -> dict[str, Any]:
 
 
 def _post_processor(metadata: Metadata, tokens: list[str]) -> dict[str, Any] | None:
-    """Puts the first token of every text before it, if the file asks for it."""
+    """Returns the post-processor that puts the first token before every text, if the file asks for it."""
     if not metadata.get("tokenizer.ggml.add_bos_token", False):
         return None
     first = tokens[int(metadata["tokenizer.ggml.bos_token_id"])]
@@ -312,7 +319,7 @@ def _post_processor(metadata: Metadata, tokens: list[str]) -> dict[str, Any] | N
 
 
 def make_tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """tokenizer_config.json: the special tokens by name, and the chat template."""
+    """Returns tokenizer_config.json: the special tokens by name, and the chat template."""
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name in ("bos", "eos"):

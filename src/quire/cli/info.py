@@ -1,4 +1,7 @@
-"""`quire info`: what would be loaded, and whether it fits, before loading it."""
+"""`quire info`: the size of a model and whether it fits this machine, before loading it and without torch.
+
+The KV cache is sized by the functions of the engine; the free memory it starts from is today's less the weights.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,17 @@ EXIT_PROBLEM = 2
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire info`."""
     return CommandLine(
         "quire info",
-        "Print what loading a model would mean on this machine: size, memory, blocks and limits. Loads nothing.",
+        "Print a model's size, memory, blocks and limits on this machine, without loading it.",
         [Option(name="json", help="Print one JSON object.", is_switch=True, default=False), *engine_options()],
-        Positional("model_name", "The model, as --model has it."),
+        Positional("model_name", "The model, as in --model."),
         "Exit code 2 if the model could not be served as asked.",
     )
 
 
 def run(args: Arguments) -> int:
-    """Print the report. Returns 2 if something stands in the way."""
+    """Prints the report. Returns 2 if the model could not be served as asked."""
     named = {"model": args["model_name"]} if args["model_name"] is not None else {}
     report = make_report(engine_args(args, **named).create_engine_config())
     print(json.dumps(report, indent=2) if args["json"] else format_report(report))
@@ -44,7 +46,7 @@ def run(args: Arguments) -> int:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The report as people read it."""
+    """Formats the report as text."""
     lines = []
     for section, facts in report.items():
         if isinstance(facts, dict):
@@ -72,7 +74,7 @@ Facts = dict[str, Any]
 
 
 def make_report(config: EngineConfig) -> Facts:
-    """Sections of facts, fit for JSON. What would stop the model from being served is listed under "problems"."""
+    """Returns sections of facts, fit for JSON. Obstacles to serving the model are listed under "problems"."""
     model = config.model_config
     problems: list[str] = []
     report: Facts = {
@@ -101,7 +103,7 @@ def make_report(config: EngineConfig) -> Facts:
 
 
 def kv_cache_specs(hf: HFConfig, block_size: int, dtype: str) -> dict[str, AnyKVCacheSpec]:
-    """What each layer keeps per token, as the worker will report it."""
+    """Returns the cache of each layer as the worker will report it."""
     if hf.is_encoder:
         return {}
     heads, size = hf.num_key_value_heads, hf.head_dim
@@ -191,11 +193,11 @@ def _cache_dtype(config: EngineConfig) -> str:
 
 
 def _capacity(config: EngineConfig, report: Facts) -> Facts:
-    """Of a CPU: what a GPU has left is known after loading only."""
+    """Returns the capacity on a CPU; that of a GPU is known only after loading."""
     if config.device_config.device == "cuda" or "weights" not in report:
         return {}
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
-    if model.hf_config.is_encoder:  # computes texts whole, and keeps nothing of them
+    if model.hf_config.is_encoder:  # computes texts whole and caches nothing
         return {
             "free_memory_bytes": available_cpu_memory(),
             "max_model_len": model.model_len,

@@ -1,4 +1,4 @@
-"""What this machine is, read from the system without loading torch."""
+"""Facts of this machine, read from the system without loading torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTABLE_FLAGS = (
 
 
 def cpu_facts(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """Model, cores this process may use, and notable instruction sets."""
+    """Returns CPU model, cores this process may use, and notable instruction sets."""
     fields: dict[str, str] = {}
     try:
         for line in cpuinfo.read_text().splitlines():
@@ -36,7 +36,7 @@ def cpu_facts(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
 
 
 def memory_facts() -> dict[str, Any]:
-    """Bytes: of the machine, still free for this process, and of the container's limit where there is one."""
+    """Returns bytes of the machine's memory, free for this process, and of the container's limit, if any."""
     total, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
     return {
         "memory_bytes": total,

@@ -1,7 +1,7 @@
-"""The `quire` command: a table of sub-commands, imported when they are used, and one place where errors become text.
+"""The `quire` command: a table of sub-commands, their help, and one place where errors become text.
 
-Exit codes: 0 done, 1 the engine failed (or a batch row did), 2 the command line, a file or a request is at fault,
-130 stopped with Ctrl-C, 141 the reader of our output went away.
+Sub-commands are imported when they are used. Exit codes: 0 done, 1 the engine failed (or a batch row did), 2 the
+command line, a file or a request is at fault, 130 stopped with Ctrl-C, 141 the reader of our output has closed it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a full disk, quota or file limit gives."""
+"""Errors of a full disk, quota or file limit."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ COMMANDS: tuple[Command, ...] = (
     Command("complete", "quire.cli.complete", "Continue one or more prompts."),
     Command("chat", "quire.cli.chat", "Talk to a model in the terminal."),
     Command("batch", "quire.cli.batch", "Run a file of OpenAI batch requests; resumable."),
-    Command("replay", "quire.cli.replay", "Replay a recording without a model, and ask what-if."),
-    Command("info", "quire.cli.info", "What would be loaded, and whether it fits, before loading it."),
+    Command("replay", "quire.cli.replay", "Replay a recording without a model; predict other settings."),
+    Command("info", "quire.cli.info", "Print what would be loaded, and whether it fits."),
     Command("convert-gguf", "quire.cli.convert_gguf", "Turn a GGUF file into a checkpoint directory."),
     Command("top", "quire.cli.top", "Watch a server: speed, memory, requests.", checks_environment=False),
     Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),
@@ -57,19 +57,22 @@ COMMANDS: tuple[Command, ...] = (
     Command("bench serve", "quire.cli.bench.serve", "Load a server: latencies, goodput, saturation."),
     Command("bench startup", "quire.cli.bench.startup", "Time a start, from nothing to a first token."),
     Command("bench overhead", "quire.cli.bench.overhead", "Measure what the engine costs beside the model."),
-    Command("cache", "quire.cli.cache", "What is kept on disk between runs: list it, check it, delete it."),
+    Command("cache", "quire.cli.cache", "List, check or delete what is kept on disk between runs."),
     Command(
-        "collect-env", "quire.cli.collect_env", "Versions and hardware, for a bug report.", checks_environment=False
+        "collect-env",
+        "quire.cli.collect_env",
+        "Print versions and hardware, for a bug report.",
+        checks_environment=False,
     ),
 )
 ALIASES: dict[str, str] = {"run-batch": "batch"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `argv` (default: the process's arguments) and return the exit code. Prints errors, never raises them."""
+    """Runs `argv` (default: the process's arguments) and returns the exit code. Prints errors, never raises them."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows another one
+            stream.reconfigure(errors="replace")  # a character that the terminal cannot show is replaced
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -156,7 +159,7 @@ _METAVARS: dict[Callable[[str], Any], str] = {int: "N", parse_human_int: "N", fl
 
 
 def find_help_topic(argv: Sequence[str]) -> str | None:
-    """The topic that `argv` asks help on: "" for plain --help or -h, None when help is not asked for."""
+    """Returns the topic of --help in `argv`: "" for plain --help or -h, None when help is not asked for."""
     for word in argv:
         if word == "--":
             return None
@@ -168,7 +171,7 @@ def find_help_topic(argv: Sequence[str]) -> str | None:
 
 
 def format_help(line: CommandLine, topic: str) -> str:
-    """Help of one command. Raises ConfigError when nothing matches `topic`."""
+    """Returns help on a topic of one command: all, a group, a flag or any word. Raises ConfigError if none matches."""
     groups = _grouped(line.options)
     if topic:
         return "\n".join(_find(groups, _grouped(line.foreign_options()), topic, line.prog))

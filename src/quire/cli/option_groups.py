@@ -111,7 +111,7 @@ def validate_remote(args: Arguments) -> None:
 # -- the form of the output (docs/structured_output.md) ---------------------------------------------------------------
 
 _FORM_FIELDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-"""Flag to field of StructuredOutputsParams."""
+"""Maps flags to fields of StructuredOutputsParams."""
 
 
 def form_options() -> list[Option]:
@@ -146,7 +146,7 @@ def _text_or_file(value: str, flag: str, kind: str) -> str:
 
 
 def name_form_flags(message: str) -> str:
-    """Returns an engine's `message` with the flags of the command line for the fields of StructuredOutputsParams."""
+    """Returns an engine's `message` with command line flags in place of the fields of StructuredOutputsParams."""
     for flag, field in _FORM_FIELDS.items():
         message = message.replace(f"structured_outputs.{field}", "--" + flag.replace("_", "-"))
     return message
@@ -190,13 +190,13 @@ _DEFAULTS = SamplingParams()
 
 
 def sampling_options() -> list[Option]:
-    """One option per row of `SAMPLING_HELP`. `seed` is shared with the engine's flag of that name."""
+    """Returns one option per row of `SAMPLING_HELP`. `seed` is shared with the engine's flag of that name."""
     bounds = {bound.name: bound for bound in SAMPLING_FIELDS}
     return [_sampling_option(bounds[name], help_text) for name, help_text in SAMPLING_HELP.items()]
 
 
 def make_sampling_params(given: Mapping[str, Any], model_defaults: Mapping[str, Any], **fixed: Any) -> SamplingParams:
-    """`given` over the model's own defaults over SamplingParams'. Raises ValidationError.
+    """Returns `given` over the model's own defaults over those of SamplingParams. Raises ValidationError.
 
     `fixed` are fields the command sets itself, such as output_kind. An unset max_tokens means the rest of the context.
     """
@@ -204,7 +204,7 @@ def make_sampling_params(given: Mapping[str, Any], model_defaults: Mapping[str, 
 
 
 def read_assignment(text: str) -> tuple[str, Any]:
-    """`key=value` as `/params` of the chat takes it: the field's name and its value. Raises ConfigError."""
+    """Returns name and value of a field from `key=value`, as `/params` of the chat takes it. Raises ConfigError."""
     name, equals, value = text.partition("=")
     options = {option.name: option for option in sampling_options()}
     option = options.get(name.strip().replace("-", "_"))

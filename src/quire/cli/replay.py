@@ -1,4 +1,4 @@
-"""`quire replay`: a recording made with --record, decided again without a model; and what other settings would give."""
+"""`quire replay`: repeats the decisions of a recording without a model, and predicts the effect of other settings."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ CHANGES = {
     "enable_prefix_caching": "enable_prefix_caching",
     "watermark": "watermark",
 }
-"""Flags of a what-if question, and the field of `Changes` each sets."""
+"""Flags of a what-if question, and the field of `Changes` that each sets."""
 NOT_OURS = {"model", "record", "record_prompts"}
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire replay`."""
     own = [
         Option(name="json", help="Print one JSON object.", is_switch=True, default=False),
-        Option(name="check", help="Only replay: no predictions.", is_switch=True, default=False),
-        Option(name="rerun", help="Also serve the recorded load for real with this model, and say how far the "
-               "prediction was off. Other engine flags are for this run.", metavar="MODEL"),
+        Option(name="check", help="Only replay, without predictions.", is_switch=True, default=False),
+        Option(name="rerun", help="Also serve the recorded load with this model, and report the error of the "
+               "prediction. Other engine flags are for this run.", metavar="MODEL"),
     ]  # fmt: skip
     return CommandLine(
         "quire replay",
-        "Replay a recording (--record FILE) without a model: the scheduler must decide everything again as it did. "
-        "With settings of the scheduler or the cache: predict what they would have given.",
+        "Replay a recording (--record FILE) without a model: the scheduler must repeat every decision. "
+        "With settings of the scheduler or the cache: predict their effect.",
         [*own, *engine_options(without=NOT_OURS)],
         Positional("file", "The recording."),
         epilog="What-if flags: " + ", ".join(FLAGS[name].option for name in CHANGES) + ".\n"
-        "Exit code 1: a decision was another one.",
+        "Exit code 1: a decision differs.",
     )
 
 
 def run(args: Arguments) -> int:
-    """Replay, predict, report. Named by a string so that --help loads no engine."""
+    """Runs `replay_report.replay`, named by a string so that --help loads no engine."""
     code: int = resolve("quire.cli.replay_report:replay")(args)
     return code

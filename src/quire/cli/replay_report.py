@@ -1,4 +1,4 @@
-"""What `quire replay` does and says."""
+"""The work and the report of `quire replay`, and the load of a recording served again by a real engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXIT_DIFFERENT = 1
 
 
 def replay(args: Arguments) -> int:
-    """Replay, predict, report."""
+    """Replays, predicts and reports."""
     changes = _changes(args)
     if args["rerun"] is None:
         _refuse_flags_of_a_rerun(args)
@@ -49,7 +49,7 @@ def replay(args: Arguments) -> int:
 
 
 def read_recording(path: str | None) -> tuple[Study, int]:
-    """A recording, studied, and how many bytes its end is torn by. Raises ConfigError if it cannot be read."""
+    """Returns a studied recording, and the bytes of an unfinished frame at its end. Raises ConfigError."""
     if path is None:
         raise ConfigError("which recording? quire replay FILE")
     try:
@@ -67,7 +67,7 @@ def _changes(args: Arguments) -> Changes:
 
 
 def _refuse_flags_of_a_rerun(args: Arguments) -> None:
-    """Without a model to run, a flag that only it would obey is a mistake."""
+    """Refuses flags that only a rerun could obey. Raises ConfigError."""
     others = [name for name in args.given_among(FLAGS) if name not in CHANGES]
     if others:
         option = FLAGS[others[0]].option
@@ -75,7 +75,7 @@ def _refuse_flags_of_a_rerun(args: Arguments) -> None:
 
 
 class Report:
-    """What `quire replay` says."""
+    """The report of `quire replay`."""
 
     def __init__(self, recorded: Study, torn_bytes: int) -> None:
         self.study = recorded
@@ -83,12 +83,12 @@ class Report:
         self.times: StepTimes | None = None
         self.predicted: Figures | None = None
         self.changed: Figures | None = None
-        """Predicted, with the settings that were asked for."""
+        """The prediction with the settings that were asked for."""
         self.measured: Figures | None = None
-        """Of the rerun."""
+        """The figures of the rerun."""
 
     def predict(self, changes: Changes) -> None:
-        """Fit the steps, and serve the load again on a virtual clock."""
+        """Fits the step times, and serves the load again on a virtual clock."""
         self.times = fit_step_times(self.study.steps)
         if self.times is None:
             if changes.any:
@@ -99,7 +99,7 @@ class Report:
             self.changed = predict(self.study, self.times, changes)
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """Returns the report for --json."""
         recorded, difference, times = self.study, self.study.difference, self.times
         return {
             "model": recorded.header.model,
@@ -118,7 +118,7 @@ class Report:
         }
 
     def as_text(self) -> str:
-        """For people."""
+        """Returns the report as text."""
         recorded = self.study
         counts = f"{recorded.num_events} events, {recorded.num_steps} steps, {len(recorded.requests)} requests"
         lines = [f"recording of {recorded.header.model}: {counts}, {recorded.end_s:.2f} s"]
@@ -143,7 +143,7 @@ class Report:
         return "\n".join(lines)
 
     def _errors(self) -> dict[str, float] | None:
-        """Predicted / measured - 1."""
+        """Returns predicted / measured - 1 by figure."""
         predicted, measured = self.changed or self.predicted, self.measured
         if predicted is None or measured is None:
             return None
@@ -152,7 +152,7 @@ class Report:
 
 
 def _flat(figures: Figures) -> dict[str, float]:
-    """The figures a prediction is judged by."""
+    """Returns the figures by which a prediction is judged."""
     return {
         "throughput": figures.output_tokens_per_s,
         "TTFT mean": figures.ttft_ms.get("mean", 0.0),
@@ -183,7 +183,10 @@ def _table(columns: dict[str, Figures]) -> list[str]:
 
 
 class Rerun:
-    """One run. It is recorded to `path`, and measured from that recording as the first one was."""
+    """A recorded load served again: the same arrivals and lengths, with prefixes shared as they were.
+
+    The run is recorded to `path` and measured from that recording, as the first one was.
+    """
 
     def __init__(self, study: Study, changes: Changes, model: str, flags: dict[str, Any], path: Path) -> None:
         """Raises ConfigError for a load that cannot be served again."""
@@ -215,7 +218,7 @@ class Rerun:
         )
 
     def run(self) -> None:
-        """Serve everything, at the times it came."""
+        """Serves every request at its recorded time."""
         asyncio.run(self._run())
 
     async def _run(self) -> None:
@@ -230,7 +233,10 @@ class Rerun:
                     tasks.create_task(_serve(engine, str(number), request, prompt, start))
 
     def _make_prompt(self, number: int, ids: IdRange) -> list[int]:
-        """Tokens that follow from the recorded hashes of the blocks; beyond the last full block they are its own."""
+        """Returns tokens that depend on the recorded block hashes;
+
+        those after the last full block are the request's own.
+        """
         request = self._requests[number]
         add = request.add
         if add.prompt is not None:

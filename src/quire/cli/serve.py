@@ -27,29 +27,28 @@ from quire.resolve import resolve
 logger = init_logger(__name__)
 
 TRACE_EVENTS = 50_000
-"""Kept for /debug/trace where there are admin routes, unless --trace-events says otherwise."""
+"""Events kept for /debug/trace where there are admin routes, unless --trace-events says otherwise."""
 _ANYWHERE = re.compile(r"//(0\.0\.0\.0|\[::\])(?=[:/]|$)")
 QUEUE_LIMITS = {"max_num_queued_reqs": 16_384, "max_num_queued_tokens": 1 << 25}
-"""What may wait where no flag says otherwise: far above what anyone would wait for, and within a server's memory."""
+"""Default limits of the queue: far above useful waiting times, and within a server's memory."""
 _FLAGS = {spec.name: spec for spec in flags_of(ServerConfig)}
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire serve`."""
     options = [*(flag_option(spec) for spec in _FLAGS.values()), *engine_options()]
     names = {option.name for option in options}
     return CommandLine(
         "quire serve",
-        "Serve a model over HTTP, in the words of OpenAI's and vLLM's clients. Ends with Ctrl-C or SIGTERM.",
+        "Serve a model over HTTP, with OpenAI's and vLLM's API. Ctrl-C or SIGTERM ends it.",
         options,
-        Positional("model_name", "The model, as --model has it."),
-        "Flags of `vllm serve` that are not listed are known, too: docs/compat.md says what becomes of each.",
+        Positional("model_name", "The model, as in --model."),
+        "Flags of `vllm serve` that are not listed are accepted, too: docs/compat.md lists their effect.",
         ForeignFlags(partial(vllm_options, names | {"config"}), settle_vllm_flags),
     )
 
 
 def server_config(args: Arguments) -> ServerConfig:
-    """The `ServerConfig` that `args` gives. Raises ConfigError."""
+    """Returns the `ServerConfig` that `args` gives. Raises ConfigError."""
     given = args.given_among(_FLAGS)
     for name, value in given.items():
         if _FLAGS[name].is_list:  # a list per use of the flag
@@ -58,7 +57,7 @@ def server_config(args: Arguments) -> ServerConfig:
 
 
 def run(args: Arguments) -> int:
-    """Serve until told to end. Returns 0; raises ConfigError and ModelLoadError where nothing can be served."""
+    """Serves until a signal ends it. Raises ConfigError and ModelLoadError where nothing can be served."""
     start = time.monotonic()
     if envs.LOGGING_LEVEL.name not in os.environ:
         logging.getLogger("quire").setLevel(logging.INFO)
@@ -76,7 +75,7 @@ def run(args: Arguments) -> int:
         defaults["trace_events"] = TRACE_EVENTS
     engine_config = engine_args(args, **defaults).create_engine_config("serving")
     listeners = resolve("quire.frontend.http.server:Listeners").bind(config)
-    tell = partial(_tell, config, engine_config.model_config.names[0], listeners, start)
+    on_ready = partial(_log_ready, config, engine_config.model_config.names[0], listeners, start)
     if not keys and is_open_to_others(listeners.url):
         logger.warning(
             "anyone who can reach this machine can use the server: it listens on %s and asks for no key; --api-key "
@@ -87,9 +86,9 @@ def run(args: Arguments) -> int:
         logger.info("quire %s: loading %s for %s", __version__, engine_config.model_config.name, listeners.url)
         if config.api_server_count > 1:
             serve_with_processes = resolve("quire.frontend.fleet.parent:serve_with_processes")
-            serve_with_processes(engine_config, config, keys, listeners, tell)
+            serve_with_processes(engine_config, config, keys, listeners, on_ready)
         else:
-            _serve_alone(engine_config, config, keys, listeners, tell)
+            _serve_alone(engine_config, config, keys, listeners, on_ready)
     finally:
         listeners.close()
     logger.info("quire: ended")
@@ -101,9 +100,9 @@ def _serve_alone(
     config: ServerConfig,
     keys: tuple[bytes, ...],
     listeners: Any,
-    tell: Callable[[], None],
+    on_ready: Callable[[], None],
 ) -> None:
-    """All of the frontend in this process."""
+    """Runs the whole frontend in this process."""
     waiting_room = resolve("quire.frontend.http.connection:WaitingRoom")
     with waiting_room(listeners.sockets, listeners.tls, config.root_path or ""):
         engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config)
@@ -119,7 +118,7 @@ def _serve_alone(
         )
         resolve("quire.frontend.openai.app:add_parts")(state)
         patience_s = engine_config.lifecycle_config.shutdown_timeout
-        main = serve_until_told_to_end(state, listeners, patience_s, tell)
+        main = serve_until_signal(state, listeners, patience_s, on_ready)
         with asyncio.Runner(loop_factory=resolve("uvloop:new_event_loop")) as runner:
             runner.run(main)
     finally:
@@ -137,8 +136,8 @@ def is_open_to_others(url: str) -> bool:
         return host != "localhost"
 
 
-def _tell(config: ServerConfig, model_name: str, listeners: Any, start: float) -> None:
-    """The server serves."""
+def _log_ready(config: ServerConfig, model_name: str, listeners: Any, start: float) -> None:
+    """Logs that the server is ready."""
     admin = f"; admin routes on {listeners.admin_url}" if listeners.admin_url else ""
     took_s = time.monotonic() - start
     logger.info("quire %s: serving %s on %s%s (%.1f s)", __version__, model_name, listeners.url, admin, took_s)
@@ -147,7 +146,7 @@ def _tell(config: ServerConfig, model_name: str, listeners: Any, start: float) -
 
 
 def describe_pages(url: str, admin_url: str | None) -> str:
-    """Where a person at this machine finds the pages; one that listens everywhere is found here, too."""
+    """Returns a line with the URLs of the pages, as they are reached from this machine."""
     if url.startswith("unix:"):
         return "pages: /ui to talk to the model, /ui/dashboard to watch the engine"
     shown, admin = (_ANYWHERE.sub("//localhost", one or "") for one in (url, admin_url))
@@ -155,10 +154,10 @@ def describe_pages(url: str, admin_url: str | None) -> str:
     return f"{text}; {admin}/ui/dashboard can abort requests, too" if admin else text
 
 
-async def serve_until_told_to_end(
-    state: Any, listeners: Any, shutdown_timeout_s: float, tell: Callable[[], None]
+async def serve_until_signal(
+    state: Any, listeners: Any, shutdown_timeout_s: float, on_ready: Callable[[], None]
 ) -> None:
-    """The server's life, for `run`. `tell` is called when it serves."""
+    """Runs the server. `on_ready` is called when it is ready."""
     run_server = resolve("quire.frontend.http.server:serve")
     build_app = resolve("quire.frontend.openai.app:build_app")
-    await run_server(state, build_app, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=tell)
+    await run_server(state, build_app, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=on_ready)

@@ -1,4 +1,4 @@
-"""A running server read over HTTP: /metrics and /debug/state, in one value."""
+"""Reads /metrics and /debug/state of a running server as one value; rates and percentiles need two of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 Buckets = list[tuple[float, float]]
-"""(upper bound, how many were not above it), sorted."""
+"""Pairs of upper bound and the count of values that are not above it, sorted."""
 
 
 class Metrics:
-    """One reading, summed over all labels but a histogram's bounds."""
+    """One reading of Prometheus' text format, summed over all labels except a histogram's bounds."""
 
     def __init__(self, text: str) -> None:
         self._totals: defaultdict[str, float] = defaultdict(float)
@@ -41,11 +41,11 @@ class Metrics:
                 self._buckets[name.removesuffix("_bucket")][_number(bound)] += value
 
     def total(self, name: str) -> float | None:
-        """A gauge or a counter; None if there is none of this name."""
+        """Returns a gauge or counter; None if there is none of this name."""
         return self._totals.get(name)
 
     def buckets(self, name: str) -> Buckets:
-        """Of a histogram; empty if there is none of this name."""
+        """Returns the buckets of a histogram; empty if there is none of this name."""
         return sorted(self._buckets.get(name, {}).items())
 
 
@@ -57,7 +57,7 @@ def _number(text: str) -> float:
 
 
 def growth(before: Metrics, after: Metrics, name: str) -> float | None:
-    """By how much a counter has grown; all of it where it has started anew, None if it is not there."""
+    """Returns the growth of a counter: its whole value after a restart, None if it is missing."""
     end = after.total(name)
     if end is None:
         return None
@@ -66,7 +66,7 @@ def growth(before: Metrics, after: Metrics, name: str) -> float | None:
 
 
 def quantile_between(before: Metrics, after: Metrics, name: str, share: float) -> float | None:
-    """The value below which `share` of what a histogram took in between two readings lies, as its buckets tell."""
+    """Returns the value below which `share` of a histogram's values between two readings lie."""
     earlier = dict(before.buckets(name))
     end = after.buckets(name)
     new = [(bound, count - earlier.get(bound, 0.0)) for bound, count in end]
@@ -74,7 +74,7 @@ def quantile_between(before: Metrics, after: Metrics, name: str, share: float) -
 
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:
-    """The same of buckets; None if they are empty."""
+    """Returns the same for buckets; None if they are empty."""
     total = buckets[-1][1] if buckets else 0.0
     if not total > 0:
         return None
@@ -93,7 +93,7 @@ T = TypeVar("T")
 
 
 class BlocksView(msgspec.Struct):
-    """Of /debug/state. `runs` are (listed blocks, references, 1 if they can be hit)."""
+    """The blocks in /debug/state. `runs` are (listed blocks, references, 1 if they can be hit)."""
 
     total: int
     free: int
@@ -103,7 +103,7 @@ class BlocksView(msgspec.Struct):
 
 
 class RequestView(msgspec.Struct):
-    """Of /debug/state. `blocks` are (first id, number of ids that follow one another)."""
+    """A request in /debug/state. `blocks` are (first id, number of consecutive ids)."""
 
     id: str
     key: str
@@ -120,7 +120,7 @@ class RequestView(msgspec.Struct):
 
 
 class StateView(msgspec.Struct):
-    """What is read of /debug/state."""
+    """The fields of /debug/state that are read."""
 
     version: str
     model: str
@@ -141,7 +141,7 @@ class Reading:
     time_s: float
     state: StateView
     metrics: Metrics | None
-    """None where it was started with --disable-log-stats."""
+    """None for a server with --disable-log-stats."""
 
 
 class NotReadyError(ConfigError):
@@ -149,7 +149,7 @@ class NotReadyError(ConfigError):
 
 
 class ServerWatch:
-    """Reads one server. `url` may end in a path, should a proxy show it under one."""
+    """Reads one server. `url` may end in a path, for a server under a proxy's prefix."""
 
     def __init__(self, url: str, key: str = "") -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -159,7 +159,11 @@ class ServerWatch:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def read(self) -> Reading:
-        """Raises ConfigError, in words, if nobody answers there, a key is missing, or what answers is not Quire."""
+        """Returns a reading.
+
+        Raises NotReadyError for a server that loads, and ConfigError if none answers, a key is missing, or it is not
+        Quire.
+        """
         state = self._read("/debug/state", lambda content: msgspec.json.decode(content, type=StateView))
         if state is None:
             raise ConfigError(
@@ -170,7 +174,7 @@ class ServerWatch:
         return Reading(time.monotonic(), state, metrics)
 
     def _read(self, path: str, decode: Callable[[bytes], T]) -> T | None:
-        """None for 404."""
+        """Returns None for 404."""
         request = urllib.request.Request(self.url + path, headers=self._headers)
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:

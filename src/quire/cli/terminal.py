@@ -1,4 +1,4 @@
-"""How things look in a terminal: colours where there is one, and numbers that people read."""
+"""Terminal output: colours on a terminal only, and numbers in readable units."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Style:
-    """Colours text for one stream: only on a terminal, and not where NO_COLOR is set."""
+    """Colours text for one stream: only on a terminal, and only without NO_COLOR."""
 
     def __init__(self, stream: TextIO) -> None:
         self.is_terminal = stream.isatty()
         self._has_colour = self.is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
     def paint(self, text: str, colour: str) -> str:
-        """`text` in a colour of `_CODES`, or as it is."""
+        """Returns `text` in a colour of `_CODES`, or unchanged."""
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self._has_colour and text else text
 
     def printable(self, text: str) -> str:
-        """`text` without the control characters by which a model's output could steer a terminal."""
+        """Returns `text` without the control characters with which a model's output could steer a terminal."""
         return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if self.is_terminal else text
 
 
 def human_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Returns "1.5 KiB" for 1536."""
     unit = 0
     while abs(count) >= 1024 and unit < len(_UNITS) - 1:
         count /= 1024
@@ -46,7 +46,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_count(count: float) -> str:
-    """1236000000 -> "1.24 B" (billions); below 10,000 as it is."""
+    """Returns "1.24 B" (billions) for 1236000000; numbers below 10,000 in full."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if count >= size:
             return f"{count / size:.2f} {letter}"

@@ -1,4 +1,4 @@
-"""`quire top`: a server in a terminal, as /ui/dashboard shows it in a browser."""
+"""`quire top`: shows a server in a terminal, as /ui/dashboard does in a browser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quire.errors import ConfigError
 
 MIN_INTERVAL_S = 0.2
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
-"""The terminal's second page, without a cursor and with lines cut at the edge, and back."""
+"""Switch to the terminal's second page, without a cursor and with lines cut at the edge, and back."""
 
 
 def _validate_interval(value: float) -> None:
@@ -39,23 +39,22 @@ def _validate_interval(value: float) -> None:
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire top`."""
     return CommandLine(
         "quire top",
         "Watch a server: speed, latency, the KV cache block by block, every request. q or Ctrl-C ends.",
         [
-            Option(name="url", help="Where it listens.", default="http://127.0.0.1:8000", metavar="URL"),
-            Option(name="api_key", help="Its key, if it asks for one; QUIRE_API_KEY is another way.", metavar="KEY"),
+            Option(name="url", help="URL of the server.", default="http://127.0.0.1:8000", metavar="URL"),
+            Option(name="api_key", help="The server's key, if it needs one; or set QUIRE_API_KEY.", metavar="KEY"),
             Option(
                 name="interval",
-                help="Seconds between two looks.",
+                help="Seconds between two readings.",
                 parse=float,
                 default=1.0,
                 validate=_validate_interval,
             ),
             Option(
                 name="once",
-                help="Look twice, print figures and requests as plain text, and end. So it is in a pipe.",
+                help="Read twice, print figures and requests as plain text, and end; the default in a pipe.",
                 is_switch=True,
                 default=False,
             ),
@@ -64,7 +63,7 @@ def command_line() -> CommandLine:
 
 
 def run(args: Arguments) -> int:
-    """Show until told to end. Raises ConfigError if nobody answers to begin with."""
+    """Shows the server until q or Ctrl-C. Raises ConfigError if no server answers to begin with."""
     watch = ServerWatch(args["url"], args["api_key"] or envs.API_KEY.get() or "")
     history = History()
     history.add(_first_reading(watch, args["interval"]))
@@ -112,11 +111,11 @@ def _live(watch: ServerWatch, history: History, interval_s: float) -> None:
             history.add(watch.read())
             trouble = ""
         except ConfigError as e:
-            trouble = str(e)  # it may come back
+            trouble = str(e)  # the server may come back
 
 
 def _quits_within(seconds: float) -> bool:
-    """Whether q is pressed within that time; the rest of it is waited."""
+    """Waits, and returns True as soon as q is pressed."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         if not sys.stdin.isatty():
@@ -128,9 +127,9 @@ def _quits_within(seconds: float) -> bool:
 
 @contextlib.contextmanager
 def _terminal() -> Iterator[None]:
-    """A page of its own, keys without Enter; afterwards everything is as it was."""
+    """Opens a page of its own with keys that need no Enter; restores the terminal afterwards."""
     before = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the terminal must be given back
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that the terminal is restored
     try:
         if before is not None:
             tty.setcbreak(sys.stdin)
@@ -152,7 +151,7 @@ PLACES = {"preempted": "waits, preempted", "blocked": "held back", "waiting": "w
 
 
 class History:
-    """The readings of the last minute, and what they tell."""
+    """The readings of the last minute, and figures derived from them."""
 
     def __init__(self) -> None:
         self._readings: deque[Reading] = deque()
@@ -160,7 +159,7 @@ class History:
         """Tokens per second, reading by reading."""
 
     def add(self, reading: Reading) -> None:
-        """One more; those that are too old go."""
+        """Adds a reading and drops those that are too old."""
         self._readings.append(reading)
         while len(self._readings) > 2 and self._readings[0].time_s < reading.time_s - HITS_S - 5:
             self._readings.popleft()
@@ -170,28 +169,28 @@ class History:
 
     @property
     def last(self) -> Reading:
-        """The newest."""
+        """The newest reading."""
         return self._readings[-1]
 
     def _pair(self, window_s: float) -> tuple[Reading, Reading] | None:
-        """The last reading, and the latest that is `window_s` older, or the first."""
+        """Returns the last reading and the latest that is `window_s` older, or the first."""
         last = self._readings[-1]
         older = [reading for reading in self._readings if reading.time_s <= last.time_s - window_s]
         first = older[-1] if older else self._readings[0]
         return None if first is last or first.metrics is None or last.metrics is None else (first, last)
 
     def growth(self, name: str, window_s: float) -> float | None:
-        """Of a counter."""
+        """Returns the growth of a counter."""
         pair = self._pair(window_s)
         return growth(pair[0].metrics, pair[1].metrics, name) if pair and pair[0].metrics and pair[1].metrics else None
 
     def rate(self, name: str) -> float | None:
-        """Of a counter, per second."""
+        """Returns the growth of a counter per second."""
         grown, pair = self.growth(name, RATE_S), self._pair(RATE_S)
         return grown / max(1e-9, pair[1].time_s - pair[0].time_s) if grown is not None and pair else None
 
     def quantile(self, name: str, share: float) -> float | None:
-        """Of a histogram."""
+        """Returns a quantile of a histogram."""
         pair = self._pair(LATENCY_S)
         if pair is None or pair[0].metrics is None or pair[1].metrics is None:
             return None
@@ -199,7 +198,7 @@ class History:
 
 
 def summary_lines(history: History, url: str, style: Style) -> list[str]:
-    """The figures."""
+    """Returns the lines of figures."""
     state = history.last.state
     blocks, usable = state.kv_cache, max(1, state.kv_cache.total - 1)
     in_use = usable - blocks.free
@@ -230,7 +229,7 @@ def summary_lines(history: History, url: str, style: Style) -> list[str]:
 
 
 def map_lines(state: StateView, width: int, style: Style) -> list[str]:
-    """The blocks of the cache: a character each, or for several neighbours of which the fullest is drawn."""
+    """Returns the map of the cache: a character for each block, or for neighbours of which the fullest is drawn."""
     cells = [(refs, cached) for length, refs, cached in state.kv_cache.runs for _ in range(length)]
     per_cell = max(1, -(-len(cells) // (width * MAX_MAP_ROWS)))
     owners = _owners(state)
@@ -247,7 +246,7 @@ def map_lines(state: StateView, width: int, style: Style) -> list[str]:
 
 
 def _owners(state: StateView) -> dict[int, str]:
-    """The colour of each block that somebody holds."""
+    """Returns the colour of each block that a request holds."""
     return {
         block_id: OWNERS[sum(request.key.encode()) % len(OWNERS)]
         for request in state.requests
@@ -266,7 +265,7 @@ def _cell(kind: tuple[int, int], owner: str | None, style: Style) -> str:
 
 
 def request_lines(state: StateView, count: int, style: Style) -> list[str]:
-    """The table of requests, of which `count` are shown."""
+    """Returns the table of requests, of which `count` are shown."""
     head = ("request", "stands", "prompt", "cached", "written", "blocks", "age", "preempted")
     rows = [head, *(_row(request, state.time, style) for request in state.requests[:count])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -293,7 +292,7 @@ def _row(request: RequestView, now: float, style: Style) -> tuple[str, ...]:
 
 
 def screen(history: History, url: str, style: Style, width: int, height: int) -> list[str]:
-    """What fits on a terminal, requests last."""
+    """Returns the lines that fit on a terminal, requests last."""
     state = history.last.state
     lines = [*summary_lines(history, url, style), "", *map_lines(state, max(20, width - 1), style), ""]
     footer = style.paint("q ends · in a browser: /ui/dashboard", "dim")
@@ -302,7 +301,7 @@ def screen(history: History, url: str, style: Style, width: int, height: int) ->
 
 
 def _without_null(blocks: BlocksView) -> list[tuple[int, int, int]]:
-    """The runs without block 0, which nobody ever holds."""
+    """Returns the runs without block 0, which no request holds."""
     (length, references, cached), *rest = blocks.runs
     return [(length - 1, references, cached), *rest]
 
@@ -322,7 +321,7 @@ def _rate(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """0.25 -> "250 ms"."""
+    """Returns "250 ms" for 0.25."""
     if seconds is None:
         return "-"
     if seconds < 1:

@@ -1,1 +1,1 @@
-"""`quire bench`: how fast this machine runs a model. Prompts are token ids, outputs have a fixed length."""
+"""`quire bench`, and the library of the scripts in benchmarks/."""

@@ -1,7 +1,7 @@
-"""What a load asks for: random lengths, the prompts of a file, or a trace of what came when.
+"""Datasets of a load: random lengths, the prompts of a file, or a trace with arrival times.
 
 A dataset gives `count` requests for repetition `rep`. Synthetic prompts differ from one repetition to the next, so that
-none finds those before it in the prefix cache; a file's are the same ones again.
+none is in the prefix cache; those of a file are the same in each.
 """
 
 from __future__ import annotations
@@ -39,22 +39,28 @@ _WORDS = tuple(_TEXT.split(" "))
 
 @dataclass(frozen=True)
 class Material:
-    """`token_ids` to draw prompts from (empty where the server does not tell any), and how many tokens a word takes."""
+    """The material of synthetic prompts:
+
+    token ids of plain words (empty where the server has no /tokenize), and the tokens of a word.
+    """
 
     token_ids: tuple[int, ...] = ()
     tokens_per_word: float = 1.0
 
     def ids(self, rng: random.Random, count: int) -> list[int]:
-        """So many token ids."""
+        """Returns `count` token ids."""
         return rng.choices(self.token_ids, k=count)
 
     def text(self, rng: random.Random, num_tokens: int) -> str:
-        """Words that take about so many tokens."""
+        """Returns words that take about `num_tokens` tokens."""
         return " ".join(rng.choices(_WORDS, k=max(1, round(num_tokens / self.tokens_per_word))))
 
 
 async def find_material(client: HttpClient, model: str) -> Material:
-    """Ask the server's /tokenize, as Quire and vLLM have it; a server without one gets words. Raises RemoteError."""
+    """Asks the server's /tokenize, as Quire and vLLM have it; without that route, prompts are words.
+
+    Raises RemoteError.
+    """
     body = {"model": model, "prompt": _TEXT, "add_special_tokens": False}
     try:
         answer = await client.post("/tokenize", body)
@@ -75,14 +81,13 @@ _MAX_FILE_BYTES = 4 << 30
 
 
 class Dataset(Protocol):
-    """Where requests come from. `size` is how many it has, None where there is no end."""
+    """A source of requests. `size` is their number, None where there is no end."""
 
     @property
-    def size(self) -> int | None:
-        """As above."""
+    def size(self) -> int | None: ...
 
     def requests(self, count: int, rep: int) -> list[LoadRequest]:
-        """The requests of repetition `rep`."""
+        """Returns the requests of repetition `rep`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class RandomDataset:
     size: int | None = None
 
     def requests(self, count: int, rep: int) -> list[LoadRequest]:
-        """Lengths depend on the seed only, the tokens on the repetition, too."""
+        """Returns requests whose lengths depend on the seed only, and whose tokens on the repetition, too."""
         lengths, rng = random.Random(f"{self.seed} lengths"), random.Random(f"{self.seed} tokens {rep}")
         prefixes = [self._draw(rng, self.prefix_len) for _ in range(self.num_prefixes if self.prefix_len else 0)]
         return [self._request(lengths, rng, prefixes) for _ in range(count)]
@@ -121,7 +126,7 @@ class RandomDataset:
 
 @dataclass(frozen=True)
 class FileDataset:
-    """The rows of a file, in order, and from the beginning again where more are asked for."""
+    """The rows of a file, in order, and again from the beginning where more are needed."""
 
     rows: Sequence[LoadRequest]
 
@@ -130,7 +135,7 @@ class FileDataset:
         return len(self.rows)
 
     def check_endpoint(self, *, is_chat: bool) -> None:
-        """Raises ConfigError where the rows are of the other kind: messages for completions, token ids for a chat."""
+        """Raises ConfigError for rows of the other kind: messages for completions, token ids for a chat."""
         for row in self.rows:
             if isinstance(row.prompt, list) and isinstance(row.prompt[0], dict) != is_chat:
                 kind = "token ids" if is_chat else "messages"
@@ -140,13 +145,13 @@ class FileDataset:
                 )
 
     def requests(self, count: int, rep: int) -> list[LoadRequest]:
-        """Of every repetition the same."""
+        """Returns the same requests for every repetition."""
         return [self.rows[i % len(self.rows)] for i in range(count)]
 
 
 @dataclass(frozen=True)
 class TraceDataset:
-    """Synthetic prompts of the lengths, and at the times, that a trace tells. Equal `hash_ids` give equal tokens."""
+    """Synthetic prompts with the lengths and arrival times of a trace. Equal `hash_ids` give equal tokens."""
 
     rows: Sequence[TraceRow]
     material: Material
@@ -159,7 +164,7 @@ class TraceDataset:
         return len(self.rows)
 
     def requests(self, count: int, rep: int) -> list[LoadRequest]:
-        """The first `count` rows."""
+        """Returns the requests of the first `count` rows."""
         rng = random.Random(f"{self.seed} trace {rep}")
         return [
             LoadRequest(self._prompt(row, rng, rep), row.output_len, row.arrival_s / self.speed)
@@ -194,9 +199,11 @@ class TraceRow:
 
 
 def read_sharegpt(path: Path, output_len: Lengths | None, seed: int) -> FileDataset:
-    """A JSON list of {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}: first questions.
+    """Reads the first questions of a JSON list of {"conversations": [{"from": "human", "value": ...}, {"from":
 
-    An output is as long as the answer in the file, or drawn of `output_len`. Raises ConfigError.
+    "gpt", ...}]}.
+
+    An output is as long as the answer in the file, or drawn from `output_len`. Raises ConfigError.
     """
     try:
         content = json.loads(_read(path))
@@ -217,7 +224,7 @@ def read_sharegpt(path: Path, output_len: Lengths | None, seed: int) -> FileData
 
 
 def read_custom(path: Path, output_len: Lengths, seed: int) -> FileDataset:
-    """A JSON object per line: {"prompt": text or token ids} or {"messages": [...]}, and perhaps "output_len".
+    """Reads a JSON object per line: {"prompt": text or token ids} or {"messages": [...]}, and perhaps "output_len".
 
     Raises ConfigError.
     """
@@ -237,8 +244,10 @@ def read_custom(path: Path, output_len: Lengths, seed: int) -> FileDataset:
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """A JSON object per line: "timestamp" in ms or "arrival_s", "input_length", "output_length", perhaps "hash_ids"
-    (Mooncake's format). Rows are sorted by time, which begins at the first. Raises ConfigError.
+    """Reads a trace in Mooncake's format, a JSON object per line.
+
+    Its fields are "timestamp" in ms or "arrival_s", "input_length", "output_length" and perhaps "hash_ids". Rows are
+    sorted by time, which begins at the first. Raises ConfigError.
     """
 
     def read(row: dict[str, Any]) -> TraceRow:

@@ -1,4 +1,4 @@
-"""`quire bench latency`: one batch of equal requests at a time."""
+"""`quire bench latency`: times one batch of equal requests at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from quire.cli.option_groups import engine_options
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire bench latency`."""
     own = [
         Option(name="input_len", help="Prompt tokens.", parse=int, default=128),
         Option(name="output_len", help="Output tokens.", parse=int, default=128),
@@ -21,6 +20,5 @@ def command_line() -> CommandLine:
 
 
 def run(args: Arguments) -> int:
-    """Measure and report."""
     lengths = args["input_len"], args["output_len"]
     return run_benchmark(args, "latency", lambda rep, ids: uniform_requests(rep, ids, args["batch_size"], *lengths, 1))

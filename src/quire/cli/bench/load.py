@@ -1,7 +1,7 @@
-"""Load on a server: each request at its time, whatever has become of those before it, streamed and timed.
+"""Sends a load: each request at its time, whatever has become of those before it, streamed and timed.
 
-The loop is open: arrivals come from a schedule. With a limit on the requests under way and no schedule it is closed:
-a request is due when the one before it has ended. How a request is sent is its caller's business (`Send`).
+The loop is open: arrivals come from a schedule. With a limit on concurrent requests and no schedule it is closed: a
+request is due when the one before it has ended. `Send` decides how a request is sent; `Sender` does it over HTTP.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class LoadRequest:
     prompt: str | list[int] | list[dict[str, object]]
     output_len: int
     arrival_s: float | None = None
-    """Where a trace says when it comes."""
+    """Arrival time in a trace."""
 
 
 Send = Callable[[LoadRequest, RequestTiming], Awaitable[None]]
-"""Sends a request, and notes in the timing what comes back. Raises QuireError, OSError or TimeoutError."""
+"""Sends a request and stores its times. Raises QuireError, OSError or TimeoutError."""
 
 
 class LoadRun:
-    """One run. `clock` and `sleep` are time's own but in tests; `on_end` is called as each request ends."""
+    """One run. Tests replace `clock` and `sleep`; `on_end` is called as each request ends."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class LoadRun:
         self._result = LoadResult(clock())
 
     async def run(self, requests: Sequence[LoadRequest], arrivals: Sequence[float] | None) -> LoadResult:
-        """Send all of `requests`, the n-th `arrivals[n]` seconds from now. None is a closed loop of the limit's size.
+        """Sends all of `requests`, the n-th `arrivals[n]` seconds from now. None is a closed loop of the limit's size.
 
-        Cancelled, it hangs up on what is under way and gives what has ended until then.
+        When cancelled, it closes open requests and returns those that have ended.
         """
         assert arrivals is not None or self._slots is not None
         self._result = result = LoadResult(self._clock())
@@ -129,7 +129,7 @@ class LoadRun:
 
 
 class Endpoint(Enum):
-    """Where requests go."""
+    """Routes to which requests are sent."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -156,7 +156,7 @@ class Sender:
         self._clock = clock
 
     async def send(self, request: LoadRequest, timing: RequestTiming) -> None:
-        """One streamed request. Raises RemoteError, RefusedError."""
+        """Sends one streamed request. Raises RemoteError, RefusedError."""
         num_chunks = 0
 
         def on_chunk(chunk: Chunk) -> None:
@@ -181,14 +181,14 @@ class Sender:
             )
 
     def body(self, request: LoadRequest) -> dict[str, Any]:
-        """What is posted."""
+        """Returns the body of a request."""
         prompt = request.prompt
         if self._endpoint is Endpoint.CHAT:
             is_conversation = isinstance(prompt, list)
             what: dict[str, Any] = {"messages": prompt if is_conversation else [{"role": "user", "content": prompt}]}
         else:
             what = {"prompt": prompt}
-        # A server says nothing of a token without text: what comes after the end of a text must show.
+        # A server sends nothing for a token without text, so special tokens must show.
         full_length = {"min_tokens": request.output_len, "ignore_eos": True, "skip_special_tokens": False}
         return {
             "model": self._model,
@@ -203,8 +203,11 @@ class Sender:
 
 
 def _has_output(choice: Choice, timing: RequestTiming) -> bool:
-    """Whether a chunk brought something to read. The opening of a conversation does not, nor do tokens whose text a
-    server still holds back, chunk or no chunk; an end does where nothing came yet."""
+    """Returns True if a chunk holds output to read.
+
+    The opening of a conversation holds none, nor do tokens whose text a server still holds back; an end counts where
+    nothing came before.
+    """
     if choice.finish_reason is not None and timing.first_token_s is None:
         return True
     if choice.delta is not None:

@@ -1,8 +1,7 @@
-"""What became of the requests of a load, and the figures they add up to. No clock, no sockets: arithmetic only.
+"""The outcomes of a load's requests and their figures: arithmetic only, no clock and no sockets.
 
-Latencies count from the moment a request was *meant* to be sent, whatever held it back: a schedule that the client or
-its `--max-concurrency` delays is not measured as if it had not been (coordinated omission). The times from the actual
-sending stand beside them.
+Latencies count from the moment at which a request was *meant* to be sent, so that a delay by the client or its
+`--max-concurrency` is not left out (coordinated omission). The times from the actual sending stand beside them.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from quire.cli.generation import RequestTiming
 from quire.errors import ConfigError
 
 SLO_METRICS = {"ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s", "e2el": "e2e_s"}
-"""Name in --goodput (e2el is vLLM's) to attribute of `Outcome`."""
+"""Maps names in --goodput (e2el is vLLM's) to attributes of `Outcome`."""
 KEEPS_UP = 0.95
-"""A server keeps up with a load as long as answers end at this share of the rate at which requests arrive."""
+"""Share of the arrival rate at which answers must end for a server to keep up."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request has no complete answer. `kind` is what failures are counted by."""
+    """The reason why a request has no complete answer. `kind` is the word by which failures are counted."""
 
     kind: str
     message: str
@@ -32,10 +31,10 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """One request. Stamps are of the load's clock.
+    """One request. Stamps are those of the load's clock.
 
-    `intended_s` is when it should have been sent; `ready_s` when the client was free to: later where
-    `--max-concurrency` held it back. `timing.added_s` is when it was.
+    `intended_s` is when it should have been sent; `ready_s` when the client was free to send it: later where
+    `--max-concurrency` delayed it. `timing.added_s` is when it was sent.
     """
 
     intended_s: float
@@ -58,13 +57,13 @@ class Outcome:
 
     @property
     def lag_s(self) -> float:
-        """How much later than it could have the client sent it."""
+        """The delay by the client itself."""
         return self.timing.added_s - self.ready_s
 
 
 @dataclass
 class LoadResult:
-    """All requests of one run that ended. `num_unfinished` were under way or still to be sent when it was stopped."""
+    """All requests of one run that ended. `num_unfinished` were under way or unsent when it was stopped."""
 
     start_s: float
     end_s: float = 0.0
@@ -79,18 +78,18 @@ class LoadResult:
 
     @property
     def answered(self) -> list[Outcome]:
-        """Those that did not fail."""
+        """The requests that did not fail."""
         return [o for o in self.outcomes if o.failure is None]
 
     @property
     def failed(self) -> list[Outcome]:
-        """The others."""
+        """The requests that failed."""
         return [o for o in self.outcomes if o.failure is not None]
 
 
 @dataclass(frozen=True)
 class Level:
-    """One load of a run: what was offered, what came of it. `rate` or `concurrency` is None where it has no bound."""
+    """One load of a run: its rate, concurrency and result. `rate` or `concurrency` is None where it has no bound."""
 
     rate: float | None
     concurrency: int | None
@@ -99,21 +98,21 @@ class Level:
 
     @property
     def name(self) -> str:
-        """As people say it."""
+        """The load's name in reports."""
         parts = [f"{self.rate:g} requests/s"] if self.rate is not None else []
         parts += [f"concurrency {self.concurrency}"] if self.concurrency is not None else []
         return ", ".join(parts) or "all at once"
 
 
 class ServiceLevel:
-    """What a user is promised: an upper bound in milliseconds per metric. Empty: nothing."""
+    """A service level objective: an upper bound in milliseconds per metric. Empty: none."""
 
     def __init__(self, bounds_ms: Mapping[str, float]) -> None:
         self.bounds_ms = dict(bounds_ms)
 
     @staticmethod
     def parse(words: Sequence[str]) -> ServiceLevel:
-        """Of `ttft:200`, `tpot:50`, `e2e:2000`; several may stand in a word, with commas. Raises ConfigError."""
+        """Parses `ttft:200`, `tpot:50`, `e2e:2000`; a word may hold several, with commas. Raises ConfigError."""
         bounds: dict[str, float] = {}
         for part in (part for word in words for part in word.split(",")):
             name, colon, value = part.strip().partition(":")
@@ -134,26 +133,26 @@ class ServiceLevel:
         return " ".join(f"{name}:{bound:g}" for name, bound in self.bounds_ms.items())
 
     def holds(self, outcome: Outcome) -> bool:
-        """Whether a request was answered within all bounds. What an answer has not (a gap, after one token) is met."""
+        """Returns True if a request was answered within all bounds. A time that an answer does not have is met."""
         values = {name: getattr(outcome, SLO_METRICS[name]) for name in self.bounds_ms}
         return outcome.failure is None and all(
             value is None or value * 1e3 <= self.bounds_ms[name] for name, value in values.items()
         )
 
     def share(self, result: LoadResult) -> float:
-        """Of the requests that ended; 0 if none did."""
+        """Returns the share of the requests that ended; 0 if none did."""
         return self.count(result) / len(result.outcomes) if result.outcomes else 0.0
 
     def count(self, result: LoadResult) -> int:
-        """How many requests were answered within all bounds."""
+        """Returns the number of requests answered within all bounds."""
         return sum(self.holds(o) for o in result.outcomes)
 
 
 def keeps_up(result: LoadResult, share: float = KEEPS_UP) -> bool:
-    """Whether answers end about as fast as requests arrive; if not, the queue grows for as long as the load lasts.
+    """Returns True if answers end about as fast as requests arrive; if not, the queue grows throughout the load.
 
-    Compared are the spans between the first and the last tenth of the arrivals, and of the ends: the time that the
-    last answers take is in neither.
+    The spans between the first and the last tenth of the arrivals and of the ends are compared: the time of the last
+    answers is in neither.
     """
     if result.failed or len(result.outcomes) < 2:
         return not result.failed
@@ -167,12 +166,12 @@ def _middle_span(stamps: Sequence[float]) -> float:
 
 
 def peak_in_flight(outcomes: Sequence[Outcome]) -> int:
-    """The most requests that were with the server at once."""
+    """Returns the largest number of requests that were with the server at once."""
     return max((count for _, count in in_flight(outcomes)), default=0)
 
 
 def in_flight(outcomes: Sequence[Outcome]) -> list[tuple[float, int]]:
-    """(moment, requests with the server from then on), in order."""
+    """Returns pairs of moment and number of requests with the server from then on, in order."""
     changes = sorted([(o.timing.added_s, 1) for o in outcomes] + [(o.end_s, -1) for o in outcomes])
     count, steps = 0, []
     for moment, change in changes:
@@ -182,7 +181,7 @@ def in_flight(outcomes: Sequence[Outcome]) -> list[tuple[float, int]]:
 
 
 def figures(result: LoadResult, level: ServiceLevel) -> dict[str, Any]:
-    """Rates, percentiles in milliseconds, failures by kind, goodput, and what the client itself cost."""
+    """Returns rates, percentiles in milliseconds, failures by kind, goodput, and the client's own cost."""
     answered, wall = result.answered, max(result.wall_s, 1e-9)
     timings = [o.timing for o in answered]
     prompt, output = sum(t.num_prompt_tokens for t in timings), sum(t.num_output_tokens for t in timings)
@@ -222,7 +221,7 @@ def figures(result: LoadResult, level: ServiceLevel) -> dict[str, Any]:
 
 
 def count_failures(failed: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """Per kind of failure: how many, and the first one's words."""
+    """Returns, per kind of failure, its count and the first one's message."""
     kinds: dict[str, dict[str, Any]] = {}
     for failure in (o.failure for o in failed if o.failure is not None):
         kinds.setdefault(failure.kind, {"count": 0, "first": failure.message})["count"] += 1
@@ -230,7 +229,7 @@ def count_failures(failed: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
 
 
 def client_warning(numbers: Mapping[str, Any]) -> str | None:
-    """What to say where the client, and not the server, may have been the limit."""
+    """Returns a warning where the client, and not the server, may have been the limit."""
     share, lag = numbers["client"]["cpu_share"], numbers["client"]["lag_ms"].get("p99", 0.0)
     allowed_ms = max(10.0, 0.1 * numbers["sent_ttft_ms"].get("p50", 0.0))
     if share > 0.8:
@@ -247,9 +246,10 @@ def client_warning(numbers: Mapping[str, Any]) -> str | None:
 
 
 class RateSearch:
-    """Says which rate to try next. `sustained` and `failed` enclose what is looked for, within `tolerance` at the end.
+    """A search for the highest rate that is sustained: doubles until one fails, then halves what lies between.
 
-    Knows nothing of servers. Whatever the verdicts are, it ends after `max_probes`.
+    `sustained` and `failed` enclose the rate, within `tolerance` at the end. The search knows nothing of servers, and
+    ends after `max_probes` whatever the verdicts are.
     """
 
     def __init__(self, first_rate: float, tolerance: float = 0.1, max_probes: int = 16) -> None:
@@ -265,7 +265,7 @@ class RateSearch:
         self._max_probes = max_probes
 
     def next_rate(self) -> float | None:
-        """The rate to try; None at the end."""
+        """Returns the rate to try; None at the end."""
         if self.num_probes >= self._max_probes:
             return None
         if self.sustained is None:
@@ -277,7 +277,7 @@ class RateSearch:
         return math.sqrt(self.sustained * self.failed)
 
     def record(self, rate: float, *, is_sustained: bool) -> None:
-        """The verdict on `next_rate()`."""
+        """Takes the verdict on `next_rate()`."""
         self.num_probes += 1
         if is_sustained:
             self.sustained = rate

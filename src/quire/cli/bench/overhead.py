@@ -1,7 +1,7 @@
 """`quire bench overhead`: microseconds per generated token and per step that are not the model's.
 
-An `AsyncLLM` on a fake executor, N requests running, each read by a coroutine of its own as a server would. Measured is
-CPU time, in the window in which all N are running, in the engine core and in the frontend: in one process and in two.
+An `AsyncLLM` on a fake executor runs N requests, each read by a coroutine of its own as in a server. The CPU time of
+the engine core and of the frontend is measured while all N are running, in one process and in two.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from quire.errors import ConfigError
 from quire.resolve import resolve
 
 RUNS = "quire.cli.bench.overhead_runs:measure_transport"
-"""By name: asking for help should load nothing heavy."""
+"""Resolved by name, so that --help loads nothing heavy."""
 TRANSPORTS = ("inproc", "zmq")
 EDGE_TOKENS = 4
-"""Left out of what is measured at both ends of a request."""
+"""Tokens at both ends of a request that are not measured."""
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire bench overhead`."""
     own = [
-        Option(name="model", help="Whose tokenizer and vocabulary to use; nothing is computed.", default="demo"),
+        Option(name="model", help="Model of the tokenizer and vocabulary; nothing is computed.", default="demo"),
         Option(name="concurrency", help="Numbers of requests running at once.", parse=_parse_numbers,
                default=[1, 64, 256]),
         Option(name="transport", help="Where the core is: in this process, or behind ZMQ.", default="both",
                choices=("both", *TRANSPORTS)),
         Option(name="output_len", help="Tokens per request.", parse=int, default=64),
-        Option(name="step_ms", help="How long a step of the fake model takes, asleep.", parse=float, default=20.0),
+        Option(name="step_ms", help="Milliseconds that a step of the fake model sleeps.", parse=float, default=20.0),
         Option(name="num_iters", alias="reps", help="Measured repetitions.", parse=int, default=3),
         Option(name="output_json", help="Also write the figures to this file.", metavar="FILE"),
         Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False),
@@ -48,7 +47,6 @@ def _parse_numbers(text: str) -> list[int]:
 
 
 def run(args: Arguments) -> int:
-    """Measure and report."""
     if args["num_iters"] < 1 or args["output_len"] < 4 * EDGE_TOKENS:
         raise ConfigError(f"--num-iters must be 1 or more, --output-len {4 * EDGE_TOKENS} or more")
     transports = list(TRANSPORTS) if args["transport"] == "both" else [args["transport"]]
@@ -70,7 +68,7 @@ def run(args: Arguments) -> int:
 
 
 def format_overhead(figures: dict[str, Any]) -> str:
-    """The figures as people read them."""
+    """Formats the figures as a table."""
     lines = [
         f"overhead beside the model, CPU time, median of {figures['reps']}; {figures['cpu']}",
         f"{'':<8}{'requests':>9}{'core':>18}{'frontend':>18}   us per token (per step)",

@@ -1,4 +1,8 @@
-"""The runs behind `quire bench overhead`: N requests on an `AsyncLLM` whose model is fake, and what they cost."""
+"""The runs of `quire bench overhead`: N requests on an `AsyncLLM` with a fake model, timed by phase and by thread.
+
+Phases are measured by wrapping the functions that do them, in their process, and only for a benchmark. Times are CPU
+times of threads, so a busy machine changes how long a run takes and not what is measured.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from quire.testing.fake_executor import FakeExecutor
 from quire.wire.execution import ModelRunnerOutput
 
 Figures = dict[str, dict[str, int]]
-"""ns by phase ("phases"), ns by thread ("threads"), and counts ("counts")."""
+"""Nanoseconds by phase ("phases") and by thread ("threads"), and counts ("counts")."""
 
 CORE_PHASES = {
     "schedule": ("quire.engine.sched.scheduler:Scheduler", "schedule"),
@@ -42,7 +46,7 @@ PROCESS_PARTS = {
     "make output": ("quire.frontend.request_state:RequestState", "make_request_output"),
     "hand over": ("quire.frontend.output_handler:RequestOutputCollector", "put"),
 }
-"""What `process` is made of: called once per token, so they are timed in a run of their own, by a cheaper clock."""
+"""The parts of `process`. They are called once per token, so they are timed in a separate run by a cheaper clock."""
 
 
 class PhaseMeter:
@@ -53,7 +57,7 @@ class PhaseMeter:
         self.spent_ns: dict[str, int] = {}
 
     def wrap(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, timed as `phase`."""
+        """Returns `function`, timed as `phase`."""
         spent, clock = self.spent_ns, self._clock
         spent[phase] = 0
 
@@ -69,7 +73,7 @@ class PhaseMeter:
 
     @contextmanager
     def installed(self, phases: Mapping[str, tuple[str, str]]) -> Iterator[None]:
-        """Wrap the methods named, in this process, for a while."""
+        """Wraps the methods named, in this process, for a while."""
         originals = [(resolve(owner), method, phase) for phase, (owner, method) in phases.items()]
         saved = [(owner, method, getattr(owner, method)) for owner, method, _ in originals]
         try:
@@ -82,7 +86,7 @@ class PhaseMeter:
 
 
 def thread_times() -> dict[str, int]:
-    """CPU time so far in ns by thread name, and of the whole process ("process")."""
+    """Returns CPU time so far in ns by thread name, and of the whole process ("process")."""
     times = {
         thread.name: time.clock_gettime_ns(time.pthread_getcpuclockid(thread.ident))
         for thread in threading.enumerate()
@@ -92,9 +96,9 @@ def thread_times() -> dict[str, int]:
 
 
 class MeteredExecutor(FakeExecutor):
-    """A model that costs its own time only, and a meter of the engine core it is in.
+    """A model that costs only its own time, and a meter of the engine core it is in.
 
-    Tokens are drawn from the whole vocabulary, so that they have texts of ordinary length.
+    Tokens are drawn from the whole vocabulary, so that their texts have ordinary lengths.
     """
 
     available_bytes: ClassVar[int] = 1 << 24
@@ -110,7 +114,7 @@ class MeteredExecutor(FakeExecutor):
             setattr(self, method, self._meter.wrap(method, getattr(self, method)))
 
     def _finish(self, future: Any, num_tokens: int) -> None:
-        """The end of a step."""
+        """Ends a step."""
         if num_tokens:
             output: ModelRunnerOutput = future._output
             self._counts["steps"] += 1
@@ -118,11 +122,11 @@ class MeteredExecutor(FakeExecutor):
         super()._finish(future, num_tokens)
 
     def set_step_time(self, step_time_s: float) -> None:
-        """How long a step takes from now on, asleep."""
+        """Sets the time that a step sleeps from now on."""
         vars(self)["step_time_s"] = step_time_s
 
     def take_figures(self) -> Figures:
-        """All that was measured so far."""
+        """Returns everything measured so far."""
         return {"phases": dict(self._meter.spent_ns), "threads": thread_times(), "counts": dict(self._counts)}
 
     def shutdown(self) -> None:
@@ -131,7 +135,7 @@ class MeteredExecutor(FakeExecutor):
 
 
 def difference(after: Figures, before: Figures) -> Figures:
-    """What was spent in between. A thread that was not there before began at 0."""
+    """Returns the difference of two readings. A thread that is new began at 0."""
     return {
         part: {name: value - before[part].get(name, 0) for name, value in values.items()}
         for part, values in after.items()
@@ -144,7 +148,7 @@ CLIENTS = {"inproc": AsyncInprocClient, "zmq": AsyncMPClient}
 
 
 async def measure_transport(args: Arguments, transport: str) -> list[dict[str, Any]]:
-    """One row of figures per concurrency asked for."""
+    """Returns one row of figures per concurrency asked for."""
     executor = f"{MeteredExecutor.__module__}:{MeteredExecutor.__name__}"
     flags = EngineArgs(
         args["model"], distributed_executor_backend=executor, max_num_seqs=max(args["concurrency"]), max_model_len=1024
@@ -168,7 +172,7 @@ async def measure_transport(args: Arguments, transport: str) -> list[dict[str, A
 
 
 class OverheadRun:
-    """N requests at once, read to their end; figures of the time when all of them were running."""
+    """N requests at once, read to their end; the figures cover the time when all of them were running."""
 
     def __init__(self, llm: AsyncLLM, meter: PhaseMeter, concurrency: int, output_len: int) -> None:
         self._llm = llm
@@ -178,12 +182,12 @@ class OverheadRun:
         self._num_runs = 0
 
     async def measure(self) -> dict[str, float]:
-        """µs per token and per step, by part."""
+        """Returns µs per token and per step, by part."""
         core, frontend = await self._run()
         return per_token(core, frontend, is_one_process=CORE_THREAD in frontend["threads"])
 
     async def measure_process_parts(self) -> dict[str, float]:
-        """The share of each part in `process`, from a run in which they are timed."""
+        """Returns the share of each part in `process`, from a run in which the parts are timed."""
         meter = PhaseMeter(time.perf_counter_ns)
         with meter.installed({**PROCESS_PARTS, "all": FRONTEND_PHASES["process"]}):
             await self._run()
@@ -226,7 +230,7 @@ class OverheadRun:
 
 
 def per_token(core: Figures, frontend: Figures, *, is_one_process: bool) -> dict[str, float]:
-    """µs per token by part, and µs per step; of the model, nothing."""
+    """Returns µs per token by part, and µs per step; nothing of the model."""
     core_ns = _core_parts(core, is_one_process)
     frontend_ns = _frontend_parts(frontend, is_one_process)
     core_tokens, frontend_tokens = max(core["counts"]["tokens"], 1), max(frontend["counts"]["tokens"], 1)

@@ -1,4 +1,7 @@
-"""Charts in files: an HTML page that needs nothing else, or a PNG drawn by matplotlib where it is installed."""
+"""Charts of a run or a sweep, in an HTML page that needs nothing else, or a PNG that matplotlib draws.
+
+`run_charts` and `sweep_charts` decide what is drawn; `to_svg` only scales and places it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ svg text.end { text-anchor: end } svg text.start { text-anchor: start }
 
 
 def check_plot_path(path: Path) -> None:
-    """Before anything is measured: whether a plot can be written there. Raises ConfigError."""
+    """Checks that a plot can be written to `path`, before anything is measured. Raises ConfigError."""
     if path.suffix.lower() not in (".html", ".png"):
         raise ConfigError(f"--plot {path}: its name must end in .html or .png")
     if not path.parent.is_dir():
@@ -44,7 +47,7 @@ def check_plot_path(path: Path) -> None:
 
 
 def write_plot(path: Path, title: str, report: str, charts: Sequence[Chart]) -> None:
-    """Write the charts in the form that the file's name asks for. Raises ConfigError."""
+    """Writes the charts in the form that the file's name asks for. Raises ConfigError."""
     try:
         if path.suffix.lower() == ".png":
             _write_png(path, title, charts)
@@ -55,7 +58,7 @@ def write_plot(path: Path, title: str, report: str, charts: Sequence[Chart]) -> 
 
 
 def to_html(title: str, report: str, charts: Sequence[Chart]) -> str:
-    """One page with everything in it: no script, no font, nothing fetched."""
+    """Returns one page with everything in it: no script, no font, nothing fetched."""
     figures = "\n".join(f"<figure>{to_svg(chart)}</figure>" for chart in charts)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">'
@@ -89,11 +92,11 @@ def _write_png(path: Path, title: str, charts: Sequence[Chart]) -> None:
 
 
 MAX_POINTS = 400
-"""Of a line; of more, every so-manieth is drawn."""
+"""Largest number of points of a line; others are left out evenly."""
 
 
 def run_charts(level: Level) -> list[Chart]:
-    """Of one load: latency distributions, requests in flight and tokens per second over its time."""
+    """Returns the charts of one load: latency distributions, requests in flight and tokens per second over its time."""
     result, start = level.result, level.result.start_s
     answered = result.answered
     gaps = [gap for o in answered for gap in o.timing.gaps_s]
@@ -118,7 +121,7 @@ def run_charts(level: Level) -> list[Chart]:
 
 
 def sweep_charts(levels: Sequence[Level], slo: ServiceLevel) -> list[Chart]:
-    """Of several loads: latencies and throughput over what was offered, and one over the other."""
+    """Returns the charts of several loads: latencies and throughput over the offered load, and one over the other."""
     by_rate = any(level.rate is not None for level in levels)
     levels = [level for level in levels if not by_rate or level.rate is not None]
     x_label = "offered requests/s" if by_rate else "concurrency"
@@ -181,7 +184,7 @@ def _offered(level: Level, by_rate: bool) -> float:
 
 
 def _distribution(title: str, seconds: Sequence[float]) -> Chart:
-    """The share of values up to each."""
+    """Returns the cumulative distribution of the values."""
     ordered = sorted(seconds)
     points = [(value * 1e3, (i + 1) / len(ordered)) for i, value in enumerate(ordered)]
     return Chart(
@@ -195,7 +198,7 @@ def _over_time(result: LoadResult, attribute: str) -> list[tuple[float, float]]:
 
 
 def _token_rate(result: LoadResult, num_bins: int = 40) -> list[tuple[float, float]]:
-    """Tokens per second in each of some equal parts of the load. A chunk's tokens are spread evenly over the chunks."""
+    """Returns tokens per second in equal parts of the load. A request's tokens are spread evenly over its chunks."""
     if result.wall_s <= 0:
         return []
     width = result.wall_s / num_bins
@@ -246,7 +249,7 @@ class Chart:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to see."""
+        """True if no series has a point."""
         return not any(series.points for series in self.series)
 
 
@@ -265,7 +268,7 @@ class Axis:
         self._low, self._high = min(low, self.ticks[0]), max(high, self.ticks[-1])
 
     def place(self, value: float) -> float:
-        """The pixel of `value`."""
+        """Returns the pixel of `value`."""
         low, high, at = self._low, self._high, value
         if self.is_log:
             low, high, at = math.log(low), math.log(high), math.log(value)
@@ -273,7 +276,7 @@ class Axis:
 
 
 def to_svg(chart: Chart) -> str:
-    """The chart as an `<svg>` element; its colours are classes that the page's style sheet defines."""
+    """Returns the chart as an `<svg>` element; its colours are classes of the page's style sheet."""
     xs = [x for series in chart.series for x, _ in series.points]
     ys = [y for series in chart.series for _, y in series.points] + ([chart.y_line[1]] if chart.y_line else [])
     x_axis = Axis(xs, _LEFT, WIDTH - _RIGHT, is_log=chart.x_is_log, from_zero=False)
@@ -340,7 +343,7 @@ def _text(x: float, y: float, words: str, kind: str) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers around [low, high]."""
+    """Returns about five round numbers around [low, high]."""
     step = 10.0 ** math.floor(math.log10((high - low) / 4))
     step *= next(factor for factor in (1, 2, 2.5, 5, 10) if (high - low) / (step * factor) <= 5)
     first, last = math.floor(low / step), math.ceil(high / step)
@@ -348,7 +351,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of two, or of ten where there would be many."""
+    """Returns powers of two, or of ten where there would be many."""
     base = 2.0 if high / low <= 1024 else 10.0
     first, last = math.floor(math.log(low, base) + 1e-9), math.ceil(math.log(high, base) - 1e-9)
     return [base**i for i in range(first, last + 1)]

@@ -1,4 +1,4 @@
-"""`quire bench serve`: load on a server, ours or another's, from outside (docs/benchmarking.md)."""
+"""`quire bench serve`: loads a server, Quire's or another, from outside (docs/benchmarking.md)."""
 
 from __future__ import annotations
 
@@ -51,18 +51,16 @@ TEMPLATE_ROOM = 64
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire bench serve`."""
     return CommandLine(
         "quire bench serve",
-        "Load a running server (--url), or one that is started for the purpose and ended after it, with requests that "
-        "come when a schedule says, and measure what its users would see.",
+        "Send requests on a schedule to a running server (--url), or to one that is started and ended for it, and "
+        "measure what its users would see.",
         [*serve_options(), *engine_options(without=("seed",))],
         epilog="Exit code 1: some request failed. Ctrl-C ends the load and reports what there is.",
     )
 
 
 def run(args: Arguments) -> int:
-    """Load, measure and report."""
     plan = load_plan(args)
     for path in args["plot"] or ():
         check_plot_path(Path(path))
@@ -121,7 +119,7 @@ def _random_dataset(args: Arguments, material: Material, card: ModelCard, as_tex
 
 @contextlib.contextmanager
 def _server(args: Arguments) -> Iterator[tuple[str, str | None]]:
-    """(URL, API key) of the server to load."""
+    """Yields (URL, API key) of the server to load."""
     url = server_url(args)
     if url is not None:
         validate_remote(args)

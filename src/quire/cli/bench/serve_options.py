@@ -1,4 +1,4 @@
-"""The flags of `quire bench serve`, and what they say together."""
+"""The flags of `quire bench serve`, and the plan that they make together."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _BACKENDS = {"openai": Endpoint.COMPLETIONS, "vllm": Endpoint.COMPLETIONS, "open
 
 
 def serve_options() -> list[Option]:
-    """All but the engine's."""
+    """Returns all flags except the engine's."""
     what, when, report = "What is asked", "When", "Report"
     return [
         *remote_options("The server to load; without it one of --model is started, with the engine flags below."),
-        Option(name="host", help="With --port, vLLM's way to say --url http://HOST:PORT.", group=SERVER_GROUP),
+        Option(name="host", help="With --port: the same as --url http://HOST:PORT, as in vLLM.", group=SERVER_GROUP),
         Option(name="port", help="See --host. (default: 8000)", parse=int, group=SERVER_GROUP),
-        Option(name="backend", help="vLLM's way to say --endpoint.", choices=tuple(_BACKENDS), group=what),
-        Option(name="endpoint", help="Where requests go (also by path).", choices=tuple(_ENDPOINTS),
+        Option(name="backend", help="The same as --endpoint, as in vLLM.", choices=tuple(_BACKENDS), group=what),
+        Option(name="endpoint", help="Route of the requests (also by path).", choices=tuple(_ENDPOINTS),
                default="completions", group=what),
         Option(name="dataset_name", alias="dataset", help="random: drawn lengths; sharegpt: conversations; custom: a "
                "JSON object per line; trace: lengths and times.", choices=("random", "sharegpt", "custom", "trace"),
@@ -46,23 +46,23 @@ def serve_options() -> list[Option]:
         Option(name="output_len", alias="random_output_len", help="Output tokens, in the same forms. (default: the "
                "file's, or 128)", parse=Lengths.parse, group=what),
         Option(name="prefix_len", alias="random_prefix_len", help="Tokens that random prompts have in common, before "
-               "their own.", parse=int, default=0, validate=_at_least(0, "--prefix-len"), group=what),
-        Option(name="num_prefixes", help="How many such prefixes there are.", parse=int, default=1,
+               "their own ones.", parse=int, default=0, validate=_at_least(0, "--prefix-len"), group=what),
+        Option(name="num_prefixes", help="Number of such prefixes.", parse=int, default=1,
                validate=_at_least(1, "--num-prefixes"), group=what),
         Option(name="ignore_eos", help="Outputs have their full length.", is_switch=True, default=True, group=what),
         Option(name="extra_body", help="Fields for every request's body.", parse=parse_json_object, metavar="JSON",
                group=what),
         Option(name="num_prompts", help="Requests of a load. (default: the file's, or 100)", parse=int,
                validate=_at_least(1, "--num-prompts"), group=when),
-        Option(name="duration", help="Instead: requests of so many seconds; needs a rate.", parse=float,
+        Option(name="duration", help="Instead: seconds of requests; needs a rate.", parse=float,
                validate=_positive("--duration"), group=when),
         Option(name="request_rate", help="Requests per second; inf: all at once. (default: inf)", parse=float,
                validate=_positive("--request-rate", allows_inf=True), group=when),
         Option(name="burstiness", help="1: Poisson arrivals; below: bursts (gamma); above: more even; inf: equal gaps.",
                parse=float, default=1.0, validate=_positive("--burstiness", allows_inf=True), group=when),
-        Option(name="max_concurrency", help="Most requests under way; without a rate, a closed loop.", parse=int,
-               validate=_at_least(1, "--max-concurrency"), group=when),
-        Option(name="trace_speed", help="Play a trace so many times faster.", parse=float, default=1.0,
+        Option(name="max_concurrency", help="Largest number of open requests; without a rate, a closed loop.",
+               parse=int, validate=_at_least(1, "--max-concurrency"), group=when),
+        Option(name="trace_speed", help="Factor by which a trace is played faster.", parse=float, default=1.0,
                validate=_positive("--trace-speed"), group=when),
         Option(name="sweep_concurrency", help="A load for each: 1,2,4,8.", parse=_parse_counts, group=when),
         Option(name="sweep_rate", help="A load for each: 1,2,4,8.", parse=_parse_rates, group=when),
@@ -71,17 +71,17 @@ def serve_options() -> list[Option]:
                default=False, group=when),
         Option(name="saturation_share", help="See --find-saturation.", parse=float, default=0.9,
                validate=_share, group=when),
-        Option(name="saturation_tolerance", help="How near, relatively.", parse=float, default=0.1,
-               validate=_positive("--saturation-tolerance"), group=when),
+        Option(name="saturation_tolerance", help="Relative width of the bracket at which the search ends.", parse=float,
+               default=0.1, validate=_positive("--saturation-tolerance"), group=when),
         Option(name="num_warmups", help="Requests before the first load, which are not counted.", parse=int, default=4,
                validate=_at_least(0, "--num-warmups"), group=when),
-        Option(name="seed", help="Of arrivals, lengths and tokens.", parse=int, default=0, group=when),
+        Option(name="seed", help="Seed of arrivals, lengths and tokens.", parse=int, default=0, group=when),
         Option(name="client_timeout_s", help="Longest wait for an answer.", parse=float, default=600.0,
                validate=_positive("--client-timeout-s"), group=when),
         Option(name="goodput", help="Bounds in ms that a good answer meets: ttft:200 tpot:50 e2e:3000.",
                takes_many=True, is_repeatable=True, metavar="METRIC:MS", group=report),
         Option(name="save_result", help="Also write the figures to this file.", metavar="FILE.json", group=report),
-        Option(name="save_detailed", help="With every request's times in it.", is_switch=True, default=False,
+        Option(name="save_detailed", help="Include every request's times in it.", is_switch=True, default=False,
                group=report),
         Option(name="plot", help="Draw the figures. May be repeated.", metavar="FILE.html|.png", is_repeatable=True,
                group=report),
@@ -126,7 +126,7 @@ def _parse_rates(text: str) -> list[float]:
 
 
 def load_plan(args: Arguments) -> LoadPlan:
-    """What the flags say of when. Raises ConfigError where they contradict one another."""
+    """Returns the plan that the flags describe. Raises ConfigError where they contradict one another."""
     slo = ServiceLevel.parse(args["goodput"] or ())
     sweeps = [name for name in ("sweep_concurrency", "sweep_rate", "find_saturation") if args[name]]
     if len(sweeps) > 1:
@@ -167,7 +167,7 @@ def load_plan(args: Arguments) -> LoadPlan:
 
 
 def server_url(args: Arguments) -> str | None:
-    """Of the server that runs; None where one is to be started. Raises ConfigError."""
+    """Returns the URL of the running server; None where one is to be started. Raises ConfigError."""
     if args["host"] is None and args["port"] is None:
         url: str | None = args["url"]
         return url
@@ -178,7 +178,7 @@ def server_url(args: Arguments) -> str | None:
 
 
 def endpoint_of(args: Arguments) -> Endpoint:
-    """--endpoint, or what --backend says. Raises ConfigError where they contradict one another."""
+    """Returns --endpoint, or the endpoint of --backend. Raises ConfigError where they contradict one another."""
     if args["backend"] is None:
         return _ENDPOINTS[args["endpoint"]]
     endpoint = _BACKENDS[args["backend"]]

@@ -1,4 +1,4 @@
-"""What `quire bench serve` says: one load in full, several as the rows of a table, and everything as JSON."""
+"""Reports of `quire bench serve`: one load in full, several as the rows of a table, and everything as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS = (
 
 
 def format_run(heading: str, run: ServeRun) -> str:
-    """The whole report."""
+    """Returns the whole report."""
     levels = run.levels
     if run.saturation is not None:
         levels = sorted(levels, key=lambda level: level.rate or math.inf)
@@ -33,7 +33,7 @@ def format_run(heading: str, run: ServeRun) -> str:
 
 
 def format_level(level: Level) -> list[str]:
-    """One load."""
+    """Returns the lines of one load."""
     f = level.figures
     failed = f", {f['num_failed']} failed" if f["num_failed"] else ""
     cached = f" ({f['cached_tokens']} cached)" if f["cached_tokens"] else ""
@@ -60,7 +60,7 @@ def format_level(level: Level) -> list[str]:
 
 
 def format_sweep(levels: Sequence[Level]) -> list[str]:
-    """A row per load."""
+    """Returns a table with a row per load."""
     has_goodput = any("goodput" in level.figures for level in levels)
     columns = ["requests/s", "tok/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "p99", "failed"]
     columns += ["within"] if has_goodput else []
@@ -79,7 +79,7 @@ def format_sweep(levels: Sequence[Level]) -> list[str]:
 
 
 def failure_lines(levels: Sequence[Level]) -> list[str]:
-    """Per kind of failure over all loads: how often, and the first one's words."""
+    """Returns, per kind of failure over all loads, its count and the first one's message."""
     kinds: dict[str, dict[str, Any]] = {}
     for level in levels:
         for kind, failure in level.figures["failures"].items():
@@ -88,7 +88,7 @@ def failure_lines(levels: Sequence[Level]) -> list[str]:
 
 
 def warnings(levels: Sequence[Level]) -> list[str]:
-    """What puts the figures into question."""
+    """Returns what puts the figures into question."""
     found = [(level, client_warning(level.figures)) for level in levels]
     return [f"{level.name}: {words}" for level, words in found if words is not None]
 
@@ -104,7 +104,7 @@ def _saturation(run: ServeRun) -> list[str]:
 
 
 def to_json(facts: dict[str, Any], done: ServeRun, *, is_detailed: bool) -> dict[str, Any]:
-    """What --save-result and --json have."""
+    """Returns the content of --save-result and --json."""
     loads = []
     for level in done.levels:
         load: dict[str, Any] = {"request_rate": level.rate, "max_concurrency": level.concurrency, **level.figures}

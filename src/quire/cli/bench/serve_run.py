@@ -17,15 +17,15 @@ from quire.cli.bench.workloads import ALL_AT_ONCE, arrival_times
 
 DEFAULT_PROMPTS = 100
 FEWEST_PROBES = 32
-"""Requests of a load whose number follows from --duration, at least: percentiles of fewer mean little."""
+"""Least number of requests of a load with --duration: percentiles of fewer mean little."""
 WARMUP_REP = -1
 _FIRST_SHARE = 0.5
-"""Of the capacity, measured with all requests at once, at which a search begins."""
+"""Share of the capacity, measured with all requests at once, at which a search begins."""
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What to offer. `rates` and `concurrencies` are a sweep's; at most one of them has more than one entry."""
+    """The loads to offer. `rates` and `concurrencies` are a sweep's; at most one of them has more than one entry."""
 
     rates: Sequence[float] = (ALL_AT_ONCE,)
     concurrencies: Sequence[int | None] = (None,)
@@ -41,7 +41,7 @@ class LoadPlan:
     request_limit_s: float = 600.0
 
     def count(self, rate: float, size: int | None) -> int:
-        """How many requests a load at `rate` has, of a dataset of `size`."""
+        """Returns the number of requests of a load at `rate`, for a dataset of `size`."""
         if self.num_prompts is not None:
             return self.num_prompts
         if self.duration_s is not None and rate != ALL_AT_ONCE:
@@ -56,27 +56,27 @@ class ServeRun:
     levels: list[Level] = field(default_factory=list)
     saturation: tuple[float | None, float | None] | None = None
     num_failed: int = 0
-    """But those of loads that the search for saturation found to be too much."""
+    """Failed requests, except those of loads that the search for saturation found to be too much."""
 
     @property
     def was_interrupted(self) -> bool:
-        """Ctrl-C ended it early."""
+        """True if Ctrl-C ended it early."""
         return any(level.result.was_interrupted for level in self.levels)
 
 
 class LoadRunner:
     """Runs a plan's loads one after another on a server, with a progress bar each."""
 
-    def __init__(self, send: Send, dataset: Dataset, plan: LoadPlan, say: Callable[[str], None]) -> None:
+    def __init__(self, send: Send, dataset: Dataset, plan: LoadPlan, report: Callable[[str], None]) -> None:
         self._send = send
         self._dataset = dataset
         self._plan = plan
-        self._say = say
+        self._report = report
         self._num_loads = 0
         self._done = ServeRun()
 
     async def run(self) -> ServeRun:
-        """All of them, or as many as there were until Ctrl-C, or until every request of a load failed."""
+        """Runs all loads, or those before Ctrl-C or before a load of which every request failed."""
         if self._plan.num_warmups and await self._warm_up():
             return self._done
         if self._plan.finds_saturation:
@@ -86,7 +86,7 @@ class LoadRunner:
         return self._done
 
     async def _warm_up(self) -> bool:
-        """Whether that was the end of it."""
+        """Returns True if the warm-up was interrupted or failed."""
         requests = self._dataset.requests(self._plan.num_warmups, WARMUP_REP)
         result = await self._load(requests, [0.0] * len(requests), None, "warm-up")
         if not (result.was_interrupted or result.failed):
@@ -100,7 +100,7 @@ class LoadRunner:
                 level = await self._offer(rate, concurrency)
                 self._done.num_failed += len(level.result.failed)
                 if len(self._plan.rates) * len(self._plan.concurrencies) > 1:
-                    self._say(f"{level.name}: {level.figures['output_tokens_per_s']:g} tok/s")
+                    self._report(f"{level.name}: {level.figures['output_tokens_per_s']:g} tok/s")
                 if level.result.was_interrupted or not level.result.answered:
                     return
 
@@ -111,7 +111,7 @@ class LoadRunner:
             self._done.num_failed += len(burst.result.failed)
             return
         capacity = burst.figures["requests_per_s"]
-        self._say(f"all at once: {capacity:g} requests/s")
+        self._report(f"all at once: {capacity:g} requests/s")
         search = RateSearch(float(f"{_FIRST_SHARE * capacity:.3g}") or 0.001, plan.saturation_tolerance)
         while (rate := search.next_rate()) is not None:
             rate = float(f"{rate:.4g}")
@@ -120,11 +120,11 @@ class LoadRunner:
                 self._done.num_failed += len(level.result.failed)
                 break
             is_sustained = self._is_sustained(level.result)
-            self._say(f"{level.name}: {self._verdict(level, is_sustained)}")
+            self._report(f"{level.name}: {self._verdict(level, is_sustained)}")
             search.record(rate, is_sustained=is_sustained)
             self._done.num_failed += len(level.result.failed) if is_sustained else 0
             if not is_sustained and level.figures["peak_in_flight"] <= 1:
-                self._say("even a request that is alone is too much")
+                self._report("even a request that is alone is too much")
                 break
         self._done.saturation = search.sustained, search.failed
 
@@ -140,7 +140,7 @@ class LoadRunner:
         return f"{what}: {'sustained' if is_sustained else 'too much'}"
 
     async def _offer(self, rate: float, concurrency: int | None) -> Level:
-        """One load. A limit without a rate is a closed loop; a trace has its own times."""
+        """Runs one load. A limit without a rate is a closed loop; a trace has its own times."""
         self._num_loads += 1
         count = self._plan.count(rate, self._dataset.size)
         requests = self._dataset.requests(count, self._num_loads)
@@ -178,7 +178,7 @@ class LoadRunner:
 
 
 async def _until_interrupt(load: Awaitable[LoadResult]) -> LoadResult:
-    """The load's result; the first Ctrl-C ends the load early, a second one the program."""
+    """Returns the load's result; the first Ctrl-C ends the load early, a second one the program."""
     task = asyncio.ensure_future(load)
     with _on_interrupt(task.cancel):
         return await task
@@ -194,7 +194,7 @@ def _on_interrupt(act: Callable[[], object]) -> Iterator[None]:
 
     try:
         loop.add_signal_handler(signal.SIGINT, handle)
-    except (ValueError, RuntimeError):  # not in the main thread: nobody sends it signals
+    except (ValueError, RuntimeError):  # only the main thread receives signals
         yield
         return
     try:

@@ -1,4 +1,4 @@
-"""`quire bench startup`: from the creation of a process to its first token, and what the time went to.
+"""`quire bench startup`: times a start from the creation of a process to its first token. Servers for other benchmarks.
 
 Each repetition is a `quire complete` of one token in a process of its own, as a user starts it: interpreter, imports,
 engine core, weights, first step. The stamps come from the processes themselves (quire.timeline).
@@ -36,13 +36,12 @@ MIB = 1 << 20
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire bench startup`."""
     own = [
-        Option(name="prompt", help="What is continued by one token.", default="Hello"),
+        Option(name="prompt", help="Text that is continued by one token.", default="Hello"),
         Option(name="num_iters", alias="reps", help="Measured starts.", parse=int, default=5),
-        Option(name="num_iters_warmup", help="Starts before those.", parse=int, default=1),
-        Option(name="cold", help="Have the system forget the model's files before each start, so that they are read "
-               "from the disk.", is_switch=True, default=False),
+        Option(name="num_iters_warmup", help="Starts before the measured ones.", parse=int, default=1),
+        Option(name="cold", help="Drop the model's files from memory before each start, so that they are read from the "
+               "disk.", is_switch=True, default=False),
         Option(name="output_json", help="Also write the figures to this file.", metavar="FILE"),
         Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False),
     ]  # fmt: skip
@@ -50,7 +49,6 @@ def command_line() -> CommandLine:
 
 
 def run(args: Arguments) -> int:
-    """Measure and report."""
     if args["num_iters"] < 1 or args["num_iters_warmup"] < 0:
         raise ConfigError("--num-iters must be 1 or more, --num-iters-warmup 0 or more")
     config = engine_args(args).create_engine_config()
@@ -75,7 +73,7 @@ def run(args: Arguments) -> int:
 
 
 def flag_words(args: Arguments) -> list[str]:
-    """The engine's flags that were given, as words of another command line."""
+    """Returns the engine flags that were given, as words of another command line."""
     words = []
     for name, value in args.given_among(FLAGS).items():
         flag = name.replace("_", "-")
@@ -87,7 +85,9 @@ def flag_words(args: Arguments) -> list[str]:
 
 
 def run_once(command: list[str], files_to_forget: list[Path]) -> dict[str, Any]:
-    """One start: its report (frontend/tracing.py), with `spawned_s`, when this process began it.
+    """Runs one start.
+
+    Returns its report (frontend/tracing.py) with `spawned_s`, the time at which this process began it.
 
     Raises EngineDeadError if the command fails or takes longer than `TIMEOUT_S`.
     """
@@ -114,14 +114,14 @@ def run_once(command: list[str], files_to_forget: list[Path]) -> dict[str, Any]:
 
 
 def forget(files: list[Path]) -> None:
-    """Ask the system to drop what it holds of `files` in memory; what is not on the disk yet stays."""
+    """Has the system drop `files` from memory; data that is not on the disk yet stays."""
     for path in files:
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the runs: per process and stamp, seconds since the command was started, and CPU seconds."""
+    """Returns medians over the runs: per process and stamp, seconds since the command was started, and CPU seconds."""
     figures: dict[str, Any] = {
         "reps": len(runs),
         "first_token_s": round(statistics.median(map(_first_token_s, runs)), 4),
@@ -147,7 +147,7 @@ def _first_token_s(run: dict[str, Any]) -> float:
 
 
 def format_startup(figures: dict[str, Any]) -> str:
-    """The timeline as people read it: both processes, one clock."""
+    """Formats the timeline: both processes, one clock."""
     all_runs = ", ".join(f"{s:.2f}" for s in figures["first_tokens_s"])
     lines = [
         f"start of {figures['model']}: first token after {figures['first_token_s']:.2f} s, median of {figures['reps']} "
@@ -180,13 +180,13 @@ die_with_parent(int(sys.argv[1]))
 from quire.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
-"""`quire`, which ends with the process that started it, whatever ends that."""
+"""A `quire` that ends with the process that started it, whatever ends that one."""
 _SERVING = re.compile(r"serving .+ on (http://\S+)")
 
 
 @contextlib.contextmanager
 def own_server(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(URL, API key) of a server with these flags, ended with the context. Raises EngineDeadError."""
+    """Yields (URL, API key) of a server with these flags and ends it with the context. Raises EngineDeadError."""
     key = secrets.token_hex(16)
     command = [sys.executable, "-c", _PROGRAM, str(os.getpid()), "serve", "--host", "127.0.0.1", "--port", "0", *flags]
     environment = {**os.environ, envs.API_KEY.name: key, envs.LOGGING_LEVEL.name: "INFO"}
@@ -214,7 +214,7 @@ def own_server(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 class _ServerLog:
-    """Reads what a server writes, for its URL, and for its last words."""
+    """Reads the log of a server, for its URL and for its last line."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -225,7 +225,7 @@ class _ServerLog:
         self._thread.start()
 
     def wait_for_url(self) -> str:
-        """Once it serves. Raises EngineDeadError."""
+        """Returns the URL once the server is ready. Raises EngineDeadError."""
         if not self._knows.wait(START_LIMIT_S):
             raise EngineDeadError(f"the server has not started within {START_LIMIT_S:.0f} s")
         if self._url is None:
@@ -234,7 +234,7 @@ class _ServerLog:
         return self._url
 
     def close(self) -> None:
-        """After the process has ended."""
+        """Releases the log after the process has ended."""
         self._thread.join()
         assert self._process.stderr is not None
         self._process.stderr.close()

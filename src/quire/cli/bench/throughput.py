@@ -1,4 +1,4 @@
-"""`quire bench throughput`: many requests at once, all handed in at the start."""
+"""`quire bench throughput`: times many requests that are handed in at once; `bench latency` shares the measuring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 
 COMMON_OPTIONS = (
     Option(name="num_iters", alias="reps", help="Measured repetitions.", parse=int, default=3),
-    Option(name="num_iters_warmup", help="Repetitions before those.", parse=int, default=1),
+    Option(name="num_iters_warmup", help="Repetitions before the measured ones.", parse=int, default=1),
     Option(name="output_json", help="Also write the figures to this file.", metavar="FILE"),
     Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False),
 )
@@ -31,7 +31,7 @@ MakeRequests = Callable[[int, IdRange], list[BenchRequest]]
 
 
 def run_benchmark(args: Arguments, name: str, make_requests: MakeRequests) -> int:
-    """Warm up, repeat, report. `make_requests(rep, ids)` gives the requests of one repetition."""
+    """Warms up, repeats and reports. `make_requests(rep, ids)` returns the requests of one repetition."""
     for option in ("num_iters", "num_iters_warmup"):
         if args[option] < (1 if option == "num_iters" else 0):
             raise ConfigError(f"--{option.replace('_', '-')} {args[option]} is too small")
@@ -54,7 +54,7 @@ def run_benchmark(args: Arguments, name: str, make_requests: MakeRequests) -> in
 
 
 def report(figures: dict[str, Any], args: Arguments, format: Callable[[dict[str, Any]], str] | None = None) -> None:
-    """Print `figures`, in the words of `format` or as --json says, and write --output-json."""
+    """Prints `figures` through `format` or as --json asks, and writes --output-json."""
     if args["output_json"] is not None:
         path = Path(args["output_json"])
         try:
@@ -65,7 +65,7 @@ def report(figures: dict[str, Any], args: Arguments, format: Callable[[dict[str,
 
 
 def format_table(figures: dict[str, Any]) -> str:
-    """The figures as people read them."""
+    """Formats the figures as a table."""
     lines = [
         f"{figures['benchmark']} of {figures['model']}: {figures['num_requests']} requests, "
         f"{figures['prompt_tokens']} prompt + {figures['output_tokens']} output tokens, median of {figures['reps']}",
@@ -91,7 +91,7 @@ def _machine() -> dict[str, Any]:
 
 @dataclass
 class RunResult:
-    """One repetition: wall time from the first request handed in to the last token out, and each request's times."""
+    """One repetition: wall time from the first request to the last token, and each request's times."""
 
     wall_s: float
     timings: list[RequestTiming] = field(default_factory=list)
@@ -110,7 +110,7 @@ class RunResult:
 
 
 def run_requests(engine: Engine, requests: Sequence[BenchRequest]) -> RunResult:
-    """Hand in all of `requests` at once and step the engine until it is idle. Greedy, end-of-sequence ignored."""
+    """Hands in all of `requests` at once and steps the engine until it is idle. Greedy, end-of-sequence ignored."""
     timings: dict[str, RequestTiming] = {}
     start = time.perf_counter()
     for i, request in enumerate(requests):
@@ -135,7 +135,7 @@ def run_requests(engine: Engine, requests: Sequence[BenchRequest]) -> RunResult:
 
 
 def summarize(runs: Sequence[RunResult]) -> dict[str, Any]:
-    """The figures of several repetitions: medians of wall time and rates, percentiles over all requests' times (ms)."""
+    """Returns the figures of several repetitions: medians of wall time and rates, percentiles over all requests."""
     wall = statistics.median(run.wall_s for run in runs)
     prompt, output = runs[0].num_prompt_tokens, runs[0].num_output_tokens
     timings = [t for run in runs for t in run.timings]
@@ -158,7 +158,7 @@ def summarize(runs: Sequence[RunResult]) -> dict[str, Any]:
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, p50, p90 and p99 in milliseconds (linear interpolation); empty for no values."""
+    """Returns mean, p50, p90 and p99 in milliseconds (linear interpolation); empty for no values."""
     if not seconds:
         return {}
     ordered = sorted(seconds)
@@ -174,12 +174,11 @@ def _percentile(ordered: Sequence[float], q: float) -> float:
 
 
 def command_line() -> CommandLine:
-    """The arguments of `quire bench throughput`."""
     named = "; ".join(f"{w.name}: {w.description}" for w in WORKLOADS.values())
     own = [
         Option(name="workload", help=f"{named}; mixed: log-normal lengths; uniform: equal lengths.",
                choices=(*WORKLOADS, "mixed", "uniform"), default="mixed"),
-        Option(name="num_prompts", help="Requests; the named workloads have their own number.", parse=int),
+        Option(name="num_prompts", help="Number of requests; the named workloads have their own.", parse=int),
         Option(name="input_len", help="Prompt tokens (mixed: their mean).", parse=int, default=200),
         Option(name="output_len", help="Output tokens (mixed: their mean).", parse=int, default=128),
         *COMMON_OPTIONS,
@@ -189,7 +188,6 @@ def command_line() -> CommandLine:
 
 
 def run(args: Arguments) -> int:
-    """Measure and report."""
     return run_benchmark(args, f"throughput {args['workload']}", lambda rep, ids: _make_requests(args, rep, ids))
 
 

@@ -1,4 +1,4 @@
-"""The workloads Quire and its peers are measured on.
+"""Workloads on which Quire and its peers are measured, distributions of lengths, and schedules of arrivals.
 
 A workload is a list of `BenchRequest`. Lengths are fixed by `SEED`; token ids change with `rep`, so that a repetition
 never finds its prompts in the prefix cache by accident (W3 has one fresh shared prefix per repetition).
@@ -18,10 +18,10 @@ EVENLY = float("inf")
 
 
 def arrival_times(rate: float, count: int, seed: int, burstiness: float = 1.0) -> list[float]:
-    """Seconds from the start at which `count` requests arrive, `rate` per second on average.
+    """Returns the seconds from the start at which `count` requests arrive, `rate` per second on average.
 
-    The gaps are gamma-distributed with shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is more
-    even, EVENLY has equal gaps. A rate of ALL_AT_ONCE has no gaps.
+    The gaps are gamma-distributed with shape `burstiness`: 1 is a Poisson process, smaller values come in bursts,
+    larger ones are more even, EVENLY has equal gaps. A rate of ALL_AT_ONCE has no gaps.
     """
     if rate == ALL_AT_ONCE:
         return [0.0] * count
@@ -47,12 +47,12 @@ class Lengths:
     longest: int | None
 
     def draw(self, rng: random.Random, longest: int | None = None) -> int:
-        """A length, of `longest` at most."""
+        """Draws a length, of `longest` at most."""
         return max(1, min(round(self.draw_real(rng)), longest or MAX_LENGTH))
 
     @staticmethod
     def parse(text: str) -> Lengths:
-        """Raises ConfigError."""
+        """Parses one of `_FORMS`. Raises ConfigError."""
         name, *words = text.replace("-", ":uniform:").split(":") if text[:1].isdigit() else text.split(":")
         try:
             if not words:
@@ -103,7 +103,8 @@ def _named(text: str, name: str, numbers: list[float]) -> Lengths:
 
 SEED = 20261120
 LOWEST_ID, HIGHEST_ID = 300, 8100
-"""Ids drawn from [LOWEST_ID, HIGHEST_ID): clear of special tokens, inside every benchmark checkpoint's vocabulary."""
+"""Bounds of token ids (the upper one is excluded): clear of special tokens, in every benchmark checkpoint's vocabulary.
+"""
 WARMUP_REP = 99
 """The repetition used to warm up: its ids occur in no measured one."""
 
@@ -118,21 +119,21 @@ class BenchRequest:
 
 @dataclass(frozen=True)
 class IdRange:
-    """The token ids prompts are drawn from, `high` not included."""
+    """The range of token ids in prompts, `high` not included."""
 
     low: int = LOWEST_ID
     high: int = HIGHEST_ID
 
     @staticmethod
     def of_vocabulary(vocab_size: int) -> IdRange:
-        """The standard range, or the upper part of a smaller vocabulary."""
+        """Returns the standard range, or the upper part of a smaller vocabulary."""
         high = min(HIGHEST_ID, vocab_size)
         return IdRange(min(LOWEST_ID, high // 2), high)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`make(rep, ids, n)` is the list of requests; `n` of None is the workload's own number."""
+    """A named list of requests: `make(rep, ids, n)` returns it; `n` of None is the workload's own number."""
 
     name: str
     description: str
@@ -142,7 +143,7 @@ class Workload:
 def uniform_requests(
     rep: int, ids: IdRange, count: int, input_len: int, output_len: int, stream: int = 0
 ) -> list[BenchRequest]:
-    """`count` requests of equal lengths. `stream` keeps workloads apart that would draw the same ids."""
+    """Returns `count` requests of equal lengths. `stream` separates workloads that would draw the same ids."""
     rng = _id_generator(stream, rep)
     return [BenchRequest(_draw_ids(rng, ids, input_len), output_len) for _ in range(count)]
 
@@ -150,7 +151,7 @@ def uniform_requests(
 def mixed_requests(
     rep: int, ids: IdRange, count: int, mean_input_len: int, mean_output_len: int, stream: int = 2
 ) -> list[BenchRequest]:
-    """`count` requests of log-normal lengths (sigma 0.6), cut at 32 and at 512 (prompt) or 256 (output) tokens."""
+    """Returns `count` requests of log-normal lengths (sigma 0.6), from 32 to 512 (prompt) or 256 (output) tokens."""
     lengths = random.Random(SEED + stream)
     inputs = _lognormal_lengths(lengths, count, mean_input_len, longest=512)
     outputs = _lognormal_lengths(lengths, count, mean_output_len, longest=256)

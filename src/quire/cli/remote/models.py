@@ -34,7 +34,6 @@ class RemoteChatModel:
         self._can_count = card.max_model_len is not None
 
     def longest_answer(self, params: Mapping[str, Any]) -> int | None:
-        """Raises ValidationError with the messages of a local engine."""
         return make_sampling_params({**params, "n": 1}, {}).max_tokens
 
     def render(self, messages: Sequence[Message]) -> ChatPrompt:
@@ -44,7 +43,6 @@ class RemoteChatModel:
     def answer(
         self, prompt: ChatPrompt, params: Mapping[str, Any], timing: RequestTiming
     ) -> Generator[AnswerPiece, None, None]:
-        """Raises RefusedError, RemoteError."""
         body = {
             "model": self.name,
             "messages": prompt.content,

@@ -1,4 +1,4 @@
-"""What a server of OpenAI's API sends: addresses, failures in words, and the events of a stream.
+"""The answers of a server of OpenAI's API: addresses, failures in words, and the events of a stream.
 
 Nothing here opens a connection or needs an HTTP library.
 """
