@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,14 @@ def format_cell(row: Row, peer: str) -> str:
 
 def _conditions(report: Mapping[str, Any], peers: Sequence[str]) -> str:
     machine, versions = report["machine"], report["versions"]
+    commands = "\n".join(_wrap(command, 4) for command in report["command"].split("; "))
     text = (
-        f"{report['date']}, `{report['command']}`: {machine['cpu']}, {len(report['cpus'])} cores, "
-        f"{report['reps']} repetitions in turn, medians ± half the range, bfloat16. In parentheses: how "
-        "many times better Quire is; **bold** where it loses."
+        f"{report['date']}. {machine['cpu']}, {len(report['cpus'])} cores, {report['reps']} repetitions in turn, "
+        "medians ± half the range, bfloat16. In parentheses: how many times better Quire is; **bold** where it loses."
     )
+    parts = [_wrap(text), commands]
     ceilings = machine.get("ceilings")
+    notes = []
     if ceilings:
         each = [
             f"{values['read_gb_s']} GB/s read and {values['bf16_tflop_s']} TFLOP/s of bfloat16 with {count} "
@@ -76,11 +79,24 @@ def _conditions(report: Mapping[str, Any], peers: Sequence[str]) -> str:
             for count, values in ceilings.items()
             if count != "instruction_set"
         ]
-        text += f" Measured ceilings ({ceilings['instruction_set']}): {', '.join(each)}."
+        notes.append(f"Measured ceilings ({ceilings['instruction_set']}): {', '.join(each)}.")
     if report.get("neighbours") is not None:
-        text += f" Other processes took at most {report['neighbours'] * 100:.0f} % of the cores during a repetition."
+        share = report["neighbours"] * 100
+        notes.append(f"Other processes took at most {share:.0f} % of the cores during a repetition.")
+    if notes:
+        parts.append(_wrap(" ".join(notes)))
     known = [versions[peer] for peer in peers if versions.get(peer)]
-    return f"{text}\n\nVersions: {', '.join(known)}." if known else text
+    if known:
+        parts.append(_wrap(f"Versions: {', '.join(known)}."))
+    return "\n\n".join(parts)
+
+
+def _wrap(text: str, indent: int = 0) -> str:
+    """Returns text in lines of at most 118 characters; an indented one is a command, whose lines are continued."""
+    lines = textwrap.wrap(text, 110 if indent else 118, break_long_words=False, break_on_hyphens=False)
+    if not indent:
+        return "\n".join(lines)
+    return " \\\n".join(" " * (indent if number == 0 else indent + 4) + line for number, line in enumerate(lines))
 
 
 def _losses(rows: Sequence[Row], peers: Sequence[str]) -> list[str]:
@@ -89,7 +105,7 @@ def _losses(rows: Sequence[Row], peers: Sequence[str]) -> list[str]:
         for row in rows
         if any(_loses(row, p) for p in peers)
     ]
-    return [f"Quire loses: {'; '.join(lost)}."] if lost else ["Quire loses none of these."]
+    return ["Quire loses:", "\n".join(f"* {each}" for each in lost)] if lost else ["Quire loses none of these."]
 
 
 def _loses(row: Row, peer: str) -> bool:
