@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tools.dashboards.__main__ import file_name, make_dashboard
 from tools.dashboards.panels import DASHBOARDS
 
+from quire.envs import CACHE_ROOT
 from quire.frontend.metrics.catalog.table import METRICS
 from quire.frontend.metrics.collect.events import HttpExchange
 from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
@@ -157,3 +158,32 @@ def test_the_autoscalers_look_at_the_saturation() -> None:
     (rule,) = adapter["rules"]["custom"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"] == "quire_saturation"
     assert "quire_saturation" in exported()
+
+
+def cache_root_in_the_image() -> str:
+    (line,) = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if "QUIRE_CACHE_ROOT=" in line]
+    return line.partition("=")[2]
+
+
+def test_a_pod_can_write_its_weight_cache() -> None:
+    deployment, *_ = yaml.safe_load_all((DEPLOY / "kubernetes" / "server.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"], "else any directory would do"
+    root = next(one["value"] for one in container["env"] if one["name"] == CACHE_ROOT.name)
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["mountPath"] == root]
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
+    assert not mount.get("readOnly")
+    assert not volume["persistentVolumeClaim"].get("readOnly")
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"], "a claim belongs to root otherwise"
+    assert root == cache_root_in_the_image()
+
+
+def test_a_composed_server_can_write_its_weight_cache() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    server = compose["services"]["quire"]
+    assert server["read_only"], "else any directory would do"
+    root = server["environment"][CACHE_ROOT.name]
+    (name,) = [volume.split(":")[0] for volume in server["volumes"] if volume.split(":")[1:] == [root]]
+    assert name in compose["volumes"]
+    assert root == cache_root_in_the_image(), "a new volume has the owner that the directory has in the image"
