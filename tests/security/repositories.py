@@ -178,6 +178,28 @@ def _slow_pattern(value: dict[str, Any]) -> None:
     value["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(h|e|l|o|ho)*$x"}, "content": "y"}
 
 
+def _doubling(part: str, steps: str) -> Callable[[dict[str, Any]], None]:
+    """Thirty replacements, each of which doubles a text."""
+
+    def edit(value: dict[str, Any]) -> None:
+        double = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
+        value[part] = {"type": "Sequence", steps: [double] * 30}
+
+    return edit
+
+
+def _copies(value: dict[str, Any]) -> None:
+    piece = {"Sequence": {"id": "A", "type_id": 0}}
+    template = {"type": "TemplateProcessing", "single": [piece] * 2, "pair": [piece], "special_tokens": {}}
+    value["post_processor"] = {"type": "Sequence", "processors": [template] * 30}
+
+
+def _steep_pattern(value: dict[str, Any]) -> None:
+    """The library's assertion fails when such a pattern takes too many steps."""
+    value["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""}
+    value["added_tokens"].append({**value["added_tokens"][0], "id": 511, "content": "x" * 60, "normalized": True})
+
+
 _HUGE = 10**12
 _SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     # what is code elsewhere
@@ -253,6 +275,10 @@ _SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "tokenizer ids": tokenizer(_far_token, ""),
     "tokenizer bomb": tokenizer(_wide_padding, LOADS),
     "tokenizer pattern": tokenizer(_slow_pattern, ""),
+    "doubling normalizer": tokenizer(_doubling("normalizer", "normalizers"), "its replacements multiply a text"),
+    "doubling decoder": tokenizer(_doubling("decoder", "decoders"), "its replacements multiply a text"),
+    "copying template": tokenizer(_copies, "its replacements multiply a text"),
+    "steep pattern": tokenizer(_steep_pattern, "cannot be used as a tokenizer"),
     "decoder ids": settings("tokenizer configuration", added_tokens_decoder={"x": {"content": "y"}}),
     "decoder far": settings("", added_tokens_decoder={str(2**62): {"content": "y"}}),
     "decoder words": settings("tokenizer configuration", added_tokens_decoder=["x"]),

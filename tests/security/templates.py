@@ -55,6 +55,13 @@ WORK = {
     "doubling by replace method": (
         "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x.replace('x', 'xx') %}{% endfor %}"
     ),
+    "translate": "{{ ('x' * 99999).translate({120: 'y' * 99999})|length }}",
+    "translate by a list": "{{ ('\x00' * 99999).translate(['y' * 99999])|length }}",
+    "doubling by translate": (
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x.translate({120: 'xx'}) %}{% endfor %}"
+    ),
+    "bytes replace": "{{ ('x' * 99999).encode().replace('x'.encode(), ('y' * 99999).encode())|length }}",
+    "to_bytes": "{{ (1).to_bytes(10 ** 10)|length }}",
     "nesting": "{% set n = namespace(x=[0]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
     "nesting as JSON": (
         "{% set n = namespace(x=[0]) %}{% for i in range(60) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}"

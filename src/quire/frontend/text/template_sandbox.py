@@ -102,8 +102,18 @@ def _check_format(text: Any) -> None:
 
 
 def _check_replacing(text: Any, old: Any, new: Any) -> None:
-    if isinstance(text, str) and isinstance(old, str) and isinstance(new, str):
-        _spend(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
+    if isinstance(text, str | bytes) and isinstance(old, type(text)) and isinstance(new, type(text)):
+        count = text.count(old) if old else len(text) + 1  # type: ignore[arg-type]  # both of one type
+        _spend(len(text) + count * len(new))
+
+
+def _check_translating(text: Any, table: Any) -> None:
+    """Pays for the longest text of `table` at each character."""
+    values = table.values() if isinstance(table, Mapping) else table
+    if not isinstance(table, Mapping | list | tuple | str | bytes):
+        raise jinja2.TemplateError(f"it translates by a {type(table).__name__}")
+    _spend(len(values))
+    _spend(len(text) * max((len(value) for value in values if isinstance(value, str)), default=1))
 
 
 def _counted(value: Any) -> Any:
@@ -208,10 +218,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 _check_numbers(args)
             elif name == "replace" and len(args) >= 2:
                 _check_replacing(owner, *args[:2])
+            elif name == "translate" and args and isinstance(owner, str):
+                _check_translating(owner, args[0])
             elif name == "join" and args:
                 args = (list(_counted(args[0])),)
                 _spend_on(args[0])
                 _spend(len(args[0]) * len(owner))
+        elif isinstance(owner, int):
+            _check_numbers((*args, *kwargs.values()))  # to_bytes
         elif isinstance(__obj, jinja2.runtime.LoopContext) and args:
             args = (_counted(args[0]), *args[1:])
         result = super().call(__context, __obj, *args, **kwargs)

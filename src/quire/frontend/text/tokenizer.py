@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.errors import ConfigError, ValidationError
 from quire.frontend.text.chat_template import ContentFormat, Message, render_chat
-from quire.frontend.text.tokenizer_files import TokenizerFiles, read_tokenizer_dir
+from quire.frontend.text.tokenizer_files import TokenizerFiles, is_panic, read_tokenizer_dir
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no character (yet)."""
@@ -76,8 +76,8 @@ class Tokenizer:
             else:
                 encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
             return list(encoding.ids)
-        except TypeError:  # what the Rust side says of a str that has no UTF-8 form
-            raise ValidationError("the prompt is not valid text: it holds a lone surrogate", param="prompt") from None
+        except BaseException as e:
+            raise _encode_error(e) from None
 
     def encode_texts(
         self,
@@ -95,8 +95,8 @@ class Tokenizer:
         texts = [text] if second is None else [text, second]
         try:
             encodings = self.backend.encode_batch(texts, add_special_tokens=False)
-        except TypeError:
-            raise ValidationError("the prompt is not valid text: it holds a lone surrogate", param="prompt") from None
+        except BaseException as e:
+            raise _encode_error(e) from None
         if max_len is not None:
             num_special = self.backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
             room = _share_room([len(e.ids) for e in encodings], max(0, max_len - num_special))
@@ -111,7 +111,12 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; ids outside the vocabulary have none."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        try:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as e:
+            if is_panic(e):
+                raise ValidationError(f"the model's tokenizer cannot decode these tokens: {e}") from None
+            raise
 
     def convert_ids_to_tokens(self, token_ids: Iterable[int]) -> list[str | None]:
         """The vocabulary's spelling of each id (with its space and byte marks); None outside the vocabulary."""
@@ -249,6 +254,15 @@ class Tokenizer:
             variables={**self.special_tokens_map, **variables},
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def _encode_error(error: BaseException) -> BaseException:
+    """Returns what to raise for an error of the backend."""
+    if isinstance(error, TypeError):  # a str that has no UTF-8 form
+        return ValidationError("the prompt is not valid text: it holds a lone surrogate", param="prompt")
+    if is_panic(error):
+        return ValidationError(f"the model's tokenizer cannot read this prompt: {error}", param="prompt")
+    return error
 
 
 def _share_room(lens: list[int], room: int) -> list[int]:

@@ -19,6 +19,7 @@ from tokenizers import AddedToken
 
 from quire.config.checkpoint import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, find_file, read_object, read_text
 from quire.errors import ConfigError, ModelLoadError
+from quire.frontend.text.tokenizer_growth import validate_growth
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
@@ -43,10 +44,28 @@ def read_tokenizer_dir(directory: Path, mode: str = "auto") -> TokenizerFiles:
     """Read a tokenizer. `mode` "auto" reads tokenizer.json; "hf" (or a directory without one) asks transformers.
 
     Truncation and padding that a tokenizer.json may carry are for training, and switched off. Raises ModelLoadError
-    naming the file, or ConfigError when transformers is needed and absent.
+    naming the file (for one that multiplies texts, too), or ConfigError when transformers is needed and absent.
     """
     config = read_object(directory, "tokenizer_config.json") or {}
     path = find_file(directory, "tokenizer.json", MAX_TOKENIZER_BYTES)
+    text = read_text(directory, "tokenizer.json", MAX_TOKENIZER_BYTES)
+    if path is not None and text is not None:
+        validate_growth(path, text)
+    try:
+        return _read_files(directory, mode, config, path)
+    except BaseException as e:
+        if is_panic(e):
+            raise ModelLoadError(f"{path or directory} cannot be used as a tokenizer: {e}") from None
+        raise
+
+
+def is_panic(error: BaseException) -> bool:
+    """True for an error of the tokenizers library that is no Exception: an assertion of its Rust code has failed, for
+    example because a regular expression of the tokenizer takes too many steps on a text."""
+    return type(error).__name__ == "PanicException"
+
+
+def _read_files(directory: Path, mode: str, config: dict[str, Any], path: Path | None) -> TokenizerFiles:
     if mode == "hf" or path is None:
         backend, names, others = load_with_transformers(directory)
         templates = _chat_templates(directory, config)

@@ -186,6 +186,23 @@ def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
         tokenizer.encode("a\ud800b")
 
 
+def test_a_pattern_that_takes_too_many_steps_costs_one_request(tokenizer_dirs: dict[str, Path], tmp_path: Path) -> None:
+    directory = tmp_path / "steep"
+    shutil.copytree(tokenizer_dirs["byte_level"], directory)
+    value = json.loads((directory / "tokenizer.json").read_text())
+    steep = {"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""}
+    value["normalizer"], value["decoder"] = steep, {"type": "Sequence", "decoders": [{"type": "Fuse"}, steep]}
+    value["model"]["vocab"]["x" * 60] = end = len(value["model"]["vocab"]) + len(value["added_tokens"])
+    (directory / "tokenizer.json").write_text(json.dumps(value))
+    tokenizer = Tokenizer.from_dir(directory)
+    for call in (tokenizer.encode, tokenizer.encode_texts):
+        with pytest.raises(ValidationError, match=r"tokenizer cannot read this prompt: .*retry-limit"):
+            call("x" * 60)
+    with pytest.raises(ValidationError, match=r"tokenizer cannot decode these tokens: .*retry-limit"):
+        tokenizer.decode([end])
+    assert tokenizer.encode("the fox")
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace", "unigram", "wordpiece"])
 def test_token_texts_join_to_the_text(tokenizers_by_kind: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers_by_kind[kind]
