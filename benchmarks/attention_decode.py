@@ -1,13 +1,12 @@
-"""What attention costs one layer in a decode step of the torch backend, and other ways to compute it.
+"""Measures one layer's attention in a decode step of the torch backend, and other ways to compute it.
 
     python benchmarks/attention_decode.py [--dtype float32]
 
-A step of `requests` decoding requests of `length` tokens each, in a paged cache. `backend` is what Quire does, writing
-the new keys and values included; `fused` reads whole slots and calls torch's fused kernel; `products` reads head by
-head and multiplies matrices, as the backend does in bfloat16, but with scores rounded to bfloat16: the difference is
-the price of exact scores. Medians, the forms interleaved; errors against float64.
-
-CPU time of one thread, so that a busy machine matters less; several threads divide requests and heads among them.
+A step has `requests` decoding requests of `length` tokens each, in a paged cache. `backend` is Quire's way and includes
+writing the new keys and values; `fused` reads whole slots and calls torch's fused kernel; `products` reads head by head
+and multiplies matrices, as the backend does in bfloat16, but with scores rounded to bfloat16: the difference is the
+price of exact scores. Figures are medians of interleaved runs; errors are against float64. Times are CPU times of one
+thread, so that a busy machine matters less; several threads divide requests and heads among them.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ SHAPES = (
 
 
 def make_forms(shape: Shape, dtype: torch.dtype) -> tuple[dict[str, Callable[[], Tensor]], Tensor]:
-    """The ways to compute one step's output, and the output in float64."""
+    """Returns the ways to compute one step's output, and the output in float64."""
     n, heads, group, size = shape.requests, shape.kv_heads, shape.group, shape.head_size
     blocks_each = -(-shape.length // BLOCK_SIZE)
     num_blocks = n * blocks_each + 1
@@ -87,7 +86,6 @@ def make_forms(shape: Shape, dtype: torch.dtype) -> tuple[dict[str, Callable[[],
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--reps", type=int, default=40)

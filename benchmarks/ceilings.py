@@ -1,9 +1,9 @@
-"""What this machine can do at most: bytes read from memory and bfloat16 products, by the native kernels' own loops.
+"""Measures the limits of this machine: bytes read from memory and bfloat16 products, by the native kernels' own loops.
 
     python -m benchmarks.ceilings
 
-prints one JSON object: GB/s and TFLOP/s with one thread and with all. Nothing can be faster than these, and what a step
-of decoding must read or multiply, divided by them, is its limit.
+prints one JSON object: GB/s and TFLOP/s with one thread and with all. The bytes and operations of a decode step,
+divided by them, give its shortest possible time.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ import numpy as np
 from quire.worker.kernels.library import Context, native_library
 
 MEMORY_BYTES = 1 << 28
-"""More than any cache."""
+"""Larger than any cache."""
 
 
 class Clock:
-    """What `best_seconds` reads. The processor time of one thread does not count what neighbours on the machine take:
-    right for kernels on one thread, wrong for more."""
+    """The clock of `best_seconds`.
+
+    The processor time of one thread leaves out what neighbours on the machine take: right for kernels on one thread,
+    wrong for more.
+    """
 
     now: Callable[[], float] = staticmethod(time.perf_counter)
 
     @classmethod
     def count_processor_time(cls) -> None:
-        """From now on, and for this thread only."""
+        """Counts processor time from now on, of this thread only."""
         cls.now = staticmethod(time.thread_time)
 
 
@@ -48,9 +51,9 @@ def best_seconds(*runs: Callable[[], object], at_least: float = 0.3, least_reps:
 
 
 def ceilings(context: Context) -> tuple[float, float]:
-    """Bytes read per second, and bfloat16 operations per second."""
+    """Returns bytes read per second, and bfloat16 operations per second."""
     memory = np.zeros(MEMORY_BYTES, dtype=np.uint8)
-    memory[::4096] = 1  # pages that are there, each its own
+    memory[::4096] = 1  # pages that exist, each its own
     cdll = context.library.cdll
     operations = cdll.qk_multiply_bf16(context.handle, 256)
     read, multiply = best_seconds(
@@ -61,7 +64,7 @@ def ceilings(context: Context) -> tuple[float, float]:
 
 
 def measure() -> dict[str, Any] | None:
-    """Both ceilings for one thread and for as many as this process may use; None without the native library."""
+    """Returns both ceilings for one thread and for as many as this process may use; None without the native library."""
     library = native_library()
     if library is None:
         return None

@@ -1,9 +1,9 @@
-"""Where the time to a first token goes: one request after the other on an engine that has nothing else to do.
+"""Measures the parts of the time to a first token: one request after the other on an otherwise idle engine.
 
     python -m benchmarks.first_token [--model tiny] [--prompt-len 128] [--reps 100] [--pause-ms 20]
 
-In two processes and in one. Milliseconds between the caller's clock and the stamps that the core makes: both read the
-same monotonic clock.
+The engine runs in two processes and in one. Times are milliseconds between the caller's clock and the stamps of the
+core: both read the same monotonic clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STAGES = ("add_request returns", "in the core's queue", "scheduled", "first toke
 
 
 def measure(llm: LLM, prompt_len: int, reps: int, pause_s: float) -> list[list[float]]:
-    """For each request the seconds from its beginning to each of the stages."""
+    """Returns for each request the seconds from its beginning to each of the stages."""
     engine, rng = llm.llm_engine, random.Random(0)
     states = engine.pipeline.output_processor.request_states
     params = SamplingParams(
@@ -49,7 +49,6 @@ def measure(llm: LLM, prompt_len: int, reps: int, pause_s: float) -> list[list[f
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a checkpoint directory")
     parser.add_argument("--prompt-len", type=int, default=128)

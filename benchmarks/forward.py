@@ -1,8 +1,8 @@
-"""A decode step of a whole model: from a plan, module by module, and what reading its weights takes on this machine.
+"""Measures a decode step of a whole model: from a plan, module by module, and the time to read its weights.
 
     python benchmarks/forward.py [--shapes tiny] [--reqs 1,16,64] [--length 256] [--threads N]
 
-Random weights. Times are the best and the median of several steps, the two ways taking turns in one process.
+Weights are random. Times are the best and the median of several steps; the two ways take turns in one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLANNED, BY_MODULES = step_planner.MAX_NUM_TOKENS, 0
 
 
 def make_worker(shapes: str, dtype: str, num_blocks: int) -> Worker:
-    """A worker with random weights and a cache of `num_blocks` blocks."""
+    """Returns a worker with random weights and a cache of `num_blocks` blocks."""
     shape = SHAPES[shapes]
     with tempfile.TemporaryDirectory() as directory:
         config = {**shape, "architectures": [ARCHITECTURES[shape["model_type"]]], "tie_word_embeddings": True}
@@ -49,12 +49,12 @@ def make_worker(shapes: str, dtype: str, num_blocks: int) -> Worker:
 
 
 def weight_bytes(worker: Worker) -> int:
-    """What a step of one token reads, but for the experts that nobody chooses."""
+    """Returns the bytes of weights that a step of one token reads, all experts included."""
     return sum(p.numel() * p.element_size() for p in worker.get_model().parameters())
 
 
 def time_steps(worker: Worker, reqs: int, length: int, seconds: float) -> dict[int, list[float]]:
-    """Seconds of decode steps of `reqs` requests with `length` tokens each, by the largest step that is planned."""
+    """Returns seconds of decode steps of `reqs` requests with `length` tokens each, by the largest planned step."""
     runner = worker.runner
     size = runner.kv_cache.block_sizes[0]
     blocks = -(-length // size)
@@ -77,7 +77,6 @@ def time_steps(worker: Worker, reqs: int, length: int, seconds: float) -> dict[i
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="tiny", choices=sorted(SHAPES))
     parser.add_argument("--reqs", default="1,16,64")

@@ -1,10 +1,10 @@
-"""The native kernels beside the machine's ceilings and torch's own, one thread count, one process.
+"""Measures the native kernels beside the machine's ceilings and torch's own, with one thread count in one process.
 
     python benchmarks/kernel_speed.py [--shapes half] [--threads N] [--dtype bfloat16]
 
-For linear layers: GB/s of weights at few rows, GFLOP/s at many, and the ratio to the ceilings measured in the same run:
-memory read once, products in registers. Times are the best of several runs, interleaved, as neighbours only ever slow
-them down.
+For linear layers it prints GB/s of weights at few rows, GFLOP/s at many, and the ratio to the ceilings measured in the
+same run: memory read once, products in registers. Times are the best of several interleaved runs, as neighbours only
+ever slow them down.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.worker.kernels.specs import LinearSpec
 
 
 def linear_shapes(model: str) -> dict[str, tuple[int, int, bool]]:
-    """(outputs, inputs, gated) of the linear layers of a benchmark model."""
+    """Returns (outputs, inputs, gated) of the linear layers of a benchmark model."""
     shape = SHAPES[model]
     hidden, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
     head = shape.get("head_dim", hidden // heads)
@@ -46,7 +46,7 @@ def linear_shapes(model: str) -> dict[str, tuple[int, int, bool]]:
 def time_linear(
     kernels: NativeKernels, n: int, k: int, gated: bool, rows: int, dtype: torch.dtype
 ) -> tuple[float, ...]:
-    """Best seconds of the native kernel and of torch's, on weights that are in no cache."""
+    """Returns the best seconds of the native kernel and of torch's, on weights that are in no cache."""
     total = n * (2 if gated else 1)
     copies = max(1, MEMORY_BYTES // (total * k * dtype.itemsize))
     weights = [torch.randn(total, k).to(dtype) for _ in range(copies)]
@@ -71,7 +71,7 @@ def time_linear(
 def time_attention(
     kernels: NativeKernels, model: str, reqs: int, new: int, length: int, dtype: torch.dtype
 ) -> tuple[float, ...]:
-    """Best seconds of one layer's attention: `reqs` requests of `length` tokens, the last `new` of them in a step."""
+    """Returns the best seconds of one layer's attention: `reqs` requests of `length` tokens, `new` of them in a step."""
     shape, size = SHAPES[model], 16
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     head = shape.get("head_dim", shape["hidden_size"] // heads)
@@ -93,7 +93,7 @@ def time_attention(
 
 
 def print_attention(kernels: NativeKernels, model: str, dtype: torch.dtype, bandwidth: float, rate: float) -> None:
-    """The table of attention: bytes of cache read once, and operations of the causal half."""
+    """Prints the table of attention: bytes of cache read once, and operations of the causal half."""
     shape = SHAPES[model]
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     head = shape.get("head_dim", shape["hidden_size"] // heads)
@@ -121,7 +121,7 @@ EXPERTS = {"mixtral": (8, 2, 1024, 3584), "qwen3_moe": (128, 8, 2048, 768)}
 
 
 def time_experts(kernels: NativeKernels, name: str, tokens: int, dtype: torch.dtype) -> tuple[float, float, int]:
-    """Best seconds of one layer's experts, natively and by the torch reference, and how many experts were asked."""
+    """Returns the best seconds of one layer's experts, natively and in torch, and the number of experts used."""
     num_experts, k, hidden, size = EXPERTS[name]
     gate_up = torch.randn(num_experts, 2 * size, hidden, dtype=dtype)
     down = torch.randn(num_experts, hidden, size, dtype=dtype)
@@ -134,7 +134,7 @@ def time_experts(kernels: NativeKernels, name: str, tokens: int, dtype: torch.dt
 
 
 def print_experts(kernels: NativeKernels, names: list[str], dtype: torch.dtype) -> None:
-    """The table of mixtures of experts. Each run asks the same experts, so small ones may lie in a cache."""
+    """Prints the table of mixtures of experts. Each run uses the same experts, so small ones may lie in a cache."""
     print("\nexperts, one layer  tokens  asked |  native us   GB/s GFLOP/s |   torch us   ratio")
     for name in names:
         _, k, hidden, size = EXPERTS[name]
@@ -150,7 +150,6 @@ def print_experts(kernels: NativeKernels, names: list[str], dtype: torch.dtype) 
 
 
 def main() -> None:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="half", choices=sorted(SHAPES))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

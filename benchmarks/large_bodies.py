@@ -1,10 +1,10 @@
-"""How long `/health` takes while a client sends one large body after the other.
+"""Measures the time of `/health` while a client sends one large body after the other.
 
     python -m benchmarks.large_bodies [--only NAME ...] [--seconds 6]
 
-Starts `quire serve` on the loopback interface, and a client in a process of its own for each kind of body; asks
-`/health` over a connection that stays open, each time 5 ms after the last answer. Prints the percentiles, also of a
-server that is left in peace.
+The script starts `quire serve` on the loopback interface, and a client in a process of its own for each kind of body.
+It requests `/health` over an open connection, each time 5 ms after the last answer, and prints the percentiles, also
+of an idle server.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""What metrics cost: `python -m benchmarks.metrics_cost`, with src on the path.
+"""Measures the cost of metrics: `python -m benchmarks.metrics_cost`, with src on the path.
 
-Two numbers. How long a scrape takes, 20 times a second, beside 256 running requests whose outputs are processed all the
-while (goal: p99 within 10 ms). And how much longer the frontend works on the outputs of a step with statistics than
-without, as a share of what a step takes (goal: 1 %). With --model also what statistics cost many short requests
-(W4; goal: 1 %). In pairs of short runs with and without: the CPU time of core and frontend on one thread, beside the
-model's, and of the frontend in two processes, which is how it is run. And there by the clock, in runs that have
-statistics for some steps and not for the next. Ctrl-C ends the part that is under way: what it has found is printed.
+| figure | goal |
+|---|---|
+| time of a scrape, 20 times a second, beside 256 running requests whose outputs are processed | p99 within 10 ms |
+| additional time of the frontend for the outputs of a step, as a share of a step | 1 % |
+| with --model: the cost of statistics for many short requests (W4) | 1 % |
+
+The last is measured in pairs of short runs with and without statistics: CPU time of core and frontend on one thread
+without the model's, and of the frontend in two processes, as it is run. There it is also measured by the clock, in runs
+with statistics for some steps and not for the next. Ctrl-C ends the part that is under way and prints its results.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from tqdm import tqdm
 
 from benchmarks.models import SHAPES, find_checkpoint
 from benchmarks.step_contrasts import RunContrast, Step, contrast_run, interval, summarize, trimmed_mean
-from benchmarks.switched_scheduler import STATISTICS, SwitchedScheduler, Turns
+from benchmarks.switched_scheduler import STATISTICS, Alternation, SwitchedScheduler
 from benchmarks.timed_executor import TimedExecutor, time_beside_the_model
 from quire import LLM
 from quire.cli.bench.workloads import WORKLOADS, IdRange
@@ -67,7 +70,7 @@ class Frontend:
             receipt.accept_one()
 
     def make_outputs(self) -> EngineCoreOutputs:
-        """What the core would send after its next step."""
+        """Returns what the core would send after its next step."""
         self.num_steps += 1
         is_first = self.num_steps == 1
         events = [EngineCoreEvent(kind, 1.0) for kind in (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)]
@@ -84,7 +87,7 @@ class Frontend:
         return EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, timestamp=1.0 + 0.02 * self.num_steps)
 
     def step(self, outputs: EngineCoreOutputs) -> None:
-        """As `LLMEngine.step` does it."""
+        """Processes outputs like `LLMEngine.step`."""
         books = self.pipeline.open_step(outputs)
         stats = books.open_batch()
         self.pipeline.output_processor.process_outputs(outputs.outputs, outputs.timestamp, stats)
@@ -92,7 +95,10 @@ class Frontend:
 
 
 def measure_steps(num_requests: int, num_steps: int) -> tuple[float, float]:
-    """Microseconds of the frontend per step, with statistics and without: the fastest quarter of alternating ones."""
+    """Returns microseconds of the frontend per step, with statistics and without:
+
+    the fastest quarter of alternating ones.
+    """
     frontends = {True: Frontend(num_requests, log_stats=True), False: Frontend(num_requests, log_stats=False)}
     times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(num_steps):
@@ -106,7 +112,7 @@ def measure_steps(num_requests: int, num_steps: int) -> tuple[float, float]:
 
 
 def measure_scrapes(num_requests: int, num_scrapes: int) -> dict[str, float]:
-    """Milliseconds of a scrape, by the clock and of CPU time, which is what counts on a busy machine.
+    """Returns the milliseconds of a scrape, by the clock and of CPU time, which matters on a busy machine.
 
     The outputs of `num_requests` requests are processed in between.
     """
@@ -148,12 +154,14 @@ class Costs:
 
     @property
     def per_token(self) -> float:
-        """Without statistics."""
+        """The cost without statistics."""
         return statistics.median(self.without)
 
     def summary(self, whole: float) -> dict[str, object]:
-        """The mean of the pairs' differences, a tenth of them left out on either side, with the bounds of its 95 %
-        confidence interval (bootstrap), in microseconds per token and as a share of `whole`, what a token costs."""
+        """Returns the trimmed mean of the pairs' differences with its 95 % confidence interval (bootstrap).
+
+        Values are microseconds per token, and a share of `whole`, the cost of a token.
+        """
         differences = [a - b for a, b in zip(self.with_statistics, self.without, strict=True)]
         low, high = interval([[difference] for difference in differences])
         return {
@@ -168,8 +176,10 @@ class Costs:
 
 @contextmanager
 def until_interrupted(found: Sequence[object]) -> Iterator[None]:
-    """Ctrl-C ends the part of the measurement that is under way, which takes as long as is asked for; what was `found`
-    counts. If that is nothing, it ends the program."""
+    """Lets Ctrl-C end the part of the measurement that is under way; what was `found` counts.
+
+    With nothing found, it ends the program.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -178,7 +188,7 @@ def until_interrupted(found: Sequence[object]) -> Iterator[None]:
 
 
 class SwitchedEngine:
-    """Runs W4 with statistics or without. One engine does both: two of them differ by more than statistics cost."""
+    """Runs W4 with statistics or without, on one engine: two engines differ by more than statistics cost."""
 
     def __init__(self, num_requests: int, **engine_args: Any) -> None:
         scheduler = f"{SwitchedScheduler.__module__}:{SwitchedScheduler.__name__}"
@@ -187,8 +197,8 @@ class SwitchedEngine:
         self._num_requests = num_requests
         self._num_runs = 0
 
-    def _generate(self, statistics: bool | Turns) -> list[float]:
-        """What a run takes by each of CLOCKS, in microseconds per token. No two runs have the same prompts."""
+    def _generate(self, statistics: bool | Alternation) -> list[float]:
+        """Returns the time of a run by each of CLOCKS, in microseconds per token. No two runs have the same prompts."""
         self._num_runs += 1
         requests = WORKLOADS["W4"].make(self._num_runs, IdRange(300, 3000), self._num_requests)
         prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
@@ -203,8 +213,11 @@ class SwitchedEngine:
         return [(end - start) / (64 * self._num_requests) * 1e6 for start, end in zip(starts, ends, strict=True)]
 
     def measure(self, num_pairs: int, *, control: bool) -> dict[str, Costs]:
-        """What statistics cost by each clock, in pairs of runs whose order changes: what disturbs the machine for
-        longer than a second falls on both. As a `control` there are no statistics in either."""
+        """Returns the cost of statistics by each clock, in pairs of runs whose order changes.
+
+        A disturbance of more than a second falls on both runs of a pair. As a `control` there are no statistics in
+        either.
+        """
         pairs: list[dict[bool, list[float]]] = []
         with until_interrupted(pairs):
             for pair in tqdm(range(-1, num_pairs), desc="pairs", disable=None):
@@ -218,10 +231,12 @@ class SwitchedEngine:
         }
 
     def contrast(self, num_pairs: int, *, control: bool) -> list[RunContrast]:
-        """Pairs of runs with statistics for some steps and not for the next, and the other way round. As a `control`
-        there are none at any time, and it is those that would have had them that are compared."""
+        """Returns pairs of runs with statistics for some steps and not for the next, and the other way round.
+
+        As a `control` there are none at any time, and the steps that would have had them are compared.
+        """
         steps: list[Step] = []
-        turns, open_step, stats = Turns.ON_FIRST, self._pipeline.open_step, self._pipeline.stats
+        turns, open_step, stats = Alternation.ON_FIRST, self._pipeline.open_step, self._pipeline.stats
 
         def open_switched(outputs: EngineCoreOutputs) -> StepStats:
             stats.log_stats = outputs.scheduler_stats is not None
@@ -234,7 +249,7 @@ class SwitchedEngine:
         with until_interrupted(pairs):
             for number in tqdm(range(-1, num_pairs), desc="pairs in turns", disable=None):
                 runs = []
-                for turns in Turns if number % 2 else reversed(Turns):
+                for turns in Alternation if number % 2 else reversed(Alternation):
                     steps.clear()
                     self._generate(turns if not control else False)
                     runs.append(contrast_run(steps, self._num_requests))
@@ -253,7 +268,7 @@ class SwitchedEngine:
 def measure_w4(
     model: str, num_requests: int, num_pairs: int, num_pairs_in_turns: int, *, control: bool
 ) -> dict[str, object]:
-    """W4 with core, frontend and model on one thread, and as users run it, in two processes."""
+    """Measures W4 with core, frontend and model on one thread, and in two processes, as users run it."""
     engine_args = {"model": str(find_checkpoint(model)), "dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 29}
     executor = f"{TimedExecutor.__module__}:{TimedExecutor.__name__}"
     with SwitchedEngine(num_requests, **engine_args, distributed_executor_backend=executor) as engine:
@@ -270,7 +285,6 @@ def measure_w4(
 
 
 def main() -> None:
-    """Measure and print, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=256, help="running requests")
     parser.add_argument("--scrapes", type=int, default=400)

@@ -37,21 +37,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""Ids 0, 1, 2, as `_COMMON` says."""
+"""Tokens with the ids 0, 1, 2 of `_COMMON`."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TRAINED_VOCABULARY = 8192
-"""Tokens that text can become; ids beyond have made-up texts, so that each can be detokenized."""
+"""Number of tokens that text can become; higher ids have made-up texts, so that each can be detokenized."""
 
 
 CACHE = Path.home() / ".cache" / "quire-benchmarks"
-"""Where the other benchmarks keep these checkpoints."""
+"""Directory in which the other benchmarks keep these checkpoints."""
 
 
 def make_checkpoint(name: str, directory: Path) -> Path:
-    """Write checkpoint `name` of `SHAPES` under `directory`, unless it is there already; its path."""
+    """Writes checkpoint `name` of `SHAPES` under `directory`, unless it exists; returns its path."""
     path = directory / name
     if not (path / "tokenizer.json").exists() and importlib.util.find_spec("transformers") is None:
         raise SystemExit("checkpoints are made with transformers, which is not installed: run scripts/setup dev")
@@ -63,7 +63,7 @@ def make_checkpoint(name: str, directory: Path) -> Path:
 
 
 def find_checkpoint(name: str, directory: Path = CACHE) -> Path:
-    """Returns the checkpoint directory `name`, or makes the one of `SHAPES` that is so called."""
+    """Returns the checkpoint directory `name`, or makes the checkpoint of `SHAPES` with that name."""
     return make_checkpoint(name, directory) if name in SHAPES else Path(name)
 
 
@@ -105,13 +105,13 @@ def _write_tokenizer(vocab_size: int, path: Path) -> None:
 
 
 def _source_texts() -> Iterator[str]:
-    """The modules of Python's standard library."""
+    """Yields the modules of Python's standard library."""
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         yield file.read_text(encoding="utf-8", errors="ignore")
 
 
 def main(argv: list[str]) -> int:
-    """Write the checkpoints named, or all of them."""
+    """Writes the checkpoints named, or all of them."""
     names = argv[1:] or list(SHAPES)
     unknown = [name for name in names if name not in SHAPES]
     if not argv or unknown:

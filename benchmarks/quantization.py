@@ -1,10 +1,10 @@
-"""What quantization costs and gives: perplexity of the demo model, speed and memory of a larger one, beside bfloat16.
+"""Measures quantization: perplexity of the demo model, speed and memory of a larger one, beside bfloat16.
 
     python -m benchmarks.quantization [--shape half] [--rounds 3] [--documents 400] [--matrix 2048]
 
-Perplexity is over what the demo model was trained to write, in documents its generator makes from a seed that training
-did not use. Speed is of random weights in the shape of a benchmark model (benchmarks/models.py): all methods in one
-process, taking turns, the best of several rounds, as neighbours on a machine only ever slow things down.
+Perplexity is over the text that the demo model was trained to write, in documents its generator makes from a seed that
+training did not use. Speed is that of random weights in the shape of a benchmark model (benchmarks/models.py): all
+methods take turns in one process, and the best of several rounds counts, as neighbours only ever slow things down.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Encoded = tuple[list[int], list[bool]]
 
 
 def held_out(num_documents: int) -> list[Encoded]:
-    """Token ids of documents, and for each token whether training learned to write it."""
+    """Returns token ids of documents, and for each token whether training learned to write it."""
     tokenizer = Tokenizer.from_file(str(ASSETS_DIR / "demo" / "tokenizer.json"))
     source = itertools.islice(documents(HELD_OUT_SEED), num_documents)
     return [(ids[:2000], learned[:2000]) for ids, learned in (encode_document(tokenizer, d) for d in source)]
 
 
 def log_probabilities(llm: LLM, texts: list[Encoded]) -> list[float]:
-    """Of each token that is learned, given those before it."""
+    """Returns the log-probability of each learned token, given those before it."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in texts], params, use_tqdm=False)
     found: list[float] = []
@@ -64,7 +64,7 @@ def log_probabilities(llm: LLM, texts: list[Encoded]) -> list[float]:
 
 
 def perplexity_table(num_documents: int) -> list[str]:
-    """A line per method."""
+    """Returns a table with a line per method."""
     texts, lines, reference = held_out(num_documents), [], 0.0
     for method in METHODS:
         with LLM("demo", quantization=method, kv_cache_memory_bytes=64 << 20) as llm:
@@ -79,7 +79,7 @@ def perplexity_table(num_documents: int) -> list[str]:
 
 
 def write_config(shape: str, directory: Path) -> Path:
-    """A checkpoint directory without weights."""
+    """Writes a checkpoint directory without weights."""
     config = {"architectures": [ARCHITECTURES[SHAPES[shape]["model_type"]]], "torch_dtype": "bfloat16"}
     tied = {"tie_word_embeddings": True, "eos_token_id": 2}
     (directory / "config.json").write_text(json.dumps(config | tied | SHAPES[shape]))
@@ -87,7 +87,7 @@ def write_config(shape: str, directory: Path) -> Path:
 
 
 def time_decode(llm: LLM, batch: int) -> float:
-    """Tokens per second of `batch` requests that have short prompts."""
+    """Returns tokens per second of `batch` requests that have short prompts."""
     params = SamplingParams(max_tokens=DECODE_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     llm.generate([{"prompt_token_ids": [5 + i, 6, 7]} for i in range(batch)], params, use_tqdm=False)
@@ -95,7 +95,7 @@ def time_decode(llm: LLM, batch: int) -> float:
 
 
 def time_prefill(llm: LLM, _: int) -> float:
-    """Prompt tokens per second of one request."""
+    """Returns prompt tokens per second of one request."""
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     start = time.perf_counter()
     llm.generate([{"prompt_token_ids": [7 + i % 999 for i in range(PREFILL_TOKENS)]}], params, use_tqdm=False)
@@ -112,7 +112,7 @@ WORKLOADS: dict[str, tuple[Callable[[LLM, int], float], int]] = {
 
 
 def speed_table(shape: str, rounds: int) -> list[str]:
-    """A line per method: tokens per second, and the ratio to bfloat16."""
+    """Returns a table with a line per method: tokens per second, and the ratio to bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(shape, Path(folder))
         flags: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2048}
@@ -131,7 +131,7 @@ def speed_table(shape: str, rounds: int) -> list[str]:
 
 
 def matrix_table(size: int) -> list[str]:
-    """Times of one square matrix, on one thread, in processor time; copies enough that none is found in a cache."""
+    """Returns times of one square matrix, on one thread, in processor time, with enough copies that none is in a cache."""
     library = native_library()
     assert library is not None, "there are no native kernels here"
     kernels = NativeKernels(Context(library, 1, library.instruction_sets()[0]))

@@ -1,10 +1,10 @@
-"""From logits to tokens: the native kernel beside torch's, the two taking turns, the best of several runs of each.
+"""Measures sampling, from logits to tokens: the native kernel beside torch's. They take turns; the best run counts.
 
     python benchmarks/sampling.py [--rows 64] [--vocab 151936] [--spread 3]
 
-CPU milliseconds of one thread for all rows: what neighbours on the machine take is not counted. `--spread` is
-the standard deviation of the (normal) logits: 3 is about a language model's, 1 almost all tokens are
-possible. logprobs: the chosen token's, its rank, and the 20 most likely.
+Times are CPU milliseconds of one thread for all rows, so that neighbours on the machine do not count. `--spread` is the
+standard deviation of the (normal) logits: 3 is about a language model's; with 1 almost all tokens are possible.
+logprobs: those of the chosen token, its rank, and the 20 most likely.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ CASES: dict[str, dict[str, float]] = {
 
 
 def make_rules(n: int, temperature: float = 1.0, min_p: float = 0.0, top_k: float = 0, top_p: float = 1.0) -> DrawRules:
-    """The same for all rows."""
+    """Returns the same rules for all rows."""
     temperatures, min_ps, top_ps = (np.full(n, value, np.float32) for value in (temperature, min_p, top_p))
     return DrawRules(temperatures, min_ps, np.full(n, int(top_k)), top_ps, np.arange(n, dtype=np.uint64))
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=151_936)

@@ -1,9 +1,9 @@
-"""Where the knee is, and where `quire_saturation` says it is: `python -m benchmarks.saturation`, with src on the path.
+"""Compares the knee of the throughput with the gauge `quire_saturation`: `python -m benchmarks.saturation`.
 
-For each shape of requests: first clients that each send the next request when one has ended, twice as many as there are
-seats, which gives the most that is served so; then Poisson arrivals at shares of that. The knee is the most that is
-served of those: more may be offered, and waits. The gauge should cross 0.9 within 10 % of it; with the rate its share
-for compute predicts the knee. Nothing else may run on the machine meanwhile.
+For each shape of requests, a closed loop of twice as many clients as seats gives the largest rate that is served so;
+then Poisson arrivals are offered at shares of that rate. The knee is the largest rate that is served of those: a higher
+one may be offered, and waits. The gauge should cross 0.9 within 10 % of it; together with the rate, the gauge's share
+for compute predicts the knee. Needs src on the path; nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHAPES = (
 
 @dataclass
 class Point:
-    """What was seen at one rate. `predicted_rate` is that of the knee, from what the gauge shows."""
+    """Measurements at one rate. `predicted_rate` is that of the knee, from what the gauge shows."""
 
     offered_rate: float
     served_rate: float
@@ -57,11 +57,14 @@ class Point:
 
 
 CROSSING = 0.9
-"""What the gauge shows when it is time for one more engine."""
+"""Value of the gauge at which one more engine is needed."""
 
 
 def find_crossing(points: list[Point]) -> float | None:
-    """The offered rate at which the gauge crosses CROSSING, between two points on a line; None if it never does."""
+    """Returns the offered rate at which the gauge crosses CROSSING, between two points on a line;
+
+    None if it never does.
+    """
     before = Point(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     for point in sorted(points, key=lambda point: point.offered_rate):
         if point.saturation >= CROSSING:
@@ -127,7 +130,7 @@ class Sweep:
 
 
 async def run(args: argparse.Namespace) -> list[dict[str, object]]:
-    """All shapes."""
+    """Measures all shapes."""
     report = []
     engine_args = EngineArgs(args.model, max_model_len=2048, max_num_seqs=args.max_num_seqs)
     async with AsyncLLM.from_engine_args(engine_args) as llm:
@@ -164,7 +167,6 @@ async def run(args: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Sweep and print, as JSON in the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, help="a checkpoint; default is the demo model")
     parser.add_argument("--max-num-seqs", type=int, default=32)

@@ -1,10 +1,9 @@
-"""What the scheduler costs per step: schedule + update_from_output at a constant number of decoding requests.
+"""Measures the scheduler's step: schedule + update_from_output at a constant number of decoding requests.
 
-No model runs: the result of each step is made up. CPU time of this process, so that a busy machine matters less.
-Half of the runs let all requests cross a block boundary in the same step, the worst case; the other half spread them.
-
-With --blocked-prefix N the head of the waiting queue, too large to be admitted, is looked up in every step, and finds N
-tokens that one of the running requests has cached.
+No model runs: the result of each step is made up. Times are CPU times of this process, so that a busy machine matters
+less. Half of the runs let all requests cross a block boundary in the same step, the worst case; the other half spread
+them. With --blocked-prefix N the head of the waiting queue is too large to be admitted; its look-up in every step finds
+N tokens that a running request has cached.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSp
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
 OUTPUT_LEN = 1472
-"""Room for as many steps."""
+"""Largest number of steps."""
 
 
 def make_request(name: str, prompt: list[int]) -> Request:
-    """One that decodes for ever."""
+    """Returns a request that never ends."""
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     return Request(EngineCoreRequest(name, prompt, params, None, time.time()), make_block_hasher(BLOCK_SIZE))
 
 
 def make_decoding_scheduler(num_requests: int, spread: bool, blocked_prefix: int) -> tuple[Scheduler, list[str]]:
-    """A scheduler whose requests have computed their prompts, and their ids."""
+    """Returns a scheduler whose requests have computed their prompts, and their ids."""
     group = KVCacheGroupSpec(["layer"], FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64))
     num_blocks = (num_requests * (PROMPT_LEN + OUTPUT_LEN) + blocked_prefix) // BLOCK_SIZE
     scheduler = Scheduler(
@@ -62,7 +61,7 @@ def make_decoding_scheduler(num_requests: int, spread: bool, blocked_prefix: int
 
 
 def measure(num_requests: int, num_steps: int, spread: bool, blocked_prefix: int) -> list[float]:
-    """CPU seconds of each step."""
+    """Returns the CPU seconds of each step."""
     scheduler, req_ids = make_decoding_scheduler(num_requests, spread, blocked_prefix)
     gc.collect()
     gc.freeze()
@@ -77,7 +76,6 @@ def measure(num_requests: int, num_steps: int, spread: bool, blocked_prefix: int
 
 
 def main() -> None:
-    """Print mean, median and worst milliseconds per step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--steps", type=int, default=320)

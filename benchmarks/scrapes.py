@@ -1,14 +1,14 @@
-"""How long `/metrics` takes over HTTP while the server is busy: `python -m benchmarks.scrapes`, with Quire importable.
+"""Measures the time of `/metrics` over HTTP while the server is busy: `python -m benchmarks.scrapes`.
 
-A server of the demo model is asked by `quire bench serve` for 256 streams at once, and scraped 20 times a second over
-an open connection meanwhile, with one API process and with several, whose numbers the first merges. A scrape waits
-until the server has a processor and the loop that answers it a turn (what it costs, `benchmarks/metrics_cost.py` says).
+`quire bench serve` requests 256 streams at once from a server of the demo model, which is scraped 20 times a second
+over an open connection meanwhile, with one API process and with several, whose numbers the first one merges. A scrape
+waits for a processor and for a turn of the event loop; its own cost is measured by `benchmarks/metrics_cost.py`.
 
-Client, scraper and server share the machine, and a scraper that is asleep waits for a processor, too, before it can
-look at its clock. So there are two figures: until the kernel had the last packet of the answer, which is what a scraper
-on another machine sees of this server, and until the scraper here had read it. Needs Linux, for the kernel's stamps.
-The numbers' age is that of the engine's last step they know of. With `--body-mb 5` somebody sends a body of so many
-megabytes every second besides (promise P14: `--processes 1 --requests 64 --body-mb 5 --seconds 300`).
+Client, scraper and server share the machine, and a sleeping scraper, too, waits for a processor before it can read its
+clock. So there are two figures: until the kernel had the last packet of the answer, which is the time for a scraper on
+another machine, and until the scraper here had read it. Needs Linux, for the kernel's stamps. The age of the numbers is
+that of the last engine step in them. With `--body-mb 5` a client sends a body of so many megabytes every second
+besides (promise P14: `--processes 1 --requests 64 --body-mb 5 --seconds 300`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 from quire.cli.bench.startup import own_server
 
 SO_TIMESTAMPNS = 35
-"""asm-generic/socket.h; Python's `socket` does not name it."""
+"""Constant of asm-generic/socket.h that Python's `socket` does not have."""
 STAMPS_WITHIN_S = 5.0
 _TIMESPEC = struct.Struct("@qq")
 HEAD = """\
@@ -43,22 +43,22 @@ HEAD = """\
 
 @dataclass(frozen=True)
 class Scrape:
-    """One that has been answered; milliseconds since it was sent."""
+    """One answered scrape; milliseconds since it was sent."""
 
     text: str
     wire_ms: float
-    """Until the last packet of the answer had come."""
+    """Time until the last packet of the answer had arrived."""
     read_ms: float
-    """Until it was read."""
+    """Time until the answer was read."""
 
     def value(self, name: str) -> float:
-        """Of the metric's only series."""
+        """Returns the value of the metric's only series."""
         (line,) = (line for line in self.text.splitlines() if line.startswith(f"{name}{{"))
         return float(line.rsplit(" ", 1)[1])
 
 
 class Scraper:
-    """One open connection. Raises SystemExit for an answer that is none."""
+    """One open connection. Raises SystemExit for an answer that is not one of /metrics."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -66,7 +66,7 @@ class Scraper:
         self._socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         self._request = f"GET /metrics HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
         due = time.monotonic() + STAMPS_WITHIN_S
-        while not self._ask()[1]:  # the kernel begins to stamp packets some time after it was told
+        while not self._ask()[1]:  # the kernel begins to stamp packets some time after the option was set
             if time.monotonic() > due:
                 raise SystemExit("this kernel does not say when a packet came: the benchmark needs Linux")
 
@@ -77,7 +77,7 @@ class Scraper:
         self._socket.close()
 
     def scrape(self) -> Scrape:
-        """Ask, and wait for the whole answer."""
+        """Sends a scrape and waits for the whole answer."""
         start = time.time_ns()
         answer, came = self._ask()
         read = time.time_ns()
@@ -89,7 +89,7 @@ class Scraper:
         return Scrape(body.decode(), (came - start) / 1e6, (read - start) / 1e6)
 
     def _ask(self) -> tuple[bytes, int]:
-        """The answer, and when its last packet came; 0 if the kernel did not say."""
+        """Returns the answer, and when its last packet arrived; 0 if the kernel has no stamp."""
         answer, end, came = b"", None, 0
         self._socket.sendall(self._request)
         while end is None or len(answer) < end:
@@ -104,7 +104,7 @@ class Scraper:
 
 
 def _read_stamp(ancillary: Iterable[tuple[int, int, bytes]]) -> int:
-    """When the kernel had the packet, in nanoseconds of the wall clock; 0 if it does not say."""
+    """Returns when the kernel had the packet, in nanoseconds of the wall clock; 0 without a stamp."""
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack_from(data)
@@ -113,7 +113,7 @@ def _read_stamp(ancillary: Iterable[tuple[int, int, bytes]]) -> int:
 
 
 def _find_end(answer: bytes) -> int | None:
-    """How many bytes it will have, once its head is there."""
+    """Returns the length of the whole answer, once its head has arrived."""
     head, mark, _ = answer.partition(b"\r\n\r\n")
     if not mark:
         return None
@@ -125,7 +125,7 @@ def _find_end(answer: bytes) -> int | None:
 
 
 def scrape_regularly(url: str, load: subprocess.Popen[bytes], rate: float, num_running: int) -> list[Scrape]:
-    """Those that found at least so many requests running, until the load ends."""
+    """Returns the scrapes that found at least `num_running` requests running, until the load ends."""
     scrapes = []
     with Scraper(url) as scraper:
         due = time.monotonic()
@@ -140,7 +140,7 @@ def scrape_regularly(url: str, load: subprocess.Popen[bytes], rate: float, num_r
 
 @contextmanager
 def sending_bodies(url: str, key: str, megabytes: float) -> Iterator[None]:
-    """A prompt of so many megabytes once a second, which is too long for any model."""
+    """Sends a prompt of so many megabytes once a second, which is too long for any model."""
     parts, has_ended = urlsplit(url), threading.Event()
     body = json.dumps({"prompt": "a page " * int(megabytes * 1e6 / 7)})
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
@@ -168,7 +168,7 @@ def sending_bodies(url: str, key: str, megabytes: float) -> Iterator[None]:
 def measure(
     model: str, num_processes: int, num_requests: int, rate: float, seconds: float, body_mb: float
 ) -> list[Scrape]:
-    """Of one server."""
+    """Returns the scrapes of one server."""
     flags = [model, "--max-num-seqs", str(num_requests), "--api-server-count", str(num_processes)]
     with own_server(flags) as (url, key):
         command = [sys.executable, "-m", "quire", "bench", "serve", "--model", model, "--url", url, "--api-key", key]
@@ -192,7 +192,7 @@ def measure(
 
 
 def make_row(num_processes: int, scrapes: Sequence[Scrape]) -> str:
-    """Of the table."""
+    """Returns a row of the table."""
     if not scrapes:
         return f"| {num_processes} | none found so many requests running |" + " |" * (HEAD.count("|") // 2 - 3)
     cells = [

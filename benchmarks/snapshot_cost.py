@@ -1,8 +1,8 @@
-"""What a snapshot for the dashboard costs the engine's loop: caches of several sizes, full of requests.
+"""Measures the cost of a dashboard snapshot to the engine's loop, for caches of several sizes full of requests.
 
     python benchmarks/snapshot_cost.py
 
-CPU time of `Scheduler.make_snapshot`, median and worst of 200, and the size of what it gives.
+Prints the CPU time of `Scheduler.make_snapshot`, median and worst of 200, and the size of the snapshot.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSp
 BLOCK_SIZE = 16
 REPEATS = 200
 CASES = ((1_000, 8), (10_000, 16), (10_000, 256), (100_000, 256))
-"""(blocks, requests)."""
+"""Pairs of (blocks, requests)."""
 
 
 def make_full_scheduler(num_blocks: int, num_requests: int) -> Scheduler:
-    """All blocks in use, by equal requests that have computed their prompts."""
+    """Returns a scheduler with all blocks in use, by equal requests that have computed their prompts."""
     num_tokens = (num_blocks - 1) // num_requests * BLOCK_SIZE - 1
     group = KVCacheGroupSpec(["layer"], FullAttentionSpec(BLOCK_SIZE, 1, 8, "float32"))
     scheduler = Scheduler(
@@ -46,7 +46,6 @@ def make_full_scheduler(num_blocks: int, num_requests: int) -> Scheduler:
 
 
 def main() -> None:
-    """Print the table."""
     print(f"{'blocks':>9} {'in use':>9} {'requests':>9} {'median ms':>10} {'worst ms':>9} {'KiB':>7}")
     for num_blocks, num_requests in CASES:
         scheduler = make_full_scheduler(num_blocks, num_requests)

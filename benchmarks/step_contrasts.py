@@ -1,10 +1,9 @@
-"""What statistics do to the steps of an engine that has them for a few steps, then not for as many, and so on.
+"""The effect of statistics on the steps of an engine that has them for a few steps, then not for as many, and so on.
 
-A machine that is slower for a second or two, as these are, is as slow with statistics as without: the steps that are
-compared are neighbours. A step that takes longer because of its place in the run, as every 16th does, has statistics in
-one run and none in the next: runs are compared in pairs. Only steps in which every request gets a token are; requests'
-beginnings and ends are not. Where a machine does something else for a moment, a contrast is far off, to either side: a
-quarter of them is left out at either end.
+A machine that is slower for a second or two is so with statistics and without: neighbouring steps are compared. A step
+that takes longer because of its place in the run, as every 16th does, has statistics in one run and none in the next:
+runs are compared in pairs. Only steps in which every request gets a token count, not those where requests begin or end.
+A short disturbance makes a contrast far off to either side: a quarter of them is left out at either end.
 """
 
 from __future__ import annotations
@@ -18,38 +17,38 @@ from itertools import groupby, pairwise
 from benchmarks.switched_scheduler import BLOCK
 
 LEFT_OUT = 0.25
-"""Of the contrasts, at either end."""
+"""Share of the contrasts that is left out at either end."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One of the core's, as its outputs tell of it."""
+    """One step of the core, as its outputs show it."""
 
     timestamp: float
-    """When it was over, in seconds."""
+    """End of the step in seconds."""
     has_statistics: bool
     num_outputs: int
 
 
 @dataclass(frozen=True)
 class RunContrast:
-    """Of the full steps of a run, or of several, in seconds per step."""
+    """The full steps of a run, or of several, in seconds per step."""
 
     contrasts: Sequence[float]
-    """How much longer the steps of a block take with statistics than without, for each that has neighbours."""
+    """For each block with neighbours: how much longer its steps take with statistics than without."""
     without: float
-    """What a step takes without."""
+    """Time of a step without statistics."""
 
     def join(self, other: RunContrast) -> RunContrast:
-        """This run and one in whose stead the others of its steps have statistics."""
+        """Returns this run joined with one in which the other steps have statistics."""
         return RunContrast([*self.contrasts, *other.contrasts], (self.without + other.without) / 2)
 
 
 def contrast_run(steps: Sequence[Step], num_requests: int) -> RunContrast | None:
-    """Compare each block of steps with the mean of the two beside it, which have statistics if it has none. None if
-    there are too few.
+    """Compares each block of steps with the mean of the two beside it, which are switched the other way.
 
-    Of each block the first step is left out: the frontend is not done with the step before it.
+    Returns None if there are too few. The first step of each block is left out: the frontend is not done with the step
+    before it.
     """
     durations = [
         (step.has_statistics, step.timestamp - before.timestamp)
@@ -72,14 +71,16 @@ def contrast_run(steps: Sequence[Step], num_requests: int) -> RunContrast | None
 
 
 def trimmed_mean(values: Sequence[float], left_out: float = 0.1) -> float:
-    """Without so many of them at either end, as a share."""
+    """Returns the mean without a share of the values at either end."""
     num_left_out = int(left_out * len(values))
     return statistics.fmean(sorted(values)[num_left_out : len(values) - num_left_out])
 
 
 def interval(clusters: Sequence[Sequence[float]], left_out: float = 0.1) -> tuple[float, float]:
-    """The bounds of the 95 % confidence interval of the trimmed mean of all values (bootstrap). Those of a cluster are
-    not independent."""
+    """Returns the 95 % confidence interval of the trimmed mean of all values (bootstrap).
+
+    Values of a cluster are not independent.
+    """
     rng = random.Random(0)
     means = []
     for _ in range(2000):
@@ -90,8 +91,11 @@ def interval(clusters: Sequence[Sequence[float]], left_out: float = 0.1) -> tupl
 
 
 def summarize(pairs: Sequence[RunContrast]) -> dict[str, object]:
-    """What statistics cost a full step, in microseconds and as a share of one without: the mean of the middle half of
-    all contrasts. The interval is one over pairs of runs, as neighbouring blocks share steps."""
+    """Returns the cost of statistics for a full step: the mean of the middle half of all contrasts.
+
+    It is in microseconds, and a share of a step without. The interval is over pairs of runs, as neighbouring blocks
+    share steps.
+    """
     clusters = [pair.contrasts for pair in pairs]
     contrasts = [contrast for cluster in clusters for contrast in cluster]
     cost, without = trimmed_mean(contrasts, LEFT_OUT), statistics.fmean(pair.without for pair in pairs)

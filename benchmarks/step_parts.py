@@ -1,9 +1,9 @@
-"""Where the CPU time of a step goes: many short requests (W4), core and frontend in one process.
+"""Measures the CPU time of a step by part: many short requests (W4), core and frontend in one process.
 
     python benchmarks/step_parts.py [--model tiny] [--requests 512]
 
-Microseconds per generated token, of the thread that runs the loop and of the whole process: kernels work on all
-threads, everything else on one. `host` is what is not the model.
+Prints microseconds per generated token, of the thread that runs the loop and of the whole process: kernels work on all
+threads, everything else on one. `host` is everything except the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Stopwatch:
         self.process: defaultdict[str, float] = defaultdict(float)
 
     def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, timed."""
+        """Returns `call`, timed."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             thread, process = time.thread_time(), time.process_time()
@@ -63,7 +63,6 @@ class Stopwatch:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a checkpoint directory")
     parser.add_argument("--models-dir", type=Path, default=CACHE)

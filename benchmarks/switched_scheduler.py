@@ -10,17 +10,19 @@ from quire.engine.sched.scheduler import Scheduler
 from quire.wire.stats import SchedulerStats
 
 STATISTICS = "statistics"
-"""Key of `SamplingParams.extra_args`: whether there are any from this request on, or Turns."""
+"""Key of `SamplingParams.extra_args`: True, False or one of Alternation, from this request on."""
 BLOCK = 3
-"""Steps. The first of a block is not compared; the longer a block, the less alike are the neighbours that are. Every
-16th step is another one, in which all requests of a length need a block of the cache: with 2 or 4, which divide 16, it
-would always fall on the same side."""
+"""Number of steps in a block. The first of a block is not compared; in longer blocks, neighbours are less alike.
+
+Every 16th step is special, because all requests of a length need a block of the cache in it: with 2 or 4, which divide
+16, it would always fall on the same side.
+"""
 
 
-class Turns(StrEnum):
-    """After BLOCK steps with statistics come as many without, and so on. What happens to a request is noted in either.
+class Alternation(StrEnum):
+    """The order of blocks with and without statistics. What happens to a request is noted in either.
 
-    What a step takes depends on which one of a run it is. So there is the opposite of each: over two runs every step
+    The time of a step depends on its place in the run, so there is the opposite of each order: over two runs every step
     has had statistics once, and has not once.
     """
 
@@ -28,17 +30,19 @@ class Turns(StrEnum):
     OFF_FIRST = "off first"
 
     def are_on(self, num_steps: int) -> bool:
-        """For the step before which there were so many since nothing ran."""
-        return (num_steps // BLOCK % 2 == 0) == (self is Turns.ON_FIRST)
+        """Returns True if the step with this number since the last idle moment has statistics."""
+        return (num_steps // BLOCK % 2 == 0) == (self is Alternation.ON_FIRST)
 
 
 class SwitchedScheduler(Scheduler):
-    """Two engines of one kind differ by a percent or two for as long as they live; one that is switched does not. What
-    it goes on counting without statistics is one look-up in the prefix cache per request."""
+    """A scheduler that can be switched, because two engines of one kind always differ by a percent or two.
+
+    Without statistics it still counts one look-up in the prefix cache per request.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._turns: Turns | None = None
+        self._turns: Alternation | None = None
         self._num_steps = 0
 
     def add_request(self, request: Request) -> None:
@@ -47,12 +51,12 @@ class SwitchedScheduler(Scheduler):
         params = request.sampling_params
         if params is not None and params.extra_args is not None:
             wanted = params.extra_args[STATISTICS]
-            self._turns = Turns(wanted) if isinstance(wanted, str) else None
+            self._turns = Alternation(wanted) if isinstance(wanted, str) else None
             self.log_stats = bool(wanted)
         super().add_request(request)
 
     def make_stats(self) -> SchedulerStats | None:
         is_off = self._turns is not None and not self._turns.are_on(self._num_steps)
         self._num_steps += 1
-        # The last step of all says that nothing runs any more, as always.
+        # The last step always reports that nothing runs any more.
         return None if is_off and self.running else super().make_stats()

@@ -1,4 +1,4 @@
-"""An executor that knows how long the model has worked, for `metrics_cost`."""
+"""An executor that measures the time of the model, for `metrics_cost`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class TimedExecutor(UniProcExecutor):
-    """In the caller's process, on the engine's thread: what that does beside the model is the rest of its time."""
+    """An executor on the engine's thread; the rest of that thread's time is the engine's own."""
 
     model_s: ClassVar[float] = 0.0
-    """CPU time of the engine's thread in the worker, of all there have been."""
+    """CPU time of the engine's thread in the worker, of all executors so far."""
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
@@ -39,5 +39,5 @@ def _timed(call: Callable[[], T]) -> T:
 
 
 def time_beside_the_model() -> float:
-    """CPU seconds of this thread, those in the worker left out."""
+    """Returns the CPU seconds of this thread without those in the worker."""
     return time.thread_time() - TimedExecutor.model_s

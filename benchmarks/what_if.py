@@ -1,9 +1,9 @@
-"""How far off `quire replay` is: `python -m benchmarks.what_if`, with Quire importable.
+"""Measures the error of `quire replay`: `python -m benchmarks.what_if`, with Quire importable.
 
-A server with 16 seats is loaded and recorded, and what it would have been with 48 is predicted from that. Then the same
-load is sent to a server with 48: the error is that of the prediction. It is sent to one with 16 again, too: by as much
-two runs of one load differ, and nobody can tell whether a prediction is better than that. All are measured from their
-own recordings. Several rounds, one after the other; nothing else may run meanwhile.
+A server with 16 seats is loaded and recorded, and its behaviour with 48 is predicted from that. Then the same load is
+sent to a server with 48: the difference is the error of the prediction. The load is also sent to a server with 16
+again: two runs of one load differ by so much, and no prediction can be judged more finely. All are measured from their
+own recordings, in several rounds, one after the other; nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class Load:
-    """Requests, as `quire bench serve` is asked for them."""
+    """Flags of `quire bench serve` for a load."""
 
     name: str
     flags: tuple[str, ...]
@@ -54,17 +54,17 @@ class Round:
 
     @property
     def error(self) -> float:
-        """Of the prediction for other settings."""
+        """Error of the prediction for other settings."""
         return self.predicted / self.measured - 1
 
     @property
     def spread(self) -> float:
-        """Between two runs with the same settings."""
+        """Difference of two runs with the same settings."""
         return self.again / self.recorded - 1
 
 
 def run_quire(*args: str) -> str:
-    """What it writes to standard output."""
+    """Returns the standard output of a `quire` command."""
     command = [sys.executable, "-m", "quire", *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -73,19 +73,19 @@ def run_quire(*args: str) -> str:
 
 
 def read(figures: dict[str, Any], name: str) -> float:
-    """One of `FIGURES`."""
+    """Returns one of `FIGURES`."""
     field, place = FIGURES[name]
     value: float = figures[field] if place is None else figures[field][place]
     return value
 
 
 def serve(model: str, flags: Sequence[str], seats: int, path: Path) -> None:
-    """Load a server with so many seats, and record it to `path`."""
+    """Loads a server with `seats` seats and records it to `path`."""
     run_quire("bench", "serve", "--model", model, *flags, "--max-num-seqs", str(seats), "--record", str(path))
 
 
 def replay(path: Path, *flags: str) -> dict[str, Any]:
-    """What a recording says."""
+    """Returns the report of `quire replay` on a recording."""
     found: dict[str, Any] = json.loads(run_quire("replay", str(path), *flags, "--json"))
     if not found["reproduced"]:
         raise SystemExit(f"a decision of the recording was not reproduced: {found['first_difference']}")
@@ -93,7 +93,7 @@ def replay(path: Path, *flags: str) -> dict[str, Any]:
 
 
 def run_round(model: str, flags: Sequence[str], seats: tuple[int, int]) -> dict[str, Round]:
-    """Record, predict, and serve what was predicted."""
+    """Records a load, predicts another setting, and serves that."""
     few, many = seats
     with tempfile.TemporaryDirectory() as directory:
         first, again, other = (Path(directory) / name for name in ("first", "again", "other"))
@@ -110,7 +110,7 @@ def run_round(model: str, flags: Sequence[str], seats: tuple[int, int]) -> dict[
 
 
 def make_row(load: Load, name: str, rounds: Sequence[Round]) -> str:
-    """Of the table."""
+    """Returns a row of the table."""
     predicted = ", ".join(f"{r.predicted:.4g}" for r in rounds)
     measured = ", ".join(f"{r.measured:.4g}" for r in rounds)
     errors = ", ".join(f"{100 * r.error:+.0f}" for r in rounds)

@@ -29,7 +29,7 @@ STREAMS: list[tuple[str, dict[str, object]]] = [
 
 
 class View:
-    """The texts so far: redrawn in place on a terminal, otherwise only what happens is said."""
+    """The texts so far: redrawn in place on a terminal, otherwise only events are printed."""
 
     def __init__(self) -> None:
         self.texts = [""] * len(STREAMS)
@@ -82,7 +82,7 @@ async def read(llm: AsyncLLM, number: int, view: View) -> None:
 
 
 async def kill(llm: AsyncLLM, view: View) -> None:
-    """Kill the core at a quarter, at half and at three quarters of the way."""
+    """Kills the core at a quarter, at half and at three quarters of the way."""
     for number in range(1, NUM_KILLS + 1):
         while view.num_tokens < number * len(STREAMS) * LENGTH // (NUM_KILLS + 1):
             await asyncio.sleep(0.001)
@@ -95,7 +95,7 @@ async def kill(llm: AsyncLLM, view: View) -> None:
 
 
 async def run(num_kills: int) -> list[str]:
-    """The texts of all streams."""
+    """Returns the texts of all streams."""
     args = AsyncEngineArgs(*(sys.argv[1:] or ["demo"]), dtype="float32", max_model_len=1024)
     view = View()
     async with AsyncLLM.from_engine_args(args) as llm:

@@ -25,7 +25,7 @@ async def main() -> None:
         stream = llm.generate(QUESTIONS[0], PARAMS, "in a hurry", timeout_s=30)
         async for output in stream:
             print("first piece:", repr(output.outputs[0].text))
-            break  # nobody wants the rest: it is not computed
+            break  # the rest is not wanted, and not computed
         await stream.aclose()
 
 

@@ -1,14 +1,14 @@
-"""What every driver has in common: a conversation in lines of JSON. Standard library only, for any interpreter.
+"""The conversation of all drivers, in lines of JSON. Standard library only, for any interpreter.
 
-A driver is a program that a peer's own interpreter runs. It loads a checkpoint and then does workloads as they come:
+A driver is a program that a peer's own interpreter runs. It loads a checkpoint and then runs workloads as they arrive:
 
     driver: {"version": "vLLM 0.32.0", "load_s": 1.2}                         once, when it can take requests
     versus: {"requests": [[[token ids], output length], ...], "prefix": 512}  one line per repetition
     driver: {"wall_s": 2.1, "ttft_s": ..., "tpot_s": ...}                     the last two for a single request
-    driver: {"error": "..."}                                                  instead, when that went wrong
+    driver: {"error": "..."}                                                  instead, after a failure
 
-It ends at the end of its input. What the engine prints goes to standard error. `prefix` is how many tokens at the start
-all prompts share, for engines that want to be told. Clocks start with the requests in hand and stop at the last token.
+It ends at the end of its input. Output of the engine goes to standard error. `prefix` is the number of tokens that all
+prompts share at the start, for engines that need it. Clocks start with the requests in hand and stop at the last token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Request = tuple[list[int], int]
-"""Prompt token ids, and how many tokens to generate."""
+"""A request: prompt token ids, and the number of tokens to generate."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Result:
 
 @dataclass
 class Setting:
-    """What all engines are given alike."""
+    """The settings that all engines share."""
 
     model: str
     threads: int
@@ -51,12 +51,12 @@ Run = Callable[[list[Request], int], Result]
 
 
 def timed(start: float, stamps: list[float], num_tokens: int) -> Result:
-    """The result of one request whose tokens came at `stamps`, the first of them one token."""
+    """Returns the result of one request whose tokens arrived at `stamps`, the first of them one token."""
     return Result(stamps[-1] - start, stamps[0] - start, (stamps[-1] - stamps[0]) / max(1, num_tokens - 1))
 
 
 def check_lengths(got: list[int], requests: list[Request]) -> None:
-    """Raise RuntimeError unless every output has its full length."""
+    """Raises RuntimeError unless every output has its full length."""
     want = [length for _, length in requests]
     if got != want:
         bad = next(i for i, (g, w) in enumerate(zip(got, want, strict=True)) if g != w)
@@ -64,7 +64,10 @@ def check_lengths(got: list[int], requests: list[Request]) -> None:
 
 
 def main(load: Callable[[Setting], tuple[str, Run]]) -> int:
-    """`load(setting)` gives the engine's name with its version, and what runs requests. Serve until end of input."""
+    """Serves until the end of input.
+
+    `load(setting)` returns the engine's name with its version, and a function that runs requests.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, required=True)

@@ -51,7 +51,7 @@ class _Llama:
         self._batch = api.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def run(self, requests: list[Request], prefix: int) -> Result:
-        """All of `requests`, `SLOTS` at a time."""
+        """Runs all of `requests`, `SLOTS` at a time."""
         api.llama_memory_clear(self._memory, True)
         start = time.perf_counter()
         if prefix:
@@ -73,7 +73,7 @@ class _Llama:
         return timed(start, stamps, requests[0][1]) if len(requests) == 1 else Result(stamps[-1] - start)
 
     def _step(self, running: dict[int, _Slot]) -> list[int]:
-        """One call of the model; the slots that finished."""
+        """Calls the model once. Returns the slots that finished."""
         self._batch.n_tokens = 0
         rows: dict[int, int] = {}
         for number, slot in running.items():
@@ -122,7 +122,7 @@ class _Llama:
 
 
 def load(setting: Setting) -> tuple[str, Run]:
-    """The model, ready."""
+    """Loads the model."""
     return f"llama-cpp-python {llama_cpp.__version__}", _Llama(setting).run
 
 

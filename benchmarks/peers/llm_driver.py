@@ -24,7 +24,7 @@ else:
 
 
 def load(setting: Setting) -> tuple[str, Run]:
-    """The engine, ready."""
+    """Loads the engine."""
     options: dict[str, Any] = {}
     if package.__name__ == "quire":  # vLLM's size is in the environment: VLLM_CPU_KVCACHE_SPACE
         options["kv_cache_memory_bytes"] = int(setting.kv_cache_gib * 2**30)

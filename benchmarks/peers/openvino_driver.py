@@ -17,7 +17,7 @@ from driver import Request, Result, Run, Setting, check_lengths, main
 
 
 def load(setting: Setting) -> tuple[str, Run]:
-    """The pipeline, ready."""
+    """Loads the pipeline."""
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = round(setting.kv_cache_gib)
     scheduler.max_num_seqs = setting.max_num_seqs

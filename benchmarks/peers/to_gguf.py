@@ -33,7 +33,7 @@ TENSORS = {
 
 
 def read_bf16(path: Path) -> Iterator[tuple[str, Any]]:
-    """(name, bits as uint16) of every tensor of a safetensors file that holds nothing but bfloat16."""
+    """Yields (name, bits as uint16) of every tensor of a safetensors file that holds nothing but bfloat16."""
     header_size = int.from_bytes(path.open("rb").read(8), "little")
     with path.open("rb") as file:
         header = json.loads(file.read(8 + header_size)[8:])
@@ -47,7 +47,7 @@ def read_bf16(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def gguf_name(name: str) -> str:
-    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
+    """Returns blk.3.ffn_up.weight for model.layers.3.mlp.up_proj.weight."""
     base, kind = name.rsplit(".", 1)
     if not base.startswith("model.layers."):
         return f"{TENSORS[base]}.{kind}"
@@ -56,12 +56,12 @@ def gguf_name(name: str) -> str:
 
 
 def interleave_halves(weight: Any, num_heads: int) -> Any:
-    """Rotary pairs (i, i + half) become neighbours (2i, 2i + 1), which is the order llama.cpp rotates Llama in."""
+    """Moves rotary pairs (i, i + half) to neighbours (2i, 2i + 1), the order in which llama.cpp rotates Llama."""
     return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def convert(source: Path, target: Path) -> None:
-    """One checkpoint."""
+    """Converts one checkpoint."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(target), ARCHITECTURES[config["model_type"]])
     _write_shape(writer, source.name, config)
@@ -115,7 +115,7 @@ def _write_tokenizer(writer: Any, tokenizer: dict[str, Any], config: dict[str, A
 
 
 def main(argv: list[str]) -> int:
-    """Convert the checkpoints named, unless they have been."""
+    """Converts the checkpoints named, unless they exist."""
     source, target, *names = argv
     Path(target).mkdir(parents=True, exist_ok=True)
     for name in names or ["tiny", "half", "oneb"]:

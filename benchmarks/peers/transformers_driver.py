@@ -14,7 +14,7 @@ BATCH_SIZE = 16
 
 
 class _Stopwatch:
-    """A streamer that keeps only when tokens came. Its first call brings the prompt."""
+    """A streamer that stores only when tokens arrived. Its first call brings the prompt."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
@@ -27,7 +27,7 @@ class _Stopwatch:
 
 
 def load(setting: Setting) -> tuple[str, Run]:
-    """The model, ready."""
+    """Loads the model."""
     torch.set_num_threads(setting.threads)
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, setting.dtype)
@@ -47,7 +47,7 @@ def load(setting: Setting) -> tuple[str, Run]:
 
 
 def _generate(model: Any, requests: list[Request], stopwatch: _Stopwatch | None) -> None:
-    """One batch, as long as its longest output: each request has its full length then."""
+    """Generates one batch, as long as its longest output: each request then has its full length."""
     width, longest = max(len(ids) for ids, _ in requests), max(length for _, length in requests)
     ids = torch.zeros(len(requests), width, dtype=torch.long)  # [requests, width]
     mask = torch.zeros_like(ids)

@@ -26,7 +26,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
     options = parse(sys.argv[1:] if argv is None else argv, __doc__)
     if options.from_json:
         report = merge([json.loads(path.read_text(encoding="utf-8")) for path in options.from_json])

@@ -1,4 +1,4 @@
-"""One run of the comparison: which engines there are, what is done with them, and the report of it."""
+"""One run of the comparison: its options, the available engines, and the report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALL_WORKLOADS = (*WORKLOADS, "W5", "W6")
 
 
 def parse(words: Sequence[str], description: str | None) -> argparse.Namespace:
-    """The options; exits with a message at what makes no sense."""
+    """Returns the options; exits with a message for contradictions."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.versus",
         description=description,
@@ -102,7 +102,7 @@ def _numbers(text: str) -> list[float]:
 
 
 def _without_paths(words: Sequence[str]) -> list[str]:
-    """The arguments as the report shows them: where files lie on this machine is nobody's business."""
+    """Returns the arguments as the report shows them, without the paths of this machine."""
     shown: list[str] = []
     skipping = False
     for word in words:
@@ -117,7 +117,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Comparison:
-    """One run: the engines that can be had, and the report that grows."""
+    """One run: the available engines and the growing report."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -129,10 +129,10 @@ class Comparison:
         self._neighbours: list[float] = []
 
     def run(self) -> dict[str, Any]:
-        """Everything that was asked for; the report. Whatever happens, no process is left."""
+        """Measures what was asked for and returns the report. It leaves no process behind."""
         options = self._options
         if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, options.cpus)  # and with it of every process that is started here
+            os.sched_setaffinity(0, options.cpus)  # inherited by every process that is started here
         ceilings = _measure_ceilings()
         for model in options.model:
             peers = self._available(model)
@@ -188,7 +188,10 @@ class Comparison:
             self._neighbours += [r.neighbours for own in series[name] for r in own.repetitions]
 
     def _fits_in_memory(self, model: str, peers: Sequence[Peer]) -> bool:
-        """Weights (twice: a copy in a layout of one's own), KV cache, and 1.5 GiB for the rest, each."""
+        """Returns True if all engines fit:
+
+        weights twice (a copy in the engine's own layout), KV cache, and 1.5 GiB each.
+        """
         weights = sum(f.stat().st_size for f in (self._place.home / "models" / model).glob("*.safetensors"))
         need = len(peers) * (2 * weights + (self._place.kv_cache_gib + 1.5) * 2**30)
         return need <= available_cpu_memory()
@@ -222,7 +225,7 @@ class Comparison:
 
 
 def better_ceilings(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The best of those measured before and after a run, as neighbours only ever lower them."""
+    """Returns the best of the ceilings measured before and after a run, as neighbours only ever lower them."""
     if first is None or second is None:
         return first or second
     best: dict[str, Any] = {}
@@ -239,5 +242,5 @@ def _measure_ceilings() -> dict[str, Any] | None:
 
 
 def say(text: str) -> None:
-    """Progress, on standard error, with the time of day."""
+    """Prints progress on standard error, with the time of day."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -62,15 +62,15 @@ class ManagedProcess:
         return self.popen.poll() is None
 
     def pause(self) -> None:
-        """Freeze the tree: an idle engine whose threads spin would take the cores from the one that is measured."""
+        """Freezes the tree: an idle engine whose threads spin would take the cores from the one that is measured."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let the tree run."""
+        """Lets the tree run."""
         self._signal(signal.SIGCONT)
 
     def close(self, patience_s: float = 10.0) -> None:
-        """End the tree: first what was started here, which may know how to end the others, then all, then by force."""
+        """Ends the tree: first the process started here, which may end the others itself, then all, then by force."""
         self.resume()
         for stream in (self.popen.stdin, self.popen.stdout):
             if stream is not None:
@@ -86,7 +86,7 @@ class ManagedProcess:
                 self._wait(patience_s)
 
     def tree(self) -> list[int]:
-        """Ids of this process and of all that came of it and live."""
+        """Returns the ids of this process and of its living descendants."""
         self.popen.poll()
         table = _process_table()
         found = {self.popen.pid} | {pid for pid in table if self._mark.encode() in _environment(pid)}
@@ -99,15 +99,15 @@ class ManagedProcess:
         return [pid for pid, start in self._seen.items() if pid in table and table[pid][1] == start]
 
     def cpu_s(self) -> float:
-        """CPU seconds that the living tree has used."""
+        """Returns the CPU seconds of the living tree."""
         return sum(_cpu_ticks(pid) for pid in self.tree()) / os.sysconf("SC_CLK_TCK")
 
     def peak_memory_bytes(self) -> int:
-        """Peak resident memory, summed over the tree; pages that two processes share count twice."""
+        """Returns the peak resident memory, summed over the tree; pages that two processes share count twice."""
         return sum(_peak_kib(pid) for pid in self.tree()) * 1024
 
     def last_words(self, limit: int = 200) -> str:
-        """The last line of the log that says something."""
+        """Returns the last non-empty line of the log."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - 4096))
             lines = [line.strip() for line in file.read(4096).decode(errors="replace").splitlines()]
@@ -125,7 +125,7 @@ class ManagedProcess:
 
 
 def read_line(process: ManagedProcess, buffer: bytearray, limit_s: float) -> bytes:
-    """The next line of a piped process. Raises TimeoutError after `limit_s`, EOFError when it ends before."""
+    """Returns the next line of a piped process. Raises TimeoutError after `limit_s`, EOFError when it ends before."""
     stream: IO[bytes] | None = process.popen.stdout
     assert stream is not None
     deadline = time.monotonic() + limit_s
@@ -144,7 +144,7 @@ def read_line(process: ManagedProcess, buffer: bytearray, limit_s: float) -> byt
 
 
 def machine_cpu_s() -> float:
-    """CPU seconds this machine has spent on anything since it was started; 0 where nobody says."""
+    """Returns the CPU seconds of the whole machine since its start; 0 where they are unknown."""
     try:
         fields = (_PROC / "stat").read_text().splitlines()[0].split()[1:]
     except OSError:
@@ -159,7 +159,7 @@ def _die_with_parent() -> None:
 
 
 def _process_table() -> dict[int, tuple[int, str]]:
-    """Process id -> (parent's id, start time) of everything that is neither gone nor a zombie."""
+    """Returns process id -> (parent's id, start time) of everything that is neither gone nor a zombie."""
     table = {}
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if entry.name.isdigit():
@@ -170,7 +170,7 @@ def _process_table() -> dict[int, tuple[int, str]]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name, which may hold spaces: state, parent, ..."""
+    """Returns the fields of /proc/PID/stat after the name, which may hold spaces: state, parent, ..."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -178,7 +178,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """What a process was started with; nothing if that is not ours to read."""
+    """Returns the environment of a process; empty if it may not be read."""
     try:
         return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -229,7 +229,7 @@ class Engine:
         self._buffer = bytearray()
 
     def start(self) -> None:
-        """Load, unless that has happened. Raises EngineError."""
+        """Loads the engine, unless it is loaded. Raises EngineError."""
         if self._process is not None:
             return
         self._buffer.clear()
@@ -245,7 +245,7 @@ class Engine:
         self._process.pause()
 
     def run(self, requests: Sequence[BenchRequest], prefix: int, limit_s: float) -> Repetition:
-        """One repetition. Raises EngineError; when that was a limit or an end, the process is gone."""
+        """Runs one repetition. Raises EngineError; after a time-out or an end the process is gone."""
         self.start()
         process = self._process
         assert process is not None
@@ -264,7 +264,7 @@ class Engine:
         return Repetition(answer["wall_s"], answer["ttft_s"], answer["tpot_s"], neighbours)
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Ends the process, if there is one."""
         process, self._process = self._process, None
         if process is not None:
             process.resume()
@@ -279,7 +279,7 @@ class Engine:
             stream.write(json.dumps(task).encode() + b"\n")
             stream.flush()
         except OSError:
-            pass  # it has ended: what it said last is in the answer's error
+            pass  # it has ended: its last line is in the answer's error
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
         assert self._process is not None

@@ -1,4 +1,7 @@
-"""From repetitions to figures: medians, spreads, ratios. Everything here is a pure function of numbers."""
+"""Repetitions of the offline workloads, and their figures: medians, spreads, ratios.
+
+All engines run in turn, repetition by repetition, so that a noisy neighbour disturbs all.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from benchmarks.versus.engine import Engine, EngineError, Repetition
 from quire.cli.bench.workloads import WARMUP_REP, WORKLOADS, IdRange
 
 SHARED_PREFIX = {"W3": 512}
-"""Tokens that all prompts of a workload begin with."""
+"""Number of tokens with which all prompts of a workload begin."""
 WARMUP_REQUESTS = {"W2": 16, "W3": 16}
-"""How many requests of a workload warm an engine up, where that is not all of them."""
+"""Number of requests that warm an engine up, where that is not all of a workload."""
 IDS = IdRange()
 
 Say = Callable[[str], None]
@@ -30,7 +33,10 @@ class Series:
 
 
 def run_rounds(engines: Sequence[Engine], workload: str, reps: int, limit_s: float, say: Say) -> list[Series]:
-    """Warm up each engine, then `reps` rounds, every other one backwards. An engine that fails leaves the workload."""
+    """Warms up each engine, then runs `reps` rounds, every other one backwards.
+
+    An engine that fails leaves the workload.
+    """
     series = [Series(workload, engine.peer.name) for engine in engines]
     pairs = list(zip(engines, series, strict=True))
     for engine, own in pairs:
@@ -67,7 +73,7 @@ class Figure:
 
     @staticmethod
     def of(values: Sequence[float], failure: str | None = None) -> Figure:
-        """The median of `values`."""
+        """Returns the figure of the median of `values`."""
         if failure is not None or not values:
             return Figure(failure=failure or "not measured")
         median = statistics.median(values)
@@ -84,26 +90,26 @@ class Row:
     is_rate: bool = False
 
     def ratio(self, peer: str) -> float | None:
-        """How many times better Quire is than `peer`: above 1 it is ahead."""
+        """Returns how many times better Quire is than `peer`: above 1 it is ahead."""
         ours, theirs = (self.figures.get(name, Figure()).value for name in (BASELINE, peer))
         if not ours or not theirs:
             return None
         return ours / theirs if self.is_rate else theirs / ours
 
     def to_json(self) -> dict[str, Any]:
-        """For the JSON beside the table."""
+        """Returns the row for the JSON beside the table."""
         ratios = {peer: self.ratio(peer) for peer in self.figures if peer != BASELINE}
         return {**asdict(self), "ratios": {peer: round(r, 3) for peer, r in ratios.items() if r is not None}}
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Row:
-        """What `to_json` gave."""
+        """Returns the row of a result of `to_json`."""
         figures = {peer: Figure(**figure) for peer, figure in row["figures"].items()}
         return Row(row["title"], figures, row["digits"], row["is_rate"])
 
 
 def offline_rows(model: str, series: Sequence[Series]) -> list[Row]:
-    """The rows of one workload: two for a single stream, tokens per second for W4, seconds for the others."""
+    """Returns the rows of one workload: two for a single stream, tokens per second for W4, seconds for the others."""
     name = series[0].workload
     if name == "W1":
         return [

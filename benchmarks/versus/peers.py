@@ -18,7 +18,7 @@ DEFAULT_HOME = Path(os.environ.get("PEERS_HOME") or Path.home() / ".cache" / "qu
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run takes place: the home, the CPUs everyone is given, and the memory for the KV cache."""
+    """The conditions of a run: the home, the CPUs of every engine, and the memory for the KV cache."""
 
     home: Path
     cpus: tuple[int, ...]
@@ -41,11 +41,11 @@ class Peer:
     server: Callable[[Place, str, int], list[str]] | None = None
 
     def python(self, place: Place) -> Path:
-        """Its interpreter; Quire's is this one."""
+        """Returns the peer's interpreter; Quire's is this one."""
         return Path(sys.executable) if self.name == "quire" else place.home / self.name / "bin" / "python"
 
     def missing(self, place: Place, model: str) -> str | None:
-        """What has to be installed before it can be measured; None if nothing."""
+        """Returns what has to be installed before the peer can be measured; None if nothing."""
         if not self.python(place).exists():
             return f"not installed: benchmarks/peers/setup {self.name} (looked for {self.python(place)})"
         checkpoint = self.checkpoint(place, model)
@@ -55,7 +55,7 @@ class Peer:
         return None
 
     def driver_command(self, place: Place, model: str) -> list[str]:
-        """What starts its driver."""
+        """Returns the command that starts the peer's driver."""
         return [
             str(self.python(place)), str(PEERS_FOLDER / self.driver),
             "--model", str(self.checkpoint(place, model)),
@@ -63,7 +63,7 @@ class Peer:
         ]  # fmt: skip
 
     def full_environment(self, place: Place) -> dict[str, str]:
-        """This process's environment, what all engines share, and the peer's own."""
+        """Returns this process's environment, what all engines share, and the peer's own."""
         shared = {
             "OMP_NUM_THREADS": str(place.num_threads),
             "HF_HUB_OFFLINE": "1",
@@ -94,7 +94,7 @@ def _server_flags(place: Place, model: str, port: int) -> list[str]:
 
 
 def _vllm_environment(place: Place) -> dict[str, str]:
-    """The preloads its CPU guide asks for, and all cores: of two, its own choice would leave one idle."""
+    """Returns the preloads of vLLM's CPU guide, and all cores: of two, its own choice would leave one idle."""
     preloads = sorted((place.home / "deb").glob("usr/lib/*/libtcmalloc_minimal.so.4"))
     preloads += [path for path in (place.home / "vllm" / "lib" / "libiomp5.so",) if path.exists()]
     return {
@@ -118,4 +118,4 @@ PEERS: dict[str, Peer] = {
         Peer("hf", "transformers", "transformers_driver.py", _checkpoint),
     )
 }
-"""Quire is what the others are compared with, and first."""
+"""All engines. Quire is the first, with which the others are compared."""

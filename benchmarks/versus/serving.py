@@ -24,9 +24,9 @@ from quire.cli.remote.protocol import ServerAddress
 
 CAPACITY_REQUESTS = 64
 SHARES = (0.5, 0.9)
-"""Of the capacity of the slowest server, so that the load is one that all can bear."""
+"""Shares of the capacity of the slowest server, so that all can bear the load."""
 _FIRST_REP = 1000
-"""Repetitions of W2's lengths that the offline workloads never use."""
+"""First repetition of W2's lengths that the offline workloads never use."""
 
 
 class Server:
@@ -43,7 +43,7 @@ class Server:
         self._port = 0
 
     def start(self) -> None:
-        """Start the process and wait for one token. Raises EngineError if it ends or takes too long."""
+        """Starts the process and waits for one token. Raises EngineError if it ends or takes too long."""
         assert self.peer.server is not None
         self._port = _free_port()
         command = self.peer.server(self._place, self._model, self._port)
@@ -70,7 +70,7 @@ class Server:
         raise EngineError(f"> {self._start_limit_s:.0f} s to start")
 
     def load(self, requests: Sequence[BenchRequest], rate: float, seed: int) -> LoadResult:
-        """Run a load against it. Raises EngineError if any request fails."""
+        """Sends a load. Raises EngineError if any request fails."""
         assert self._process is not None
         self._process.resume()
         try:
@@ -93,7 +93,7 @@ class Server:
             await client.close()
 
     def close(self) -> None:
-        """End it."""
+        """Ends the process."""
         process, self._process = self._process, None
         if process is not None:
             process.close()
@@ -101,7 +101,7 @@ class Server:
 
 @dataclass
 class Served:
-    """What one server did: its capacity in requests per second, and per rate one summary for each repetition."""
+    """The results of one server: its capacity in requests per second, and per rate one summary for each repetition."""
 
     peer: str
     capacity: float | None = None
@@ -112,9 +112,9 @@ class Served:
 def measure_serving(
     servers: Sequence[Server], reps: int, seconds: float, say: Say, rates: Sequence[float] = ()
 ) -> list[Served]:
-    """Capacity of each server (all of 64 requests at once), then every rate on every server in turn, `reps` times.
+    """Measures the capacity of each server (64 requests at once), then every rate on each in turn, `reps` times.
 
-    A load lasts about `seconds`. `rates` of none: `SHARES` of the smallest capacity.
+    A load lasts about `seconds`. Without `rates`, they are `SHARES` of the smallest capacity.
     """
     results = [Served(server.peer.name) for server in servers]
     pairs = list(zip(servers, results, strict=True))
@@ -133,12 +133,12 @@ def measure_serving(
 
 
 def load_size(rate: float, seconds: float) -> int:
-    """How many requests a load has: enough for `seconds`, and for percentiles to mean something."""
+    """Returns the number of requests of a load: enough for `seconds`, and for percentiles to mean something."""
     return max(32, min(600, round(rate * seconds)))
 
 
 def serving_rows(model: str, results: Sequence[Served]) -> list[Row]:
-    """The rows of W5: capacity, then TTFT and inter-token time at each rate."""
+    """Returns the rows of W5: capacity, then TTFT and inter-token time at each rate."""
     capacity = {r.peer: Figure(r.capacity, failure=r.failure) for r in results}
     rows = [Row(f"{model} W5: served, 64 mixed requests at once, requests/s", capacity, is_rate=True)]
     rates = sorted({rate for r in results for rate in r.loads})
@@ -208,7 +208,7 @@ class Starts:
 
 
 def measure_starts(starters: Sequence[tuple[str, Callable[[], float]]], reps: int, what: str, say: Say) -> list[Starts]:
-    """Each of (peer, function that starts it, ends it and tells the seconds) in turn, `reps` times."""
+    """Runs each (peer, function that starts it, ends it and returns the seconds) in turn, `reps` times."""
     results = [Starts(peer) for peer, _ in starters]
     for rep in range(reps):
         for (peer, start), own in zip(starters, results, strict=True):
@@ -222,7 +222,7 @@ def measure_starts(starters: Sequence[tuple[str, Callable[[], float]]], reps: in
 
 
 def start_engine(engine: Engine, limit_s: float = 60.0) -> float:
-    """Start a driver, generate one token, end it; seconds to the token."""
+    """Starts a driver, generates one token and ends it. Returns the seconds to the token."""
     start = time.perf_counter()
     try:
         engine.run([BenchRequest([IdRange().low] * 8, 1)], 0, limit_s)
@@ -232,7 +232,7 @@ def start_engine(engine: Engine, limit_s: float = 60.0) -> float:
 
 
 def start_server(server: Server) -> float:
-    """Start a server until its first token, end it."""
+    """Starts a server until its first token, and ends it. Returns the seconds."""
     try:
         server.start()
     finally:
@@ -242,6 +242,6 @@ def start_server(server: Server) -> float:
 
 
 def start_up_row(model: str, what: str, results: Sequence[Starts]) -> Row:
-    """The row of `what`, which is "engine" or "server"."""
+    """Returns the row of `what`, which is "engine" or "server"."""
     figures = {r.peer: Figure.of(r.seconds, r.failure) for r in results}
     return Row(f"{model} W6: {what}, start to first token, s", figures)

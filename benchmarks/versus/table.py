@@ -1,4 +1,4 @@
-"""The report as Markdown: one table, what was measured where, and in words where Quire loses."""
+"""The report as Markdown: one table, the conditions, and in words where Quire loses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- versus: begin -->", "<!-- versus: end -->"
 
 
 def format_report(report: Mapping[str, Any]) -> str:
-    """All of it. `report` is what the JSON holds."""
+    """Returns the whole text. `report` is the content of the JSON file."""
     rows = [Row.from_json(row) for row in report["rows"]]
     peers = [name for name in PEERS if any(name in row.figures for row in rows)]
     return "\n\n".join(
@@ -23,9 +23,9 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 
 def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several reports of one machine as one: conditions of the last, rows of all, the last of each title and peers.
+    """Joins reports of one machine: conditions of the last, rows of all, the last of each title and peers.
 
-    What was measured beside one peer is no row with what was measured beside another at another time.
+    Figures measured beside different peers at different times are never one row.
     """
     all_rows = [row for report in reports for row in report["rows"]]
     places = {row["title"]: place for place, row in reversed(list(enumerate(all_rows)))}
@@ -42,14 +42,14 @@ def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def format_table(rows: Sequence[Row], peers: Sequence[str]) -> str:
-    """Quire's figures, and each peer's with the ratio. A ratio below 1, where Quire loses, is bold."""
+    """Returns Quire's figures, and each peer's with the ratio. A ratio below 1, where Quire loses, is bold."""
     lines = ["| | " + " | ".join(PEERS[peer].title for peer in peers) + " |", "|---|" + "--:|" * len(peers)]
     lines += ["| " + " | ".join([row.title, *(format_cell(row, peer) for peer in peers)]) + " |" for row in rows]
     return "\n".join(lines)
 
 
 def format_cell(row: Row, peer: str) -> str:
-    """`2.06 ± 3 % (2.3×)`, or why there is no figure."""
+    """Returns `2.06 ± 3 % (2.3×)`, or why there is no figure."""
     figure = row.figures.get(peer, Figure())
     if figure.value is None:
         return figure.failure or "–"
@@ -119,7 +119,7 @@ def _missing(report: Mapping[str, Any]) -> list[str]:
 
 
 def update_page(page: Path, text: str) -> None:
-    """Put `text` between the markers of `page`. Raises ValueError if it has none."""
+    """Puts `text` between the markers of `page`. Raises ValueError if it has none."""
     content = page.read_text(encoding="utf-8")
     before, begin, rest = content.partition(BEGIN)
     _, end, after = rest.partition(END)
