@@ -71,7 +71,7 @@ def time_linear(
 def time_attention(
     kernels: NativeKernels, model: str, reqs: int, new: int, length: int, dtype: torch.dtype
 ) -> tuple[float, ...]:
-    """Returns the best seconds of one layer's attention: `reqs` requests of `length` tokens, `new` of them in a step."""
+    """Returns the best seconds of one layer's attention: `reqs` requests of `length` tokens, `new` of them new."""
     shape, size = SHAPES[model], 16
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     head = shape.get("head_dim", shape["hidden_size"] // heads)

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from benchmarks.models import SHAPES, find_checkpoint
 from benchmarks.step_contrasts import RunContrast, Step, contrast_run, interval, summarize, trimmed_mean
-from benchmarks.switched_scheduler import STATISTICS, Alternation, SwitchedScheduler
+from benchmarks.switched_scheduler import STATISTICS, Order, SwitchedScheduler
 from benchmarks.timed_executor import TimedExecutor, time_beside_the_model
 from quire import LLM
 from quire.cli.bench.workloads import WORKLOADS, IdRange
@@ -197,7 +197,7 @@ class SwitchedEngine:
         self._num_requests = num_requests
         self._num_runs = 0
 
-    def _generate(self, statistics: bool | Alternation) -> list[float]:
+    def _generate(self, statistics: bool | Order) -> list[float]:
         """Returns the time of a run by each of CLOCKS, in microseconds per token. No two runs have the same prompts."""
         self._num_runs += 1
         requests = WORKLOADS["W4"].make(self._num_runs, IdRange(300, 3000), self._num_requests)
@@ -236,7 +236,7 @@ class SwitchedEngine:
         As a `control` there are none at any time, and the steps that would have had them are compared.
         """
         steps: list[Step] = []
-        turns, open_step, stats = Alternation.ON_FIRST, self._pipeline.open_step, self._pipeline.stats
+        turns, open_step, stats = Order.ON_FIRST, self._pipeline.open_step, self._pipeline.stats
 
         def open_switched(outputs: EngineCoreOutputs) -> StepStats:
             stats.log_stats = outputs.scheduler_stats is not None
@@ -249,7 +249,7 @@ class SwitchedEngine:
         with until_interrupted(pairs):
             for number in tqdm(range(-1, num_pairs), desc="pairs in turns", disable=None):
                 runs = []
-                for turns in Alternation if number % 2 else reversed(Alternation):
+                for turns in Order if number % 2 else reversed(Order):
                     steps.clear()
                     self._generate(turns if not control else False)
                     runs.append(contrast_run(steps, self._num_requests))

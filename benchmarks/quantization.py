@@ -131,7 +131,7 @@ def speed_table(shape: str, rounds: int) -> list[str]:
 
 
 def matrix_table(size: int) -> list[str]:
-    """Returns times of one square matrix, on one thread, in processor time, with enough copies that none is in a cache."""
+    """Returns times of one square matrix, on one thread, in processor time, with copies so that none is in a cache."""
     library = native_library()
     assert library is not None, "there are no native kernels here"
     kernels = NativeKernels(Context(library, 1, library.instruction_sets()[0]))

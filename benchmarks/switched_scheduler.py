@@ -10,7 +10,7 @@ from quire.engine.sched.scheduler import Scheduler
 from quire.wire.stats import SchedulerStats
 
 STATISTICS = "statistics"
-"""Key of `SamplingParams.extra_args`: True, False or one of Alternation, from this request on."""
+"""Key of `SamplingParams.extra_args`: True, False or one of Order, from this request on."""
 BLOCK = 3
 """Number of steps in a block. The first of a block is not compared; in longer blocks, neighbours are less alike.
 
@@ -19,7 +19,7 @@ Every 16th step is special, because all requests of a length need a block of the
 """
 
 
-class Alternation(StrEnum):
+class Order(StrEnum):
     """The order of blocks with and without statistics. What happens to a request is noted in either.
 
     The time of a step depends on its place in the run, so there is the opposite of each order: over two runs every step
@@ -31,7 +31,7 @@ class Alternation(StrEnum):
 
     def are_on(self, num_steps: int) -> bool:
         """Returns True if the step with this number since the last idle moment has statistics."""
-        return (num_steps // BLOCK % 2 == 0) == (self is Alternation.ON_FIRST)
+        return (num_steps // BLOCK % 2 == 0) == (self is Order.ON_FIRST)
 
 
 class SwitchedScheduler(Scheduler):
@@ -42,7 +42,7 @@ class SwitchedScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._turns: Alternation | None = None
+        self._turns: Order | None = None
         self._num_steps = 0
 
     def add_request(self, request: Request) -> None:
@@ -51,7 +51,7 @@ class SwitchedScheduler(Scheduler):
         params = request.sampling_params
         if params is not None and params.extra_args is not None:
             wanted = params.extra_args[STATISTICS]
-            self._turns = Alternation(wanted) if isinstance(wanted, str) else None
+            self._turns = Order(wanted) if isinstance(wanted, str) else None
             self.log_stats = bool(wanted)
         super().add_request(request)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from benchmarks.step_contrasts import LEFT_OUT, RunContrast, Step, contrast_run, interval, summarize, trimmed_mean
-from benchmarks.switched_scheduler import BLOCK, Alternation
+from benchmarks.switched_scheduler import BLOCK, Order
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +13,7 @@ def make_steps(
     num_steps: int,
     cost: float,
     *,
-    turns: Alternation = Alternation.OFF_FIRST,
+    turns: Order = Order.OFF_FIRST,
     own: Callable[[int], float] = lambda _: 0.0,
 ) -> list[Step]:
     """Steps of 8 outputs that take 10 s and something of their `own` by their number; with statistics `cost` seconds
@@ -31,10 +31,10 @@ def make_steps(
     cost=st.floats(-1.0, 1.0),
     drift=st.floats(0.0, 0.1),
     num_blocks=st.integers(3, 9),
-    turns=st.sampled_from(Alternation),
+    turns=st.sampled_from(Order),
 )
 def test_a_known_cost_is_found_whatever_the_machine_drifts(
-    cost: float, drift: float, num_blocks: int, turns: Alternation
+    cost: float, drift: float, num_blocks: int, turns: Order
 ) -> None:
     run = contrast_run(make_steps(BLOCK * num_blocks, cost, turns=turns, own=lambda number: drift * number), 8)
     assert run is not None
@@ -43,9 +43,7 @@ def test_a_known_cost_is_found_whatever_the_machine_drifts(
 
 @given(cost=st.floats(-1.0, 1.0), own=st.lists(st.floats(0.0, 5.0), min_size=3 * BLOCK, max_size=9 * BLOCK))
 def test_a_known_cost_is_found_in_two_runs_whatever_each_step_takes_of_its_own(cost: float, own: list[float]) -> None:
-    first, second = (
-        contrast_run(make_steps(len(own), cost, turns=turns, own=own.__getitem__), 8) for turns in Alternation
-    )
+    first, second = (contrast_run(make_steps(len(own), cost, turns=turns, own=own.__getitem__), 8) for turns in Order)
     assert first is not None
     assert second is not None
     both = first.join(second)
@@ -55,10 +53,8 @@ def test_a_known_cost_is_found_in_two_runs_whatever_each_step_takes_of_its_own(c
 
 
 def test_one_run_alone_takes_what_keeps_time_with_the_turns_for_a_cost() -> None:
-    slow_every_other_block = [4.0 if Alternation.ON_FIRST.are_on(number) else 0.0 for number in range(6 * BLOCK)]
-    run = contrast_run(
-        make_steps(6 * BLOCK, 1.0, turns=Alternation.ON_FIRST, own=slow_every_other_block.__getitem__), 8
-    )
+    slow_every_other_block = [4.0 if Order.ON_FIRST.are_on(number) else 0.0 for number in range(6 * BLOCK)]
+    run = contrast_run(make_steps(6 * BLOCK, 1.0, turns=Order.ON_FIRST, own=slow_every_other_block.__getitem__), 8)
     assert run is not None
     assert run.contrasts == pytest.approx([5.0] * 4)
 
