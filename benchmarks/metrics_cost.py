@@ -58,7 +58,9 @@ class Frontend:
     """A request pipeline without a core: `step` is one that gives each request a token."""
 
     def __init__(self, num_requests: int, *, log_stats: bool) -> None:
-        config = EngineArgs("demo", skip_tokenizer_init=True, max_model_len=4096).create_engine_config("serving")
+        overrides = {"max_position_embeddings": 4096}
+        args = EngineArgs("demo", skip_tokenizer_init=True, max_model_len=4096, hf_overrides=overrides)
+        config = args.create_engine_config("serving")
         self.pipeline = RequestPipeline(config, None, READY, log_stats=log_stats)
         self.ids = [f"request-{number}" for number in range(num_requests)]
         self.num_steps = 0

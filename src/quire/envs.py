@@ -90,6 +90,11 @@ STARTUP_REPORT = EnvVar(
     "",
     "A file to which an engine's frontend writes how its start went (JSON), once its first output is there.",
 )
+ALLOW_LONG_MAX_MODEL_LEN = EnvVar(
+    "QUIRE_ALLOW_LONG_MAX_MODEL_LEN",
+    "0",
+    "1 accepts a --max-model-len beyond the context length of the model's config.json.",
+)
 API_KEY = EnvVar(
     "QUIRE_API_KEY",
     "",

@@ -29,6 +29,7 @@ def fake_args(executor: str = "Steady", **fields: Any) -> EngineArgs:
     """An engine on a fake model, with restarts enough and a prefix cache small enough to be reused."""
     defaults: dict[str, Any] = {
         "max_model_len": FAKE_MODEL_LEN,
+        "hf_overrides": {"max_position_embeddings": 8192},
         "num_gpu_blocks_override": 2000,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 2048,

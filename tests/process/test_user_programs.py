@@ -20,7 +20,7 @@ MAKE_LLM = """
 import os, signal, sys, threading, time
 from quire import LLM, SamplingParams
 llm = LLM("demo", distributed_executor_backend="tests.process.executors:Steady", max_model_len=4096,
-          num_gpu_blocks_override=2000)
+          hf_overrides={"max_position_embeddings": 4096}, num_gpu_blocks_override=2000)
 LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
 def generate(params, n=4):

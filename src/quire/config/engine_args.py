@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire import envs
 from quire.config.checkpoint import read_object
 from quire.config.engine import FP8_CACHE_DTYPES, EngineConfig, SchedulerConfig
 from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, resolve_model_dir
 from quire.config.pooling_files import resolve_pooling
+from quire.config.vllm_flags import settle_vllm_flags, vllm_flags
 from quire.errors import ConfigError
 from quire.logger import init_logger
 
@@ -32,18 +35,19 @@ DEFAULT_BUDGETS: dict[str, tuple[int, int]] = {"offline": (4096, 256), "serving"
 class EngineArgs:
     """Keyword arguments by flag name: `EngineArgs("path", max_num_seqs=8)`. Every flag is also an attribute.
 
-    Raises ConfigError on an unknown name (with the nearest known one) or a value outside the flag's range.
+    Arguments of vLLM's that Quire has no flag for are accepted as on the command line of `quire serve`: without effect
+    and with a warning, unless they change what is computed.
+
+    Raises ConfigError for an unknown name (with the nearest known one), a value outside the flag's range, or an
+    argument of vLLM's that cannot be ignored.
     """
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
         if model is not None:
             flags["model"] = model
+        flags = {**_settle_foreign(flags), **{name: value for name, value in flags.items() if name in FLAGS}}
         for name, value in flags.items():
-            spec = FLAGS.get(name)
-            if spec is None:
-                near = difflib.get_close_matches(name, FLAGS, n=1)
-                raise ConfigError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-            spec.validate(value)
+            FLAGS[name].validate(value)
         self._flags = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -109,6 +113,20 @@ AsyncEngineArgs = EngineArgs
 """vLLM's name for the arguments of an AsyncLLM: they are the same."""
 
 
+def _settle_foreign(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the flags that those `arguments` stand for which are no flags of ours. Raises ConfigError."""
+    foreign = {name: value for name, value in arguments.items() if name not in FLAGS}
+    if foreign.get("trust_remote_code") is False:  # `LLM` always passes it, and the table below is a file
+        del foreign["trust_remote_code"]
+    if not foreign:
+        return {}
+    known = {name for name, row in vllm_flags().items() if row.ignored or row.refused}
+    for name in foreign.keys() - known:
+        near = difflib.get_close_matches(name, FLAGS, n=1)
+        raise ConfigError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return {name: value for name, value in settle_vllm_flags(foreign, as_keywords=True).items() if name in FLAGS}
+
+
 def _generation_defaults(model: ModelConfig, model_dir: Path) -> dict[str, Any]:
     """generation_config.json of the model (or of the directory named), under the overrides."""
     defaults: dict[str, Any] = {}
@@ -159,8 +177,22 @@ def _check_combination(config: EngineConfig) -> None:
             f"--max-num-batched-tokens {budget} is below the context length {model.model_len} and {why}: a long prompt "
             f"could never run; raise the budget, lower --max-model-len{remedy}"
         )
+    _check_context(model)
+
+
+def _check_context(model: ModelConfig) -> None:
+    """Raises ConfigError for a context that is longer than the model's own."""
     positions = model.hf_config.num_positions
     if positions is not None and model.model_len > positions:
         raise ConfigError(
             f"--max-model-len {model.model_len}: the model has learned {positions} positions and none beyond; lower it"
         )
+    longest = model.hf_config.longest_context_len
+    if model.model_len > longest:
+        wish = f"--max-model-len {model.model_len} is more than the {longest} tokens that {model.hf_config.path} gives"
+        if not envs.ALLOW_LONG_MAX_MODEL_LEN.flag():
+            raise ConfigError(
+                f"{wish}: what follows them would be wrong or no text at all; lower it, or set "
+                f"{envs.ALLOW_LONG_MAX_MODEL_LEN.name}=1 for a model that can"
+            )
+        logger.warning("%s: outputs beyond them may be wrong", wish)

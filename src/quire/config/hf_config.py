@@ -108,6 +108,8 @@ MAX_SIZE = 1 << 27
 """Of a layer, a vocabulary, a context: what is larger was made to exhaust whoever loads it."""
 MAX_COUNTS = {"num_hidden_layers": 4096, "num_experts": 4096, "num_local_experts": 4096, "num_attention_heads": 1 << 16}
 """Of what is made one by one."""
+MAX_CONTEXT_LEN = 1 << 31
+"""Tokens of the longest context a config.json may give: rotary tables have a row for each."""
 _SCALED_FROM_ORIGINAL = ("llama3", "longrope", "yarn")
 
 
@@ -256,14 +258,23 @@ class HFConfig:
         """
         if self.max_model_len:
             return self.max_model_len
-        limit = self.max_position_embeddings - self.position_offset
+        limit = float(self.max_position_embeddings - self.position_offset)
         rope = self.rope()
         factor = float(rope.params.get("factor") or 1.0)
         if rope.rope_type == "linear" and self.model_type != "gemma3_text":
-            return int(limit * factor)
-        if rope.rope_type == "yarn":
-            return max(limit, int(rope.params["original_max_position_embeddings"] * factor))
-        return limit
+            limit *= factor
+        elif rope.rope_type == "yarn":
+            limit = max(limit, rope.params["original_max_position_embeddings"] * factor)
+        if limit > MAX_CONTEXT_LEN:
+            raise ModelLoadError(f"{self.path} gives a context of {limit:g} tokens; the limit is {MAX_CONTEXT_LEN}")
+        return int(limit)
+
+    @property
+    def longest_context_len(self) -> int:
+        """Returns the most tokens that may be asked for: `context_len`, or what dynamic scaling stretches it to."""
+        rope = self.rope()
+        factor = float(rope.params.get("factor") or 1.0) if rope.rope_type == "dynamic" else 1.0
+        return int(min(self.context_len * factor, MAX_CONTEXT_LEN))
 
     @property
     def tie_word_embeddings(self) -> bool:

@@ -18,8 +18,7 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
-from quire.config.engine_args import FLAGS, EngineArgs
-from quire.config.vllm_flags import settle_vllm_flags, vllm_flags
+from quire.config.engine_args import EngineArgs
 from quire.frontend import beam_search
 from quire.frontend.batch import BatchRunner, LoRAs, Params, UseTqdm
 from quire.frontend.llm_engine import LLMEngine
@@ -93,7 +92,7 @@ class LLM:
             "hf_overrides": hf_overrides,
             **kwargs,
         }
-        engine_args = EngineArgs(model, disable_log_stats=disable_log_stats, **check_keywords(keywords))
+        engine_args = EngineArgs(model, disable_log_stats=disable_log_stats, **keywords)
         given = {k: v for k, v in engine_args.non_default.items() if k != "disable_log_stats"}
         if given:
             logger.info("non-default arguments: %s", given)
@@ -412,17 +411,3 @@ class LLM:
     def stop_profile(self) -> None:
         """Stop the workers' profiler and write its trace."""
         self.llm_engine.stop_profile()
-
-
-def check_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that are flags, or are no known ones. Raises ConfigError for one that would have to be ignored."""
-    flags = {name: value for name, value in keywords.items() if name in FLAGS}
-    others = {name: value for name, value in keywords.items() if name not in FLAGS}
-    if others.get("trust_remote_code") is False:  # `LLM` passes it always, and the table is a file
-        del others["trust_remote_code"]
-    if not others:
-        return flags
-    known = {name for name, flag in vllm_flags().items() if flag.ignored or flag.refused}
-    ours = settle_vllm_flags({name: value for name, value in others.items() if name in known}, as_keywords=True)
-    unknown = {name: value for name, value in others.items() if name not in known}
-    return {**{name: value for name, value in ours.items() if name in FLAGS}, **flags, **unknown}

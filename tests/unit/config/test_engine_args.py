@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.engine_args import DEFAULT_BUDGETS, FLAGS, EngineArgs
+from quire.config.engine_args import DEFAULT_BUDGETS, FLAGS, AsyncEngineArgs, EngineArgs
 from quire.config.model import ASSETS_DIR, resolve_model_dir
 from quire.errors import ConfigError, ModelLoadError
 
@@ -41,6 +41,59 @@ def test_unknown_argument_names_the_nearest() -> None:
         EngineArgs(max_model_length=1)
 
 
+@pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])
+def test_arguments_of_vllms_are_taken_as_serve_takes_them(kind: type[EngineArgs], caplog: Any) -> None:
+    args = kind("m", enforce_eager=True, tensor_parallel_size=1, enable_lora=False, swap_space=4, max_num_seqs=8)
+    assert args.non_default == {"model": "m", "max_num_seqs": 8}
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("swap_space has no effect")
+    assert kind(structured_outputs_config={"backend": "guidance"}).grammar_backend == "guidance"
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size=2 is not supported"):
+        kind("m", tensor_parallel_size=2)
+
+
+def test_a_flag_that_is_given_wins_over_one_of_vllms() -> None:
+    both = EngineArgs(grammar_backend="auto", structured_outputs_config={"backend": "guidance"})
+    assert both.grammar_backend == "auto"
+
+
+def test_no_context_beyond_the_models_own(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert make(checkpoint, max_model_len=512).model_config.model_len == 512
+    with pytest.raises(
+        ConfigError,
+        match=r"--max-model-len 513 is more than the 512 tokens .*config\.json.* QUIRE_ALLOW_LONG_MAX_MODEL_LEN=1",
+    ):
+        make(checkpoint, max_model_len=513)
+    assert not caplog.records
+    monkeypatch.setenv("QUIRE_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert make(checkpoint, max_model_len=1_000_000).model_config.model_len == 1_000_000
+    assert "outputs beyond them may be wrong" in caplog.text
+
+
+def test_dynamic_scaling_stretches_the_context(checkpoint: Path) -> None:
+    overrides = {"rope_scaling": {"type": "dynamic", "factor": 4.0}}
+    assert make(checkpoint, max_model_len=2048, hf_overrides=overrides).model_config.model_len == 2048
+    with pytest.raises(ConfigError, match="more than the 2048 tokens"):
+        make(checkpoint, max_model_len=2049, hf_overrides=overrides)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "dynamic"])
+@pytest.mark.parametrize("factor", ["1e400", "1e308", "NaN"])
+def test_a_factor_without_end_is_refused_in_one_line(kind: str, factor: str, checkpoint: Path) -> None:
+    scaling = f'{{"rope_type": "{kind}", "factor": {factor}}}'
+    (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": "X"}).replace('"X"', scaling))
+    if (kind, factor) == ("dynamic", "1e308"):  # stretches nothing until a longer context is asked for
+        assert make(checkpoint).model_config.model_len == 512
+        return
+    with pytest.raises(
+        ModelLoadError, match=r"config\.json (has rotary parameter 'factor' = |gives a context of )"
+    ) as error:
+        make(checkpoint)
+    assert "\n" not in str(error.value)
+
+
 def test_out_of_range_argument_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="--max-num-seqs 0"):
         EngineArgs(max_num_seqs=0)
@@ -67,7 +120,7 @@ def test_more_seqs_than_the_default_budget_raise_the_budget(checkpoint: Path) ->
 
 
 def test_without_chunked_prefill_the_budget_holds_a_whole_context(checkpoint: Path) -> None:
-    config = make(checkpoint, enable_chunked_prefill=False, max_model_len=9000)
+    config = make(checkpoint, enable_chunked_prefill=False, hf_overrides={"max_position_embeddings": 9000})
     assert config.scheduler_config.max_num_batched_tokens == 9000
     with pytest.raises(ConfigError, match="chunked prefill is off"):
         make(checkpoint, enable_chunked_prefill=False, max_num_batched_tokens=256)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.cli import complete
 from quire.cli.main import format_help
 from quire.cli.serve import command_line
 from quire.config.engine_args import EngineArgs
@@ -67,8 +68,8 @@ def test_help_knows_them() -> None:
 
 
 def test_other_commands_do_not_take_them() -> None:
-    with pytest.raises(ConfigError, match="unknown argument"):
-        EngineArgs(tensor_parallel_size=1)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size"):
+        complete.command_line().parse(["--tensor-parallel-size", "1", "hello"])
 
 
 def test_a_model_may_have_several_names() -> None:

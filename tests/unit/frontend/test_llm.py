@@ -18,7 +18,7 @@ from quire.errors import (
     PromptTooLongError,
     ValidationError,
 )
-from quire.frontend.llm import LLM, check_keywords
+from quire.frontend.llm import LLM
 from quire.outputs import RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -391,7 +391,6 @@ def test_keywords_without_effect_are_warned_of(
     )
     warned = {record.getMessage().partition(" ")[0] for record in caplog.records if record.levelname == "WARNING"}
     assert warned == {"trust_remote_code", "swap_space"}
-    assert check_keywords({"structured_outputs_config": {"backend": "guidance"}}) == {"grammar_backend": "guidance"}
 
 
 def test_context_manager_and_repr(llm: LLM, client: FakeClient, model_dir: Path) -> None:

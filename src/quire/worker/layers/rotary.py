@@ -121,17 +121,23 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, trained_len: int, con
     """inv_freq [rotary_dim / 2] float32, and the factor of sine and cosine.
 
     `trained_len` is config.json's max_position_embeddings, `context_len` the longest sequence the engine runs.
-    Raises UnsupportedModelError for an unknown type or a missing parameter.
+    Raises UnsupportedModelError for an unknown type, a missing parameter, or parameters that give no finite numbers.
     """
     scaling = ROPE_TYPES.get(rope.rope_type)
     if scaling is None:
         raise UnsupportedModelError(
             f"rotary embedding of type {rope.rope_type!r} is not implemented; known are {', '.join(ROPE_TYPES)}"
         )
+    name = f"rotary embedding of type {rope.rope_type!r}"
     try:
-        return scaling(rope, rotary_dim, trained_len, context_len)
+        inv_freq, factor = scaling(rope, rotary_dim, trained_len, context_len)
     except KeyError as e:
-        raise UnsupportedModelError(f"rotary embedding of type {rope.rope_type!r} needs {e.args[0]!r}") from None
+        raise UnsupportedModelError(f"{name} needs {e.args[0]!r}") from None
+    except (ArithmeticError, TypeError, ValueError, RuntimeError) as e:
+        raise UnsupportedModelError(f"{name} cannot be computed with the parameters {rope.params!r}: {e}") from None
+    if not (inv_freq.isfinite().all() and math.isfinite(factor)):
+        raise UnsupportedModelError(f"{name} has angles that are no finite numbers with the parameters {rope.params!r}")
+    return inv_freq, factor
 
 
 class RotaryEmbedding(nn.Module):

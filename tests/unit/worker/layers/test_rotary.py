@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -149,3 +150,22 @@ def test_is_built_on_the_meta_device_without_losing_its_frequencies() -> None:
     assert rope.inv_freq.device.type == "cpu"
     rope.allocate(torch.device("cpu"), torch.bfloat16)
     assert rope.cos.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("linear", {"factor": 1e-320}),
+        ("llama3", {"factor": 8.0, "low_freq_factor": "low", "high_freq_factor": 4.0}),
+        ("yarn", {"factor": 8.0, "beta_fast": -1.0}),
+        ("yarn", {"factor": 8.0, "beta_fast": math.inf}),
+        ("yarn", {"factor": 8.0, "attention_factor": math.nan}),
+        ("longrope", {"factor": 8.0, "short_factor": [0.0] * 8, "long_factor": [1.0] * 8}),
+        ("longrope", {"factor": 8.0, "short_factor": ["a"] * 8, "long_factor": [1.0] * 8}),
+    ],
+)
+def test_parameters_without_finite_angles_are_refused_in_one_line(kind: str, params: dict[str, Any]) -> None:
+    rope = RopeConfig(kind, params={"original_max_position_embeddings": 1 << 20, **params})
+    with pytest.raises(UnsupportedModelError, match=f"rotary embedding of type '{kind}'") as error:
+        inverse_frequencies(rope, 16, 64, 128)
+    assert "\n" not in str(error.value)
