@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -251,12 +251,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
         """As the constructor, with None meaning the default, and logit_bias clamped to ±`MAX_BIAS`."""
         bias = fields.pop("logit_bias", None)
         if bias is not None:
-            try:
-                bias = dict(zip(map(int, bias), map(float, bias.values()), strict=True))
-            except (AttributeError, TypeError, ValueError, OverflowError):
-                bias = {0: math.nan}
-            if any(map(math.isnan, bias.values())):
-                raise ValidationError("logit_bias must be a map from token id to a finite number", param="logit_bias")
+            bias = _read_bias(bias)
             if bias and (max(bias.values()) > MAX_BIAS or min(bias.values()) < -MAX_BIAS):
                 bias = {k: min(MAX_BIAS, max(-MAX_BIAS, v)) for k, v in bias.items()}
         nullable = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
@@ -386,3 +381,27 @@ BEAM_FIELDS: tuple[FieldBound, ...] = (
     FieldBound("length_penalty", "float", -100, 100),
     FieldBound("include_stop_str_in_output", "bool"),
 )
+
+
+def _read_bias(given: Any) -> dict[int, float]:
+    """Returns a `logit_bias` with ids and numbers. Raises ValidationError that names the first bad entry."""
+    try:
+        bias = dict(zip(map(int, given), map(float, given.values()), strict=True))
+        if not any(map(math.isnan, bias.values())):
+            return bias
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        pass
+    entries = given.items() if isinstance(given, Mapping) else [given]
+    bad = next(filter(_is_bad_bias, entries), given)
+    raise ValidationError(
+        f"logit_bias must be a map from token id to a finite number, got {reprlib.repr(bad)}", param="logit_bias"
+    )
+
+
+def _is_bad_bias(entry: Any) -> bool:
+    try:
+        token_id, value = entry
+        int(token_id)
+        return math.isnan(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return True

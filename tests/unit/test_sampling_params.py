@@ -281,8 +281,21 @@ def test_from_optional() -> None:
     assert params.top_p == 0.5
     assert params.max_tokens is None
     assert params.logit_bias == {7: 100.0, 8: -100.0}
-    with pytest.raises(ValidationError, match="logit_bias"):
-        SamplingParams.from_optional(logit_bias={"x": 1})
+
+
+@pytest.mark.parametrize(
+    ("bias", "shown"),
+    [
+        ({"7": 1.0, "x": 1.0}, "got ('x', 1.0)"),
+        ({7: 1.0, 8: math.nan}, "got (8, nan)"),
+        ({7: "much"}, "got (7, 'much')"),
+        ([7], "got [7]"),
+    ],
+)
+def test_a_bad_bias_is_named(bias: Any, shown: str) -> None:
+    with pytest.raises(ValidationError, match="logit_bias must be a map") as caught:
+        SamplingParams.from_optional(logit_bias=bias)
+    assert shown in str(caught.value)
 
 
 def test_validate_for_model() -> None:

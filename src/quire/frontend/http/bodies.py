@@ -1,10 +1,11 @@
 """The one door for request bodies: from bytes to a checked struct.
 
 Every route's body is a `RequestBody`: a msgspec Struct whose annotations hold each field's type, bounds and sizes. The
-validator, the OpenAPI document and the page docs/http_fields.md are all derived from the annotations; a test sees to
-it that no field is without a bound. JSON has no NaN and no Infinity, and the parser takes none. Unknown fields are
-ignored, as vLLM does; so are fields a `NEUTRAL` row names, as long as they ask for nothing, and those of
-`WITHOUT_EFFECT`, of which the log tells.
+validator, the OpenAPI document and the page docs/http_fields.md are all derived from the annotations; a test makes
+sure that every field has a bound. JSON has no NaN and no Infinity, and the parser takes none. Numbers and booleans may
+also be written in another form that loses nothing (5.0 or "5" for 5, "true" or 1 for true). Unknown fields are ignored,
+as vLLM does. So are the fields of `NEUTRAL` while they ask for nothing, and those of `WITHOUT_EFFECT`, whose first use
+is logged.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ MAX_WORDS_CHARS = 400
 """Of what the parser says: it repeats a text that is none of a field's words in full."""
 MAX_BYTES_TO_QUOTE = 1 << 16
 """Of a body of more bytes no value is quoted: it would have to be read a second time."""
+MAX_LAX_BYTES = 1 << 20
+"""In a body of more bytes numbers and booleans must be written as such: a text of millions of digits takes too long."""
 
 Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
 Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
@@ -74,11 +77,12 @@ class BodyReader(Generic[Body]):
     def __init__(self, kind: type[Body]) -> None:
         self.kind = kind
         self._decoder = msgspec.json.Decoder(kind)
+        self._lax_decoder = msgspec.json.Decoder(kind, strict=False)
 
     def read(self, body: bytes) -> Body:
-        """The checked body. Raises ValidationError that names the field."""
+        """Returns the checked body. Raises ValidationError that names the field."""
         try:
-            request = self._decoder.decode(body)
+            request = self._decode(body)
         except msgspec.ValidationError as e:
             raise _field_error(str(e), body) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -88,6 +92,14 @@ class BodyReader(Generic[Body]):
         refuse_unknown_wishes(request)
         _tell_of_fields_without_effect(request)
         return request
+
+    def _decode(self, body: bytes) -> Body:
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError:
+            if len(body) > MAX_LAX_BYTES:
+                raise
+            return self._lax_decoder.decode(body)
 
 
 def refuse_unknown_wishes(request: RequestBody) -> None:

@@ -155,6 +155,8 @@ def make_fields_page(endpoints: Iterable[Endpoint]) -> str:
         "the two. **Bold** fields are required. A range holds for numbers, a length for texts and lists. Fields marked",
         "*refused* exist in vLLM and not here: they are accepted only with a value that asks for nothing. Those marked",
         "*no effect* are accepted, and the log tells of their first use. Fields that are not listed are ignored.",
+        "Numbers and booleans may also be written in a form that loses nothing, in bodies of up to 1 MiB: `5.0` or",
+        '`"5"` for 5, `"true"` or `1` for true.',
     ]
     first_of: dict[type, str] = {}
     for endpoint in endpoints:

@@ -33,6 +33,25 @@ def test_an_answer_has_every_field_in_vllms_order() -> None:
     check(test)
 
 
+def test_the_counts_of_a_stream_begin_at_0() -> None:
+    """Clients that take differences between chunks count each token once."""
+
+    async def test(server: Server) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = await server.stream(PATH, messages=HI, max_tokens=5, stream_options=options, return_token_ids=True)
+        first, *rest, last = chunks
+        assert first["choices"][0]["delta"]["role"] == "assistant"
+        assert first["usage"]["completion_tokens"] == 0
+        assert first["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] > 0
+        seen = 0
+        for chunk in rest:
+            seen += len(chunk["choices"][0]["token_ids"])
+            assert chunk["usage"]["completion_tokens"] == seen
+        assert last["usage"]["completion_tokens"] == seen == 5
+
+    check(test)
+
+
 def test_a_stream_says_what_the_whole_answer_says() -> None:
     async def test(server: Server) -> None:
         body: dict[str, Any] = {"messages": HI, "max_completion_tokens": 12, "n": 2, "seed": 3, "temperature": 1}

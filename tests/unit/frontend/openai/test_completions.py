@@ -70,6 +70,30 @@ def test_usage_in_every_chunk_grows_by_what_the_chunk_brings() -> None:
     check(test)
 
 
+NO_USAGE: list[dict[str, Any]] = [
+    {},
+    {"stream_options": {"include_usage": False, "continuous_usage_stats": True}},
+]
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("options", NO_USAGE, ids=["no options", "counts without include_usage"])
+def test_a_stream_has_counts_only_if_it_was_asked_for_them(route: str, options: dict[str, Any]) -> None:
+    body = {"prompt": "x"} if route == PATH else {"messages": [{"role": "user", "content": "x"}]}
+
+    async def test(server: Server) -> None:
+        chunks = await server.stream(route, **body, max_tokens=3, **options)
+        assert not any("usage" in chunk for chunk in chunks)
+
+    async def test_forced(server: Server) -> None:
+        chunks = await server.stream(route, **body, max_tokens=3, **options)
+        assert all("usage" in chunk for chunk in chunks)
+        assert chunks[-1]["choices"] == []
+
+    check(test)
+    check(test_forced, enable_force_include_usage=True)
+
+
 def test_prompts_in_every_form() -> None:
     async def test(server: Server) -> None:
         ids = (await server.answer("/tokenize", prompt="Hello"))["tokens"]
@@ -148,7 +172,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
     ({}, "prompt"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
-    ({"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"prompt": "x", "stream": True, "stream_options": {"include_usage": 2}}, "stream_options.include_usage"),
     ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ({"prompt": "x", "logprobs": 1000}, "logprobs"),

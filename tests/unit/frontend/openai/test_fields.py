@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from quire.config.server import ServerConfig
 from quire.errors import ValidationError
-from quire.frontend.http.bodies import BodyReader, RequestBody
+from quire.frontend.http.bodies import MAX_LAX_BYTES, BodyReader, RequestBody
 from quire.frontend.http.openapi import make_fields_page
 from quire.frontend.openai.app import endpoints_of
+from quire.frontend.openai.protocol.chat import ChatBody
 
 ROOT = Path(__file__).resolve().parents[4]
 EVERYTHING = ServerConfig(enable_admin=True, admin_port=8000, port=8000, enable_tokenizer_info_endpoint=True)
@@ -109,3 +110,59 @@ def test_what_is_no_json_is_refused_wherever_it_goes_wrong(reader: BodyReader[An
 def test_mutilated_bodies_are_read_or_refused(reader: BodyReader[Any], text: str, cut: int, junk: bytes) -> None:
     whole = msgspec.json.encode({"model": 7, "prompt": [text], "messages": text, "tokens": {"a": text}})
     refused_field(reader, whole[:cut] + junk + whole[cut + 1 :])
+
+
+LOSSLESS: list[tuple[str, str, object]] = [
+    ("max_tokens", "5.0", 5),
+    ("max_tokens", '"5"', 5),
+    ("temperature", '"0.5"', 0.5),
+    ("temperature", "1", 1.0),
+    ("logprobs", '"true"', True),
+    ("logprobs", "1", True),
+    ("stream", '"false"', False),
+    ("seed", "-3.0", -3),
+    ("stop", '"5"', "5"),
+]
+LOSSY = [
+    ("max_tokens", "5.5"),
+    ("max_tokens", '"5 tokens"'),
+    ("max_tokens", '""'),
+    ("max_tokens", "true"),
+    ("max_tokens", '"9223372036854775808"'),
+    ("temperature", '"nan"'),
+    ("temperature", '"Infinity"'),
+    ("logprobs", '"yes"'),
+    ("logprobs", "2"),
+    ("stop", "5"),
+    ("user", "5"),
+    ("n", "[1]"),
+]
+
+
+def chat_with(name: str, value: str) -> bytes:
+    return f'{{"messages":[{{"role":"user","content":"x"}}],"{name}":{value}}}'.encode()
+
+
+@pytest.mark.parametrize(("name", "value", "meant"), LOSSLESS)
+def test_a_number_or_a_boolean_may_be_written_in_another_way(name: str, value: str, meant: object) -> None:
+    found = getattr(BodyReader(ChatBody).read(chat_with(name, value)), name)
+    assert found == meant
+    assert type(found) is type(meant)
+
+
+@pytest.mark.parametrize(("name", "value"), LOSSY)
+def test_what_would_lose_something_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        BodyReader(ChatBody).read(chat_with(name, value))
+    assert caught.value.param == name
+
+
+def test_numbers_of_a_million_digits_are_not_read_as_such() -> None:
+    """Reading a text of 27 million digits as a number would stop the event loop for 0.1 s."""
+    for digits in (1000, MAX_LAX_BYTES):
+        body = chat_with("max_tokens", '"' + "0" * digits + '5"')
+        with pytest.raises(ValidationError, match="max_tokens"):
+            BodyReader(ChatBody).read(body)
+    assert BodyReader(ChatBody).read(chat_with("max_tokens", '"5"') + b" " * 1000).max_tokens == 5
+    with pytest.raises(ValidationError, match="max_tokens"):
+        BodyReader(ChatBody).read(chat_with("max_tokens", '"5"') + b" " * MAX_LAX_BYTES)

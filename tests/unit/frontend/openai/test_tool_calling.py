@@ -241,6 +241,12 @@ def test_without_tools_a_call_is_text() -> None:
     assert answer_of(CALLS, tool_choice="none")["content"] == CALLS
 
 
+def test_a_call_after_reasoning_that_was_not_closed_is_a_call() -> None:
+    message = answer_of(f"<think>Hm {CALLS}", reasoning_parser="qwen3")
+    assert message["reasoning"] == "Hm "
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "g"]
+
+
 def test_reasoning_goes_before_calls() -> None:
     text = f"<think>Hm {CALLS}</think>\n{CALLS}"
     message = answer_of(text, reasoning_parser="qwen3")

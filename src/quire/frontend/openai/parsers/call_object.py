@@ -26,15 +26,16 @@ class Found(Enum):
     """A call that the text does not end properly. What is no part of its arguments has become content."""
 
 
-def read_call(source: TextSource, sink: EventSink, *, is_marked: bool = True) -> Step[Found]:
-    """Read one object; the caller has begun to record. After a CALL its end is recorded, too.
+def read_call(source: TextSource, sink: EventSink, *, is_marked: bool = True, is_open: bool = False) -> Step[Found]:
+    """Reads one object; the caller has begun to record, and with `is_open` has read its "{". After a CALL its end is
+    recorded, too.
 
     The call starts as soon as its name and the beginning of its arguments are known; from there on they are passed on
     as they come. Keys may stand in any order, and others are passed over. Arguments are an object, or text that
     holds one, which is unpacked; null is {}. Where the format marks its calls (`is_marked`) they may be left out.
     """
     reader = _CallReader(source, sink, is_marked)
-    is_whole = yield from reader.read_object()
+    is_whole = yield from reader.read_object(is_open)
     if is_whole and reader.has_started:
         return Found.CALL
     rest = source.roll_back()
@@ -55,10 +56,10 @@ class _CallReader:
         self._early: list[str] | None = None
         """Arguments that stand before the name."""
 
-    def read_object(self) -> Step[bool]:
-        """The object. False where it breaks off or is no call."""
+    def read_object(self, is_open: bool) -> Step[bool]:
+        """Reads the object. Returns False where it breaks off or is no call."""
         source = self._source
-        if not (yield from source.match("{")):
+        if not is_open and not (yield from source.match("{")):
             return False
         while True:
             yield from source.skip_space()
@@ -145,9 +146,13 @@ def read_string(source: TextSource, limit: int) -> Step[str | None]:
     return decode_string(raw) if len(raw) <= 6 * limit + 2 else None
 
 
-def read_calls(source: TextSource, sink: EventSink, separators: re.Pattern[str] = SPACE) -> Step[None]:
-    """Unmarked calls with `separators` between them. Ends at what is no call."""
-    while (yield from read_call(source, sink, is_marked=False)) is Found.CALL:
+def read_calls(
+    source: TextSource, sink: EventSink, separators: re.Pattern[str] = SPACE, *, is_open: bool = False
+) -> Step[None]:
+    """Reads unmarked calls with `separators` between them, up to what is no call. With `is_open` the "{" of the first
+    has been read."""
+    while (yield from read_call(source, sink, is_marked=False, is_open=is_open)) is Found.CALL:
+        is_open = False
         source.forget()
         source.begin()
         yield from source.take_while(separators)

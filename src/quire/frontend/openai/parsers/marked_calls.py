@@ -1,7 +1,7 @@
 """Formats in which a marker begins a call and JSON follows it.
 
 Hermes, Qwen 2.5 and 3, and Quire's demo model: <tool_call>{"name": "f", "arguments": {...}}</tool_call>.
-Llama 3.1 and later: {"name": "f", "parameters": {...}}, alone or after <|python_tag|>, several with ; between.
+Llama 3.1 and later: {"name": "f", "parameters": {...}}, anywhere or after <|python_tag|>, several with ; between.
 Mistral: [TOOL_CALLS] [{"name": "f", "arguments": {...}}]; later [TOOL_CALLS]f{...} or [TOOL_CALLS]f[ARGS]{...}.
 DeepSeek V3 and R1, with the name outside of the JSON: <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, a line break,
 ```json, the arguments, ```, <｜tool▁call▁end｜>.
@@ -48,20 +48,24 @@ def is_hermes(template: str) -> bool:
 
 
 _LLAMA_SEPARATORS = re.compile(r"[ \t\r\n;,]*")
-_PYTHON_TAG = Markers("<|python_tag|>")
+_INSIDE_OBJECT = tuple('" \t\r\n')
+"""What may follow the "{" of a call."""
+_LLAMA_MARKERS = Markers("<|python_tag|>", "{")
 
 
 def parse_llama(source: TextSource, sink: EventSink) -> Step[None]:
-    """Calls at the very start, or after the tag. JSON anywhere else is content: nothing marks it as a call."""
+    """Calls anywhere in the text, with the tag or without it. An object that is no call is content."""
     marker: str | None = ""
     while marker is not None:
         source.begin(marker)
-        yield from source.skip_space()
-        if (yield from source.peek()) == "{":
-            yield from read_calls(source, sink, _LLAMA_SEPARATORS)
+        is_open = marker == "{"
+        if not is_open:
+            yield from source.skip_space()
+        if (yield from source.peek()) in (_INSIDE_OBJECT if is_open else ("{",)):
+            yield from read_calls(source, sink, _LLAMA_SEPARATORS, is_open=is_open)
         else:
             sink.content(source.roll_back())
-        marker = yield from source.copy_until(_PYTHON_TAG, sink.content)
+        marker = yield from source.copy_until(_LLAMA_MARKERS, sink.content)
 
 
 _MISTRAL_OPEN = Markers("[TOOL_CALLS]")

@@ -14,21 +14,27 @@ from quire.frontend.openai.parsers.source import Markers, Step, TextSource
 from quire.structured_outputs import ReasoningTokens
 
 
-def parse_tags(open_tag: str, close_tag: str, is_inside: bool, source: TextSource, sink: EventSink) -> Step[None]:
-    """Reasoning up to the closing tag, content behind it.
+def parse_tags(tags: ReasoningTags, is_inside: bool, source: TextSource, sink: EventSink) -> Step[None]:
+    """Reads reasoning up to the closing tag, and content after it.
 
     The reasoning begins with the opening tag, or at once if `is_inside`. Tags are of neither kind. A text that begins
-    otherwise is content, and tags further on in it are, too; one without a closing tag is reasoning to its end.
+    otherwise is content, and so are tags further on in it. Without a closing tag all of the text is reasoning, up to
+    the tag of a call (`ReasoningTags.call`): from there on it is content.
     """
     source.begin()
     yield from source.skip_space()
-    if (yield from source.match(open_tag)):
+    if (yield from source.match(tags.open)):
         source.forget()
     elif is_inside:
         sink.reasoning(source.roll_back())
     else:
         return
-    yield from source.copy_until(Markers(close_tag), sink.reasoning)
+    ends = Markers(tags.close, *filter(None, [tags.call]))
+    marker = yield from source.copy_until(ends, sink.reasoning)
+    if marker is not None and marker == tags.call:
+        held = [marker]
+        is_closed = (yield from source.copy_until(Markers(tags.close), held.append)) is not None
+        (sink.reasoning if is_closed else sink.content)("".join(held))
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class ReasoningTags:
     open: str
     close: str
     begins_inside: bool = False
+    call: str = ""
+    """Opening tag of a tool call that ends reasoning without a closing tag, which the model may forget; "": none."""
 
     def is_inside(self, prompt: str) -> bool:
         """Whether an answer to `prompt` begins with reasoning that need not be opened."""
@@ -50,7 +58,7 @@ class ReasoningTags:
 
     def make_program(self, prompt: str) -> Program:
         """The program for an answer to `prompt`, which may have opened the reasoning, or closed it, already."""
-        return partial(parse_tags, self.open, self.close, self.is_inside(prompt))
+        return partial(parse_tags, self, self.is_inside(prompt))
 
     def find_tokens(self, prompt: str, find_id: Callable[[str], int | None]) -> ReasoningTokens | None:
         """The tokens around reasoning in an answer to `prompt`; None unless each tag that comes is a token."""
@@ -78,8 +86,10 @@ class ReasoningParserSpec:
     """What it stands between, if that is all there is to it."""
 
 
-def _tags(open_tag: str, close_tag: str, *, begins_inside: bool = False, special: bool = False) -> ReasoningParserSpec:
-    tags = ReasoningTags(open_tag, close_tag, begins_inside)
+def _tags(
+    open_tag: str, close_tag: str, *, begins_inside: bool = False, special: bool = False, call: str = ""
+) -> ReasoningParserSpec:
+    tags = ReasoningTags(open_tag, close_tag, begins_inside, call)
     return ReasoningParserSpec(tags.make_program, special, tags=tags)
 
 
@@ -94,7 +104,7 @@ REASONING_PARSERS: Mapping[str, ReasoningParserSpec] = MappingProxyType(
         "minimax_m2": _THINK_AT_ONCE,
         "mistral": _tags("[THINK]", "[/THINK]", special=True),
         "olmo3": _THINK_AT_ONCE,
-        "qwen3": _THINK,
+        "qwen3": _tags("<think>", "</think>", call="<tool_call>"),
         "seed_oss": _tags("<seed:think>", "</seed:think>"),
         "step3": _THINK_AT_ONCE,
         "openai_gptoss": ReasoningParserSpec(

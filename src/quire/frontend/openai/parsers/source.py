@@ -11,35 +11,52 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator
+from enum import Enum, auto
 from typing import TypeAlias, TypeVar
 
-_BETWEEN = re.compile(r"[ \t\r\n,:\w.+-]*", re.ASCII)
-"""What may stand between the brackets and strings of a value."""
+SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(r"[\w.+-]*", re.ASCII)
+_VALID_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _STRING = re.compile(r'[^"\\]*')
 
 
-class JsonScanner:
-    """Finds the end of one JSON value in text that comes in pieces. A counter of depth, no stack and no recursion.
+class _Expects(Enum):
+    """What may follow in a JSON value, after white space."""
 
-    It knows strings and brackets; whether the value is valid JSON is for those who read it. A character that can stand
-    nowhere in JSON ends the value before it.
+    VALUE = auto()
+    VALUE_OR_END = auto()
+    """Behind a "[": a value, or the array's end."""
+    KEY = auto()
+    KEY_OR_END = auto()
+    """Behind a "{": a key, or the object's end."""
+    COLON = auto()
+    COMMA_OR_END = auto()
+
+
+class JsonScanner:
+    """Finds the end of one JSON value in text that comes in pieces, without recursion.
+
+    A character that JSON does not allow at its place ends the value before it, an invalid word ends it behind the word.
+    What stands within strings is not checked: models write line breaks and odd escapes into them.
     """
 
     def __init__(self) -> None:
         self.is_over = False
         """The value has ended, or can have no end."""
         self.is_broken = False
-        """It ended at something that is not JSON."""
+        """The value ended at something that is not JSON."""
         self.is_scalar = False
-        """A number or a word, whose end is seen only in what follows."""
-        self._depth = 0
+        """The value is a number or a word, whose end is seen only in what follows."""
+        self._open: list[str] = []
+        """The brackets that are open."""
+        self._expects = _Expects.VALUE
         self._in_string = False
         self._is_escaped = False
-        self._has_begun = False
+        self._scalar: list[str] | None = None
+        """The pieces of the number or word that is being read."""
 
     def advance(self, text: str, start: int) -> int:
-        """Go on at `start`; the index up to which `text` belongs to the value."""
+        """Goes on at `start`. Returns the index up to which `text` belongs to the value."""
         at, end = start, len(text)
         while at < end and not self.is_over:
             if self._is_escaped:
@@ -47,14 +64,11 @@ class JsonScanner:
                 at += 1
             elif self._in_string:
                 at = self._in_a_string(text, at)
-            elif self.is_scalar:
-                at = _end(_SCALAR, text, at)
-                self.is_over = at < end
-            elif self._has_begun:
-                at = _end(_BETWEEN, text, at)
-                at = self._at_a_sign(text, at) if at < end else at
+            elif self._scalar is not None:
+                at = self._in_a_scalar(self._scalar, text, at)
             else:
-                at = self._at_its_start(text, at)
+                at = _end(SPACE, text, at) if self._open else at
+                at = self._at_a_sign(text[at], at) if at < end else at
         return at
 
     def _in_a_string(self, text: str, at: int) -> int:
@@ -64,30 +78,53 @@ class JsonScanner:
         self._is_escaped = text[at] == "\\"
         if not self._is_escaped:
             self._in_string = False
-            self.is_over = self._depth == 0
+            if self._expects in (_Expects.KEY, _Expects.KEY_OR_END):
+                self._expects = _Expects.COLON
+            else:
+                self._end_value()
         return at + 1
 
-    def _at_its_start(self, text: str, at: int) -> int:
-        self._has_begun = True
-        if text[at] in '"{[':
-            return self._at_a_sign(text, at)
-        self.is_scalar = _end(_SCALAR, text, at) > at
-        self.is_over = self.is_broken = not self.is_scalar
-        return at
+    def _in_a_scalar(self, pieces: list[str], text: str, at: int) -> int:
+        stop = _end(_SCALAR, text, at)
+        pieces.append(text[at:stop])
+        if stop < len(text):
+            self._scalar = None
+            self._end_value()
+            if self._open and not _VALID_SCALAR.fullmatch("".join(pieces)):
+                self.is_over = self.is_broken = True
+        return stop
 
-    def _at_a_sign(self, text: str, at: int) -> int:
-        sign = text[at]
-        if sign == '"':
-            self._in_string = True
-        elif sign in "{[":
-            self._depth += 1
-        elif sign in "}]":
-            self._depth -= 1
-            self.is_over = self._depth == 0
-        else:
-            self.is_over = self.is_broken = True
-            return at
+    def _at_a_sign(self, sign: str, at: int) -> int:
+        match self._expects, sign:
+            case ((_Expects.VALUE | _Expects.VALUE_OR_END | _Expects.KEY | _Expects.KEY_OR_END), '"'):
+                self._in_string = True
+            case ((_Expects.VALUE | _Expects.VALUE_OR_END), ("{" | "[")):
+                self._open.append(sign)
+                self._expects = _Expects.KEY_OR_END if sign == "{" else _Expects.VALUE_OR_END
+            case (_Expects.VALUE_OR_END, "]") | (_Expects.KEY_OR_END, "}") | (_Expects.COMMA_OR_END, ("]" | "}")) if (
+                self._open[-1] == _OPENED_BY[sign]
+            ):
+                self._open.pop()
+                self._end_value()
+            case _Expects.COLON, ":":
+                self._expects = _Expects.VALUE
+            case _Expects.COMMA_OR_END, ",":
+                self._expects = _Expects.KEY if self._open[-1] == "{" else _Expects.VALUE
+            case ((_Expects.VALUE | _Expects.VALUE_OR_END), _) if _SCALAR.fullmatch(sign):
+                self.is_scalar = not self._open
+                self._scalar = []
+                return at
+            case _:
+                self.is_over = self.is_broken = True
+                return at
         return at + 1
+
+    def _end_value(self) -> None:
+        self.is_over = not self._open
+        self._expects = _Expects.COMMA_OR_END
+
+
+_OPENED_BY = {"]": "[", "}": "{"}
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -112,8 +149,6 @@ def escape_string(text: str) -> str:
 Result = TypeVar("Result")
 Step: TypeAlias = Generator[None, None, Result]
 """A piece of a parser. It yields when it needs more text."""
-
-SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Markers:
@@ -170,6 +205,10 @@ class TextSource:
         text = "".join(self._record or ())
         self._record = None
         return text
+
+    def put_back(self, marker: str) -> None:
+        """Makes a marker unread again, right after `copy_until` has returned it."""
+        self._at -= len(marker)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 

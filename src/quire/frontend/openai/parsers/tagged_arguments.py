@@ -33,6 +33,12 @@ _JSON_TYPES: Mapping[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"
 }  # fmt: skip
 
+_OTHER_NAMES = {
+    "float": "number", "double": "number", "int": "integer", "long": "integer", "bool": "boolean", "str": "string",
+    "text": "string", "dict": "object", "list": "array", "tuple": "array",
+}  # fmt: skip
+"""Names of types that clients use, though JSON Schema has no such types."""
+
 Types = frozenset[str]
 ANY: Types = frozenset()
 """Nothing is known: JSON if it is that, else a text."""
@@ -48,12 +54,15 @@ class _Layout:
     key_end: str
     value: str
     value_end: Markers
+    """Ends a value. Models forget the closing tag: what opens the next key or ends the call does it, too."""
     call_end: str
     wraps_lines: bool
     """A value begins and ends with a line break that is not its own."""
 
 
-_QWEN = _Layout("<parameter=", ">", "", Markers("</parameter>"), "</function>", wraps_lines=True)
+_QWEN = _Layout(
+    "<parameter=", ">", "", Markers("</parameter>", "<parameter=", "</function>"), "</function>", wraps_lines=True
+)
 _GLM = _Layout("<arg_key>", "</arg_key>", "<arg_value>", Markers("</arg_value>"), _CALL_END, wraps_lines=False)
 
 
@@ -139,19 +148,25 @@ class _Call:
             held = "\n" if self._layout.wraps_lines and text.endswith("\n") else ""
             self._sink.arguments(escape_string(text.removesuffix(held)))
 
-        if (yield from self._source.copy_until(self._layout.value_end, emit)) is None:
-            return False
-        self._sink.arguments('"')
-        return True
+        is_whole = yield from self._copy_to_end(emit)
+        self._sink.arguments('"' if is_whole else "")
+        return is_whole
 
     def _copy_value(self, types: Types) -> Step[bool]:
         """Something whose kind is seen when all of it is there."""
         parts: list[str] = []
-        is_whole = (yield from self._source.copy_until(self._layout.value_end, parts.append)) is not None
+        is_whole = yield from self._copy_to_end(parts.append)
         text = "".join(parts)
         text = text.removesuffix("\n") if self._layout.wraps_lines else text
         self._sink.arguments(_as_json(text, types) if is_whole else f'"{escape_string(text)}')
         return is_whole
+
+    def _copy_to_end(self, emit: Callable[[str], None]) -> Step[bool]:
+        """Hands a value to `emit`. Returns whether it has an end."""
+        end, layout = (yield from self._source.copy_until(self._layout.value_end, emit)), self._layout
+        if end in (layout.key, layout.call_end):
+            self._source.put_back(end)
+        return end is not None
 
     def _write(self, text: str) -> None:
         if not self._has_started:
@@ -202,9 +217,9 @@ def _types_of_schema(schema: object) -> Types:
         return frozenset(_JSON_TYPES.get(type(value), "object") for value in values)
     given = schema.get("type")
     if isinstance(given, str):
-        return frozenset([given])
+        given = [given]
     if isinstance(given, list):
-        return frozenset(kind for kind in given if isinstance(kind, str))
+        return frozenset(_OTHER_NAMES.get(kind, kind) for kind in given if isinstance(kind, str))
     for options in (schema.get("anyOf"), schema.get("oneOf")):
         if isinstance(options, list):
             kinds = [_types_of_schema(option) for option in options if not _is_choice(option)]

@@ -104,11 +104,19 @@ class TokenCount:
         self._seen: set[int] = set()
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """One output of prompt `index`: what is new in it."""
+        """Adds one output of prompt `index`, and the prompt if it is the first."""
+        self.add_prompt(index, output)
+        self.add_outputs(output)
+
+    def add_prompt(self, index: int, output: RequestOutput) -> None:
+        """Adds prompt `index`, once."""
         if index not in self._seen:
             self._seen.add(index)
             self.num_prompt_tokens += len(output.prompt_token_ids or ())
             self.num_cached_tokens += output.num_cached_tokens or 0
+
+    def add_outputs(self, output: RequestOutput) -> None:
+        """Adds the tokens of one output."""
         self.num_completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 
     def add_reasoning(self, num_tokens: int) -> None:

@@ -125,7 +125,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
     """One more chunk at the end, without choices, that counts the tokens."""
     continuous_usage_stats: bool | None = False
-    """Counts in every chunk."""
+    """Counts in every chunk, too; only with include_usage."""
 
 
 class RepetitionDetection(msgspec.Struct):
@@ -217,10 +217,12 @@ class GenerationBody(FormBody, kw_only=True):
         "routed_experts_prompt_start": "no answer tells of routed experts",
     }
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether the stream is to end with a chunk of counts."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def wants_usage(self, *, is_forced: bool) -> tuple[bool, bool]:
+        """Returns (whether a stream ends with a chunk of counts, whether every chunk has them). `is_forced`:
+        --enable-force-include-usage, which asks for both."""
+        options = self.stream_options or StreamOptions()
+        at_end = is_forced or bool(options.include_usage)
+        return at_end, is_forced or (at_end and bool(options.continuous_usage_stats))
 
 
 _TAKEN_OVER = (

@@ -67,7 +67,7 @@ class ChatWriter:
         self._num_top_logprobs = chat.params.logprobs or 0
         self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details) if usage is None else usage
         self._count_tokens = exchange.state.part(PromptRenderer).count_tokens
-        self._sends_usage = body.wants_usage or config.enable_force_include_usage
+        self._sends_usage, self._counts_always = body.wants_usage(is_forced=config.enable_force_include_usage)
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.logprobs is None or not self._body.logprobs:
@@ -128,19 +128,20 @@ class ChatWriter:
         """The answer as events."""
         self._head = {"id": self._head["id"], "object": "chat.completion.chunk"} | self._head
         head = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
-        options = self._body.stream_options
-        counts_always = bool(options and options.continuous_usage_stats)
         parsers: dict[int, ChatParser] = {}
         async for _, output in submission.outputs():
-            self._usage.add(0, output)
-            tail = b',"usage":' + encode_json(self._usage.in_chunk()) + b"}\n\n" if counts_always else b"}\n\n"
+            self._usage.add_prompt(0, output)
             for completion in output.outputs:
                 parser = parsers.get(completion.index)
                 if parser is None:
                     parser = parsers[completion.index] = self._plan.make_parser(self._prompt_text)
-                    yield b"".join((head, self._first_choice(output, completion.index), tail))
+                    yield b"".join((head, self._first_choice(output, completion.index), self._tail()))
                     for delta in self._echo():
-                        yield b"".join((head, _choice_chunk(completion.index, delta), b"]", tail))
+                        yield b"".join((head, _choice_chunk(completion.index, delta), b"]", self._tail()))
+            self._usage.add_outputs(output)
+            tail = self._tail()
+            for completion in output.outputs:
+                parser = parsers[completion.index]
                 for choice in self._chunk_choices(parser, completion):
                     yield b"".join((head, choice, b"]", tail))
         if self._sends_usage:
@@ -152,6 +153,10 @@ class ChatWriter:
             }
             yield event(self._head | usage)
         yield DONE
+
+    def _tail(self) -> bytes:
+        """Returns the end of a chunk."""
+        return b',"usage":' + encode_json(self._usage.in_chunk()) + b"}\n\n" if self._counts_always else b"}\n\n"
 
     def _first_choice(self, output: RequestOutput, index: int) -> bytes:
         """The chunk that opens a choice, up to the end of its object's fields."""

@@ -108,7 +108,7 @@ class CompletionWriter:
         self._name = TokenNames(exchange.state.engine.tokenizer, as_ids=as_ids)
         self._shows_nothing = body.max_tokens == 0
         self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details)
-        self._sends_usage = body.wants_usage or config.enable_force_include_usage
+        self._sends_usage, self._counts_always = body.wants_usage(is_forced=config.enable_force_include_usage)
 
     def _text(self, index: int, completion: CompletionOutput, *, is_first: bool) -> str:
         text = "" if self._shows_nothing else completion.text
@@ -167,12 +167,10 @@ class CompletionWriter:
     async def chunks(self, submission: Submission) -> AsyncGenerator[bytes, None]:
         """The answer as events."""
         head = encode_json(self._head)[:-1] + b',"choices":['
-        options = self._body.stream_options
-        counts_always = bool(options and options.continuous_usage_stats)
         offsets: dict[int, int] = {}
         async for index, output in submission.outputs():
             self._usage.add(index, output)
-            tail = b'],"usage":' + encode_json(self._usage.in_chunk()) + b"}\n\n" if counts_always else b"]}\n\n"
+            tail = b'],"usage":' + encode_json(self._usage.in_chunk()) + b"}\n\n" if self._counts_always else b"]}\n\n"
             for completion in output.outputs:
                 choice = self._chunk_choice(index, output, completion, offsets)
                 if choice is not None:

@@ -119,6 +119,10 @@ def test_values_in_tags_become_json(name: str, arguments: dict[str, object], siz
         ({"type": ["string", "null"]}, "null", None),
         ({"type": ["string", "null"]}, "12", "12"),
         ({"type": "number"}, "12", 12),
+        ({"type": "float"}, "1.5", 1.5),
+        ({"type": "int"}, "12", 12),
+        ({"type": ["bool", "null"]}, "true", True),
+        ({"type": "str"}, "12", "12"),
         ({"type": "integer"}, "1.5", "1.5"),
         ({"type": "boolean"}, "True", True),
         ({"enum": ["1", "2"]}, "1", "1"),
@@ -143,7 +147,7 @@ def test_arguments_are_passed_on_as_they_come() -> None:
     """No reader waits for the end of a call."""
     for name, beginning, more in (
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "x"),
-        ("mistral", "[TOOL_CALLS]f{", "1"),
+        ("mistral", "[TOOL_CALLS]f{", '"'),
         ("pythonic", "[f(a='", "x"),
         ("openai", "<|channel|>commentary to=functions.f<|message|>", "{"),
         ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "{"),

@@ -29,6 +29,19 @@ TEXTS: dict[str, list[tuple[str, Summary]]] = {
         ('<tool_call>{"name": "f", "arguments": {}}\n</tool', [("call", "f"), ("arguments", "{}")]),
         ('<tool_call>{"name": "f", "arg', [("content", '<tool_call>{"name": "f", "arg')]),
         ("a <tool_ca", [("content", "a <tool_ca")]),
+        # Arguments that are not JSON end where they stop being JSON.
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": b}}</tool_call>',
+            [("call", "f"), ("arguments", '{"a": b'), ("content", "}}</tool_call>")],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": [1, 2,]}}</tool_call>',
+            [("call", "f"), ("arguments", '{"a": [1, 2,'), ("content", "]}}</tool_call>")],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a" 1]}}</tool_call>',
+            [("call", "f"), ("arguments", '{"a" '), ("content", "1]}}</tool_call>")],
+        ),
         # No calls.
         ("<tool_call>(x)</tool_call>", [("content", "<tool_call>(x)</tool_call>")]),
         ('<tool_call>{"name": 3}</tool_call>', [("content", '<tool_call>{"name": 3}</tool_call>')]),
@@ -54,7 +67,14 @@ TEXTS: dict[str, list[tuple[str, Summary]]] = {
         ),
         ('{"name": "Ada", "age": 36}', [("content", '{"name": "Ada", "age": 36}')]),
         ('{"name": "f"}', [("content", '{"name": "f"}')]),
-        ('Say {"name": "f", "parameters": {}}', [("content", 'Say {"name": "f", "parameters": {}}')]),
+        (
+            'Say {"name": "f", "parameters": {}} or {"a": 1}{"name": "g", "parameters": {"b": 2}}; {',
+            [
+                *(("content", "Say "), ("call", "f"), ("arguments", "{}"), ("content", ' or {"a": 1}')),
+                *(("call", "g"), ("arguments", '{"b": 2}'), ("content", "; {")),
+            ],
+        ),
+        ('In {braces} { "name": "f"', [("content", 'In {braces} { "name": "f"')]),
         ("<|python_tag|>print(1)", [("content", "<|python_tag|>print(1)")]),
         ('{"name": "f", "parameters": {}} Bye', [("call", "f"), ("arguments", "{}"), ("content", " Bye")]),
     ],
@@ -125,6 +145,10 @@ TEXTS: dict[str, list[tuple[str, Summary]]] = {
             [("call", "f"), ("arguments", '{"a": "\\nx\\n"}'), ("call", "g"), ("arguments", "{}")],
         ),
         ("<function=f><parameter=a>NaN</parameter></function>", [("call", "f"), ("arguments", '{"a": "NaN"}')]),
+        (  # a closing tag is forgotten now and then
+            "<function=f><parameter=a>\nOslo\n<parameter=b>\n2\n</function></tool_call> Done",
+            [("call", "f"), ("arguments", '{"a": "Oslo", "b": 2}'), ("content", " Done")],
+        ),
         # Cut off: in a value, behind it, in the header.
         ("<function=f><parameter=a>\nOs", [("call", "f"), ("arguments", '{"a": "Os')]),
         ("<function=f><parameter=a>1</parameter>\n</fun", [("call", "f"), ("arguments", '{"a": 1}')]),
