@@ -29,7 +29,7 @@ _BACKENDS = {"openai": Endpoint.COMPLETIONS, "vllm": Endpoint.COMPLETIONS, "open
 
 def serve_options() -> list[Option]:
     """Returns all flags except the engine's."""
-    what, when, report = "What is asked", "When", "Report"
+    what, when, report = "What is sent", "When", "Report"
     return [
         *remote_options("The server to load; without it one of --model is started, with the engine flags below."),
         Option(name="host", help="With --port: the same as --url http://HOST:PORT, as in vLLM.", group=SERVER_GROUP),
