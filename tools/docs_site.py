@@ -67,7 +67,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = []
 highlight_language = "none"
 """
-STYLE = "@media (min-width: 94em) { .content { width: 58em; } .sidebar-drawer { width: calc(50% - 32em); } }\n"
+STYLE = "@media (min-width: 94em) { .content { width: 54em; } .sidebar-drawer { width: calc(50% - 30em); } }\n"
 STYLE += "article table { font-size: 0.86em; } td code { overflow-wrap: anywhere; }\n"
 
 

@@ -9,18 +9,20 @@ from tools.compat.verdicts import Verdict, field_verdicts, flag_verdicts, http_t
 
 HEAD = """# Beside vLLM
 
-Every route, request field and `serve` flag of vLLM 0.32, and whether it is here. `python -m tools.compat` writes this
-page: what there is, it looks up in the code; a test compares the two.
+    PYTHONPATH=src python -m tools.compat        # writes this page from the code; a test compares the two
 
-* **yes**: the same name, and the same meaning.
-* **different**: taken, and the note says what is else.
-* **not**: a route is answered with 404; a field is refused where it asks for something, or ignored like any unknown
-  one; a flag ends the start with a message.
+Every route, request field and `serve` flag of vLLM 0.32, and whether Quire has it.
 
-So that `vllm serve` becomes `quire serve` by changing the program's name, every flag is known. At vLLM's default each
-is taken without a word. One that only tunes what Quire does not have is taken with a warning ("no effect"); one that
-would make another server of it is refused. The same holds for keyword arguments of `LLM`, and for fields: the log tells
-of the first use of one without effect."""
+| word | a route | a field | a flag |
+|---|---|---|---|
+| **yes** | the same name and meaning | the same | the same |
+| **different** | the note has the difference | the same | the same |
+| **not** | answered with 404 | refused if its value asks for something, else ignored like any unknown field | ends the start with a message |
+
+Every flag is known, so `vllm serve` becomes `quire serve` by changing the program's name. A flag at vLLM's default is
+accepted without a message. A flag that only tunes something that Quire does not have is accepted with a warning ("no
+effect"). A flag that would change what the server does is refused. The same holds for keyword arguments of `LLM`, and
+for fields: the first use of a field without effect is logged."""
 
 
 def make_page() -> str:
