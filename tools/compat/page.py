@@ -17,7 +17,7 @@ Every route, request field and `serve` flag of vLLM 0.32, and whether Quire has 
 |---|---|---|---|
 | **yes** | the same name and meaning | the same | the same |
 | **different** | the note has the difference | the same | the same |
-| **not** | answered with 404 | refused if its value asks for something, else ignored like any unknown field | ends the start with a message |
+| **not** | answered with 404 | refused if its value asks for something, else ignored | ends the start with a message |
 
 Every flag is known, so `vllm serve` becomes `quire serve` by changing the program's name. A flag at vLLM's default is
 accepted without a message. A flag that only tunes something that Quire does not have is accepted with a warning ("no
