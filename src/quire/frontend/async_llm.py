@@ -72,7 +72,7 @@ class AsyncLLM:
             config, tokenizer, self.engine_core.ready_response, log_stats=self.log_stats, stat_loggers=stat_loggers
         )
         self._intake = RequestIntake(config, self.engine_core, self.pipeline)
-        self.pipeline.stats.attach(self.engine_core, self._intake.admission)
+        self.pipeline.stats.attach(self.engine_core, self._intake.admission.rejections)
         self._output_handler = OutputHandler(self.engine_core, self.pipeline)
         self._loop: asyncio.AbstractEventLoop | None = None
 

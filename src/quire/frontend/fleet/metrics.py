@@ -1,10 +1,10 @@
-"""One `/metrics` for a server of several processes: gathered by the parent, which asks every process for its report.
+"""Metrics of a server of several processes: the parent gathers the reports of all, for whichever process is scraped.
 
 An API process that is scraped calls `metrics` of its parent. The parent calls `report` of every process, and merges the
-answers with its own report and with what the processes that are gone had counted. It does so once a second unasked,
-too. Whatever a scrape has shown is known to the parent, so no counter goes back when a process is killed: its counts of
-at most the last second are lost, and its live requests become `quire_requests_lost_total`. A process that hangs delays
-one scrape by `timeout_s`, and none after that until it has answered: its last report is used.
+answers with its own report and with the counts of processes that have exited. It also does so once a second. The parent
+thus has everything that a scrape has shown, and no counter goes back when a process is killed: its counts of at most
+the last second are lost, and its live requests become `quire_requests_lost_total`. A process that hangs delays one
+scrape by `timeout_s`, and none after that until it answers: its last report is used.
 
 The core sends its statistics to the parent only, so `report` carries the load of the engine to the other processes.
 """
@@ -29,7 +29,7 @@ logger = init_logger(__name__)
 REPORT_INTERVAL_S = 1.0
 """Time between two rounds that no scrape has asked for: the most a killed process loses."""
 ANSWER_TIMEOUT_S = 0.5
-"""How long a round waits for the slowest process."""
+"""Time for which a round waits for the slowest process."""
 GATHER_TIMEOUT_S = 2.0 + ANSWER_TIMEOUT_S
 
 encode_report = msgspec.msgpack.Encoder().encode
@@ -37,10 +37,11 @@ _decode_report = msgspec.msgpack.Decoder(ProcessReport).decode
 
 
 class FleetMetrics:
-    """Gathers the reports of all processes, and keeps the counts of those that are gone. Belongs to one event loop.
+    """Gathers the reports of all processes, and keeps the counts of processes that have exited. Belongs to one event
+    loop.
 
-    `take` returns the parent's own report; what it raises (ServerError) is raised by `gather`. `get_load` returns how
-    busy the engine is.
+    `take` returns the parent's own report; `gather` raises the ServerError that it raises. `get_load` returns the load
+    of the engine.
     """
 
     def __init__(
@@ -49,39 +50,39 @@ class FleetMetrics:
         self._take = take
         self._get_load = get_load
         self.timeout_s = timeout_s
-        """How long a round waits for processes that do not answer."""
+        """Time for which a round waits for processes that do not answer."""
         self._members: dict[int, _Member] = {}
         self._departed: ProcessReport | None = None
-        """All processes that are gone, merged."""
+        """Counts of all processes that have exited, merged."""
         self._round: asyncio.Task[ProcessReport] | None = None
         self._next_round: asyncio.Task[ProcessReport] | None = None
 
     @property
     def num_processes(self) -> int:
-        """Number of processes that have joined and are not gone."""
+        """Number of processes that have joined and not exited."""
         return len(self._members)
 
     async def run(self) -> None:
-        """Gathers once a second, for ever. Errors are left to those who scrape."""
+        """Gathers once a second, for ever. Errors are left to the scrapes."""
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             with suppress(ServerError):
                 await self.gather()
 
     def join(self, index: int, link: PeerLink) -> None:
-        """Process `index` can be asked from now on."""
+        """Adds process `index`, which answers calls from now on."""
         self._members[index] = _Member(index, link)
 
     def note_report(self, index: int, report: bytes | None, *, is_final: bool) -> None:
-        """A report that process `index` has sent unasked: its first, or its last before it ends in good order. None
-        where it has stopped counting."""
+        """Stores a report that process `index` has sent unasked: its first, or its last before it exits. None if it has
+        stopped counting."""
         member = self._members[index]
         member.has_ended = is_final
         if report is not None:
             member.report = _decode_report(report)
 
     def note_gone(self, index: int) -> None:
-        """Process `index` is gone: its counts stay."""
+        """Removes process `index`, which has exited, and keeps its counts."""
         member = self._members.pop(index, None)
         if member is None:
             return
@@ -92,10 +93,10 @@ class FleetMetrics:
             self._departed = closed if self._departed is None else merge_reports([self._departed, closed])
 
     async def gather(self) -> ProcessReport:
-        """All processes as one, each as it was after this was called (or before, if it is late).
+        """Returns the merged report of all processes. Each part was taken after this call, or is marked as late.
 
-        Calls made while a round runs share the next one, so no process is ever asked twice at a time. Raises
-        ServerError where a process has stopped counting.
+        Calls made while a round runs share the next one, so no process is asked twice at a time. Raises ServerError if
+        a process has stopped counting.
         """
         if self._next_round is None:
             self._next_round = asyncio.create_task(self._run_round(self._round))
@@ -119,9 +120,9 @@ class _Member:
 
     def __init__(self, index: int, link: PeerLink) -> None:
         self.report: ProcessReport | None = None
-        """The last one."""
+        """Its last report."""
         self.has_ended = False
-        """It has sent its final report."""
+        """True after its final report."""
         self._index = index
         self._link = link
         self._question: asyncio.Task[ProcessReport] | None = None
@@ -129,11 +130,11 @@ class _Member:
 
     @property
     def is_asked(self) -> bool:
-        """Whether an answer is outstanding."""
+        """True while the answer to the latest question is outstanding."""
         return self._question is not None and not self._question.done()
 
     def ask(self, load: Load) -> asyncio.Task[ProcessReport]:
-        """Asks for a report; the task ends when the process has answered, or is gone."""
+        """Asks for a report. The task ends when the process has answered or exited."""
         self._question = asyncio.create_task(self._ask(load))
         self._question.add_done_callback(_retrieve_error)
         return self._question
@@ -156,7 +157,10 @@ class _Member:
 
 
 async def gather_from_parent(link: PeerLink, timeout_s: float = GATHER_TIMEOUT_S) -> ProcessReport:
-    """All processes of the server as one, for an API process. Raises ServerError if the parent does not answer."""
+    """Returns the merged report of all processes, to an API process.
+
+    Raises ServerError if the parent does not answer.
+    """
     try:
         return _decode_report(await asyncio.wait_for(link.call("metrics"), timeout_s))
     except UnavailableError:
@@ -168,6 +172,6 @@ async def gather_from_parent(link: PeerLink, timeout_s: float = GATHER_TIMEOUT_S
 
 
 def _retrieve_error(task: asyncio.Task[ProcessReport]) -> None:
-    """Marks the error of a task as seen, so that asyncio does not log it where no scrape waits for it."""
+    """Marks the error of a task as seen, so that asyncio does not log it if no scrape waits for the task."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""The statistics of one frontend: counts what comes and goes, hands it to the loggers, and says what is true now."""
+"""The statistics of one frontend: counts what happens, passes it to the loggers, and describes the present state."""
 
 from __future__ import annotations
 
@@ -25,61 +25,54 @@ from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, E
 from quire.wire.stats import SchedulerStats
 
 MAX_STEPS_KEPT = 64
-"""Until their saturation is worked out, unless somebody asks before: see `StatLogger.is_patient`."""
+"""Number of steps collected before their saturation is computed, unless it is read earlier."""
 
 
 class LiveRequest(Protocol):
-    """What is looked at of a request that has not ended."""
+    """A request that has not ended, as the statistics need it."""
 
     @property
     def request(self) -> EngineCoreRequest:
-        """As the core has it."""
+        """The request as the core has it."""
 
     @property
     def is_prefilling(self) -> bool:
-        """No token of it has come."""
+        """Returns whether no token of it has come."""
 
 
 class LiveRequests(Protocol):
-    """Who knows them all."""
+    """Read access to all live requests."""
 
     @property
     def request_states(self) -> Mapping[str, LiveRequest]:
-        """By internal id."""
+        """The requests by internal id."""
 
     @property
     def resting_sessions(self) -> Iterable[str]:
-        """Ids of those that nothing will come of before their users send more."""
+        """Ids of the sessions that wait for input from their users."""
 
 
 class CoreHistory(Protocol):
-    """What a client of an engine core can tell of it."""
+    """History of an engine core, as its client knows it."""
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Resumed requests, recomputed tokens, dropped messages."""
+        """Counts of resumed requests, recomputed tokens and dropped messages."""
 
     @property
     def restarts(self) -> Mapping[str, int]:
-        """By cause."""
+        """Counts of restarts, by cause."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be worked on now."""
-
-
-class AdmissionCounts(Protocol):
-    """Refusals of a full queue."""
-
-    @property
-    def rejections(self) -> Mapping[str, int]:
-        """User requests, by the limit."""
+        """Returns whether a request would be worked on now."""
 
 
 class FrontendStats:
-    """Belongs to the thread that processes outputs. With `log_stats` off only the ledger is kept.
+    """Statistics of one frontend. Belongs to the thread that processes outputs. With `log_stats` off only the ledger is
+    kept.
 
-    `wall_clock` is the clock of arrivals; intervals of the core are on the clock of its stamps.
+    `wall_clock` is the clock of arrivals; intervals of the core use the clock of its stamps.
     """
 
     def __init__(
@@ -100,10 +93,10 @@ class FrontendStats:
         self._last_step_time = 0.0
         self._scheduler_stats = SchedulerStats()
         self._steps: list[tuple[float, SchedulerStats]] = []
-        """That `_saturation` has not been told of, with their times on the core's clock."""
-        self._told_load: Load | None = None
+        """Steps that `_saturation` has not received, with their times on the core's clock."""
+        self._reported_load: Load | None = None
         self._core: CoreHistory | None = None
-        self._admission: AdmissionCounts | None = None
+        self._rejections: Mapping[str, int] = {}
         scheduler = config.scheduler_config
         self._saturation = SaturationMeter(
             EngineLimits(
@@ -113,7 +106,7 @@ class FrontendStats:
             )
         )
         self.metrics: PrometheusStatLogger | None = None
-        """None where statistics are off, or go elsewhere."""
+        """The exporter; None where statistics are off or go elsewhere."""
         loggers: list[StatLogger] = []
         if log_stats:
             names = (config.observability_config.stat_loggers or "").split(",")
@@ -125,40 +118,41 @@ class FrontendStats:
         self.loggers = StatLoggerManager(loggers, wall_clock)
         self.operations = ControlOperations(self.loggers.record_operation)
 
-    def attach(self, core: CoreHistory, admission: AdmissionCounts | None = None) -> None:
-        """Who else has something to tell."""
-        self._core, self._admission = core, admission
+    def attach(self, core: CoreHistory, rejections: Mapping[str, int] | None = None) -> None:
+        """Attaches the client, and the counts of requests that admission rejects, as further sources."""
+        self._core = core
+        self._rejections = self._rejections if rejections is None else rejections
 
     @property
     def exporter_failed(self) -> bool:
-        """Whether the exporter has raised, and counts nothing any more."""
+        """Returns whether the exporter has raised, after which it counts nothing."""
         metrics = self.metrics
         return metrics is not None and (metrics.has_failed or metrics not in self.loggers.loggers)
 
     def open_iteration(self) -> IterationStats | None:
-        """Where to count what did not come from a step of the core; None if nothing is counted."""
+        """Returns statistics to fill for outputs that no step of the core has brought; None if nothing is counted."""
         return IterationStats(self._wall_clock()) if self.log_stats else None
 
     def close_iteration(self, stats: IterationStats | None) -> None:
-        """It is counted: tell the loggers."""
+        """Passes statistics of `open_iteration` to the loggers."""
         if stats is not None:
             self.loggers.record(None, stats)
 
     def open_step(self, outputs: EngineCoreOutputs) -> StepStats:
-        """The outputs of a step have come and are about to be processed, in one or several batches."""
+        """Starts counting the outputs of a step, which are processed in one or several batches."""
         return StepStats(self, outputs, self._wall_clock())
 
     def add_step(self, outputs: EngineCoreOutputs, time: float) -> None:
-        """A step has been processed."""
+        """Counts a step that has been processed."""
         self._last_step_time = time
         stats = outputs.scheduler_stats
         if stats is not None:
             self._scheduler_stats = stats
             self._steps.append((outputs.timestamp, stats))
             if len(self._steps) >= MAX_STEPS_KEPT:
-                self._tell_saturation()
+                self._feed_saturation()
 
-    def _tell_saturation(self) -> None:
+    def _feed_saturation(self) -> None:
         for timestamp, stats in self._steps:
             self._saturation.add_step(
                 timestamp,
@@ -171,17 +165,17 @@ class FrontendStats:
         self._steps.clear()
 
     def _read_saturation(self, num_queued_tokens: int = 0) -> Saturation:
-        self._tell_saturation()
+        self._feed_saturation()
         return self._saturation.read(time.monotonic(), num_queued_tokens)
 
     def note_load(self, load: Load) -> None:
-        """Another process of this server is told of the engine's steps, and this is what it says of them."""
-        self._told_load = load
+        """Stores the load that another process, which receives the statistics of the core, has reported."""
+        self._reported_load = load
 
     def get_load(self) -> Load:
-        """As of the last step, or of the second before where another process is told of the steps."""
-        if self._told_load is not None:
-            return self._told_load
+        """Returns the load at the last step; where another process receives the steps, as of its last report."""
+        if self._reported_load is not None:
+            return self._reported_load
         stats = self._scheduler_stats
         return Load(
             kv_cache_usage=stats.kv_cache_usage,
@@ -191,7 +185,7 @@ class FrontendStats:
         )
 
     def get_facts(self) -> FrontendFacts:
-        """What is true now."""
+        """Returns the present state."""
         now = self._wall_clock()
         resting = set(self._requests.resting_sessions)
         num_waiting = num_queued_tokens = 0
@@ -207,7 +201,7 @@ class FrontendStats:
             if request.lora_request is not None:
                 adapters.append((request.lora_request.lora_name, not state.is_prefilling))
         num_live = len(self._requests.request_states)
-        core, admission = self._core, self._admission
+        core = self._core
         return FrontendFacts(
             time=now,
             ledger=self.ledger.plus(RequestLedger()),
@@ -217,7 +211,7 @@ class FrontendStats:
                 "resting": len(resting),
             },
             num_queued_tokens=num_queued_tokens,
-            admission_rejections={} if admission is None else dict(admission.rejections),
+            admission_rejections=dict(self._rejections),
             core_counts={} if core is None else dict(core.counts),
             core_restarts={} if core is None else dict(core.restarts),
             is_core_ready=core is None or core.is_ready,
@@ -233,8 +227,8 @@ class FrontendStats:
 
 
 class StepStats:
-    """Counts one message of the core. Each batch is told to the loggers when it is done, so that what they have agrees
-    with the state of the requests whenever another coroutine runs."""
+    """Counts one message of the core. Each batch is passed to the loggers when it is done, so that they agree with the
+    state of the requests whenever another coroutine runs."""
 
     __slots__ = ("_outputs", "_stats", "_time")
 
@@ -244,11 +238,11 @@ class StepStats:
         self._time = time
 
     def open_batch(self) -> IterationStats | None:
-        """Where to count the next of the outputs; None if nothing is."""
+        """Returns statistics to fill for the next batch of outputs; None if nothing is counted."""
         return IterationStats(self._time) if self._stats.log_stats and self._outputs.outputs else None
 
     def close_batch(self, batch: IterationStats | None, *, is_last: bool = True) -> None:
-        """They are processed."""
+        """Passes a processed batch to the loggers."""
         outputs, stats = self._outputs, self._stats
         scheduler_stats = outputs.scheduler_stats if is_last else None
         if is_last:
@@ -258,7 +252,7 @@ class StepStats:
 
 
 def make_setup(config: EngineConfig, ready: EngineCoreReadyResponse) -> MetricsSetup:
-    """What this engine's server exports."""
+    """Returns the settings of the exporter for this engine."""
     observability = config.observability_config
     conditions = {
         KV_SAMPLING: config.cache_config.kv_cache_metrics,
@@ -276,7 +270,7 @@ def make_setup(config: EngineConfig, ready: EngineCoreReadyResponse) -> MetricsS
 
 
 def cache_config_labels(config: CacheConfig, ready: EngineCoreReadyResponse) -> dict[str, str]:
-    """The labels of `vllm:cache_config_info`: the fields of the configuration, and what start-up found."""
+    """Returns the labels of `vllm:cache_config_info`: the fields of the configuration, and values found at start-up."""
     found = {
         "block_size": ready.block_size,
         "num_gpu_blocks": ready.num_gpu_blocks,

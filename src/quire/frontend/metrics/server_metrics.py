@@ -1,4 +1,4 @@
-"""What `/metrics` of a server process returns: its own metrics, or those of all processes of the server."""
+"""The metrics of a server process: its own, or those of all processes of the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ _KINDS: dict[str, Kind] = {"counter": "counter"}
 
 
 class ProcessMetrics:
-    """Memory, time, open files, garbage collections of this process, called `name` where there are several."""
+    """Memory, CPU time, open files and garbage collections of this process, called `name` if there are several.
+
+    prometheus_client stays a dependency for these 25 lines: names, units and the differences between systems are its
+    work, it is pure Python without dependencies of its own, and reading /proc and the garbage collector here would take
+    more lines.
+    """
 
     def __init__(self, name: str = "") -> None:
         self._labels = {"process": name} if name else {}
@@ -29,12 +34,12 @@ class ProcessMetrics:
         GCCollector(registry=self._registry)
 
     def exposition(self, format: Format = "text") -> str:
-        """All of it as text; with OpenMetrics' end mark, where that is the format."""
+        """Returns all of it as text, with the end mark of OpenMetrics in that format."""
         return self._exposition.write(self.snapshot().families, format) + (END_MARK if format == "openmetrics" else "")
 
     def snapshot(self) -> MetricsSnapshot:
-        """All of it, with the label `process` if it has a name: of several processes behind one port each has its own,
-        and none seems to go back when another answers."""
+        """Returns all of it, with the label `process` if it has a name. Several processes answer behind one port;
+        without the label their numbers would seem to go back."""
         families, own = [], tuple(self._labels.values())
         for found in self._registry.collect():
             names = tuple(found.samples[0].labels) if found.samples else ()
@@ -48,8 +53,8 @@ class ProcessMetrics:
 
 
 class ServerMetrics:
-    """Reads `stats`, and the operating system; belongs to the thread of `stats`. `process` is the label of this process
-    among several."""
+    """Reads `stats` and the operating system. Belongs to the thread of `stats`. `process` labels this process among
+    several."""
 
     def __init__(self, stats: FrontendStats, process: str = "") -> None:
         self._stats = stats
@@ -58,11 +63,12 @@ class ServerMetrics:
         """Returns the merged report of all processes of the server; None where there is one process."""
 
     def take(self) -> ProcessReport:
-        """This process alone, to be merged with the others. Raises as `write`."""
+        """Returns the report of this process, to be merged with others. Raises as `write`."""
         return self._get_exporter().report(self._process_metrics.snapshot())
 
     async def write(self, format: Format = "text") -> str:
-        """All of it. Raises NotFoundError where statistics are off, ServerError if they cannot be had."""
+        """Returns all metrics as text. Raises NotFoundError where statistics are off, ServerError if they cannot be
+        read."""
         exporter = self._get_exporter()
         if self.gather is None:
             return exporter.exposition(format) + self._process_metrics.exposition(format)

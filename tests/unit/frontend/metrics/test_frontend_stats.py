@@ -100,12 +100,11 @@ class Core:
     counts: Mapping[str, int] = field(default_factory=lambda: {"resumed_requests": 4})
     restarts: Mapping[str, int] = field(default_factory=lambda: {"crash": 1})
     is_ready: bool = False
-    rejections: Mapping[str, int] = field(default_factory=lambda: {"max_num_queued_reqs": 2})
 
 
 def test_what_others_tell() -> None:
     s = Setting()
-    s.stats.attach(Core(), Core())
+    s.stats.attach(Core(), {"max_num_queued_reqs": 2})
     assert s.stats.metrics is not None
     seen = s.stats.metrics.snapshot()
     assert seen.value("quire_requests_resumed") == 4

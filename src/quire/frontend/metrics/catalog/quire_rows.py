@@ -1,4 +1,4 @@
-"""Rows of the catalog that vLLM does not have: the ledger, the core's health, saturation, and those of HTTP."""
+"""Rows that vLLM does not have: the ledger, the health of the core, saturation. And the rows of HTTP."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from quire.frontend.metrics.catalog.spec import LORA, QUIRE, MetricSpec, each, l
 from quire.frontend.metrics.collect.ledger import DISCARD_REASONS, FINISH_REASONS, REJECTION_REASONS
 from quire.frontend.metrics.collect.saturation import RESOURCES
 
+DROP_REASONS = ("stale", "corrupt", "repeated", "lost", "unknown")
 LIVE_STATES = ("waiting", "running", "resting")
 
 LEDGER: tuple[MetricSpec, ...] = (
@@ -121,11 +122,8 @@ LEDGER: tuple[MetricSpec, ...] = (
         name="dropped_messages",
         help="Messages of the engine core, or parts of them, that could not be used, by the reason.",
         labels=("reason",),
-        known=each(("stale", "corrupt", "repeated", "lost", "unknown")),
-        samples=lambda facts: [
-            ((reason,), facts.core_counts.get(reason, 0))
-            for reason in ("stale", "corrupt", "repeated", "lost", "unknown")
-        ],
+        known=each(DROP_REASONS),
+        samples=lambda facts: [((reason,), facts.core_counts.get(reason, 0)) for reason in DROP_REASONS],
     ),
     of_ledger(
         name="engine_ready",

@@ -21,26 +21,26 @@ ENGINE_LABELS = ("model_name", "engine")
 MODEL_LABEL = ("model_name",)
 
 Sample = tuple[tuple[str, ...], float]
-"""Values of the row's own labels, and what to set, add or observe."""
+"""Values of the row's own labels, and the number to set, add or observe."""
 Condition = str
-"""Why a row is left out of a server: a feature that is off. Empty: never."""
+"""Feature that a row needs; without the feature the row is not exported. Empty: always exported."""
 SPEC_DECODE, LORA = "speculation", "LoRA"
 KV_SAMPLING = "--kv-cache-metrics"
 NANS = "QUIRE_COMPUTE_NANS_IN_LOGITS=1"
 LEGACY_NAMES = "--show-hidden-metrics-for-version"
 LAZY = frozenset({SPEC_DECODE, LORA})
-"""Features whose rows show themselves as soon as they have something to say, too."""
+"""Features whose rows are also exported as soon as they count something."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSpec:
-    """A row. `source` is the event it is read from, in one of four ways; a row that has none is always 0.
+    """A row. `source` is the struct it reads, in one of four ways; a row without any is always 0.
 
-    A counter adds what is read and a histogram observes it, at each event. A gauge, and a counter with `is_total`, is
-    what the last event says. `SchedulerStats` come once per step; `IterationStats` for each batch of outputs; what they
-    hold of its own kind (`PrefillStats`, `FinishedRequestStats`) is an event, too, if there is any. `FrontendFacts` are
-    made for each snapshot, of several processes together (`facts.merge_facts`). A gauge of another source must speak
-    of the engine core, which all processes share.
+    A counter adds the value and a histogram observes it, once per event. A gauge, and a counter with `is_total`, takes
+    the value of the last event. `SchedulerStats` come once per step and `IterationStats` once per batch of outputs; the
+    structs inside them (`PrefillStats`, `FinishedRequestStats`) are events of their own. `FrontendFacts` are made for
+    each snapshot, and merged over all processes (`facts.merge_facts`). A gauge of any other source must describe the
+    engine core, which all processes share.
     """
 
     name: str
@@ -48,39 +48,39 @@ class MetricSpec:
     help: str
     source: type
     value: Callable[[Any], float | None] | None = None
-    """One, or none."""
+    """Reads one number or None."""
     values: Callable[[Any], Sequence[float]] | None = None
-    """Any number."""
+    """Reads any number of values."""
     counted: Callable[[Any], Mapping[float, int]] | None = None
-    """Any number, with how often each is there."""
+    """Reads values with their number of occurrences."""
     samples: Callable[[Any], Iterable[Sample]] | None = None
-    """Any number, with labels."""
+    """Reads values with labels."""
     prefix: str = VLLM
     base_labels: tuple[str, ...] = ENGINE_LABELS
     labels: tuple[str, ...] = ()
     known: tuple[tuple[str, ...], ...] = ()
-    """Label values whose series are there from the start."""
+    """Label values whose series exist from the start."""
     family: str = ""
-    """Of its buckets (`buckets.FAMILIES`)."""
+    """Family of its buckets (`FAMILIES`)."""
     has_owners: bool = False
-    """Events have an `owner`, whose the value is: for exemplars."""
+    """The events have an `owner`, which becomes the exemplar."""
     is_total: bool = False
     condition: Condition = ""
 
     @property
     def is_zero(self) -> bool:
-        """There is nothing to be read."""
+        """Returns whether the row reads nothing."""
         return self.value is None and self.values is None and self.counted is None and self.samples is None
 
     @property
     def full_name(self) -> str:
-        """With its prefix, without `_total`."""
+        """Returns the name with its prefix, without `_total`."""
         return self.prefix + self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfoSpec:
-    """A gauge of 1 whose labels say something that does not change."""
+    """A gauge of 1 whose labels are constant facts."""
 
     name: str
     help: str
@@ -88,7 +88,7 @@ class InfoSpec:
 
     @property
     def full_name(self) -> str:
-        """With its prefix."""
+        """Returns the name with its prefix."""
         return self.prefix + self.name
 
 
@@ -145,23 +145,23 @@ FAMILIES: dict[str, Bounds] = {
     ),
 }  # fmt: skip
 TOKENS = "request_tokens"
-"""The family whose bounds depend on the model: the 1-2-5 series up to its context."""
+"""Family whose bounds depend on the model: the 1-2-5 series up to the model's context."""
 FAMILY_NAMES = (*FAMILIES, TOKENS)
 
 
 def token_bounds(max_model_len: int) -> Bounds:
-    """1, 2, 5, 10, 20, 50 … up to `max_model_len`; at least 1."""
+    """Returns 1, 2, 5, 10, 20, 50 … up to `max_model_len`; at least 1."""
     bounds = (factor * 10**exponent for exponent in range(len(str(max_model_len))) for factor in (1, 2, 5))
     return tuple(float(bound) for bound in bounds if bound <= max(1, max_model_len))
 
 
 def make_bounds(max_model_len: int, custom: Mapping[str, Any] | None = None) -> dict[str, Bounds]:
-    """Every family's bounds, those of --custom-histogram-buckets in place of the usual ones. Raises ConfigError."""
+    """Returns the bounds of every family; --custom-histogram-buckets replaces the usual ones. Raises ConfigError."""
     return {**FAMILIES, TOKENS: token_bounds(max_model_len), **parse_custom_bounds(custom or {})}
 
 
 def parse_custom_bounds(custom: Mapping[str, Any]) -> dict[str, Bounds]:
-    """The value of --custom-histogram-buckets. Raises ConfigError for an unknown family, or bounds that do not rise."""
+    """Parses --custom-histogram-buckets. Raises ConfigError for an unknown family or bounds that do not rise."""
     parsed = {}
     for family, bounds in custom.items():
         if family not in FAMILY_NAMES:

@@ -38,6 +38,9 @@ from quire.frontend.metrics.collect.facts import FrontendFacts
 from quire.wire.engine_core import FINISH_REASON_STRINGS
 from quire.wire.stats import SpecDecodingStats
 
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""Names of the sleep levels 0, 1 and 2."""
+
 
 def _accepted_per_position(drafts: SpecDecodingStats) -> list[Sample]:
     return [((str(position),), count) for position, count in enumerate(drafts.num_accepted_tokens_per_pos)]
@@ -72,10 +75,9 @@ ENGINE_GAUGES: tuple[MetricSpec, ...] = (
         kind="gauge",
         help="1 for the state the engine is in: awake, asleep with its weights kept, or without them.",
         labels=("sleep_state",),
-        known=each(("awake", "weights_offloaded", "discard_all")),
+        known=each(SLEEP_STATES),
         samples=lambda facts: [
-            ((state,), float(facts.sleep_level == level))
-            for level, state in enumerate(("awake", "weights_offloaded", "discard_all"))
+            ((state,), float(facts.sleep_level == level)) for level, state in enumerate(SLEEP_STATES)
         ],
     ),
     of_step(
@@ -454,4 +456,4 @@ LEGACY: tuple[MetricSpec, ...] = (
         condition=LEGACY_NAMES,
     ),
 )
-"""Of the documents' older names, those that can be computed."""
+"""Names of vLLM's first engine that can be computed."""

@@ -1,4 +1,4 @@
-"""What happens to requests as plain numbers: outputs, finished requests, control operations, HTTP exchanges.
+"""Numbers of what happens to requests: outputs, finished requests, control operations, HTTP exchanges.
 
 No exporter is known here. Two clocks are used and never mixed: `arrival_time` and `iteration_timestamp` are this
 process's wall clock; the `*_ts` fields and the engine's `timestamp` are the core's monotonic clock. An interval is the
@@ -27,35 +27,35 @@ _QUEUED, _SCHEDULED, _PREEMPTED = (
 
 
 class RequestOwner(msgspec.Struct, frozen=True, gc=False):
-    """Whose an observation is: what leads from a slow bucket to its request."""
+    """The request that an observation belongs to. An exemplar leads from a slow bucket to it."""
 
     request_id: str
-    """The user's."""
+    """The id that the user knows."""
     trace_headers: Mapping[str, str] | None = None
-    """Of the W3C trace context, if the request came with one."""
+    """Headers of the W3C trace context, if the request came with one."""
 
     @property
     def trace_id(self) -> str | None:
-        """If the headers name one."""
+        """Returns the trace id that the headers name; None without one."""
         parts = (self.trace_headers or {}).get("traceparent", "").split("-")
         return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None
 
     @property
     def labels(self) -> dict[str, str]:
-        """Of an exemplar: the trace first, which is never cut."""
+        """Returns the labels of an exemplar. The trace comes first, because labels are cut from the end."""
         trace = {} if self.trace_id is None else {"trace_id": self.trace_id}
         return {**trace, "request_id": self.request_id}
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
-    """A request's first token came `latency` seconds after the request."""
+    """The first token of a request, `latency` seconds after the request arrived."""
 
     latency: float
     owner: RequestOwner | None = None
 
 
 class FinishedRequestStats(msgspec.Struct, kw_only=True, gc=False):
-    """One finished request (checklist S0-ST-010); seconds. A stage it never reached has no duration: None."""
+    """Numbers of one finished request; durations in seconds. A stage that the request never reached is None."""
 
     request_id: str
     finish_reason: FinishReason
@@ -75,40 +75,41 @@ class FinishedRequestStats(msgspec.Struct, kw_only=True, gc=False):
 
 
 class IterationStats(msgspec.Struct, gc=False):
-    """What a batch of outputs of one engine step delivered, mostly all of them (checklist S0-ST-002)."""
+    """Numbers of a batch of outputs of one engine step; most steps are one batch."""
 
     iteration_timestamp: float = msgspec.field(default_factory=time.time)
-    """Wall clock, one for the whole iteration (checklist S0-ST-017)."""
+    """Wall clock, the same for the whole iteration."""
     num_generation_tokens: int = 0
     prompt_tokens: PrefillStats = msgspec.field(default_factory=PrefillStats)
-    """Of the prefills completed in this iteration, by source."""
+    """Prompt tokens of the prefills completed in this iteration, by source."""
     num_preempted_reqs: int = 0
     num_corrupted_reqs: int = 0
     first_tokens: list[FirstToken] = []
     inter_token_latencies: dict[float, int] = {}
-    """From one output of a request to its next, and how many had it: requests of the same steps wait as long."""
+    """Seconds from one output of a request to its next, with the number of requests. Requests of the same steps wait
+    equally long."""
     finished_requests: list[FinishedRequestStats] = []
     max_num_generation_tokens: list[int] = []
-    """Per finished user request: its longest output."""
+    """Longest output of each finished user request."""
     n_params: list[int] = []
-    """Per finished user request: the `n` it asked for."""
+    """The `n` that each finished user request asked for."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens of the prefills completed in this iteration, cached ones among them."""
+        """Returns the prompt tokens of the prefills completed in this iteration, cached ones included."""
         return self.prompt_tokens.num_prompt_tokens
 
     @property
     def time_to_first_tokens(self) -> list[float]:
-        """Of the requests whose first token came in this iteration."""
+        """Returns the latencies of the requests whose first token came in this iteration."""
         return [first.latency for first in self.first_tokens]
 
     def _time_since(self, start: float) -> float:
-        """Wall seconds from `start` to this iteration; 0 should the wall clock have been set back."""
+        """Returns the wall seconds from `start` to this iteration; 0 if the wall clock was set back."""
         return max(0.0, self.iteration_timestamp - start)
 
     def update_from_events(self, events: list[EngineCoreEvent], stats: RequestStateStats) -> None:
-        """Turns in the life of a request; a preemption keeps the first `scheduled_ts` (checklist S0-ST-003/004)."""
+        """Records lifecycle events of a request. A preemption keeps the first `scheduled_ts`."""
         for event in events:
             if event.type is _QUEUED:
                 stats.queued_ts = event.timestamp
@@ -127,10 +128,10 @@ class IterationStats(msgspec.Struct, gc=False):
         num_context_tokens: int = 0,
         owner: RequestOwner | None = None,
     ) -> None:
-        """One output of one request, `is_prefilling` if it is the first with tokens (checklist S0-ST-005…008).
+        """Records one output of one request; `is_prefilling` if it is the first with tokens.
 
-        `num_context_tokens` of its prompt have been counted already, with earlier segments of its session. `owner` is
-        only of use with the first tokens.
+        `num_context_tokens` of the prompt were counted with earlier segments of the session. `owner` is used with first
+        tokens only.
         """
         if output.events:
             self.update_from_events(output.events, stats)
@@ -155,7 +156,7 @@ class IterationStats(msgspec.Struct, gc=False):
         stats.last_token_ts = engine_timestamp
 
     def add_waits(self, wait: float, number: int) -> None:
-        """`number` outputs came `wait` seconds after those of their requests before."""
+        """Records `number` outputs that came `wait` seconds after the previous outputs of their requests."""
         self.inter_token_latencies[wait] = self.inter_token_latencies.get(wait, 0) + number
 
     def _add_prompt_tokens(self, new: PrefillStats | None, num_context_tokens: int) -> None:
@@ -177,7 +178,7 @@ class IterationStats(msgspec.Struct, gc=False):
         num_cached_tokens: int,
         owner: RequestOwner | None = None,
     ) -> None:
-        """Close the books of a request; its formulas are checklist S0-ST-009."""
+        """Records a finished request and computes its durations."""
         decode_time = _interval(stats.first_token_ts, stats.last_token_ts)
         num_tokens = stats.num_generation_tokens
         self.finished_requests.append(
@@ -201,11 +202,11 @@ class IterationStats(msgspec.Struct, gc=False):
         )
 
     def take_segment(self, session: SessionStats) -> None:
-        """What was closed last was a segment of a session: it goes into the books of that."""
+        """Moves the last finished request, a segment of a session, into the numbers of the session."""
         session.add(self.finished_requests.pop())
 
     def update_from_finished_session(self, session: SessionStats, finish_reason: FinishReason) -> None:
-        """Close the books of a session whose last segment has been added: one request, however many segments."""
+        """Records a finished session as one request. Its last segment has been added."""
         if session.total is not None:
             session.total.e2e_latency = self._time_since(session.arrival_time)
             session.total.finish_reason = finish_reason
@@ -213,9 +214,9 @@ class IterationStats(msgspec.Struct, gc=False):
 
 
 class SessionStats:
-    """The books of one session: those of its segments added up. Time between segments is its user's, not ours.
+    """Numbers of one session: the sums over its segments. Time between segments belongs to the user and is left out.
 
-    `arrival_time` is that of its first input, by the wall clock.
+    `arrival_time` is the wall-clock time of the first input.
     """
 
     __slots__ = ("_num_intervals", "arrival_time", "total")
@@ -224,15 +225,15 @@ class SessionStats:
         self.arrival_time = arrival_time
         self.total: FinishedRequestStats | None = None
         self._num_intervals = 0
-        """From one token to the next, within segments."""
+        """Number of intervals between two tokens of one segment."""
 
     @property
     def num_generation_tokens(self) -> int:
-        """Of all segments."""
+        """Returns the number of tokens generated by all segments."""
         return 0 if self.total is None else self.total.num_generation_tokens
 
     def add(self, segment: FinishedRequestStats) -> None:
-        """One more segment has ended."""
+        """Adds a finished segment."""
         self._num_intervals += max(0, segment.num_generation_tokens - 1)
         before, self.total = self.total, segment
         if before is not None:
@@ -250,13 +251,14 @@ def _add(a: float | None, b: float | None) -> float | None:
 
 
 def _interval(start: float, end: float) -> float | None:
-    """Seconds between two engine stamps; None if one of them was never made."""
+    """Returns the seconds between two engine stamps; None if one of them is missing."""
     return end - start if start and end else None
 
 
 @dataclass(frozen=True, slots=True)
 class HttpExchange:
-    """`handler` is the route's path, never the client's words: those have no bound."""
+    """An answered HTTP request. `handler` is the path of the route: paths sent by clients would make the labels
+    unbounded."""
 
     method: str
     handler: str
@@ -268,12 +270,12 @@ class HttpExchange:
 
 SLEEP_OPERATIONS = ("sleep", "release_kv_cache_memory", "wake")
 WEIGHT_OPERATIONS = ("init", "shutdown", "start", "start_draft", "update", "finish")
-"""vLLM's; of these Quire has `update`."""
+"""vLLM's operations; Quire has `update`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlOperation:
-    """One that has ended, well or not."""
+    """A control operation that has ended, successfully or not."""
 
     operation: str
     """One of SLEEP_OPERATIONS or WEIGHT_OPERATIONS."""
@@ -281,23 +283,23 @@ class ControlOperation:
 
 
 class ControlOperations:
-    """Times what is done inside `timed`, and tells `on_end`."""
+    """Times the operations run inside `timed`, and reports each to `on_end`."""
 
     def __init__(self, on_end: Callable[[ControlOperation], None]) -> None:
         self._on_end = on_end
         self.in_flight: Counter[str] = Counter()
         self.sleep_level = 0
-        """0: awake."""
+        """Current sleep level; 0: awake."""
         self.sleep_time = 0.0
-        """Wall clock of when that was last set; 0 for never."""
+        """Wall-clock time at which `sleep_level` was last set; 0 if it never was."""
 
     def set_sleep_level(self, level: int) -> None:
-        """The engine sleeps that deep from now on."""
+        """Sets the sleep level of the engine."""
         self.sleep_level, self.sleep_time = level, time.time()
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[ControlOperations]:
-        """Around the operation."""
+        """Times the operation that runs in its context."""
         start = time.monotonic()
         self.in_flight[operation] += 1
         try:

@@ -1,6 +1,6 @@
-"""What is true of a frontend at the moment somebody asks: the source of the metrics that are read, not counted.
+"""The state of a frontend at one moment: the source of metrics that are read at each scrape instead of counted.
 
-Several frontends of one server are as one by `merge_facts`, which is commutative and associative.
+`merge_facts` makes one state of those of several frontends. It is commutative and associative.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from quire.frontend.metrics.collect.ledger import RequestLedger, add_counts
 from quire.frontend.metrics.collect.saturation import Saturation
 
 OTHER_ADAPTERS = "other"
-"""The label of all adapters beyond the cap."""
+"""Label of all adapters beyond the cap."""
 MAX_ADAPTER_SERIES = 50
-"""Adapters with series of their own (promise: no client can make the exposition grow without bound)."""
+"""Number of adapters with series of their own. The cap keeps clients from growing the exposition without bound."""
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """How busy the engine is, in a few numbers that cost nothing to make."""
+    """Load of the engine, in a few numbers that are cheap to compute."""
 
     kv_cache_usage: float
     num_running: int
@@ -37,7 +37,7 @@ class AdapterLoad(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @classmethod
     def count(cls, requests: Iterable[tuple[str, bool]]) -> AdapterLoad:
-        """Of (adapter, is it running) per live request."""
+        """Counts requests, each given as (adapter, whether it is running)."""
         running: Counter[str] = Counter()
         waiting: Counter[str] = Counter()
         for adapter, is_running in requests:
@@ -45,11 +45,11 @@ class AdapterLoad(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return cls(running, waiting)
 
     def plus(self, other: AdapterLoad) -> AdapterLoad:
-        """Both in one."""
+        """Returns the sum of both."""
         return AdapterLoad(add_counts(self.running, other.running), add_counts(self.waiting, other.waiting))
 
     def capped(self, limit: int = MAX_ADAPTER_SERIES) -> list[tuple[str, str, int]]:
-        """(adapter, state, requests): the `limit` busiest adapters, and the others together."""
+        """Returns (adapter, state, requests) of the `limit` busiest adapters, and the sum of the others."""
         total = Counter(self.running) + Counter(self.waiting)
         busiest = sorted(total, key=lambda name: (-total[name], name))
         shown, others = busiest[:limit], busiest[limit:]
@@ -62,49 +62,49 @@ class AdapterLoad(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class FrontendFacts(msgspec.Struct, kw_only=True, array_like=True, frozen=True, gc=False):
-    """One moment of one frontend. Made for each snapshot, by the thread that owns what it shows."""
+    """State of one frontend at one moment. Made for each snapshot by the thread that owns the frontend."""
 
     time: float
-    """Wall clock, as all times here."""
+    """Wall clock, like all times here."""
     ledger: RequestLedger
     num_live: dict[str, int]
-    """Requests that have not ended, by "waiting" (no token yet), "running", "resting" (a session without input)."""
+    """Live requests: "waiting" (no token yet), "running", "resting" (a session without input)."""
     num_lost: int = 0
-    """Requests that were live in a process when that was gone."""
+    """Requests that were live in an API process when it exited."""
     num_queued_tokens: int = 0
-    """Of the prompts that wait."""
+    """Tokens of the waiting prompts."""
     admission_rejections: dict[str, int] = {}
-    """User requests, by the limit."""
+    """Rejected user requests, by the limit that rejected them."""
     core_counts: dict[str, int] = {}
-    """`EngineLink.counts`."""
+    """The counts of `EngineLink`."""
     core_restarts: dict[str, int] = {}
     is_core_ready: bool = True
     oldest_arrival: float | None = None
-    """Of the live requests that do not rest; None if there is none."""
+    """Arrival time of the oldest live request that is not resting; None without one."""
     last_step_time: float = 0.0
-    """When the last step was heard of."""
+    """Time at which the last step was received."""
     saturation: Saturation = Saturation()
     sleep_level: int = 0
     sleep_time: float = 0.0
-    """When `sleep_level` was set; 0 if it never was."""
+    """Time at which `sleep_level` was set; 0 if it never was."""
     operations_in_flight: dict[str, int] = {}
     adapters: AdapterLoad = AdapterLoad()
     max_lora: int = 0
     num_processes: dict[str, int] = msgspec.field(default_factory=lambda: {"answered": 1})
-    """Of the server, by "answered", or "late": their last report is what is shown of them."""
+    """Processes of the server: "answered", or "late" (represented by their last report)."""
     num_lost_processes: int = 0
-    """Gone without a last report."""
+    """Processes that exited without a final report."""
 
     @property
     def step_age_s(self) -> float:
-        """Since the last step, while there is something to compute; else 0."""
+        """Returns the seconds since the last step while there is something to compute, else 0."""
         if self.oldest_arrival is None:
             return 0.0
         return max(0.0, self.time - max(self.oldest_arrival, self.last_step_time))
 
 
 def merge_facts(facts: Sequence[FrontendFacts]) -> FrontendFacts:
-    """Frontends of one server as one; at least one."""
+    """Merges the states of the frontends of one server; at least one."""
     return reduce(_merge, facts)
 
 
@@ -136,8 +136,11 @@ def _merge(a: FrontendFacts, b: FrontendFacts) -> FrontendFacts:
 
 
 def close_facts(facts: FrontendFacts, *, is_lost: bool) -> FrontendFacts:
-    """What stays when the frontend is gone, its books closed: its live requests are lost, so that the sums of the
-    ledger go on to add up. `is_lost` if the frontend has not said that it ends."""
+    """Returns what remains of a frontend that has exited: its live requests are lost, so the sums of the ledger still
+    hold.
+
+    `is_lost`: the frontend sent no final report.
+    """
     ledger = facts.ledger
     rejected = add_counts(ledger.rejected, {"lost": ledger.num_in_admission} if ledger.num_in_admission else {})
     return msgspec.structs.replace(

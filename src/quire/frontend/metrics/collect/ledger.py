@@ -1,12 +1,11 @@
-"""The ledger of one frontend: every request that came, and what became of it (promise P12).
+"""The ledger of one frontend: counts of every request received and of its fate (promise P12).
 
-Its unit is the request as the engine core sees it: one that asks for n outputs counts n times, a session once. At every
-moment between two turns of the frontend's loop
+Its unit is the request as the engine core sees it: a request for n outputs counts n times, a session once. At every
+moment between two turns of the event loop
 
-    received = accepted + rejected + in admission        accepted = finished + live
-    generated tokens = delivered + discarded
+received = accepted + rejected + in admission accepted = finished + live generated tokens = delivered + discarded
 
-where the live ones are counted by looking, not by subtracting. Counting costs nothing and is never off.
+where live requests are counted by looking at them, not by subtracting. Counting is cheap and never switched off.
 """
 
 from __future__ import annotations
@@ -41,38 +40,38 @@ REJECTION_REASONS = (
     "error",
     "lost",
 )
-"""The last one: of a process of a server that ended before it had decided."""
+"""The last one, `lost`, stands for a request whose API process exited before it was decided."""
 FINISH_REASONS = (*FINISH_REASON_STRINGS, "deadline", "slow_client")
 DISCARD_REASONS = ("stop_string", "error")
 
 
 def add_counts(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Name by name; what is 0 in both may be missing."""
+    """Returns the sums by name. A name that is 0 in both may be missing."""
     counts = Counter(one)
     counts.update(other)
     return counts
 
 
 class RequestLedger(msgspec.Struct, array_like=True, gc=False):
-    """Plain numbers, by whoever sees a request come or go. Belongs to one thread."""
+    """Counts of requests and tokens. Belongs to one thread."""
 
     num_received: int = 0
     num_in_admission: int = 0
-    """Received, and neither accepted nor rejected yet."""
+    """Requests received and neither accepted nor rejected yet."""
     num_accepted: int = 0
     rejected: dict[str, int] = msgspec.field(default_factory=Counter)
-    """By one of REJECTION_REASONS."""
+    """Counts by the names in REJECTION_REASONS."""
     finished: dict[str, int] = msgspec.field(default_factory=Counter)
-    """By one of FINISH_REASONS."""
+    """Counts by the names in FINISH_REASONS."""
     num_delivered_tokens: int = 0
-    """Part of an answer."""
+    """Tokens that became part of an answer."""
     discarded_tokens: dict[str, int] = msgspec.field(default_factory=Counter)
-    """Generated for a live request and no part of its answer, by one of DISCARD_REASONS."""
+    """Tokens generated for a live request that are no part of its answer, by the names in DISCARD_REASONS."""
     num_late_tokens: int = 0
-    """Generated for a request that had ended here."""
+    """Tokens generated for a request that had already finished here."""
 
     def plus(self, other: RequestLedger) -> RequestLedger:
-        """Both in one, which is new."""
+        """Returns the sum of both as a new ledger."""
         return RequestLedger(
             self.num_received + other.num_received,
             self.num_in_admission + other.num_in_admission,
@@ -85,13 +84,13 @@ class RequestLedger(msgspec.Struct, array_like=True, gc=False):
         )
 
     def receive(self, num_requests: int = 1) -> Receipt:
-        """So many came, in one message. The receipt says what becomes of them."""
+        """Counts requests received in one message. The receipt accepts or rejects each of them."""
         self.num_received += num_requests
         self.num_in_admission += num_requests
         return Receipt(self, num_requests)
 
     def finish(self, finish_reason: FinishReason, error: Exception | None = None) -> None:
-        """An accepted request has ended, with `error` if its time or its reader's was over."""
+        """Counts the end of an accepted request; `error` if it ran out of time or its client read too slowly."""
         if isinstance(error, DeadlineExceededError):
             self.finished["deadline"] += 1
         elif isinstance(error, SlowClientError):
@@ -101,7 +100,7 @@ class RequestLedger(msgspec.Struct, array_like=True, gc=False):
 
 
 class Receipt:
-    """Requests that are in admission: each is accepted or rejected, once."""
+    """Requests that are in admission. Each is accepted or rejected, once."""
 
     __slots__ = ("_ledger", "_num_undecided")
 
@@ -110,7 +109,7 @@ class Receipt:
         self._num_undecided = num_undecided
 
     def accept_one(self) -> None:
-        """One of them is live from now on."""
+        """Counts one of them as accepted."""
         if not self._num_undecided:  # it asked for more outputs than was known when it came
             self._ledger.num_received += 1
         else:
@@ -119,7 +118,7 @@ class Receipt:
         self._ledger.num_accepted += 1
 
     def reject(self, error: BaseException | None) -> None:
-        """What is undecided will not be served, because of `error`. Does nothing where all is decided."""
+        """Rejects the undecided ones because of `error`. Does nothing if all are decided."""
         if self._num_undecided:
             self._ledger.rejected[rejection_reason(error)] += self._num_undecided
             self._ledger.num_in_admission -= self._num_undecided
@@ -127,7 +126,7 @@ class Receipt:
 
 
 def rejection_reason(error: BaseException | None) -> str:
-    """One of REJECTION_REASONS. None stands for a client that left."""
+    """Returns one of REJECTION_REASONS. None stands for a client that disconnected."""
     match error:
         case OverloadedError():
             return str(error.param)

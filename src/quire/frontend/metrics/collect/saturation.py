@@ -1,12 +1,12 @@
-"""How near the engine is to the most it can do: one number that an autoscaler can be given, whatever the requests are.
+"""Saturation: how close the engine is to its limit, as one number for autoscalers that holds for any mix of requests.
 
-Use of the KV cache, or the number of running requests, says little by itself: short answers fill no cache, long prompts
-fill the step's budget with few requests. What ends up binding is time. So the meter learns what a step costs from the
-steps it sees (`StepCosts`), and says which share of the time the present traffic would take if steps were as full as
-they can be: `AT_THE_KNEE` times that share is 0.95 at the most the engine can do, for this mix of prompts and answers.
-Beside it stand the seats, the cache and the queue, which are 1 when they are full; the largest is the saturation.
+KV-cache use or the number of running requests alone means little: short answers fill no cache, and a few long prompts
+fill the token budget of a step. Time is what runs out. The meter therefore learns the cost of a step from the steps it
+sees (`StepCosts`) and computes the share of time that the present traffic would take in steps that are as full as
+possible. `AT_THE_KNEE` times that share is 0.95 when the engine does all it can for this mix of prompts and answers.
+Seats, cache and queue are further shares, each 1 when full. The largest share is the saturation.
 
-Knows no clock: whoever tells it of a step says when that was.
+This module reads no clock: its callers pass time stamps.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from functools import lru_cache
 import msgspec
 
 AT_THE_KNEE = 0.95
-"""What `compute` shows when the engine does all it can. Who adds an engine at 0.9 is to do so about there: not long
-before, when there is room left, and not after, when requests wait, which the other resources tell of."""
+"""Value of `compute` when the engine does all it can. An autoscaler with a threshold of 0.9 thus acts just before
+requests begin to wait, which the other resources show."""
 WINDOW_S = 15.0
 """Time constant of all averages."""
 STEPS_REMEMBERED = 500.0
-"""Of one size: older ones fade."""
+"""Number of steps of one size that count; older ones fade."""
 SIZE_HALF_LIFE_S = 600.0
-"""A size of steps that has not been seen for so long counts half as much as one that has."""
+"""A step size that was not seen for this long counts half."""
 REFIT_S = 1.0
-"""How long a fit is good for."""
+"""Seconds for which a fit is used."""
 _FEW = (4, 16, 64)
 _TOLERANCE = 1e-9
 RESOURCES = ("compute", "seats", "kv_cache", "queue")
@@ -37,7 +37,7 @@ RESOURCES = ("compute", "seats", "kv_cache", "queue")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What the engine was started with."""
+    """Limits that the engine was started with."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -45,27 +45,27 @@ class EngineLimits:
 
 
 class Saturation(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Shares of what there is, each in [0, 1], and the rate at which compute would be used up."""
+    """Shares of each resource, all in [0, 1], and the rate at which compute would be used up."""
 
     by_resource: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
     limit_tokens_per_s: float = 0.0
-    """Prompt and output tokens per second, in the present mix; 0 before anything was measured."""
+    """Prompt and output tokens per second in the present mix; 0 before anything was measured."""
 
     @property
     def value(self) -> float:
-        """The largest share."""
+        """Returns the largest share."""
         return max(self.by_resource.values())
 
     def or_more(self, other: Saturation) -> Saturation:
-        """Of two processes in front of one engine: one of them knows its steps, the fuller queue is the one that
-        matters."""
+        """Returns the larger shares of two processes in front of one engine. Only one of them sees the steps, and the
+        fuller queue counts."""
         shares = {name: max(self.by_resource[name], other.by_resource[name]) for name in RESOURCES}
         return Saturation(shares, max(self.limit_tokens_per_s, other.limit_tokens_per_s))
 
 
 @dataclass(slots=True)
 class _Size:
-    """Steps of about one size: fading sums over them."""
+    """Fading sums over steps of about one size."""
 
     weight: float = 0.0
     outputs: float = 0.0
@@ -76,8 +76,8 @@ class _Size:
 
 @lru_cache(maxsize=64)  # a step is mostly like the one before
 def _parts(num_outputs: float, num_prompt_tokens: float) -> tuple[float, ...]:
-    """What a step's time is a sum of. Rows count several times: the first ones, which have to wait for the weights, may
-    cost more than the later ones, and many may cost more than a few, once the caches are full."""
+    """Returns the terms whose sum is the time of a step. Rows occur in several terms: the first rows wait for the
+    weights and may cost more than later ones; many rows may cost more than a few once the CPU caches are full."""
     first = [min(num_outputs, few) for few in _FEW]
     later = [max(num_outputs - few, 0.0) for few in _FEW]
     return (1.0, num_outputs, *first, *later, 1.0 if num_prompt_tokens else 0.0, num_prompt_tokens)
@@ -85,35 +85,35 @@ def _parts(num_outputs: float, num_prompt_tokens: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds by part of a step, none below 0."""
+    """Seconds per term of a step; none is negative."""
 
     coefficients: tuple[float, ...] = (0.0,) * len(_parts(0, 0))
 
     def decoding_step(self, num_outputs: float) -> float:
-        """One that gives so many outputs."""
+        """Returns the time of a step with this number of outputs and no prompt tokens."""
         return self.predict(_parts(num_outputs, 0.0))
 
     @property
     def prompt_step(self) -> float:
-        """What it costs beside that, if it computes any prompt."""
+        """Returns the extra time of a step that computes any prompt tokens."""
         return self.coefficients[-2]
 
     @property
     def prompt_token(self) -> float:
-        """Each of the prompts' tokens."""
+        """Returns the extra time of each prompt token."""
         return self.coefficients[-1]
 
     def predict(self, parts: Sequence[float]) -> float:
-        """The time of steps whose parts add up to these."""
+        """Returns the time of steps with this sum of terms."""
         seconds: float = sum(map(operator.mul, self.coefficients, parts))
         return seconds
 
 
 class StepCosts:
-    """What steps cost, by non-negative least squares of relative errors over the sizes of steps that were seen.
+    """Cost of steps: non-negative least squares of relative errors over the step sizes seen.
 
-    Sizes are powers of two, and each is remembered for itself: an engine that was full once knows for a long time what
-    a full step costs. A part that never varies cannot be told from the fixed cost, which then gets all of it.
+    Sizes are powers of two, and each is kept separately: an engine that was full once knows for a long time what a full
+    step costs. A term that never varies cannot be separated from the fixed cost, which then includes it.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class StepCosts:
         self._now = 0.0
 
     def add(self, timestamp: float, num_outputs: int, num_prompt_tokens: int, duration_s: float) -> None:
-        """One more step, which ended at `timestamp`."""
+        """Adds a step that ended at `timestamp`."""
         key = num_outputs.bit_length(), num_prompt_tokens.bit_length()
         size = self._sizes.get(key)
         if size is None:
@@ -134,7 +134,7 @@ class StepCosts:
         size.last_ts = self._now = timestamp
 
     def fit(self) -> CostModel:
-        """The model of all that was seen; all zeros if nothing was."""
+        """Fits the model to all steps seen; all zeros without any."""
         count = len(CostModel().coefficients)
         matrix, vector = [[0.0] * count for _ in range(count)], [0.0] * count
         for size in self._sizes.values():
@@ -149,8 +149,8 @@ class StepCosts:
 
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """The x >= 0 with the least squares, from the normal equations: Lawson and Hanson, "Solving Least Squares Problems"
-    (1974), 23. Of parts that cannot be told apart the first gets all."""
+    """Returns the x >= 0 of least squares from the normal equations: Lawson and Hanson, "Solving Least Squares
+    Problems" (1974), 23. Of terms that cannot be separated the first gets all."""
     size = len(vector)
     x, free = [0.0] * size, list[int]()
     for _ in range(3 * size):
@@ -179,7 +179,8 @@ def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
 
 
 def _solve_free(matrix: list[list[float]], vector: list[float], terms: list[int]) -> list[float]:
-    """Gauss on the normal equations of these terms, held together by a little weight on all but the fixed cost."""
+    """Solves the normal equations of these terms by Gaussian elimination, with a small weight on all terms but the
+    fixed cost."""
     size = len(terms)
     rows = [[matrix[i][j] for j in terms] + [vector[i]] for i in terms]
     for k, term in enumerate(terms):
@@ -195,7 +196,7 @@ def _solve_free(matrix: list[list[float]], vector: list[float], terms: list[int]
 
 
 class SaturationMeter:
-    """Takes in each step; `read` says how saturated the engine is."""
+    """Receives each step with `add_step`; `read` returns the saturation."""
 
     def __init__(self, limits: EngineLimits) -> None:
         self._limits = limits
@@ -205,12 +206,12 @@ class SaturationMeter:
         self._last_ts: float | None = None
         self._was_busy = False
         self._elapsed_s = self._outputs = self._prompt_tokens = self._prompt_steps = 0.0
-        """Fading sums: of time, and of what happened in it."""
+        """Fading sums of time and of the work done in it."""
         self._seats = self._kv_usage = 0.0
-        """The same, weighted with time."""
+        """Fading sums weighted with time."""
         self._busy_s = 0.0
         self._parts = [0.0] * len(_parts(0.0, 0.0))
-        """Fading sums of the steps whose time is known: that, and what they did."""
+        """Fading sums of the terms of the steps whose time is known."""
 
     def add_step(
         self,
@@ -222,7 +223,7 @@ class SaturationMeter:
         kv_usage: float,
         has_work_left: bool,
     ) -> None:
-        """A step that ended at `timestamp` decoded so many outputs and computed so many prompt tokens."""
+        """Adds a step that ended at `timestamp`."""
         elapsed_s = 0.0 if self._last_ts is None else max(0.0, timestamp - self._last_ts)
         keep = math.exp(-elapsed_s / WINDOW_S)
         if self._was_busy and elapsed_s and (num_outputs or num_prompt_tokens):
@@ -240,7 +241,7 @@ class SaturationMeter:
         self._last_ts, self._was_busy = timestamp, has_work_left
 
     def read(self, now: float, num_queued_tokens: int = 0) -> Saturation:
-        """At `now`, on the clock of the steps."""
+        """Returns the saturation at `now`, on the clock of the steps."""
         idle_s = 0.0 if self._last_ts is None or self._was_busy else max(0.0, now - self._last_ts)
         keep = math.exp(-idle_s / WINDOW_S)
         elapsed_s = self._elapsed_s * keep + WINDOW_S * (1.0 - keep)
@@ -262,8 +263,8 @@ class SaturationMeter:
         return Saturation(shares, tokens_per_s / compute if compute > 0 else 0.0)
 
     def _compute_share(self, outputs_per_s: float, prompt_per_s: float, most_running: float) -> float:
-        """Of each second: how much of it this traffic takes in steps as full as they can be, if steps are now as much
-        slower or faster than the model says as the last ones were."""
+        """Returns the share of each second that this traffic takes in steps that are as full as possible, corrected by
+        how much recent steps differed from the model."""
         if self._last_ts is not None and self._last_ts >= self._fitted_ts + REFIT_S:
             self._model, self._fitted_ts = self._costs.fit(), self._last_ts
         tokens_per_s = outputs_per_s + prompt_per_s

@@ -1,7 +1,7 @@
-"""A snapshot as text: Prometheus' format 0.0.4, and OpenMetrics 1.0.0, which has exemplars.
+"""Writes snapshots as text: Prometheus format 0.0.4, or OpenMetrics 1.0.0, which has exemplars.
 
-Most series are the same in one scrape as in the one before: their lines are kept, and so is what stands around the
-numbers of the others.
+Most series do not change between two scrapes: their lines are kept, and so is the text around the numbers of the
+others.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import math
 import re
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Literal, Protocol
+from typing import Literal
 
 from quire.frontend.metrics.publish.snapshot import Exemplar, Family, Series, format_value
+from quire.frontend.metrics.publish.store import CountedRow
 
 Format = Literal["text", "openmetrics"]
 CONTENT_TYPES: dict[Format, str] = {
@@ -20,17 +21,17 @@ CONTENT_TYPES: dict[Format, str] = {
     "openmetrics": "application/openmetrics-text; version=1.0.0; charset=utf-8",
 }
 MAX_EXEMPLAR_CHARS = 128
-"""Of an exemplar's label names and values together, as OpenMetrics limits them."""
+"""Limit of OpenMetrics for the label names and values of an exemplar together."""
 MAX_REMEMBERED = 1000
-"""Series of a family whose lines are kept although they are not there any more."""
+"""Number of vanished series of a family whose lines are kept."""
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _UNREADABLE = re.compile(r"[^\x20-\x7e]|[\\\"{}#,=]")
-"""What parsers of exemplars stumble over, escaped or not."""
+"""Characters that parsers of exemplars mishandle, escaped or not."""
 _HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
 
 
 def choose_format(accept: str) -> Format:
-    """What a scraper that sends this Accept header is given: OpenMetrics only if it asks for it."""
+    """Returns the format for a scraper that sends this Accept header: OpenMetrics only on request."""
     for part in accept.split(","):
         media_type, *params = (piece.strip().lower() for piece in part.split(";"))
         if media_type == "application/openmetrics-text" and "q=0" not in params:
@@ -41,44 +42,34 @@ def choose_format(accept: str) -> Format:
 
 
 class Exposition:
-    """Writes snapshots of one process. Remembers what it has written of each series: what has not changed since is not
-    written again, so a scrape costs what has happened since the last one."""
+    """Writes snapshots of one process. It keeps the text of each series, so a scrape costs as much as has changed since
+    the last one."""
 
     def __init__(self) -> None:
         self._families: dict[tuple[str, Format], _FamilyText] = {}
 
     def write(self, families: Iterable[Family], format: Format = "text") -> str:
-        """All of it, without the end mark of OpenMetrics: other collectors may follow."""
+        """Returns all families as text, without the end mark of OpenMetrics: other collectors may follow."""
         return "".join([self.write_family(family, format) for family in families])
 
     def write_family(self, family: Family, format: Format) -> str:
-        """One metric."""
+        """Returns one family as text."""
         written = self._families.get((family.name, format))
         if written is None:
             written = self._families[family.name, format] = _FamilyText(family, format == "openmetrics")
         return written.write(family)
 
 
-class LiveFamily(Protocol):
-    """A metric where it is counted."""
-
-    changes: int
-    """Grows whenever `family` may have changed."""
-
-    def family(self) -> Family | None:
-        """As it is now; None if it is not to be shown."""
-
-
 class LiveExposition:
-    """Writes metrics where they are counted, on the thread that counts. What has not changed is not looked at."""
+    """Writes metrics directly from the store, on the thread that counts. Unchanged ones are not looked at."""
 
-    def __init__(self, rows: Iterable[LiveFamily]) -> None:
+    def __init__(self, rows: Iterable[CountedRow]) -> None:
         self._rows = list(rows)
         self._exposition = Exposition()
         self._written: dict[Format, list[tuple[int, str]]] = {}
 
     def write(self, format: Format) -> str:
-        """All of them as they are now."""
+        """Returns the present values of all metrics as text."""
         written = self._written.setdefault(format, [(-1, "")] * len(self._rows))
         parts = []
         for position, row in enumerate(self._rows):
@@ -92,7 +83,7 @@ class LiveExposition:
 
 
 class _FamilyText:
-    """What was written of one family, by the labels of its series."""
+    """Text of one family, by the labels of its series."""
 
     def __init__(self, family: Family, is_openmetrics: bool) -> None:
         self._head = make_head(family, is_openmetrics)
@@ -100,7 +91,7 @@ class _FamilyText:
         self._series: dict[tuple[str, ...], _SeriesText] = {}
 
     def write(self, family: Family) -> str:
-        """All lines."""
+        """Returns all lines."""
         known = self._series
         if len(known) > MAX_REMEMBERED + len(family.series):  # labels that come and go
             known.clear()
@@ -116,7 +107,7 @@ class _FamilyText:
 
 
 class _SeriesText:
-    """The lines of one series, and the numbers in them. An exemplar only changes together with a count."""
+    """The lines of one series, and their numbers. An exemplar changes only together with a count."""
 
     __slots__ = ("_prefixes", "_template", "counts", "text", "value")
 
@@ -130,7 +121,7 @@ class _SeriesText:
         self._template = "".join(prefix.replace("%", "%%") + end + "\n" for prefix, end in pairs)
 
     def update(self, series: Series, is_openmetrics: bool) -> None:
-        """Write them anew."""
+        """Writes the lines again."""
         self.value, self.counts = series.value, series.counts.copy()
         value = format_value(series.value)
         if len(self._prefixes) == 1:
@@ -149,14 +140,14 @@ class _SeriesText:
 
 
 def make_head(family: Family, is_openmetrics: bool) -> str:
-    """The two lines before a family's series."""
+    """Returns the two lines before the series of a family."""
     name = family.name + ("_total" if family.kind == "counter" and not is_openmetrics else "")
     text = family.help.translate(_ESCAPES if is_openmetrics else _HELP_ESCAPES)
     return f"# HELP {name} {text}\n# TYPE {name} {family.kind}\n"
 
 
 def make_prefixes(family: Family, labels: tuple[str, ...]) -> list[str]:
-    """Everything of a series' lines that stands before the number: buckets, then sum and count."""
+    """Returns the text before each number of a series: buckets, then sum and count."""
     pairs = [f'{name}="{value.translate(_ESCAPES)}"' for name, value in zip(family.label_names, labels, strict=True)]
     own = "{" + ",".join(pairs) + "}" if pairs else ""
     name = family.name
@@ -173,7 +164,7 @@ def make_prefixes(family: Family, labels: tuple[str, ...]) -> list[str]:
 
 
 def format_exemplar(exemplar: Exemplar | None) -> str:
-    """What follows a bucket's number."""
+    """Returns the text after the number of a bucket."""
     if exemplar is None:
         return ""
     room = MAX_EXEMPLAR_CHARS

@@ -1,4 +1,4 @@
-"""Statistics as Prometheus reads them: the rows of the catalog, counted in this process and written when it asks."""
+"""The Prometheus exporter: the rows of the catalog, counted in this process and written at a scrape."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ HAS_FAILED = "the metrics exporter has failed and counts nothing any more; the l
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSetup:
-    """What one server exports."""
+    """Settings of the exporter of one server."""
 
     model_name: str
     max_model_len: int = 1 << 20
     conditions: frozenset[str] = frozenset()
-    """Of the catalog's, those that hold: features that are on."""
+    """Conditions of the catalog that hold: features that are on."""
     cache_config: Mapping[str, str] = field(default_factory=dict)
     """Labels of `vllm:cache_config_info`."""
     custom_buckets: Mapping[str, Any] | None = None
@@ -41,9 +41,9 @@ class MetricsSetup:
 
 
 class PrometheusStatLogger(StatLogger):
-    """Counts everything in the catalog. Belongs to the thread that records; `snapshot` is to be called there, too.
+    """Counts every row of the catalog. Belongs to the thread that records, and so does `snapshot`.
 
-    `get_facts` says what is true now; without it the metrics that are read from there stay at 0.
+    `get_facts` returns the present state; without it the rows that read the state stay at 0.
     """
 
     is_patient = True
@@ -57,7 +57,7 @@ class PrometheusStatLogger(StatLogger):
         self._get_facts = get_facts
         self._clock = clock
         self.has_failed = False
-        """Something was told that could not be counted."""
+        """Something could not be counted."""
         hidden = LAZY - setup.conditions
         specs = [spec for spec in METRICS if not spec.condition or spec.condition in setup.conditions | hidden]
         make_store = partial(
@@ -70,7 +70,7 @@ class PrometheusStatLogger(StatLogger):
         )
         self._store = make_store(spec for spec in specs if spec.source is not FrontendFacts)
         self._facts = make_store(spec for spec in specs if spec.source is FrontendFacts)
-        """Counts nothing: it puts facts, of one process or of all, into the catalog's words."""
+        """Counts nothing: it turns the state of one process, or of all, into rows."""
         self._order = {spec.full_name: position for position, spec in enumerate(specs)}
         if setup.cache_config:
             for engine in setup.engines:
@@ -83,7 +83,7 @@ class PrometheusStatLogger(StatLogger):
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:
-        """Count what a step, or a batch of its outputs, brought. Raises ServerError for what cannot be counted."""
+        """Counts a step, or a batch of its outputs. Raises ServerError for statistics that cannot be counted."""
         self.record_all((StepReport(scheduler_stats, iteration_stats, engine_index, self._clock()),))
 
     def record_all(self, reports: Sequence[StepReport]) -> None:
@@ -97,8 +97,8 @@ class PrometheusStatLogger(StatLogger):
             logger.exception("what the engine did cannot be counted")
             raise ServerError(HAS_FAILED) from e
 
-    def _look(self) -> None:
-        """Before anybody does."""
+    def _prepare(self) -> None:
+        """Prepares for a read. Raises ServerError after a failure."""
         self.catch_up()
         if self.has_failed:
             raise ServerError(HAS_FAILED)
@@ -107,38 +107,38 @@ class PrometheusStatLogger(StatLogger):
         self._store.record(operation)
 
     def record_exchange(self, exchange: HttpExchange) -> None:
-        """An HTTP request was answered."""
+        """Counts an answered HTTP request."""
         self._store.record(exchange)
 
     def snapshot(self) -> MetricsSnapshot:
-        """All metrics of this process at this moment."""
-        self._look()
+        """Returns all metrics of this process at this moment."""
+        self._prepare()
         return self._arrange(self._store.snapshot(), None if self._get_facts is None else self._get_facts())
 
     def exposition(self, format: Format = "text") -> str:
-        """The same as text, without OpenMetrics' end mark."""
-        self._look()
+        """Returns the same as text, without OpenMetrics' end mark."""
+        self._prepare()
         if self._get_facts is not None:
             self._facts.record(self._get_facts())
         return self._live.write(format) + self._exposition.write(self._store.infos, format)
 
     def report(self, process: MetricsSnapshot) -> ProcessReport:
-        """The same for others to merge with theirs; `process` is what `ProcessMetrics` say."""
+        """Returns the same for merging with other processes; `process` is the snapshot of `ProcessMetrics`."""
         assert self._get_facts is not None  # FrontendStats gives them
-        self._look()
+        self._prepare()
         return ProcessReport(self._store.snapshot(), self._get_facts(), process)
 
     def write(self, report: ProcessReport, format: Format = "text") -> str:
-        """A report, of this process or of several, as text without OpenMetrics' end mark."""
+        """Returns a report, of this process or merged, as text without OpenMetrics' end mark."""
         families = self._arrange(report.counted, report.facts).families + report.process.families
         return self._exposition.write(families, format)
 
     def read(self, report: ProcessReport) -> MetricsSnapshot:
-        """The metrics of the catalog in a report."""
+        """Returns the metrics of the catalog in a report."""
         return self._arrange(report.counted, report.facts)
 
     def _arrange(self, counted: MetricsSnapshot, facts: FrontendFacts | None) -> MetricsSnapshot:
-        """What was counted and what is true, in the order of the catalog."""
+        """Returns counted rows and rows of the state, in the order of the catalog."""
         if facts is not None:
             self._facts.record(facts)
         families = counted.families + self._facts.snapshot().families
@@ -147,7 +147,7 @@ class PrometheusStatLogger(StatLogger):
 
 
 def _get_events(reports: Sequence[StepReport]) -> tuple[Sequence[object], ...]:
-    """All there is to count, by kind."""
+    """Returns all events in the reports, by type."""
     steps = [report.scheduler_stats for report in reports if report.scheduler_stats is not None]
     batches = [report.iteration_stats for report in reports if report.iteration_stats is not None]
     return (

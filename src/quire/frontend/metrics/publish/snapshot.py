@@ -26,7 +26,7 @@ from quire.frontend.metrics.collect.facts import FrontendFacts, close_facts, mer
 
 
 class Exemplar(msgspec.Struct, array_like=True, gc=False):
-    """The latest observation of one bucket, and whose it was."""
+    """The latest observation of one bucket."""
 
     value: float
     timestamp: float
@@ -34,29 +34,30 @@ class Exemplar(msgspec.Struct, array_like=True, gc=False):
 
 
 class Series(msgspec.Struct, array_like=True, gc=False):
-    """One set of label values: a number, or what was observed."""
+    """The number, or the observations, of one set of label values."""
 
     labels: tuple[str, ...]
     value: float = 0.0
-    """Of a counter or a gauge; the sum of what was observed."""
+    """Value of a counter or a gauge; sum of the observations otherwise."""
     counts: list[int] = []
-    """Of a histogram: per bucket, not cumulative, the last one without bound. Of a summary: one number."""
+    """Observations per bucket of a histogram, not cumulative, the last bucket without bound. One number for a summary.
+    """
     stamp: float = 0.0
-    """Of a gauge: when it was true, by the wall clock."""
+    """Wall-clock time at which a gauge was true."""
     exemplars: dict[int, Exemplar] = {}
-    """By bucket."""
+    """Exemplars by bucket."""
 
     @property
     def count(self) -> int:
-        """How often something was observed."""
+        """Returns the number of observations."""
         return sum(self.counts)
 
 
 class Family(msgspec.Struct, array_like=True, gc=False):
-    """One metric: its series and what they mean."""
+    """One metric with its series."""
 
     name: str
-    """As in queries, without the `_total` of a counter."""
+    """Name as in queries, without the `_total` of a counter."""
     kind: Kind
     help: str
     label_names: tuple[str, ...]
@@ -65,32 +66,32 @@ class Family(msgspec.Struct, array_like=True, gc=False):
 
 
 class MetricsSnapshot(msgspec.Struct, array_like=True, gc=False):
-    """The families in the order of the catalog."""
+    """The families of all metrics, in the order of the catalog."""
 
     families: list[Family]
 
     def find(self, name: str) -> Family:
-        """The family called `name`. Raises KeyError."""
+        """Returns the family called `name`. Raises KeyError."""
         for family in self.families:
             if family.name == name:
                 return family
         raise KeyError(name)
 
     def value(self, name: str, *labels: str) -> float:
-        """The value (or sum) of one metric, added up over its series, or of those whose labels include `labels`."""
+        """Returns the value (or sum) of one metric, added over all series whose labels include `labels`."""
         wanted = set(labels)
         return sum(series.value for series in self.find(name).series if wanted <= set(series.labels))
 
     def count(self, name: str) -> int:
-        """How often a histogram was observed, in all its series."""
+        """Returns the number of observations of a histogram in all its series."""
         return sum(series.count for series in self.find(name).series)
 
 
 def merge_snapshots(snapshots: Iterable[MetricsSnapshot]) -> MetricsSnapshot:
-    """Several processes in front of the same engines as one. Counters and observations add up; a gauge speaks of the
-    engine, and who heard of it last is right.
+    """Merges the snapshots of several processes in front of the same engines. Counters and observations are added; of a
+    gauge, which describes the engine, the latest value is taken.
 
-    Commutative and associative. Raises ValueError where two processes do not mean the same by a name.
+    Commutative and associative. Raises ValueError if two processes define a metric differently.
     """
     families: dict[str, Family] = {}
     for snapshot in snapshots:
@@ -127,25 +128,25 @@ def _merge_family(into: Family, other: Family) -> None:
 
 
 class ProcessReport(msgspec.Struct, array_like=True, gc=False):
-    """Made in one go by the thread that counts."""
+    """Report of one process. Made in one go by the thread that counts."""
 
     counted: MetricsSnapshot
-    """The rows that events are counted in."""
+    """The rows in which events are counted."""
     facts: FrontendFacts
     process: MetricsSnapshot
-    """Families with the label `process`; of a merged report, those of every process that lives."""
+    """Families with the label `process`; in a merged report those of every live process."""
 
     def close(self, *, is_lost: bool) -> ProcessReport:
-        """What stays of it when its process is gone; `is_lost` if that ended without saying so."""
+        """Returns what remains of it after its process has exited; `is_lost`: the process sent no final report."""
         return ProcessReport(self.counted, close_facts(self.facts, is_lost=is_lost), MetricsSnapshot([]))
 
     def note_late(self) -> ProcessReport:
-        """The same as the word of a process that does not answer now."""
+        """Returns the same as the report of a process that does not answer now."""
         return msgspec.structs.replace(self, facts=msgspec.structs.replace(self.facts, num_processes={"late": 1}))
 
 
 def merge_reports(reports: Sequence[ProcessReport]) -> ProcessReport:
-    """Several processes of one server as one; at least one. Raises ValueError where they are of different versions."""
+    """Merges the reports of the processes of one server; at least one. Raises ValueError if their versions differ."""
     return ProcessReport(
         merge_snapshots(report.counted for report in reports),
         merge_facts([report.facts for report in reports]),
@@ -159,7 +160,7 @@ _POSITION = "position"
 
 @dataclass(frozen=True)
 class Metric:
-    """One series of one metric: the name as in queries (a counter's without `_total`) and all its labels."""
+    """One series of one metric: its name as in queries (without the `_total` of a counter) and all its labels."""
 
     name: str
     labels: dict[str, str] = field(default_factory=dict)
@@ -167,28 +168,28 @@ class Metric:
 
 @dataclass(frozen=True)
 class Counter(Metric):
-    """How much there was since the start."""
+    """A number that only grows."""
 
     value: float = 0
 
 
 @dataclass(frozen=True)
 class Vector(Metric):
-    """A counter per position."""
+    """A counter for each position."""
 
     values: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Gauge(Metric):
-    """How much there is."""
+    """A number that goes up and down."""
 
     value: float = 0.0
 
 
 @dataclass(frozen=True)
 class Histogram(Metric):
-    """What was observed. `buckets` are cumulative, by upper bound as Prometheus writes it; "+Inf" has all."""
+    """Observations. `buckets` are cumulative, by upper bound as Prometheus writes it; "+Inf" has all."""
 
     count: int = 0
     sum: float = 0.0
@@ -196,14 +197,14 @@ class Histogram(Metric):
 
 
 def format_value(value: float) -> str:
-    """A number as Prometheus reads it: 1.0, 0.25, +Inf."""
+    """Returns a number as Prometheus reads it: 1.0, 0.25, +Inf."""
     if math.isfinite(value):
         return repr(float(value))
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
 def read_metrics(snapshot: MetricsSnapshot, prefix: str = VLLM) -> list[Metric]:
-    """The metrics whose names begin with `prefix`, in the order of the catalog."""
+    """Returns the metrics whose names begin with `prefix`, in the order of the catalog."""
     metrics: list[Metric] = []
     for family in snapshot.families:
         if not family.name.startswith(prefix):

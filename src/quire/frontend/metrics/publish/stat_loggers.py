@@ -1,6 +1,6 @@
-"""Where statistics go: a list of loggers. A new exporter is a class with `record`, named by --stat-loggers.
+"""Statistics loggers. A new exporter is a class with `record`, named by --stat-loggers.
 
-Two of Quire's own are here, too: the statistics line of the log, and the list of requests that finished last.
+Two of Quire's own are here, too: the statistics line of the log, and the list of recently finished requests.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -32,13 +32,13 @@ from quire.wire.stats import BaseCacheStats, SchedulerStats, SpecDecodingStats
 logger = init_logger(__name__)
 
 MAX_REPORTS_KEPT = 128
-"""For patient loggers."""
+"""Number of reports collected for patient loggers."""
 MAX_PATIENCE_S = 1.0
-"""What they are told is not older, while there are steps."""
+"""Longest time that reports are collected, while there are steps."""
 
 
 class StepReport(msgspec.Struct, frozen=True, gc=False):
-    """What the loggers are told of a batch of a step's outputs, at `time` by the wall clock."""
+    """Statistics of a batch of a step's outputs; `time` is wall clock."""
 
     scheduler_stats: SchedulerStats | None
     iteration_stats: IterationStats | None
@@ -47,19 +47,19 @@ class StepReport(msgspec.Struct, frozen=True, gc=False):
 
 
 class StatLogger(ABC):
-    """Takes the statistics of every step. Must be quick; one that raises is dropped.
+    """Receives the statistics of every step. Must be quick; a logger that raises is dropped.
 
-    One that --stat-loggers names is made with the engine's configuration as its one argument.
+    A class named by --stat-loggers is constructed with the engine configuration as its only argument.
     """
 
     is_patient: ClassVar[bool] = False
-    """May be told of many steps together: a step of the model empties the caches, and telling of one step then takes as
-    long as telling of ten more. Whoever reads such a logger has it `catch_up` first."""
+    """True for a logger that may receive many steps together. A step of the model empties the CPU caches, so passing on
+    one report then costs as much as passing on ten more. Readers of such a logger call `catch_up` first."""
     catch_up: Callable[[], None] = staticmethod(lambda: None)
-    """Has it told of everything that has happened."""
+    """Makes the manager pass on all reports collected so far."""
 
     def record_all(self, reports: Sequence[StepReport]) -> None:
-        """Several of them, oldest first."""
+        """Records several reports, oldest first."""
         for report in reports:
             self.record(report.scheduler_stats, report.iteration_stats, report.engine_index)
 
@@ -67,24 +67,25 @@ class StatLogger(ABC):
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:
-        """A snapshot of the scheduler after a step, and what a batch of outputs delivered (checklist S0-ST-013)."""
+        """Records the state of the scheduler after a step, and the numbers of a batch of outputs."""
 
     def record_operation(self, operation: ControlOperation) -> None:  # noqa: B027 - most exporters have no use for it
-        """A control operation has ended."""
+        """Records a control operation that has ended."""
 
     def record_exchange(self, exchange: HttpExchange) -> None:  # noqa: B027 - as above
-        """An HTTP request was answered."""
+        """Records an answered HTTP request."""
 
     def log(self) -> None:  # noqa: B027 - an exporter that is only ever scraped has nothing to do here
-        """Writes out what was recorded since the last time, if this logger writes at all."""
+        """Writes the statistics recorded since the last call, if this logger writes at all."""
 
     def log_regularly(self) -> None:
-        """Called by a server at every interval, also while nothing is recorded. Logs, unless `record` just has."""
+        """Called by a server at every interval, also while nothing is recorded. Calls `log`, unless `record` has just
+        done so."""
         self.log()
 
 
 class StatLoggerManager:
-    """Passes statistics to every logger. A logger that raises is reported once and dropped: it may not cost a token.
+    """Passes statistics to every logger. A logger that raises is reported once and dropped: it must not cost a token.
 
     `clock` is the wall clock.
     """
@@ -92,24 +93,24 @@ class StatLoggerManager:
     def __init__(self, loggers: Sequence[StatLogger] = (), clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._reports: list[StepReport] = []
-        """That patient loggers have not been told."""
+        """Reports that patient loggers have not received."""
         self.loggers: list[StatLogger] = []
-        self._hurried: list[StatLogger] = []
-        """Those that are not patient."""
+        self._immediate: list[StatLogger] = []
+        """Loggers that are not patient."""
         for stat_logger in loggers:
             self.add(stat_logger)
 
     def add(self, stat_logger: StatLogger) -> None:
-        """One more. Where statistics are off it is never told of anything."""
+        """Adds a logger. Where statistics are off it never receives anything."""
         self.catch_up()  # what was before is not for it
         self.loggers.append(stat_logger)
         if stat_logger.is_patient:
             stat_logger.catch_up = self.catch_up
         else:
-            self._hurried.append(stat_logger)
+            self._immediate.append(stat_logger)
 
     def drop(self, kind: type[StatLogger]) -> None:
-        """Do without the loggers of this kind: another process has one for all."""
+        """Removes the loggers of this kind: another process has one for all."""
         for stat_logger in list(self.loggers):
             if isinstance(stat_logger, kind):
                 self._remove(stat_logger)
@@ -117,36 +118,37 @@ class StatLoggerManager:
     def _remove(self, stat_logger: StatLogger) -> None:
         self.loggers.remove(stat_logger)
         if not stat_logger.is_patient:
-            self._hurried.remove(stat_logger)
+            self._immediate.remove(stat_logger)
 
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:
-        """Tell every logger of a batch of outputs: now, or the patient ones before they are read."""
+        """Passes the statistics of a batch of outputs to every logger: at once, or to patient ones before they are
+        read."""
         now = self._clock()
         report = StepReport(scheduler_stats, iteration_stats, engine_index, now)
-        if self._hurried:
-            self._tell(self._hurried, (report,))
+        if self._immediate:
+            self._send(self._immediate, (report,))
         reports = self._reports
         reports.append(report)
         if len(reports) >= MAX_REPORTS_KEPT or not 0 <= now - reports[0].time < MAX_PATIENCE_S:
             self.catch_up()
 
-    def _tell(self, loggers: Sequence[StatLogger], reports: Sequence[StepReport]) -> None:
+    def _send(self, loggers: Sequence[StatLogger], reports: Sequence[StepReport]) -> None:
         self._each(lambda stat_logger: stat_logger.record_all(reports), loggers)
 
     def catch_up(self) -> None:
-        """Tell patient loggers what they have not been told."""
+        """Passes the collected reports to patient loggers."""
         reports, self._reports = self._reports, []
         if reports:
-            self._tell([stat_logger for stat_logger in self.loggers if stat_logger.is_patient], reports)
+            self._send([stat_logger for stat_logger in self.loggers if stat_logger.is_patient], reports)
 
     def record_operation(self, operation: ControlOperation) -> None:
-        """Tell every logger of a control operation."""
+        """Passes a control operation to every logger."""
         self._each(lambda stat_logger: stat_logger.record_operation(operation))
 
     def record_exchange(self, exchange: HttpExchange) -> None:
-        """Tell every logger of an HTTP request."""
+        """Passes an HTTP request to every logger."""
         self._each(lambda stat_logger: stat_logger.record_exchange(exchange))
 
     def log(self) -> None:
@@ -170,7 +172,7 @@ class StatLoggerManager:
 
 
 def load_stat_logger(name: str, config: EngineConfig) -> StatLogger:
-    """The logger that `name` ("package.module:Class") names, made for this engine. Raises ConfigError."""
+    """Returns the logger that `name` ("package.module:Class") names, made for this engine. Raises ConfigError."""
     factory = resolve(name)
     stat_logger = factory(config)
     if not isinstance(stat_logger, StatLogger):
@@ -182,11 +184,11 @@ def load_stat_logger(name: str, config: EngineConfig) -> StatLogger:
 
 
 class LoggingStatLogger(StatLogger):
-    """One line of throughput and load every QUIRE_LOG_STATS_INTERVAL seconds, per engine.
+    """Writes one line of throughput and load every QUIRE_LOG_STATS_INTERVAL seconds, per engine.
 
-    At level DEBUG while nothing happens: the first quiet interval is still said aloud, so that the last line of a busy
-    time does not stay for ever. Prompt tokens are those computed. Of several processes of one server the one that the
-    core tells its statistics speaks for all; the others are quiet.
+    The level is DEBUG while nothing happens, except for the first quiet interval, so that the line of a busy time is
+    not the last one. Prompt tokens are the computed ones. Of several processes of a server only the one that receives
+    the statistics of the core writes the line.
     """
 
     is_patient = True
@@ -195,34 +197,25 @@ class LoggingStatLogger(StatLogger):
         self._clock = clock
         self._interval = envs.LOG_STATS_INTERVAL.number()
         self._last_log = clock()
-        self._engines: dict[int, _EngineLine] = {}
+        self._engines: defaultdict[int, _EngineLine] = defaultdict(_EngineLine)
 
     def record_all(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
-            self._count(report.scheduler_stats, report.iteration_stats, report.engine_index)
+            self._engines[report.engine_index].add(report.scheduler_stats, report.iteration_stats)
         self._log_after(self._interval)  # not between two of them: the next line would have tokens and no time
 
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:
-        self._count(scheduler_stats, iteration_stats, engine_index)
-        self._log_after(self._interval)
-
-    def _count(
-        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int
-    ) -> None:
-        engine = self._engines.get(engine_index)
-        if engine is None:
-            engine = self._engines[engine_index] = _EngineLine()
-        engine.add(scheduler_stats, iteration_stats)
+        self.record_all((StepReport(scheduler_stats, iteration_stats, engine_index, 0.0),))
 
     def _log_after(self, duration_s: float) -> None:
         if self._clock() - self._last_log >= duration_s:
             self.log()
 
     def log_regularly(self) -> None:
-        # Half an interval: this clock and the server's beat at one rate, but not at one time. A line just after
-        # another would have next to no time to divide its tokens by.
+        # The server's timer fires shortly before or after a step logs. A second line within half an interval would
+        # divide its tokens by next to no time.
         self._log_after(self._interval / 2)
 
     def log(self) -> None:
@@ -236,7 +229,7 @@ class LoggingStatLogger(StatLogger):
 
 
 class _EngineLine:
-    """What one engine did since its last line."""
+    """Counts of one engine since its last line."""
 
     def __init__(self) -> None:
         self._num_prompt_tokens = self._num_generation_tokens = self._num_preemptions = 0
@@ -261,7 +254,7 @@ class _EngineLine:
             self._num_accepted_tokens += stats.num_accepted_tokens
 
     def take_line(self, elapsed_s: float) -> tuple[int, str]:
-        """Its level and text; counting starts anew."""
+        """Returns the level and the text of the line, and resets the counts."""
         stats = self._scheduler_stats
         num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         parts = [
@@ -287,7 +280,7 @@ class _EngineLine:
 
 
 class CachingMetrics:
-    """The hit rate of a cache over the last `max_recent_requests` look-ups."""
+    """Hit rate of a cache over the last `max_recent_requests` look-ups."""
 
     def __init__(self, max_recent_requests: int = 1000) -> None:
         self._max_recent = max_recent_requests
@@ -295,7 +288,7 @@ class CachingMetrics:
         self._requests = self._queries = self._hits = 0
 
     def observe(self, stats: BaseCacheStats) -> None:
-        """Take in what a report counted; a report of an emptied cache starts the window anew."""
+        """Counts a report. A report of an emptied cache starts the window anew."""
         if stats.reset:
             self._window.clear()
             self._requests = self._queries = self._hits = 0
@@ -313,7 +306,7 @@ class CachingMetrics:
 
     @property
     def hit_rate(self) -> float:
-        """Hits per query, 0..1; 0 before the first query."""
+        """Returns hits per query, 0..1; 0 before the first query."""
         return self._hits / self._queries if self._queries else 0.0
 
 
@@ -321,12 +314,12 @@ MAX_RECENT = 256
 
 
 class EndedRequest(msgspec.Struct, gc=False):
-    """One request that has ended. Durations in seconds, of stages it reached; `end_time` is wall clock."""
+    """One finished request. Durations in seconds, None for stages it never reached; `end_time` is wall clock."""
 
     number: int
-    """Grows with each that ends: the count of them, or the time where several processes share the numbers."""
+    """Rises with each finished request: their count, or the time if several processes share the numbers."""
     id: str
-    """The user's."""
+    """The id that the user knows."""
     reason: str
     end_time: float
     e2e_s: float
@@ -340,8 +333,8 @@ class EndedRequest(msgspec.Struct, gc=False):
 
 
 class RecentRequests(StatLogger):
-    """Keeps the last `max_recent`. With `clock`, which only grows, its numbers are comparable with those of others that
-    have the same clock."""
+    """Keeps the last `max_recent` finished requests. With a monotonic `clock` that processes share, their numbers are
+    comparable."""
 
     is_patient = True
 
@@ -359,12 +352,12 @@ class RecentRequests(StatLogger):
                 self._ended.append(_describe(stats, self._last_number, iteration_stats.iteration_timestamp))
 
     def now(self) -> int:
-        """What a request that ends from now on has at least as its number."""
+        """Returns the least number of a request that finishes from now on."""
         self.catch_up()
         return 0 if self._clock is None else self._clock()
 
     def after(self, number: int) -> list[EndedRequest]:
-        """Those that ended after the one of this number, oldest first."""
+        """Returns the requests that finished after the one of this number, oldest first."""
         self.catch_up()
         return [ended for ended in self._ended if ended.number > number]
 

@@ -1,4 +1,4 @@
-"""Counts, for each row of the catalog, what the events of one frontend bring; a snapshot is a copy of it all."""
+"""Counts the events of one frontend, for each row of the catalog. A snapshot is a copy of the counts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from quire.frontend.metrics.collect.facts import FrontendFacts
 from quire.frontend.metrics.publish.snapshot import Exemplar, Family, MetricsSnapshot, Series
 
 MAX_SERIES = 1000
-"""Per metric. Labels come from tables, so this is never reached; should it be, what is new is left out."""
+"""Limit of series per metric. Labels come from tables, so it is never reached; beyond it new series are left out."""
 
 
 class MetricsStore:
-    """One frontend's counts, by row. Belongs to one thread.
+    """Counts of one frontend, by row. Belongs to one thread.
 
-    `base` gives the value of each base label but `engine`; `engines` are the indices of the engines, whose series are
-    there from the start. Rows with a condition in `hidden` are left out until something is counted. `clock` is the
-    wall clock.
+    `base` gives the value of each base label but `engine`; the series of `engines` exist from the start. Rows with a
+    condition in `hidden` are left out until something is counted. `clock` is the wall clock.
     """
 
     def __init__(
@@ -51,32 +50,32 @@ class MetricsStore:
         self._infos: dict[str, Family] = {}
 
     def add_info(self, spec: InfoSpec, labels: Mapping[str, str]) -> None:
-        """Say something that will not change; of several engines, once for each."""
+        """Adds constant facts as labels; once for each of several engines."""
         new = Family(spec.full_name, "gauge", spec.help, tuple(labels), series=[])
         self._infos.setdefault(spec.full_name, new).series.append(Series(tuple(labels.values()), 1.0))
 
     def record(self, event: object, engine_index: int = 0) -> None:
-        """Count one event."""
+        """Counts one event."""
         self.record_all((event,), engine_index)
 
     def record_all(self, events: Sequence[object], engine_index: int = 0, time: float | None = None) -> None:
-        """Count events of one kind, which happened at `time` if not now."""
+        """Counts events of one type, which happened at `time` if not now."""
         if events:
             time = self._clock() if time is None else time
             for row in self._by_source.get(type(events[0]), ()):
                 row.record_all(events, engine_index, time)
 
     def snapshot(self) -> MetricsSnapshot:
-        """Everything as it is now."""
+        """Returns a copy of all counts."""
         return MetricsSnapshot([_copy(family) for family in self.families()])
 
     def families(self) -> list[Family]:
-        """The same, to be looked at before anything else is counted: nothing is copied."""
+        """Returns the counts without copying, to be read before anything else is counted."""
         return [family for row in self.rows if (family := row.family()) is not None] + self.infos
 
     @property
     def infos(self) -> list[Family]:
-        """What does not change."""
+        """Families of constant facts."""
         return list(self._infos.values())
 
 
@@ -91,14 +90,14 @@ def _copy(family: Family) -> Family:
 
 
 class CountedRow(ABC):
-    """One metric."""
+    """Series of one row."""
 
     def __init__(
         self, spec: MetricSpec, base: Mapping[str, str], bounds: tuple[float, ...], engines: Sequence[int]
     ) -> None:
         self.spec = spec
         self._bounds = bounds if any(bound % 1 for bound in bounds) else tuple(map(int, bounds))
-        """Whole ones as int: what is counted is quickly compared."""
+        """Bounds that are whole numbers, as int: observations compare faster."""
         self._engines = engines if "engine" in spec.base_labels or not engines else (0,)
         self._is_hidden = not engines
         self._is_per_engine = "engine" in spec.base_labels
@@ -122,7 +121,7 @@ class CountedRow(ABC):
                 self.find(engine, labels)
 
     def find(self, engine_index: int, labels: tuple[str, ...]) -> Series:
-        """The series of one engine and these values of the row's own labels, made if there is none yet."""
+        """Returns the series of one engine and these values of the row's own labels; makes it if there is none."""
         engine_index = engine_index if self._is_per_engine else 0
         series = self._series.get((engine_index, labels))
         if series is None:
@@ -138,20 +137,14 @@ class CountedRow(ABC):
 
     @property
     def _num_buckets(self) -> int:
-        match self.spec.kind:
-            case "histogram":
-                return len(self._bounds) + 1
-            case "summary":
-                return 1
-            case _:
-                return 0
+        return {"histogram": len(self._bounds) + 1, "summary": 1}.get(self.spec.kind, 0)
 
     @abstractmethod
     def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
-        """Take in events, one at least, of the row's source; the last of them happened at `time`."""
+        """Counts one or more events of the row's source; the last one happened at `time`."""
 
     def family(self) -> Family | None:
-        """What was counted, itself; None if the row is hidden and nothing was."""
+        """Returns the family without copying; None if the row is hidden and empty."""
         found = self._get_series()
         if self._is_hidden and not found:
             return None
@@ -173,7 +166,7 @@ class CountedRow(ABC):
 
 
 class _CounterRow(CountedRow):
-    """Adds what each event brings."""
+    """Adds the number of each event."""
 
     def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
         read, read_labelled = self.spec.value, self.spec.samples or self._read
@@ -191,7 +184,7 @@ class _CounterRow(CountedRow):
 
 
 class _FactRow(CountedRow):
-    """What the last event says, and nothing else: a gauge, or a counter that somebody else counts."""
+    """Takes the numbers of the last event: a gauge, or a counter that is counted elsewhere."""
 
     _samples: list[tuple[int, list[Sample]]] | None = None
 
@@ -211,14 +204,14 @@ class _FactRow(CountedRow):
 
 
 class _GaugeRow(CountedRow):
-    """What the last event says, read when a snapshot is made: most events are never looked at.
+    """Takes the numbers of the last event, read when a snapshot is made: most events are never read.
 
-    Series that are not there from the start last as long as events name them.
+    Series that do not exist from the start last as long as events name them.
     """
 
     @cached_property
     def _last(self) -> dict[int, tuple[object, float]]:
-        """By engine, with its time."""
+        """Last event and its time, by engine."""
         return {}
 
     def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
@@ -236,7 +229,7 @@ class _GaugeRow(CountedRow):
 
 
 class _HistogramRow(CountedRow):
-    """Observes what each event brings; remembers whose the latest observation of each bucket was."""
+    """Observes the values of each event, and keeps the owner of the latest observation of each bucket."""
 
     def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
         spec = self.spec
@@ -261,7 +254,7 @@ class _HistogramRow(CountedRow):
             series.value += value * number
 
     def _observe_each(self, events: Sequence[Any], read: Callable[[Any], Any], series: Series, time: float) -> None:
-        """The same for events with one value: a hundred requests may end in one step, most of them alike."""
+        """Observes events with one value each. A hundred requests may end in one step, most with similar values."""
         bounds, counts = self._bounds, series.counts
         latest: dict[int, Any] = {}
         total = 0.0
