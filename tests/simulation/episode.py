@@ -1,4 +1,4 @@
-"""One seed, one episode: the engine, its traffic, and in one of fifty a frontend whose metrics are audited."""
+"""One seed, one episode: the engine, its traffic, and in one of ten a frontend whose metrics are audited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.simulation.audited import AuditedSimulation
 from tests.simulation.harness import Simulation, SimulationError
 from tests.simulation.world import World, draw_operations
 
-AUDITED = 50
+AUDITED = 10
 """One episode in so many has a frontend: a scrape costs three times what an operation does."""
 
 
