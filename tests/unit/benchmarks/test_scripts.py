@@ -11,6 +11,7 @@ import pytest
 
 from quire.worker.kernels.library import native_library
 
+pytestmark = pytest.mark.scripts
 ROOT = Path(__file__).resolve().parents[3]
 needs_kernels = pytest.mark.skipif(native_library() is None, reason="the native kernels are not built")
 

@@ -38,6 +38,7 @@ def test_what_is_not_needed_waits_until_it_is() -> None:
     assert (product, name, mean) == ("24.0 torch.Size([2])", "n module", "0.0")
 
 
+@pytest.mark.scripts
 @pytest.mark.parametrize("module", ["torch._inductor", "torch._dynamo"])
 def test_what_counts_on_all_of_torch_finds_it(module: str) -> None:
     """The profiler asks for the compiler, whose modules import one another in circles."""
