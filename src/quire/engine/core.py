@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 
 from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
-from quire.engine.heartbeat import Pulse
+from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache.sizing import initialize_kv_caches
 from quire.engine.lifecycle import Lifecycle
@@ -75,10 +75,10 @@ class EngineCore:
         log_stats: bool,
         executor_fail_callback: Callable[[], None] | None = None,
         include_finished_set: bool = False,
-        pulse: Pulse | None = None,
+        heartbeat: HeartbeatWriter | None = None,
     ) -> None:
         logger.info("engine core: model %s, executor %s", config.model_config.name, executor_class.__name__)
-        self.pulse = pulse if pulse is not None else Pulse()
+        self.heartbeat = heartbeat if heartbeat is not None else HeartbeatWriter()
         self.structured_output_manager = make_structured_output_manager(config)
         self.structured_output_manager.preload()
         self.executor = executor_class(config)
@@ -175,56 +175,83 @@ class EngineCore:
     # -- steps -------------------------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """One step, start to end."""
-        return self._deliver(self._step)
+        """Runs one step, from start to end. Returns the result of the oldest step that was not returned."""
+        with self._whole_steps() as shield:
+            if not self._undelivered:
+                if not self.scheduler.has_requests():
+                    return {}, False
+                start, output = time.perf_counter(), self._schedule()
+                outputs = self._update(output, self._execute(output, shield), start)
+                self._undelivered.append((outputs, output.total_num_scheduled_tokens > 0))
+        return self._undelivered.popleft()
 
     def step_with_batch_queue(self) -> StepResult:
-        """Keep up to `batch_queue_size` steps in flight. Filling the queue comes before waiting for a result."""
-        return self._deliver(self._step_with_batch_queue)
+        """Keeps up to `batch_queue_size` steps in flight. Filling the queue comes before waiting for a result."""
+        with self._whole_steps() as shield:
+            if not self._undelivered:
+                self._undelivered.append(self._fill_or_take(shield))
+        return self._undelivered.popleft()
 
     def has_work(self) -> bool:
-        """Whether a call of `step_fn` would do anything or has anything to give."""
+        """Returns whether a call of `step_fn` would do anything or return a result."""
         return bool(self._undelivered or self.batch_queue) or self.scheduler.has_requests()
 
     def finish_steps(self) -> None:
-        """Take in the results of all steps in flight, and start no other. The next calls of `step_fn` give them."""
+        """Takes in the results of all steps in flight, and starts no other. The next calls of `step_fn` return them."""
         while self.batch_queue:
-            self._run(lambda shield: (self._take_oldest(shield), True))
+            with self._whole_steps() as shield:
+                self._undelivered.append((self._take_oldest(shield), True))
 
-    def _deliver(self, run_step: Callable[[InterruptShield], StepResult]) -> StepResult:
-        if not self._undelivered:
-            self._run(run_step)
-        return self._undelivered.popleft()
-
-    def _run(self, run_step: Callable[[InterruptShield], StepResult]) -> None:
-        """Run a step whole, or give up all steps in flight: should anyone go on, their requests are computed again."""
+    @contextmanager
+    def _whole_steps(self) -> Iterator[InterruptShield]:
+        """Ctrl-C waits for the end of the block. After an error all steps in flight are given up: the engine stays
+        usable, and their requests are computed again."""
         with InterruptShield() as shield:
             try:
-                self._undelivered.append(run_step(shield))
+                yield shield
             except BaseException:
                 shield.may_break = False
                 self.batch_queue.clear()
                 self.scheduler.abandon_steps()
                 raise
 
-    def _step(self, shield: InterruptShield) -> StepResult:
-        if not self.scheduler.has_requests():
-            return {}, False
-        start = time.perf_counter()
-        scheduler_output = self._schedule()
-        self._announce(scheduler_output)
-        with self._executing(scheduler_output, shield):
-            future = self._execute_later(scheduler_output)
-            grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)  # while the model runs
+    def _schedule(self) -> SchedulerOutput:
+        self.heartbeat.schedule()
+        failpoint("core.step.schedule")
+        output = self.scheduler.schedule()
+        self._announce(output)
+        return output
+
+    def _execute(self, output: SchedulerOutput, shield: InterruptShield) -> ModelRunnerOutput:
+        with self._executing(output, shield):
+            future = self._execute_later(output)
+            grammar_output = self.scheduler.get_grammar_bitmask(output)  # while the model runs
             model_output = future.result()
             if model_output is None:
-                self.scheduler.note_forward(scheduler_output)
+                self.scheduler.note_forward(output)
                 model_output = cast("ModelRunnerOutput", self.executor.sample_tokens(grammar_output))
-        outputs = self._update(scheduler_output, model_output)
-        self._log_iteration(scheduler_output, start)
-        return outputs, scheduler_output.total_num_scheduled_tokens > 0
+        return model_output
 
-    def _step_with_batch_queue(self, shield: InterruptShield) -> StepResult:
+    def _execute_later(self, output: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+        failpoint("core.step.execute", output.num_scheduled_tokens)
+        return cast("Future[ModelRunnerOutput | None]", self.executor.execute_model(output, non_block=True))
+
+    def _update(
+        self, output: SchedulerOutput, model_output: ModelRunnerOutput, start: float
+    ) -> dict[int, EngineCoreOutputs]:
+        self.heartbeat.update()
+        failpoint("core.step.update")
+        self._process_aborts_queue()  # what was aborted while the model ran must not be sent
+        outputs = self.scheduler.update_from_output(output, model_output)
+        if self._log_iterations:
+            logger.info(describe_iteration(self._num_iterations, output, time.perf_counter() - start))
+            self._num_iterations += 1
+        return outputs
+
+    # -- several steps in flight -------------------------------------------------------------------------------
+
+    def _fill_or_take(self, shield: InterruptShield) -> StepResult:
+        """Submits a step if the queue has room, and takes the oldest result if it is there or the queue is full."""
         executed = False
         deferred: _QueuedStep | None = None
         if len(self.batch_queue) < self.batch_queue_size and self.scheduler.has_requests():
@@ -247,73 +274,52 @@ class EngineCore:
         return outputs, executed
 
     def _take_oldest(self, shield: InterruptShield) -> dict[int, EngineCoreOutputs]:
-        """Wait for the oldest step in flight and take its result in."""
+        """Waits for the oldest step in flight and takes its result in."""
         start = time.perf_counter()
         oldest = self.batch_queue.pop()
         self._announce(oldest.output)
         with self._executing(oldest.output, shield):
             model_output = oldest.result()
-        outputs = self._update(oldest.output, model_output)
-        self._log_iteration(oldest.output, start)
-        return outputs
+        return self._update(oldest.output, model_output, start)
 
     def _submit(self, shield: InterruptShield) -> _QueuedStep:
-        """Schedule a step and hand it to the executor, without waiting."""
-        scheduler_output = self._schedule()
-        self._announce(scheduler_output)
-        with self._executing(scheduler_output, shield):
-            exec_future = self._execute_later(scheduler_output)
+        """Schedules a step and hands it to the executor, without waiting."""
+        output = self._schedule()
+        with self._executing(output, shield):
+            exec_future = self._execute_later(output)
             sample_future = None
-            if scheduler_output.total_num_scheduled_tokens and not (
-                self._is_pooling_model or scheduler_output.pending_structured_output_tokens
+            if output.total_num_scheduled_tokens and not (
+                self._is_pooling_model or output.pending_structured_output_tokens
             ):
-                sample_future = self._sample_later(scheduler_output)
-        return _QueuedStep(scheduler_output, exec_future, sample_future)
+                sample_future = self._sample_later(output)
+        return _QueuedStep(output, exec_future, sample_future)
 
-    def _schedule(self) -> SchedulerOutput:
-        self.pulse.schedule()
-        failpoint("core.step.schedule")
-        return self.scheduler.schedule()
-
-    def _announce(self, scheduler_output: SchedulerOutput) -> None:
-        """Say whose step the executor works on from now on: if it never ends, these and no others were in it."""
-        num_tokens, request_ids = scheduler_output.total_num_scheduled_tokens, scheduler_output.num_scheduled_tokens
-        if not self.batch_queue:
-            self.pulse.execute(request_ids, num_tokens)
-        else:
-            steps = [scheduler_output, *(step.output for step in self.batch_queue)]
-            together = dict.fromkeys(chain.from_iterable(step.num_scheduled_tokens for step in steps))
-            self.pulse.execute(together, sum(step.total_num_scheduled_tokens for step in steps))
-
-    def _execute_later(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
-        failpoint("core.step.execute", scheduler_output.num_scheduled_tokens)
-        future = self.executor.execute_model(scheduler_output, non_block=True)
-        return cast("Future[ModelRunnerOutput | None]", future)
-
-    def _sample_later(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
-        future = self.executor.sample_tokens(grammar_output, non_block=True)
+    def _sample_later(self, output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        future = self.executor.sample_tokens(self.scheduler.get_grammar_bitmask(output), non_block=True)
         return cast("Future[ModelRunnerOutput]", future)
 
+    def _announce(self, output: SchedulerOutput) -> None:
+        """Writes the requests of all steps in flight to the heartbeat: if these never end, they and no others were in
+        them."""
+        num_tokens, request_ids = output.total_num_scheduled_tokens, output.num_scheduled_tokens
+        if not self.batch_queue:
+            self.heartbeat.execute(request_ids, num_tokens)
+        else:
+            steps = [output, *(step.output for step in self.batch_queue)]
+            together = dict.fromkeys(chain.from_iterable(step.num_scheduled_tokens for step in steps))
+            self.heartbeat.execute(together, sum(step.total_num_scheduled_tokens for step in steps))
+
     @contextmanager
-    def _executing(self, scheduler_output: SchedulerOutput, shield: InterruptShield) -> Iterator[None]:
-        """Around calls into the executor: a second Ctrl-C breaks them off, and a failure is described in the log."""
+    def _executing(self, output: SchedulerOutput, shield: InterruptShield) -> Iterator[None]:
+        """Around calls into the executor: a second Ctrl-C interrupts them, and a failure is described in the log."""
         shield.may_break = True
         try:
             yield
         except Exception:
-            log_error_detail(logger, scheduler_output, self.scheduler.get_request_counts())
+            log_error_detail(logger, output, self.scheduler.get_request_counts())
             raise
         finally:
             shield.may_break = False
-
-    def _update(
-        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        self.pulse.update()
-        failpoint("core.step.update")
-        self._process_aborts_queue()  # what was aborted while the model ran must not be sent
-        return self.scheduler.update_from_output(scheduler_output, model_output)
 
     def post_step(self, model_executed: bool) -> None:
         """After each step: draft tokens for the next one."""
@@ -321,11 +327,6 @@ class EngineCore:
             drafts = self.executor.take_draft_token_ids()
             if drafts is not None:
                 self.scheduler.update_draft_token_ids(drafts)
-
-    def _log_iteration(self, scheduler_output: SchedulerOutput, start: float) -> None:
-        if self._log_iterations:
-            logger.info(describe_iteration(self._num_iterations, scheduler_output, time.perf_counter() - start))
-            self._num_iterations += 1
 
     def get_snapshot(self) -> EngineSnapshot:
         """The blocks and requests of this moment, for people who watch."""

@@ -43,7 +43,7 @@ class StepTimes:
         return min(guesses)
 
 
-class Pulse:
+class HeartbeatWriter:
     """Writes the heartbeat page of one engine, from the thread that runs its steps but where it says otherwise."""
 
     def __init__(self, page: HeartbeatPage | None = None) -> None:

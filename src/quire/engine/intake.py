@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.engine.heartbeat import Pulse
+from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.request import Request
 from quire.errors import error_name
 from quire.failpoints import failpoint
@@ -81,13 +81,13 @@ class MessageIntake:
         input_queue: SimpleQueue[InputItem],
         aborts_queue: Queue[str | list[str]],
         dropped: DropCounter,
-        pulse: Pulse | None = None,
+        heartbeat: HeartbeatWriter | None = None,
     ) -> None:
         self._preprocess = preprocess
         self._input_queue = input_queue
         self._aborts_queue = aborts_queue
         self._dropped = dropped
-        self._pulse = pulse if pulse is not None else Pulse()
+        self._heartbeat = heartbeat if heartbeat is not None else HeartbeatWriter()
         self._add_decoder = MsgpackDecoder(EngineCoreRequest)
         self._abort_decoder = MsgpackDecoder(list[str])
         self._utility_decoder = MsgpackDecoder(tuple[int, int, str, tuple[Any, ...]])
@@ -114,7 +114,7 @@ class MessageIntake:
                 self._refuse(client_index, request_id, e)
             raise
         core_request.client_index = client_index  # answers go where the question came from, whatever it says
-        self._pulse.begin_intake(core_request.request_id)
+        self._heartbeat.begin_intake(core_request.request_id)
         try:
             prepared = self._preprocess(core_request)
         except Exception as e:
@@ -122,7 +122,7 @@ class MessageIntake:
         else:
             self._input_queue.put((EngineCoreRequestType.ADD, prepared))
             failpoint("core.input.queued", core_request.request_id)
-        self._pulse.end_intake()
+        self._heartbeat.end_intake()
 
     def _refuse(self, client_index: int, request_id: str, error: Exception) -> None:
         refused = RefusedRequest(client_index, request_id, str(error) or type(error).__name__, error_name(error))

@@ -35,7 +35,7 @@ from quire.config.engine import EngineConfig
 from quire.config.server import decode_config
 from quire.engine.core import EngineCore
 from quire.engine.executor.abstract import Executor
-from quire.engine.heartbeat import UTILITY_S, Pulse
+from quire.engine.heartbeat import UTILITY_S, HeartbeatWriter
 from quire.engine.intake import ClientLink, DropCounter, InputItem, MessageIntake, RefusedRequest, UtilityCall
 from quire.engine.io_threads import InputThread, IOThread, OutputItem, OutputThread
 from quire.engine.request import Request, RequestStatus
@@ -106,7 +106,7 @@ class EngineCoreProc(EngineCore):
         log_stats: bool,
         *,
         include_finished_set: bool = False,
-        pulse: Pulse | None = None,
+        heartbeat: HeartbeatWriter | None = None,
     ) -> None:
         self.input_queue: queue.SimpleQueue[InputItem] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[OutputItem] = queue.SimpleQueue()
@@ -124,13 +124,13 @@ class EngineCoreProc(EngineCore):
             log_stats,
             executor_fail_callback=partial(self.report_failure, "Executor failed."),
             include_finished_set=include_finished_set,
-            pulse=pulse,
+            heartbeat=heartbeat,
         )
         self.lifecycle.can_wait = True
-        if self.pulse.is_watched:  # a hang in the very first step should not go unnoticed for long
+        if self.heartbeat.is_watched:  # a hang in the very first step should not go unnoticed for long
             start = time.monotonic()
             self.executor.execute_dummy_batch()
-            self.pulse.learn(1, time.monotonic() - start)
+            self.heartbeat.learn(1, time.monotonic() - start)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class EngineCoreProc(EngineCore):
         while self.is_running and not self.has_work():
             self.lifecycle.notify_idle()
             self._check_threads()
-            self.pulse.idle()
+            self.heartbeat.idle()
             try:
                 item = self.input_queue.get(timeout=IDLE_STAMP_INTERVAL_S)
             except queue.Empty:
@@ -190,12 +190,12 @@ class EngineCoreProc(EngineCore):
                 if data is not None:
                     self._follow_link(data)
             case EngineCoreRequestType.ADD:
-                self.pulse.input()
+                self.heartbeat.input()
                 self._handle_add(data)
             case EngineCoreRequestType.ABORT:
                 self._handle_abort(data)
             case EngineCoreRequestType.UTILITY:
-                self.pulse.input(UTILITY_S)
+                self.heartbeat.input(UTILITY_S)
                 self._handle_utility(data)
             case EngineCoreRequestType.EXECUTOR_FAILED:
                 raise ServerError(data)
@@ -347,7 +347,9 @@ class EngineCoreProc(EngineCore):
             addresses.inputs,
             engine_index,
             lambda sequence: msgspec.msgpack.encode(dataclasses.replace(ready, next_sequence=sequence)),
-            MessageIntake(self.preprocess_add_request, self.input_queue, self.aborts_queue, self.dropped, self.pulse),
+            MessageIntake(
+                self.preprocess_add_request, self.input_queue, self.aborts_queue, self.dropped, self.heartbeat
+            ),
             on_link=self._note_link,
             on_failure=self.report_failure,
             curve=curve,
@@ -440,13 +442,13 @@ def _make_core(metadata: EngineHandshakeMetadata) -> EngineCoreProc:
     page = None if metadata.heartbeat_path is None else HeartbeatPage.open(Path(metadata.heartbeat_path))
     if page is not None:
         page.incarnation = metadata.incarnation
-    pulse = Pulse(page)
-    pulse.starting()
+    heartbeat = HeartbeatWriter(page)
+    heartbeat.starting()
     config = of_incarnation(decode_config(metadata.engine_config), metadata.incarnation)
     executor_class = resolve(config.parallel_config.executor_class)
-    core = EngineCoreProc(config, executor_class, metadata.log_stats, pulse=pulse)
-    pulse.calibrate(core.executor.execute_dummy_batch)
-    pulse.started()
+    core = EngineCoreProc(config, executor_class, metadata.log_stats, heartbeat=heartbeat)
+    heartbeat.calibrate(core.executor.execute_dummy_batch)
+    heartbeat.started()
     gc.enable()
     return core
 
@@ -456,7 +458,7 @@ def _serve(core: EngineCoreProc) -> int:
         core.run_busy_loop()
         watch_the_end()
         core.close()
-        core.pulse.stopped()
+        core.heartbeat.stopped()
     except Exception:
         watch_the_end()
         logger.exception("the engine core has failed")

@@ -1,4 +1,4 @@
-"""A request as the engine core sees it: tokens, how many of them are computed, and where it stands.
+"""A request as the engine core sees it: its tokens, how many of them are computed, and its state.
 
 There is no prefill and no decode here. A request has `num_tokens` tokens of which `num_computed_tokens` are in the KV
 cache; the scheduler lets the second number catch up with the first, and every catch-up yields the next token.
@@ -6,10 +6,8 @@ cache; the scheduler lets the second number catch up with the first, and every c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import IntEnum
-from itertools import islice
-from typing import overload
 
 from quire.engine.structured_output.request import StructuredOutputRequest
 from quire.errors import QuireError, ValidationError
@@ -20,12 +18,12 @@ from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineC
 
 
 class RequestStatus(IntEnum):
-    """Where a request stands. Everything after PREEMPTED is an end."""
+    """The state of a request. Everything after PREEMPTED is an end."""
 
     WAITING = 1
     RUNNING = 3
     PREEMPTED = 4
-    """Back in the waiting queue, its blocks given up; what it had computed is computed again."""
+    """Back in the waiting queue without blocks; what it had computed is computed again."""
     FINISHED_STOPPED = 5
     FINISHED_LENGTH_CAPPED = 6
     FINISHED_ABORTED = 7
@@ -34,7 +32,7 @@ class RequestStatus(IntEnum):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """What the client is told; None while the request lives."""
+        """Reason reported to the client; None while the request lives."""
         return _FINISH_REASONS.get(self)
 
 
@@ -47,129 +45,108 @@ _FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 }
 
 
-class TokenView(Sequence[int]):
-    """A read-only view of a growing list of token ids from position `start` on. Never copies it."""
+class RequestHistory:
+    """What admissions and preemptions leave behind on a request."""
 
-    __slots__ = ("_start", "_tokens")
+    __slots__ = ("num_cached_tokens", "num_lost_tokens", "num_preemptions")
 
-    def __init__(self, tokens: list[int], start: int = 0) -> None:
-        self._tokens = tokens
-        self._start = start
+    def __init__(self) -> None:
+        self.num_cached_tokens = -1
+        """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
+        self.num_lost_tokens = 0
+        """Computed tokens that the last preemption lost; 0 after the next admission."""
+        self.num_preemptions = 0
 
-    def __len__(self) -> int:
-        return len(self._tokens) - self._start
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
+class RequestReport:
+    """What the client of a request is told besides its tokens."""
 
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
+    __slots__ = ("error", "events", "stop_reason")
 
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if self._start == 0:
-            return self._tokens[index]
-        positions = range(self._start, len(self._tokens))[index]
-        if isinstance(positions, int):
-            return self._tokens[positions]
-        if positions.step == 1:
-            return self._tokens[positions.start : positions.stop]
-        return [self._tokens[i] for i in positions]
+    def __init__(self) -> None:
+        self.events: list[EngineCoreEvent] = []
+        """To be sent with the next output."""
+        self.stop_reason: int | str | None = None
+        self.error: QuireError | None = None
+        """Reason of an end with FINISHED_ERROR."""
 
-    def __iter__(self) -> Iterator[int]:
-        return islice(self._tokens, self._start, None)
+    def record_event(self, event_type: EngineCoreEventType, timestamp: float) -> None:
+        """Adds an event, to be sent with the next output."""
+        self.events.append(EngineCoreEvent(event_type, timestamp))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # it grows
-
-    def __repr__(self) -> str:
-        return f"TokenView(<{len(self)} tokens>)"  # contents stay out of logs
+    def take_events(self) -> list[EngineCoreEvent] | None:
+        """Returns the events since the last call, or None."""
+        if not self.events:
+            return None
+        events, self.events = self.events, []
+        return events
 
 
 BlockHasher = Callable[["Request"], list[bytes]]
-"""Given a request, the hashes of the blocks that are full and not yet in its `block_hashes`."""
+"""Returns the hashes of a request's full blocks that are not yet in its `block_hashes`."""
 
 
 class Request:
     """One sequence in the core. Owned and changed by the scheduler only, on one thread.
 
-    `origin` is what the frontend sent and stays as it is; everything else here is state. Tokens are append-only, and
+    `origin` is what the frontend sent and never changes; everything else is state. Tokens are append-only, and
     `append_output_token_ids` is the only way to add one: it keeps `num_tokens` and `block_hashes` in step.
-
     """
 
     __slots__ = (
         "_block_hasher",
-        "_tokens",
         "all_token_ids",
         "arrival_index",
         "block_hashes",
-        "error",
-        "events",
-        "num_cached_tokens",
+        "history",
         "num_computed_tokens",
-        "num_lost_tokens",
-        "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
         "origin",
-        "output_token_ids",
+        "report",
         "request_id",
         "sampling_params",
         "spec_token_ids",
         "status",
-        "stop_reason",
         "structured_output",
-        "untold_token_ids",
+        "unsent_token_ids",
     )
 
     def __init__(self, origin: EngineCoreRequest, block_hasher: BlockHasher | None = None) -> None:
-        """As `from_engine_core_request`, which says what is checked."""
-        if not origin.prompt_token_ids:
+        """Raises ValidationError if `origin` has no prompt tokens, or not exactly one kind of parameters."""
+        prompt = origin.prompt_token_ids
+        if not prompt:
             raise ValidationError(
                 f"request {origin.request_id} has no prompt tokens; at least 1 is needed (prompt embeddings are not "
                 "supported)",
                 param="prompt",
             )
-        if (origin.sampling_params is None) == (origin.pooling_params is None):
+        params = origin.sampling_params
+        if (params is None) == (origin.pooling_params is None):
             raise ValidationError(
                 f"request {origin.request_id} must have either sampling or pooling parameters", param="params"
             )
         self.request_id = origin.request_id
-        prompt = origin.prompt_token_ids
         self.origin = origin
-        self.sampling_params: SamplingParams | None = origin.sampling_params
-        self._tokens = prompt + origin.output_token_ids
+        self.sampling_params: SamplingParams | None = params
+        self.all_token_ids = prompt + origin.output_token_ids
         self.num_prompt_tokens = len(prompt)
-        self.num_tokens = len(self._tokens)
-        """Prompt and outputs; draft tokens are not among them."""
-        self.all_token_ids = TokenView(self._tokens)
-        self.output_token_ids = TokenView(self._tokens, self.num_prompt_tokens)
+        self.num_tokens = len(self.all_token_ids)
+        """Prompt and output tokens, without drafts."""
+        self.num_computed_tokens = 0
+        """Tokens whose KV is in the cache, including those of steps in flight."""
         self.spec_token_ids: list[int] = []
         """Draft tokens to be verified by the next step."""
-        self.untold_token_ids: list[int] = []
-        """The last outputs, where the worker did not sample them and has not been told of them."""
+        self.unsent_token_ids: list[int] = []
+        """Last outputs that the worker did not sample and has not been sent."""
 
         self.status = RequestStatus.WAITING
         self.arrival_index = 0
-        """How many requests the scheduler was given before this one."""
-        self.stop_reason: int | str | None = None
-        self.error: QuireError | None = None
-        """What the client is told when it ends with FINISHED_ERROR."""
-        self.num_computed_tokens = 0
-        """Tokens whose KV is in the cache, those of steps in flight included."""
-        self.num_cached_tokens = -1
-        """Prompt tokens found in the prefix cache when the request was first admitted; -1 before that."""
-        self.num_lost_tokens = 0
-        """Computed once, and lost with its blocks; 0 when it has been admitted again."""
-        self.num_preemptions = 0
-        self.events: list[EngineCoreEvent] = []
-        params = origin.sampling_params
+        """Number of requests that the scheduler was given before this one."""
+        self.history = RequestHistory()
+        self.report = RequestReport()
         self.structured_output: StructuredOutputRequest | None = None
-        """Its grammar, if it asks for a form of its output."""
+        """Its grammar, if its output must have a form."""
         if params is not None and params.structured_outputs is not None:
             self.structured_output = StructuredOutputRequest(params.structured_outputs)
 
@@ -181,9 +158,9 @@ class Request:
 
     @classmethod
     def from_engine_core_request(cls, req: EngineCoreRequest, block_hasher: BlockHasher | None = None) -> Request:
-        """The request the frontend describes. `req.output_token_ids` (a resumption) become its first outputs.
+        """Returns the request that the frontend describes; `req.output_token_ids` (a resumption) are its first outputs.
 
-        Raises ValidationError if it has no prompt tokens, or not exactly one kind of parameters.
+        Raises as the constructor.
         """
         return cls(req, block_hasher)
 
@@ -191,16 +168,21 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated so far, before an engine restart included."""
+        """Number of generated tokens, including those from before an engine restart."""
         return self.num_tokens - self.num_prompt_tokens
 
-    def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
-        """Add one or several generated tokens and hash the blocks they fill."""
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the generated tokens."""
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    def append_output_token_ids(self, token_ids: int | list[int]) -> None:
+        """Adds generated tokens and hashes the blocks they fill."""
         if isinstance(token_ids, int):
-            self._tokens.append(token_ids)
+            self.all_token_ids.append(token_ids)
             self.num_tokens += 1
         else:
-            self._tokens.extend(token_ids)
+            self.all_token_ids.extend(token_ids)
             self.num_tokens += len(token_ids)
         if self._block_hasher is not None:
             hashes = self._block_hasher(self)
@@ -208,39 +190,51 @@ class Request:
                 self.block_hashes += hashes
 
     def set_drafts(self, token_ids: list[int], max_model_len: int) -> None:
-        """Propose tokens to be verified by the next step; ignored if that will not compute the last token anyway."""
+        """Sets the tokens the next step verifies. Ignored unless that step computes the request's last token."""
         if self.status is RequestStatus.RUNNING and self.num_computed_tokens >= self.num_tokens - 1:
             room = max_model_len - self.num_tokens - 1  # one token comes without a draft
             self.spec_token_ids = token_ids[: max(room, 0)]
 
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
+    def start(self, num_cached: int) -> int:
+        """Runs from now on, with `num_cached` tokens computed. Returns how many more it had before its preemption."""
+        history = self.history
+        if history.num_cached_tokens < 0:
+            history.num_cached_tokens = num_cached
+        num_lost, history.num_lost_tokens = history.num_lost_tokens, 0
+        self.num_computed_tokens = num_cached
+        self.status = RequestStatus.RUNNING
+        return max(0, num_lost - num_cached)
+
+    def preempt(self) -> None:
+        """Has nothing computed any more. The caller has freed its blocks."""
+        self.history.num_lost_tokens = min(self.num_computed_tokens, self.num_tokens)
+        self.history.num_preemptions += 1
+        self.num_computed_tokens = 0
+        self.spec_token_ids = []
+        self.status = RequestStatus.PREEMPTED
+
     @property
     def is_finished(self) -> bool:
-        """True once it has ended, however."""
+        """Whether the request has ended, for whatever reason."""
         return self.status > RequestStatus.PREEMPTED
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """What the client is told; None while the request lives."""
+        """Reason reported to the client; None while the request lives."""
         return self.status.finish_reason
 
-    def record_event(self, event_type: EngineCoreEventType, timestamp: float) -> None:
-        """Note a turn, to be sent with the next output."""
-        self.events.append(EngineCoreEvent(event_type, timestamp))
+    @property
+    def num_preemptions(self) -> int:
+        """How often the request lost its blocks."""
+        return self.history.num_preemptions
 
-    def take_events(self) -> list[EngineCoreEvent] | None:
-        """The events since the last call, or None."""
-        if not self.events:
-            return None
-        events, self.events = self.events, []
-        return events
-
-    # -- what the frontend said ---------------------------------------------------------------------------------
+    # -- what the frontend sent ---------------------------------------------------------------------------------
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt. Not to be changed."""
+        """The prompt. Must not be changed."""
         assert self.origin.prompt_token_ids is not None  # checked at the door
         return self.origin.prompt_token_ids
 
@@ -251,7 +245,7 @@ class Request:
 
     @property
     def priority(self) -> int:
-        """A smaller one is served first, under the priority policy."""
+        """Under the priority policy a smaller number is served first."""
         return self.origin.priority
 
     @property

@@ -116,12 +116,12 @@ class ReplayedRequest(Request):
     def hash_blocks(self) -> list[bytes]:
         """The hashes of blocks that are full and have none; their tokens are made to follow from them."""
         first, stop = len(self.block_hashes), min(self.num_tokens // self.block_size, len(self.blocks))
-        last = self._tokens[-1] if self._tokens else 0
+        last = self.all_token_ids[-1] if self.all_token_ids else 0
         for index in range(first, stop):
             token = int.from_bytes(self.blocks[index][:7], "little")
-            self._tokens[index * self.block_size : (index + 1) * self.block_size] = [token] * self.block_size
+            self.all_token_ids[index * self.block_size : (index + 1) * self.block_size] = [token] * self.block_size
         if last < 0:  # the scheduler has yet to see that it ends the output; it will never be computed
-            self._tokens[-1] = last
+            self.all_token_ids[-1] = last
         return self.blocks[first:stop]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.core import EngineCore
-from quire.engine.heartbeat import UNKNOWN_TOKEN_S, Pulse, StepTimes
+from quire.engine.heartbeat import UNKNOWN_TOKEN_S, HeartbeatWriter, StepTimes
 from quire.wire.heartbeat import Heartbeat, HeartbeatPage, Phase
 
 from .harness import ScriptedExecutor, make_config, make_core_request
@@ -71,46 +71,60 @@ def test_a_step_just_measured_is_never_a_surprise(steps: list[tuple[int, float]]
 
 
 def test_without_a_page_nothing_happens() -> None:
-    pulse = Pulse()
-    for say in (pulse.starting, pulse.idle, pulse.input, pulse.schedule, pulse.update, pulse.stopped):
+    heartbeat = HeartbeatWriter()
+    for say in (
+        heartbeat.starting,
+        heartbeat.idle,
+        heartbeat.input,
+        heartbeat.schedule,
+        heartbeat.update,
+        heartbeat.stopped,
+    ):
         say()
-    pulse.execute(["a"], 1)
+    heartbeat.execute(["a"], 1)
 
 
 def test_the_first_steps_are_measured_against_one_of_nobody(page: HeartbeatPage) -> None:
-    pulse, ran = Pulse(page), []
-    pulse.calibrate(lambda: ran.append(1))
-    pulse.execute(["a"], 1000)
+    heartbeat, ran = HeartbeatWriter(page), []
+    heartbeat.calibrate(lambda: ran.append(1))
+    heartbeat.execute(["a"], 1000)
     assert ran == [1]
     assert page.get_heartbeat().expected_s < 1000 * UNKNOWN_TOKEN_S
-    Pulse().calibrate(lambda: ran.append(1))
+    HeartbeatWriter().calibrate(lambda: ran.append(1))
     assert ran == [1], "nobody would look at it"
 
 
 def test_each_phase_is_on_the_page(page: HeartbeatPage) -> None:
-    pulse = Pulse(page)
+    heartbeat = HeartbeatWriter(page)
     phases = []
-    for say in (pulse.starting, pulse.idle, pulse.input, pulse.schedule, pulse.update, pulse.stopped):
+    for say in (
+        heartbeat.starting,
+        heartbeat.idle,
+        heartbeat.input,
+        heartbeat.schedule,
+        heartbeat.update,
+        heartbeat.stopped,
+    ):
         say()
         phases.append(page.get_heartbeat().phase)
     assert phases == [Phase.STARTING, Phase.IDLE, Phase.INPUT, Phase.SCHEDULE, Phase.UPDATE, Phase.STOPPED]
-    pulse.input(120.0)
+    heartbeat.input(120.0)
     assert page.get_heartbeat().expected_s == 120.0
 
 
 def test_a_step_is_measured_from_execute_to_update(page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("quire.engine.heartbeat.time", SimpleNamespace(monotonic=lambda: now[0]))
-    pulse = Pulse(page)
-    pulse.execute(["a", "b"], 8)
+    heartbeat = HeartbeatWriter(page)
+    heartbeat.execute(["a", "b"], 8)
     first = page.get_heartbeat()
     assert (first.phase, first.step, first.request_ids) == (Phase.EXECUTE, 1, ("a", "b"))
     assert first.expected_s == 8 * UNKNOWN_TOKEN_S
     now[0] = 103.0
-    pulse.update()
+    heartbeat.update()
     now[0] = 150.0
-    pulse.update()  # of a step that was not announced: not measured
-    pulse.execute(["a"], 9)
+    heartbeat.update()  # of a step that was not announced: not measured
+    heartbeat.execute(["a"], 9)
     assert page.get_heartbeat().expected_s == 3.0
 
 
@@ -139,7 +153,7 @@ def test_the_page_names_all_whose_steps_are_under_way(
     seen: list[Heartbeat] = []
     monkeypatch.setattr(executor_class, "seen", seen, raising=False)
     monkeypatch.setattr(executor_class, "page", page, raising=False)
-    core = EngineCore(make_config(), executor_class, False, pulse=Pulse(page))
+    core = EngineCore(make_config(), executor_class, False, heartbeat=HeartbeatWriter(page))
     assert isinstance(core.executor, Watched)
     for name in ("a", "b"):
         core.add_request(*core.preprocess_add_request(make_core_request(name, 4, max_tokens=2)))
@@ -151,7 +165,7 @@ def test_the_page_names_all_whose_steps_are_under_way(
 
 
 def test_a_step_that_fails_stays_on_the_page(page: HeartbeatPage) -> None:
-    core = EngineCore(make_config(), ScriptedExecutor, False, pulse=Pulse(page))
+    core = EngineCore(make_config(), ScriptedExecutor, False, heartbeat=HeartbeatWriter(page))
     assert isinstance(core.executor, ScriptedExecutor)
     core.add_request(*core.preprocess_add_request(make_core_request("a")))
     core.executor.failures.append(RuntimeError("the worker is lost"))

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.engine.heartbeat import Pulse
+from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.intake import DropCounter, InputItem, MessageIntake, RefusedRequest, UtilityCall
 from quire.engine.request import Request
 from quire.errors import ValidationError
@@ -107,7 +107,9 @@ def test_the_request_being_prepared_is_on_the_page(intake: Intake, tmp_path: Pat
             raise ValueError("no")
         return Request.from_engine_core_request(request), 0
 
-    intake.intake = MessageIntake(preprocess, intake.input_queue, intake.aborts_queue, intake.dropped, Pulse(page))
+    intake.intake = MessageIntake(
+        preprocess, intake.input_queue, intake.aborts_queue, intake.dropped, HeartbeatWriter(page)
+    )
     for request_id in ("a", "b"):
         intake.take(ADD, pack(make_core_request(request_id)))
         assert page.get_heartbeat().intake_id == ""

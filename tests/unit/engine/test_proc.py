@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine import LifecycleConfig
-from quire.engine.heartbeat import UTILITY_S, Pulse
+from quire.engine.heartbeat import UTILITY_S, HeartbeatWriter
 from quire.engine.intake import ClientLink, RefusedRequest, UtilityCall
 from quire.engine.proc import EngineCoreProc, EngineShutdownState, StopSignals
 from quire.errors import ServerError
@@ -55,12 +55,12 @@ class Loop:
         executor_class: type[ScriptedExecutor] = ScriptedExecutor,
         *,
         shutdown_timeout: float = 0.0,
-        pulse: Pulse | None = None,
+        heartbeat: HeartbeatWriter | None = None,
         **config: Any,
     ) -> None:
         lifecycle = LifecycleConfig(shutdown_timeout=shutdown_timeout)
         engine_config = replace(make_config(**config), lifecycle_config=lifecycle)
-        self.core = EngineCoreProc(engine_config, executor_class, False, pulse=pulse)
+        self.core = EngineCoreProc(engine_config, executor_class, False, heartbeat=heartbeat)
         assert isinstance(self.core.executor, ScriptedExecutor)
         self.executor = self.core.executor
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -324,11 +324,11 @@ def test_a_pause_is_answered_once_nothing_runs(loops: Callable[..., Loop], gate:
 
 def test_a_control_call_may_take_its_time(loops: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading weights is no hang: the page is told to expect it."""
-    pulse = Pulse()
+    heartbeat = HeartbeatWriter()
     expected: list[float] = []
-    monkeypatch.setattr(pulse, "input", lambda expected_s=0.0: expected.append(expected_s))
+    monkeypatch.setattr(heartbeat, "input", lambda expected_s=0.0: expected.append(expected_s))
     loop = loops()
-    monkeypatch.setattr(loop.core, "pulse", pulse)
+    monkeypatch.setattr(loop.core, "heartbeat", heartbeat)
     loop.start()
     loop.add("a", max_tokens=1)
     loop.wait_finished("a")
@@ -341,7 +341,7 @@ def test_an_idle_core_says_so_every_second(loops: Callable[..., Loop], monkeypat
     monkeypatch.setattr("quire.engine.proc.IDLE_STAMP_INTERVAL_S", 0.001)
     stamped = threading.Semaphore(0)
     loop = loops()
-    monkeypatch.setattr(loop.core.pulse, "idle", stamped.release)
+    monkeypatch.setattr(loop.core.heartbeat, "idle", stamped.release)
     loop.start()
     for _ in range(3):
         assert stamped.acquire(timeout=DEADLINE_S)
@@ -361,7 +361,7 @@ def test_the_first_step_is_expected_to_take_no_longer_than_its_tokens_one_by_one
     monkeypatch.setattr("quire.engine.proc.time", SimpleNamespace(monotonic=lambda: now[0]))
     page = HeartbeatPage.create(tmp_path / "page")
     expected: list[float] = []
-    loop = loops(Slow, pulse=Pulse(page))
+    loop = loops(Slow, heartbeat=HeartbeatWriter(page))
     loop.executor.on_execute = lambda output: expected.append(page.get_heartbeat().expected_s)
     loop.add("a", 64, max_tokens=1)
     loop.start()

@@ -22,7 +22,7 @@ def test_a_new_request_has_its_prompt_and_nothing_else() -> None:
     assert list(request.all_token_ids) == [5, 6, 7]
     assert list(request.output_token_ids) == []
     assert (request.num_tokens, request.num_prompt_tokens, request.num_output_tokens) == (3, 3, 0)
-    assert (request.num_computed_tokens, request.num_cached_tokens, request.num_preemptions) == (0, -1, 0)
+    assert (request.num_computed_tokens, request.history.num_cached_tokens, request.num_preemptions) == (0, -1, 0)
     assert (request.priority, request.client_index, request.cache_salt, request.arrival_time) == (3, 2, "s", 9.0)
     assert request.finish_reason is None
     assert not request.is_finished
@@ -94,13 +94,13 @@ def test_prompt_logprobs_keep_a_request_off_the_prefix_cache() -> None:
 
 def test_events_are_taken_once_and_in_order() -> None:
     request = make_request()
-    assert request.take_events() is None
-    request.record_event(EngineCoreEventType.QUEUED, 1.0)
-    request.record_event(EngineCoreEventType.SCHEDULED, 2.0)
-    events = request.take_events()
+    assert request.report.take_events() is None
+    request.report.record_event(EngineCoreEventType.QUEUED, 1.0)
+    request.report.record_event(EngineCoreEventType.SCHEDULED, 2.0)
+    events = request.report.take_events()
     assert events is not None
     assert [(event.type, event.timestamp) for event in events] == [
         (EngineCoreEventType.QUEUED, 1.0),
         (EngineCoreEventType.SCHEDULED, 2.0),
     ]
-    assert request.take_events() is None
+    assert request.report.take_events() is None

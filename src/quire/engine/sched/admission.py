@@ -1,12 +1,27 @@
-"""The numbers a scheduler keeps to."""
+"""What the scheduler may admit: its limits, and the plan of one admission."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.config.engine import SchedulerConfig
+from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.request import Request
 from quire.errors import ConfigError, PromptTooLongError
+
+
+class Admission(NamedTuple):
+    """How a waiting request would start in a step."""
+
+    cached_blocks: KVCacheBlocks
+    """Found in the prefix cache."""
+    num_hits: int
+    """Tokens in `cached_blocks`."""
+    num_cached: int
+    """Tokens that are not computed again: those that the request holds, and the hits."""
+    num_new: int
+    """Tokens computed in the step."""
 
 
 @dataclass(frozen=True)

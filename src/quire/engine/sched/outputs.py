@@ -42,8 +42,8 @@ def apply_result(
         new_logprobs=logprobs,
         new_prompt_logprobs_tensors=result.prompt_logprobs.get(request_id) if first else None,
         finish_reason=request.finish_reason if ends else None,
-        stop_reason=request.stop_reason if ends else None,
-        events=request.take_events() if request.events else None,
+        stop_reason=request.report.stop_reason if ends else None,
+        events=request.report.take_events() if request.report.events else None,
         prefill_stats=make_prefill_stats(request) if first else None,
         trace_headers=request.origin.trace_headers,
         num_nans_in_logits=result.num_nans_in_logits.get(request_id, 0) if result.num_nans_in_logits else 0,
@@ -53,11 +53,11 @@ def apply_result(
 
 
 def _error_message(request: Request) -> str | None:
-    return None if request.error is None else str(request.error)
+    return None if request.report.error is None else str(request.report.error)
 
 
 def _error_type(request: Request) -> str:
-    return "" if request.error is None else error_name(request.error)
+    return "" if request.report.error is None else error_name(request.report.error)
 
 
 def _append_until_stop(request: Request, new_token_ids: list[int], max_model_len: int) -> list[int]:
@@ -72,7 +72,7 @@ def _append_until_stop(request: Request, new_token_ids: list[int], max_model_len
         forced.append(token_id)
         if _append(request, token_id, max_model_len):
             break
-    request.untold_token_ids += forced
+    request.unsent_token_ids += forced
     return new_token_ids + forced
 
 
@@ -85,7 +85,7 @@ def _append(request: Request, token_id: int, max_model_len: int) -> bool:
     if stop is None:
         return False
     request.status = stop.status
-    request.stop_reason = stop.reason
+    request.report.stop_reason = stop.reason
     return True
 
 
@@ -101,7 +101,7 @@ def _check_grammar(
         case GrammarVerdict.COMPLETE:
             return _COMPLETE if stop is None or stop.status is RequestStatus.FINISHED_LENGTH_CAPPED else stop
         case GrammarVerdict.BROKEN:
-            request.error = structured.error
+            request.report.error = structured.error
             return Stop(RequestStatus.FINISHED_ERROR)
         case GrammarVerdict.GOES_ON:
             return stop
@@ -117,7 +117,7 @@ def _apply_pooling_result(request: Request, result: ModelRunnerOutput) -> Engine
         new_token_ids=[],
         pooling_output=pooled,
         finish_reason=request.finish_reason,
-        events=request.take_events(),
+        events=request.report.take_events(),
         prefill_stats=make_prefill_stats(request),
         trace_headers=request.trace_headers,
     )
@@ -125,7 +125,7 @@ def _apply_pooling_result(request: Request, result: ModelRunnerOutput) -> Engine
 
 def make_prefill_stats(request: Request) -> PrefillStats:
     """Where the prompt came from, at the request's first admission: recomputation is not counted again."""
-    num_cached = min(max(request.num_cached_tokens, 0), request.num_prompt_tokens)
+    num_cached = min(max(request.history.num_cached_tokens, 0), request.num_prompt_tokens)
     return PrefillStats(
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_prompt_tokens - num_cached,
@@ -188,8 +188,8 @@ class OutputCollector:
                 request_id=request.request_id,
                 new_token_ids=[],
                 finish_reason=request.finish_reason,
-                stop_reason=request.stop_reason,
-                events=request.take_events(),
+                stop_reason=request.report.stop_reason,
+                events=request.report.take_events(),
                 trace_headers=request.trace_headers,
                 error_message=_error_message(request),
                 error_type=_error_type(request),

@@ -19,7 +19,7 @@ from quire.config.engine import SchedulerConfig
 from quire.engine.kv_cache.block import KVCacheMetricsCollector
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
-from quire.engine.sched.admission import SchedulerLimits
+from quire.engine.sched.admission import Admission, SchedulerLimits
 from quire.engine.sched.interface import PauseState, SchedulerInterface, StructuredOutputManager
 from quire.engine.sched.outputs import OutputCollector
 from quire.engine.sched.policy import POLICIES, WaitingRequests
@@ -96,7 +96,7 @@ class Scheduler(SchedulerInterface):
             self.limits.validate_length(request)
         self.requests[request.request_id] = request
         if stop is not None:  # it came back after a restart with its last token: only its client does not know the end
-            request.stop_reason = stop.reason
+            request.report.stop_reason = stop.reason
             self.finish_requests(request.request_id, stop.status, report=True)
             return
         self._record(request, EngineCoreEventType.QUEUED, self.clock())
@@ -111,7 +111,7 @@ class Scheduler(SchedulerInterface):
         return self._steps.send(step)
 
     def _schedule_running(self, step: StepBuilder) -> bool:
-        """Let running requests go on. False if any was preempted: then nobody may take the blocks it gave up."""
+        """Schedules running requests. Returns False if any was preempted: no other request may take its blocks then."""
         running = self.running
         cap_chunk, allocate_slots = self.limits.cap_chunk, self.kv_cache_manager.allocate_slots
         no_blocks = self.kv_cache_manager.empty_kv_cache_blocks
@@ -122,7 +122,7 @@ class Scheduler(SchedulerInterface):
             index += 1
             num_new = request.num_tokens + len(request.spec_token_ids) - request.num_computed_tokens
             if num_new <= 0:
-                continue  # all it has is in flight, perhaps with drafts
+                continue  # all its tokens are in flight, perhaps with drafts
             num_new = cap_chunk(num_new, step.token_budget)
             new_blocks = allocate_slots(request, num_new, num_lookahead_tokens=self.num_spec_tokens)
             while new_blocks is None:
@@ -140,82 +140,79 @@ class Scheduler(SchedulerInterface):
         return not any_preempted
 
     def _schedule_waiting(self, step: StepBuilder) -> None:
-        """Admit from the head of the queue, until one does not fit."""
+        """Admits requests from the head of the queue, until one does not fit."""
         self.waiting.unblock(self._steps.get_preempted(), self.pause_state)
         while step.token_budget > 0 and len(self.running) < self.limits.max_num_seqs:
-            request = self.waiting.peek()
-            if request is None or not self._admit(request, step):
+            request = self._next_waiting()
+            if request is None:
+                break
+            admission = self._plan_admission(request, step.token_budget)
+            if admission is None or not self._start(request, admission, step):
                 break
 
-    def _admit(self, request: Request, step: StepBuilder) -> bool:
-        """Make the head of the queue run, or make room for it. False if it must wait for blocks or budget."""
-        limits, manager = self.limits, self.kv_cache_manager
-        if request.structured_output is not None and self._end_by_grammar(request, request.structured_output):
-            return True
-        computed_blocks, num_hits = manager.get_computed_blocks(request)
+    def _plan_admission(self, request: Request, token_budget: int) -> Admission | None:
+        """Returns None if the request must wait for a step with a larger budget. Changes nothing."""
+        cached_blocks, num_hits = self.kv_cache_manager.get_computed_blocks(request)
         num_cached = request.num_computed_tokens + num_hits
         num_missing = request.num_tokens - num_cached
-        num_new = limits.cap_chunk(num_missing, step.token_budget)
-        if num_new < num_missing and not limits.enable_chunked_prefill:
-            return False
-        # With nothing running every block is free, so a request that does not fit then never will.
-        # Alone, and whatever the settings, ask for all of the request's blocks: one that can only start would preempt
-        # itself for ever.
+        num_new = self.limits.cap_chunk(num_missing, token_budget)
+        if num_new < num_missing and not self.limits.enable_chunked_prefill:
+            return None
+        return Admission(cached_blocks, num_hits, num_cached, num_new)
+
+    def _start(self, request: Request, admission: Admission, step: StepBuilder) -> bool:
+        """Runs the head of the queue as planned. Returns False if it must wait for blocks."""
+        # A request that is alone must get all of its blocks, whatever the settings: one that can only start would
+        # preempt itself for ever. All blocks are free then, so one that does not fit never will.
         alone = not self.running
-        new_blocks = manager.allocate_slots(
+        new_blocks = self.kv_cache_manager.allocate_slots(
             request,
-            num_new,
-            num_hits,
-            computed_blocks,
+            admission.num_new,
+            admission.num_hits,
+            admission.cached_blocks,
             num_lookahead_tokens=self.num_spec_tokens,
-            full_sequence_must_fit=limits.reserve_full_isl or alone,
-            reserved_blocks=0 if alone else limits.watermark_blocks,
+            full_sequence_must_fit=self.limits.reserve_full_isl or alone,
+            reserved_blocks=0 if alone else self.limits.watermark_blocks,
         )
         if new_blocks is None:
-            return alone and self._fail(
-                request, GenerationError(f"its {request.num_tokens} tokens do not fit into the KV cache")
-            )
+            if alone:
+                self._fail(request, GenerationError(f"its {request.num_tokens} tokens do not fit into the KV cache"))
+            return alone
         self.waiting.pop()
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = num_cached
-        request.num_computed_tokens = num_cached
-        if request.num_lost_tokens:
-            self._num_recomputed_tokens += max(0, request.num_lost_tokens - num_cached)
-            request.num_lost_tokens = 0
-        request.status = RequestStatus.RUNNING
+        self._num_recomputed_tokens += request.start(admission.num_cached)
         self._record(request, EngineCoreEventType.SCHEDULED, step.timestamp)
         self.running.append(request)
-        step.add_new(request, num_new, manager.get_block_ids(request.request_id))
+        step.add_new(request, admission.num_new, self.kv_cache_manager.get_block_ids(request.request_id))
         return True
 
-    def _end_by_grammar(self, request: Request, structured: StructuredOutputRequest) -> bool:
-        """End a request whose grammar cannot be compiled, or that said all of it before the core was restarted."""
-        if self.structured_output_manager is None:
-            return self._fail(request, ServerError("this scheduler has no grammars"))
-        verdict = structured.check_start()
-        if verdict is GrammarVerdict.BROKEN:
-            return self._fail(request, structured.error or ServerError("its grammar cannot be compiled"))
-        if verdict is GrammarVerdict.COMPLETE:
-            self.finish_requests(request.request_id, RequestStatus.FINISHED_STOPPED, report=True)
-            return True
-        return False
-
     def _preempt(self, request: Request, timestamp: float) -> None:
-        """Back to its place in the queue, to be recomputed. The caller has taken it out of `running`."""
+        """Puts a request back into the queue, without blocks. The caller has taken it out of `running`."""
         self.kv_cache_manager.free(request)
-        request.num_lost_tokens = min(request.num_computed_tokens, request.num_tokens)
-        request.num_computed_tokens = 0
-        request.status = RequestStatus.PREEMPTED
-        request.spec_token_ids = []
-        request.num_preemptions += 1
+        request.preempt()
         self._record(request, EngineCoreEventType.PREEMPTED, timestamp)
         self.waiting.add_preempted(request)
         self._steps.preempted_req_ids.add(request.request_id)
 
-    def _preempt_all(self) -> None:
-        timestamp = self.clock()
-        while self.running:
-            self._preempt(self.running.pop(), timestamp)
+    # -- grammars ----------------------------------------------------------------------------------------------
+
+    def _next_waiting(self) -> Request | None:
+        """Returns the next request to admit. Ends those before it whose grammar needs no step, or cannot start."""
+        while (request := self.waiting.peek()) is not None:
+            if request.structured_output is None or not self._end_by_grammar(request, request.structured_output):
+                break
+        return request
+
+    def _end_by_grammar(self, request: Request, structured: StructuredOutputRequest) -> bool:
+        """Ends a request whose grammar cannot be compiled, or was complete before the core was restarted."""
+        if self.structured_output_manager is None:
+            self._fail(request, ServerError("this scheduler has no grammars"))
+            return True
+        verdict = structured.check_start()
+        if verdict is GrammarVerdict.BROKEN:
+            self._fail(request, structured.error or ServerError("its grammar cannot be compiled"))
+        elif verdict is GrammarVerdict.COMPLETE:
+            self.finish_requests(request.request_id, RequestStatus.FINISHED_STOPPED, report=True)
+        return verdict is not GrammarVerdict.GOES_ON
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         if self.structured_output_manager is None or not scheduler_output.has_structured_output_requests:
@@ -280,13 +277,12 @@ class Scheduler(SchedulerInterface):
             self._outputs.note_finished(request)
             del self.requests[request.request_id]
 
-    def _fail(self, request: Request, error: QuireError) -> bool:
-        """End a request that can never run, so that it does not wait for ever. True: the queue has moved."""
+    def _fail(self, request: Request, error: QuireError) -> None:
+        """Ends a request that can never run, so that it does not wait for ever."""
         level = logging.INFO if isinstance(error, ClientError) else logging.ERROR
         logger.log(level, "request %s ends with an error: %s", request.request_id, error)
-        request.error = error
+        request.report.error = error
         self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR, report=True)
-        return True
 
     # -- control and statistics --------------------------------------------------------------------------------
 
@@ -315,7 +311,9 @@ class Scheduler(SchedulerInterface):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         if reset_running_requests:
-            self._preempt_all()
+            timestamp = self.clock()
+            while self.running:
+                self._preempt(self.running.pop(), timestamp)
         return self.kv_cache_manager.reset_prefix_cache()
 
     def make_stats(self) -> SchedulerStats | None:
@@ -367,7 +365,7 @@ class Scheduler(SchedulerInterface):
 
     def _record(self, request: Request, event_type: EngineCoreEventType, timestamp: float) -> None:
         if self.log_stats:
-            request.record_event(event_type, timestamp)
+            request.report.record_event(event_type, timestamp)
 
     def shutdown(self) -> None:
         """Nothing outlives the scheduler."""

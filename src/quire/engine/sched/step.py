@@ -31,9 +31,9 @@ class StepBuilder:
         cached.req_ids.append(request.request_id)
         cached.new_block_ids.append(new_block_ids)
         cached.num_computed_tokens.append(request.num_computed_tokens)
-        if request.untold_token_ids:
-            cached.new_token_ids[request.request_id] = request.untold_token_ids
-            request.untold_token_ids = []
+        if request.unsent_token_ids:
+            cached.new_token_ids[request.request_id] = request.unsent_token_ids
+            request.unsent_token_ids = []
         self._add(request, num_tokens)
         if request.spec_token_ids:
             num_drafts = request.num_computed_tokens - request.num_tokens
@@ -51,11 +51,11 @@ class StepBuilder:
                 num_computed_tokens=request.num_computed_tokens,
                 sampling_params=request.sampling_params,
                 pooling_params=request.pooling_params,
-                output_token_ids=list(request.output_token_ids),
+                output_token_ids=request.output_token_ids,
                 lora_request=request.lora_request,
             )
         )
-        request.untold_token_ids = []
+        request.unsent_token_ids = []
         self._add(request, num_tokens)
 
     def _add(self, request: Request, num_tokens: int) -> None:

@@ -48,8 +48,11 @@ def check_stop(request: Request, max_model_len: int) -> Stop | None:
     if request.num_tokens >= max_model_len or (params.max_tokens is not None and num_outputs >= params.max_tokens):
         return _LENGTH
     detection = params.repetition_detection
-    if may_stop and detection is not None and ends_in_repetition(request.output_token_ids, detection):
-        return _REPETITION
+    if may_stop and detection is not None:
+        window = detection.max_pattern_size * detection.min_count
+        start = max(request.num_prompt_tokens, request.num_tokens - window)
+        if ends_in_repetition(request.all_token_ids[start:], detection):
+            return _REPETITION
     return None
 
 

@@ -95,7 +95,7 @@ class StructuredOutputManager:
                 backend, params = self._backend_for(request), structured.params
                 form = backend.compile(params)
                 grammar = place_form(form, params.reasoning, backend.eos_token_ids, backend.vocab_size)
-                grammar = grammar.copy_with(list(request.output_token_ids))
+                grammar = grammar.copy_with(request.output_token_ids)
             except Exception as e:
                 structured.compiling.set_exception(e)
             else:

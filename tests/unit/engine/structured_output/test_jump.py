@@ -157,7 +157,7 @@ def test_a_step_in_flight_does_not_lose_them(manager: StructuredOutputManager) -
     again = engine.schedule()
     assert again.scheduled_new_reqs[0].output_token_ids == [1, 2, 3, 4]
     assert again.scheduled_cached_reqs.new_token_ids == {}
-    assert request.untold_token_ids == []
+    assert request.unsent_token_ids == []
 
 
 def test_the_mask_of_a_jump_is_that_of_its_end(manager: StructuredOutputManager) -> None:
