@@ -12,19 +12,60 @@ The core sends its statistics to the parent only, so `report` carries the load o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 import msgspec
 
-from quire.errors import ServerError
+from quire.config.engine import EngineConfig
+from quire.errors import EngineDeadError, ServerError
+from quire.frontend.client.base import AsyncEngineCoreClient
 from quire.frontend.fleet.peer_link import PeerLink
 from quire.frontend.http.errors import UnavailableError
 from quire.frontend.metrics.collect.facts import Load
+from quire.frontend.metrics.collect.ledger import RequestLedger
+from quire.frontend.metrics.frontend_stats import FrontendStats, LiveRequest
 from quire.frontend.metrics.publish.snapshot import ProcessReport, merge_reports
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
+
+
+class EngineWatch:
+    """Takes what the core tells its client 0 while others make the requests: statistics, never outputs.
+
+    `stats` are what a `ServerMetrics` is made of. Belongs to one event loop.
+    """
+
+    def __init__(self, config: EngineConfig, client: AsyncEngineCoreClient, *, log_stats: bool) -> None:
+        self._client = client
+        self.stats = FrontendStats(
+            config, client.ready_response, _NoRequests(), ledger=RequestLedger(), log_stats=log_stats
+        )
+        self.stats.attach(client)
+
+    async def run(self) -> EngineDeadError:
+        """Until the core is gone for good, and why; its restarts are none of our business."""
+        while True:
+            try:
+                outputs = await self._client.get_output_async()
+            except EngineDeadError as e:
+                return e
+            step = self.stats.open_step(outputs)
+            step.close_batch(step.open_batch())
+
+
+class _NoRequests:
+    """Nobody asks this process for anything."""
+
+    @property
+    def request_states(self) -> Mapping[str, LiveRequest]:
+        return {}
+
+    @property
+    def resting_sessions(self) -> Iterable[str]:
+        return ()
+
 
 REPORT_INTERVAL_S = 1.0
 """Time between two rounds that no scrape has asked for: the most a killed process loses."""

@@ -22,9 +22,8 @@ from quire.errors import NotFoundError, QuireError, ServerError, make_error
 from quire.frontend.client.mp import AsyncMPClient, make_client_addresses
 from quire.frontend.client.shared_links import OwnerLink
 from quire.frontend.fleet.counts import FleetCounts
-from quire.frontend.fleet.engine_watch import EngineWatch
-from quire.frontend.fleet.inquest import Inquest
-from quire.frontend.fleet.metrics import FleetMetrics, encode_report
+from quire.frontend.fleet.crash_attribution import CrashAttribution
+from quire.frontend.fleet.metrics import EngineWatch, FleetMetrics, encode_report
 from quire.frontend.fleet.peer_link import PeerLink
 from quire.frontend.fleet.process import KILL_TIMEOUT_S, ApiProcess
 from quire.frontend.http.connection import WaitingRoom
@@ -293,7 +292,7 @@ def serve_with_processes(
         core = _SharedCore(
             client,
             EngineWatch(config, client, log_stats=log_stats),
-            Inquest(owner, client.ask_link, processes.ask_all),
+            CrashAttribution(owner, client.ask_link, processes.ask_all),
         )
         drain_s = server.drain_accept_s + config.lifecycle_config.shutdown_timeout
         asyncio.run(_run(processes, core, drain_s, on_ready))
@@ -310,7 +309,7 @@ class _SharedCore(NamedTuple):
 
     client: AsyncMPClient
     watch: EngineWatch
-    inquest: Inquest
+    attribution: CrashAttribution
 
 
 async def _run(processes: ApiProcesses, core: _SharedCore, drain_s: float, on_ready: Callable[[], None]) -> None:
@@ -320,7 +319,7 @@ async def _run(processes: ApiProcesses, core: _SharedCore, drain_s: float, on_re
             asyncio.create_task(_tell_when_ready(processes, on_ready)),
             asyncio.create_task(_stop_when_asked(processes, core.client, stop, drain_s)),
             asyncio.create_task(_watch_core(processes, core.watch)),
-            asyncio.create_task(core.inquest.run()),
+            asyncio.create_task(core.attribution.run()),
             asyncio.create_task(log_stats_regularly(stats.loggers)),
         ]
         if stats.metrics is not None:

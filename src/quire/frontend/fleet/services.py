@@ -12,7 +12,7 @@ from quire.errors import NotFoundError
 from quire.frontend.client.link import Verdict
 from quire.frontend.client.mp import AsyncMPClient
 from quire.frontend.client.shared_links import MemberLink
-from quire.frontend.fleet.inquest import EncodedSuspect, encode_suspects
+from quire.frontend.fleet.crash_attribution import EncodedSuspect, encode_suspects
 from quire.frontend.fleet.metrics import encode_report
 from quire.frontend.http.server import StopRequests
 from quire.frontend.http.state import ServerState

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from quire.config.engine_args import EngineArgs
 from quire.errors import EngineDeadError
-from quire.frontend.fleet.engine_watch import EngineWatch
+from quire.frontend.fleet.metrics import EngineWatch
 from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse
 from quire.wire.stats import PrefixCacheStats, SchedulerStats

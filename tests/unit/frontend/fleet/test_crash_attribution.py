@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from quire.frontend.client.shared_links import OwnerLink, Suspect
-from quire.frontend.fleet import inquest
-from quire.frontend.fleet.inquest import Inquest, decode_suspects, encode_suspects
+from quire.frontend.fleet import crash_attribution as crash_attribution
+from quire.frontend.fleet.crash_attribution import CrashAttribution, decode_suspects, encode_suspects
 from quire.frontend.supervision.quarantine import CoreDeath
 from quire.wire.engine_core import EngineCoreRequestType
 from tests.unit.frontend.client.model_core import make_ready, make_request
@@ -20,7 +20,7 @@ DEATH = CoreDeath("crash", "exited with code 3", ("a",))
 
 
 class Court:
-    """An inquest of an owner whose processes give the `answers`, by call."""
+    """The crash attribution of an owner whose processes give the `answers`, by call."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = answers
@@ -30,7 +30,7 @@ class Court:
         self.owner.messages.clear()
         self.closed = asyncio.Event()
         """A report was answered."""
-        self.inquest = Inquest(self.owner, self._post, self._ask_all)
+        self.attribution = CrashAttribution(self.owner, self._post, self._ask_all)
 
     def _post(self, command: Callable[[], None]) -> None:
         command()
@@ -46,7 +46,7 @@ class Court:
         return answer  # type: ignore[no-any-return]
 
     async def _survive(self, *deaths: CoreDeath) -> None:
-        running = asyncio.create_task(self.inquest.run())
+        running = asyncio.create_task(self.attribution.run())
         while self.owner.on_report is None:
             await asyncio.sleep(0)
         for number, death in enumerate(deaths, start=1):
@@ -116,6 +116,6 @@ def test_more_than_a_message_holds_goes_on_untried(
 ) -> None:
     whole = suspects("a", "b", "c")
     size = sum(len(frame) for frames, _, _ in whole[:2] for frame in frames)
-    monkeypatch.setattr(inquest, "MAX_SUSPECT_BYTES", size)
+    monkeypatch.setattr(crash_attribution, "MAX_SUSPECT_BYTES", size)
     assert suspects("a", "b", "c") == whole[:2]
     assert "more requests are suspected than can be tried: 2 are" in caplog.text

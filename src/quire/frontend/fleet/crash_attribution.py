@@ -20,7 +20,7 @@ MAX_SUSPECT_BYTES = 1 << 28
 EncodedSuspect = tuple[list[bytes], int, int]
 
 
-class Inquest:
+class CrashAttribution:
     """Belongs to one event loop. `ask_all` calls all API processes: what those say, by number, who answer in time;
     `post` has the thread of `owner` call something."""
 
