@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.wire.execution import ModelRunnerOutput
 from quire.worker.kernels.library import native_library
-from quire.worker.model_runner import ModelRunner
+from quire.worker.step_sampler import PendingStep, StepSampler
 
 from .conftest import Checkpoint
 from .oracle import make_prompts
@@ -27,14 +28,15 @@ pytestmark = pytest.mark.skipif(native_library() is None, reason="the native lib
 def seen(monkeypatch: pytest.MonkeyPatch) -> Logits:
     """The logits each request's tokens were sampled from, by request id, as they come."""
     logits_of: Logits = {}
-    original = ModelRunner._sample
+    original = StepSampler.sample
 
-    def record(self: ModelRunner, step: Any, logits: torch.Tensor, *args: Any) -> None:
-        for i, row in zip(step.inputs.sampling.tolist(), logits, strict=True):
-            logits_of.setdefault(step.req_ids[i], []).append(row.clone())
-        original(self, step, logits, *args)
+    def record(self: StepSampler, step: PendingStep, *others: Any) -> ModelRunnerOutput:
+        if step.logits is not None:
+            for i, row in zip(step.inputs.sampling.tolist(), step.logits, strict=True):
+                logits_of.setdefault(step.req_ids[i], []).append(row.clone())
+        return original(self, step, *others)
 
-    monkeypatch.setattr(ModelRunner, "_sample", record)
+    monkeypatch.setattr(StepSampler, "sample", record)
     monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
     monkeypatch.setenv("QUIRE_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     return logits_of

@@ -206,7 +206,7 @@ def test_prompt_logprobs_are_forgotten_with_the_request() -> None:
     params = SamplingParams(temperature=0, prompt_logprobs=1)
     run_step(runner, new_request("a", [1, 2, 3, 4], 2, params))
     run_step(runner, SchedulerOutput(finished_req_ids={"a"}))
-    assert not runner.prompt_logprobs.wanted_by("a")
+    assert not runner.sampler.prompts.wanted_by("a")
 
 
 @pytest.mark.parametrize("count", [-1, 0, 200])
@@ -249,11 +249,11 @@ def test_grammar_masks_reach_their_rows() -> None:
 def test_sampling_metadata_is_made_once_per_batch() -> None:
     runner = make_runner()
     run_step(runner, new_request("a", [1, 2], 2, SamplingParams(seed=1)))
-    metadata = runner._sampling_metadata
+    metadata = runner.sampler._metadata
     run_step(runner, cached_request("a", 2, 1))
-    assert runner._sampling_metadata is metadata
+    assert runner.sampler._metadata is metadata
     run_step(runner, new_request("b", [1, 2], 2, SamplingParams(seed=2), first_block=60))
-    assert runner._sampling_metadata is not metadata
+    assert runner.sampler._metadata is not metadata
 
 
 def test_runs_without_requests_leave_the_batch_alone() -> None:

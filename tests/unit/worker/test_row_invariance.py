@@ -14,7 +14,7 @@ from quire.config.engine_args import EngineArgs
 from quire.sampling_params import SamplingParams
 from quire.testing.tiny_models import FAMILIES, VOCAB_SIZE
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
-from quire.worker import model_runner
+from quire.worker import step_sampler
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.sample.sampler import sample
@@ -35,7 +35,7 @@ class LogitsOfRequests:
         flags: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": MAX_REQS, "device": "cpu", "dtype": dtype}
         self.worker = Worker(EngineArgs(str(path), **flags).create_engine_config())
         monkeypatch.setattr("quire.worker.worker.choose_kernels", lambda *_: kernels)
-        monkeypatch.setattr(model_runner, "sample", self._sample)
+        monkeypatch.setattr(step_sampler, "sample", self._sample)
         self.worker.init_device()
         assert self.worker.backend.name == "native"
         specs = self.worker.get_kv_cache_spec()

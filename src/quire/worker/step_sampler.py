@@ -1,0 +1,178 @@
+"""What follows a forward pass that generates: sampling, log-probabilities of prompts, and counts of NaNs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire import envs
+from quire.sampling_params import SamplingParams
+from quire.wire.execution import GrammarOutput, LogprobsTensors, ModelRunnerOutput, NewRequestData
+from quire.worker.input_batch import InputBatch, StepInputs
+from quire.worker.sample.kernel import SamplingKernel
+from quire.worker.sample.metadata import Rows, SamplingMetadata, SamplingTable
+from quire.worker.sample.sampler import apply_grammar_bitmask, sample
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step between its forward pass and its sampling."""
+
+    inputs: StepInputs
+    req_ids: list[str]
+    logits: Tensor | None
+    """[len(inputs.sampling), vocab_size] float32; None if no request samples."""
+    prompt_logprobs: dict[str, LogprobsTensors]
+    """Of the prompts that the step completes."""
+
+
+class StepSampler:
+    """Samples the rows of a step, and scores the prompts of requests that asked for it."""
+
+    def __init__(self, kernel: SamplingKernel, vocab_size: int, device: torch.device) -> None:
+        self.prompts = PromptLogprobs(vocab_size, kernel)
+        self._kernel = kernel
+        self._device = device
+        self._counts_nans = envs.COMPUTE_NANS_IN_LOGITS.flag()
+        self._key: tuple[int, bytes] | None = None
+        """What `_metadata` was made for: the version of the batch, and its rows."""
+        self._metadata: SamplingMetadata | None = None
+
+    def forget_batch(self) -> None:
+        """Drops what was made for a batch. Must be called when another batch takes its place."""
+        self._key = self._metadata = None
+
+    def score_prompts(
+        self, inputs: StepInputs, req_ids: list[str], hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
+    ) -> dict[str, LogprobsTensors]:
+        """Scores the step's chunks of prompts. Returns the results of the prompts that are complete."""
+        complete: dict[str, LogprobsTensors] = {}
+        if not self.prompts.any_wanted:
+            return complete
+        for i, req_id in enumerate(req_ids):
+            if self.prompts.wanted_by(req_id):
+                start, n = int(inputs.starts[i]), int(inputs.query_lens[i])
+                first = int(inputs.seq_lens[i]) - n
+                result = self.prompts.collect(req_id, first, hidden[start : start + n], compute_logits)
+                if result is not None:
+                    complete[req_id] = result
+        return complete
+
+    def sample(self, step: PendingStep, batch: InputBatch, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Samples the tokens of `step` and appends them to `batch`."""
+        output = ModelRunnerOutput(step.req_ids, [[] for _ in step.req_ids], prompt_logprobs=step.prompt_logprobs)
+        logits = step.logits
+        if logits is None:
+            return output
+        sampling = step.inputs.sampling.tolist()
+        req_ids = [step.req_ids[i] for i in sampling]  # of each row of the logits
+        rows = step.inputs.rows[step.inputs.sampling]
+        if self._counts_nans:
+            output.num_nans_in_logits = dict(zip(req_ids, logits.isnan().sum(dim=-1).tolist(), strict=True))
+        if grammar_output is not None:
+            _apply_grammar(logits, grammar_output, req_ids)
+        sampled = sample(logits, self._select(batch, rows), batch.output_lens(rows), self._kernel)
+        batch.append_tokens(rows, sampled.token_ids)
+        for i, token_id in zip(sampling, sampled.token_ids.tolist(), strict=True):
+            output.sampled_token_ids[i] = [token_id]
+        output.logprobs = {req_ids[row]: lists for row, lists in sampled.logprobs.items()}
+        return output
+
+    def _select(self, batch: InputBatch, rows: Rows) -> SamplingMetadata:
+        """Returns the sampling metadata of `rows`: the last one, as long as the same requests sample."""
+        key = (batch.version, rows.tobytes())
+        if self._metadata is None or key != self._key:
+            self._key, self._metadata = key, batch.sampling.select(rows, self._device)
+        return self._metadata
+
+    def sample_dummy(self, logits: Tensor) -> None:
+        """Samples a token of each row, as requests with top-p would."""
+        n = len(logits)
+        table = SamplingTable(n)
+        for row in range(n):
+            table.set_row(row, "", SamplingParams(top_p=0.9, seed=0), [], [])
+        sample(logits, table.select(np.arange(n), self._device), np.zeros(n, dtype=np.int64), self._kernel)
+
+
+def _apply_grammar(logits: Tensor, grammar_output: GrammarOutput, req_ids: list[str]) -> None:
+    """Masks the rows of `logits` (those of `req_ids`) that have a grammar."""
+    row_of = {req_id: row for row, req_id in enumerate(req_ids)}
+    masked = [
+        (i, row_of[req_id]) for i, req_id in enumerate(grammar_output.structured_output_request_ids) if req_id in row_of
+    ]
+    if masked:
+        bitmask = np.asarray(grammar_output.grammar_bitmask)[[i for i, _ in masked]]
+        apply_grammar_bitmask(logits, [row for _, row in masked], bitmask)
+
+
+LOGITS_PER_TILE = 1 << 24
+"""Prompt tokens are scored in tiles whose logits stay below this: 64 MiB."""
+
+
+class PromptLogprobs:
+    """Log-probabilities of prompts, collected chunk by chunk. A preempted request keeps its rows until it comes back.
+
+    Row i of a result is the prediction of prompt token i + 1. Rows the request never computed, because it asked to read
+    the prefix cache, have log-probability NaN and rank 0.
+    """
+
+    def __init__(self, vocab_size: int, kernel: SamplingKernel) -> None:
+        self._kernel = kernel
+        self._vocab_size = vocab_size
+        self._partial: dict[str, tuple[LogprobsTensors, int, list[int]]] = {}
+        """By request id: rows so far, number of top tokens (-1: all), the prompt."""
+
+    def add_request(self, request: NewRequestData) -> None:
+        """Starts to collect if the request asks for it and has no outputs: one with outputs has had the result."""
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        if params is None or params.prompt_logprobs is None or request.output_token_ids:
+            return
+        if request.req_id in self._partial:
+            return
+        num_top = min(params.prompt_logprobs, self._vocab_size)
+        shape = (len(prompt) - 1, 1 + (self._vocab_size if num_top == -1 else num_top))
+        token_ids = np.zeros(shape, np.int32)
+        token_ids[:, 0] = prompt[1:]
+        rows = LogprobsTensors(token_ids, np.full(shape, np.nan, np.float32), np.zeros(shape[0], np.int32))
+        self._partial[request.req_id] = (rows, num_top, prompt)
+
+    def remove_request(self, req_id: str) -> None:
+        """Drops a finished request."""
+        self._partial.pop(req_id, None)
+
+    @property
+    def any_wanted(self) -> bool:
+        """True if any prompt is being scored."""
+        return bool(self._partial)
+
+    def wanted_by(self, req_id: str) -> bool:
+        """Returns True if this request's prompt is being scored."""
+        return req_id in self._partial
+
+    def collect(
+        self, req_id: str, first_position: int, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
+    ) -> LogprobsTensors | None:
+        """Scores a chunk of the prompt. Returns the whole result if the chunk completes the prompt, else None.
+
+        hidden: [n, hidden_size], the model's output at positions first_position, first_position + 1, …
+        """
+        rows, num_top, prompt = self._partial[req_id]
+        last = min(first_position + hidden.shape[0], len(prompt) - 1)
+        step = max(1, LOGITS_PER_TILE // self._vocab_size)
+        for start in range(first_position, last, step):
+            end = min(start + step, last)
+            targets = np.array(prompt[start + 1 : end + 1], dtype=np.int64)
+            logits = compute_logits(hidden[start - first_position : end - first_position])
+            k = self._vocab_size if num_top == -1 else num_top
+            scored = self._kernel.logprobs(logits, np.arange(len(targets)), targets, k)
+            rows.logprob_token_ids[start:end] = scored.token_ids
+            rows.logprobs[start:end] = scored.logprobs
+            rows.selected_token_ranks[start:end] = scored.ranks
+        if first_position + hidden.shape[0] < len(prompt):
+            return None
+        del self._partial[req_id]
+        return rows
