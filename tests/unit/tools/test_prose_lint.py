@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from tools.prose_lint import PACKAGE, check_files, check_prose, check_source, count_by_folder, exceeded, read_baseline
+from tools.prose_lint import (
+    PACKAGE,
+    ROOT,
+    check_files,
+    check_prose,
+    check_source,
+    count_by_folder,
+    exceeded,
+    read_baseline,
+)
 
 FIELD = '"""A module."""\n\nclass Limits:\n    """Limits of a queue."""\n\n    size: int\n    """{}"""\n'
 
@@ -64,3 +74,18 @@ def test_one_offence_more_fails() -> None:
     baseline = read_baseline()
     counts = {**baseline, "new": 1, "engine": baseline.get("engine", 0) + 1}
     assert exceeded(counts, baseline) == {"engine": 1, "new": 1}
+
+
+GENERATED = {"compat.md", "http_fields.md"}
+
+
+def test_pages_are_plain_english() -> None:
+    """CONTRIBUTING.md names the words; code in backticks does not count."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "deploy/README.md", ROOT / "examples/README.md"]
+    found = [
+        f"{page.relative_to(ROOT)}: {rule}: {text}"
+        for page in pages
+        if page.name not in GENERATED and page != ROOT / "CONTRIBUTING.md"
+        for rule, text in check_prose(re.sub(r"`[^`\n]*`", "`x`", page.read_text(encoding="utf-8")), is_docstring=False)
+    ]
+    assert not found, "\n".join(found)
