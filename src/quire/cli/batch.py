@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import sys
-import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from quire.cli.batch_files import InputRow, ResultFile, error_body, read_rows, row_id
+from quire.cli.batch_files import InputRow, ResultFile, error_row, read_rows, row_id
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.cli.generation import Engine, make_engine
 from quire.cli.option_groups import engine_args, engine_options
 from quire.config.engine_args import EngineArgs
 from quire.errors import ClientError, ConfigError, GenerationError, QuireError, ServerError, ValidationError
-from quire.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.outputs import RequestOutput
 from quire.resolve import resolve
 
 if TYPE_CHECKING:
@@ -103,7 +100,7 @@ def _run_rows(flags: EngineArgs, source: Path, results: ResultFile, num_rows: in
     # Enough in flight that the scheduler never runs dry, few enough that a file of any length fits in memory.
     window = 2 * (config.scheduler_config.max_num_seqs or 1)
     with tqdm(total=num_rows, desc="batch", unit="req", disable=None) as bar:
-        _BatchRun(engine, reader, results, model.name, bar).run(_unfinished(source, results), window)
+        _BatchRun(engine, reader, results, bar).run(_unfinished(source, results), window)
 
 
 @dataclass
@@ -118,11 +115,10 @@ class _RowState:
 class _BatchRun:
     """Keeps a window of rows in the engine and writes each as it finishes."""
 
-    def __init__(self, engine: Engine, reader: RequestReader, results: ResultFile, model: str, bar: Any) -> None:
+    def __init__(self, engine: Engine, reader: RequestReader, results: ResultFile, bar: Any) -> None:
         self._engine = engine
         self._reader = reader
         self._results = results
-        self._model = model
         self._bar = bar
         self._running: dict[int, _RowState] = {}
 
@@ -165,7 +161,7 @@ class _BatchRun:
             message = failed[0].error_message or "the engine failed this request; run it again"
             self._write_error(state.row, GenerationError(message))
             return
-        self._write(state.row.key, result_row(state.row.key, state.request, outputs, self._model))
+        self._write(state.row.key, self._reader.result_row(state.row.key, state.request, outputs))
 
     def _write_error(self, row: InputRow, error: QuireError) -> None:
         custom_id = row.content.get("custom_id")
@@ -176,86 +172,3 @@ class _BatchRun:
     def _write(self, key: str, row: dict[str, Any]) -> None:
         self._results.write(key, row)
         self._bar.update()
-
-
-def result_row(custom_id: str, request: BatchRequest, outputs: Sequence[RequestOutput], model: str) -> dict[str, Any]:
-    """Returns the row of a request that ran, in OpenAI's form; `outputs` are in the order of its prompts."""
-    choices = [
-        _choice(request, output, sequence, position * request.params.n + sequence.index)
-        for position, output in enumerate(outputs)
-        for sequence in output.outputs
-    ]
-    kind, prefix = ("chat.completion", "chatcmpl") if request.is_chat else ("text_completion", "cmpl")
-    body = {
-        "id": f"{prefix}-{uuid.uuid4().hex[:16]}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "choices": choices,
-        "usage": _usage(outputs),
-    }
-    return _row(f"batch_req_{uuid.uuid4().hex[:16]}", custom_id, 200, body, None)
-
-
-def error_row(row_id: str | None, custom_id: str | None, error: QuireError) -> dict[str, Any]:
-    """Returns the row of a request that was refused or failed."""
-    described = error_body(error)
-    name = row_id or f"batch_req_{uuid.uuid4().hex[:16]}"
-    return _row(name, custom_id, described["code"], {"error": described}, described)
-
-
-def _row(row_id: str, custom_id: str | None, status: int, body: dict[str, Any], error: Any) -> dict[str, Any]:
-    response = {"status_code": status, "request_id": f"req-{uuid.uuid4().hex[:16]}", "body": body}
-    return {"id": row_id, "custom_id": custom_id, "response": response, "error": error}
-
-
-def _choice(request: BatchRequest, output: RequestOutput, sequence: CompletionOutput, index: int) -> dict[str, Any]:
-    ending = {"finish_reason": sequence.finish_reason, "stop_reason": sequence.stop_reason}
-    if request.is_chat:
-        message = {"role": "assistant", "content": sequence.text}
-        return {"index": index, "message": message, "logprobs": _chat_logprobs(request, sequence), **ending}
-    text = (output.prompt or "") + sequence.text if request.echo else sequence.text
-    return {"index": index, "text": text, "logprobs": _text_logprobs(sequence), **ending}
-
-
-def _usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    prompt = sum(len(o.prompt_token_ids or ()) for o in outputs)
-    completion = sum(len(sequence.token_ids) for o in outputs for sequence in o.outputs)
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + completion,
-        "completion_tokens": completion,
-        "prompt_tokens_details": {"cached_tokens": sum(o.num_cached_tokens or 0 for o in outputs)},
-    }
-
-
-def _chat_logprobs(request: BatchRequest, sequence: CompletionOutput) -> dict[str, Any] | None:
-    if sequence.logprobs is None:
-        return None
-    content = []
-    for token_id, position in zip(sequence.token_ids, sequence.logprobs, strict=True):
-        # The sampled token comes first and may be among the top ones, too; `rank` decides whether it belongs to them.
-        top = [x for x in position.values() if x.rank is not None and x.rank <= (request.params.logprobs or 0)]
-        content.append({**_logprob(position[token_id]), "top_logprobs": [_logprob(x) for x in top]})
-    return {"content": content}
-
-
-def _logprob(value: Logprob) -> dict[str, Any]:
-    token = value.decoded_token or ""
-    return {"token": token, "logprob": value.logprob, "bytes": list(token.encode("utf-8", errors="replace"))}
-
-
-def _text_logprobs(sequence: CompletionOutput) -> dict[str, Any] | None:
-    if sequence.logprobs is None:
-        return None
-    tokens = [
-        position[t].decoded_token or "" for t, position in zip(sequence.token_ids, sequence.logprobs, strict=True)
-    ]
-    return {
-        "text_offset": list(accumulate((len(token) for token in tokens[:-1]), initial=0)),
-        "token_logprobs": [p[t].logprob for t, p in zip(sequence.token_ids, sequence.logprobs, strict=True)],
-        "tokens": tokens,
-        "top_logprobs": [
-            {x.decoded_token or "": x.logprob for x in position.values()} for position in sequence.logprobs
-        ],
-    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,3 +152,15 @@ def error_body(error: QuireError) -> dict[str, Any]:
         code, "InternalServerError"
     )
     return {"message": str(error), "type": kind, "param": param, "code": code}
+
+
+def error_row(row_id: str | None, custom_id: str | None, error: QuireError) -> dict[str, Any]:
+    """Returns the row of a request that was refused or failed."""
+    described = error_body(error)
+    name = row_id or f"batch_req_{uuid.uuid4().hex[:16]}"
+    return make_row(name, custom_id, described["code"], {"error": described}, described)
+
+
+def make_row(row_id: str, custom_id: str | None, status: int, body: dict[str, Any], error: Any) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": f"req-{uuid.uuid4().hex[:16]}", "body": body}
+    return {"id": row_id, "custom_id": custom_id, "response": response, "error": error}

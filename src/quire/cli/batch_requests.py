@@ -1,4 +1,4 @@
-"""Parses a line of an OpenAI batch file into prompts and sampling parameters.
+"""A line of an OpenAI batch file as prompts and sampling parameters, and its outputs as a line of results.
 
 The fields are those of vLLM's /v1/completions and /v1/chat/completions. A field that this engine cannot honour is
 refused by name; a field without an effect on the output is ignored.
@@ -7,17 +7,21 @@ refused by name; a field without an effect on the output is ignored.
 from __future__ import annotations
 
 import hashlib
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from quire.cli.batch_files import InputRow
+from quire.cli.batch_files import InputRow, make_row
 from quire.cli.command_line import nearest
 from quire.cli.option_groups import make_sampling_params
 from quire.errors import NotFoundError, ValidationError
+from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, chat_logprobs, text_logprobs
 from quire.frontend.openai.protocol.sampling import FormBody
+from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -101,6 +105,26 @@ class RequestReader:
         if salt is not None:
             prompts = [{**prompt, "cache_salt": salt} for prompt in prompts]
         return BatchRequest(custom_id, is_chat, prompts, params, priority, echo)
+
+    def result_row(self, custom_id: str, request: BatchRequest, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Returns the row of a request that ran, in OpenAI's form; `outputs` are in the order of its prompts."""
+        count = TokenCount(shows_cached=True)
+        choices = []
+        for position, output in enumerate(outputs):
+            count.add(position, output)
+            choices += [
+                _choice(request, output, each, position * request.params.n + each.index) for each in output.outputs
+            ]
+        kind, prefix = ("chat.completion", "chatcmpl") if request.is_chat else ("text_completion", "cmpl")
+        body = {
+            "id": f"{prefix}-{uuid.uuid4().hex[:16]}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model_names[0],
+            "choices": choices,
+            "usage": count.in_chunk(),
+        }
+        return make_row(f"batch_req_{uuid.uuid4().hex[:16]}", custom_id, 200, body, None)
 
     def _envelope(self, row: InputRow) -> tuple[str, str, Mapping[str, Any]]:
         content = row.content
@@ -237,3 +261,17 @@ def _text_prompts(prompt: Any) -> list[dict[str, Any]]:
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _choice(request: BatchRequest, output: RequestOutput, sequence: CompletionOutput, index: int) -> dict[str, Any]:
+    ending = {"finish_reason": sequence.finish_reason, "stop_reason": sequence.stop_reason}
+    ids, positions, logprobs = sequence.token_ids, sequence.logprobs, None
+    if request.is_chat:
+        if positions is not None:
+            logprobs = chat_logprobs(ids, positions, TokenNames(None), request.params.logprobs or 0)
+        message = {"role": "assistant", "content": sequence.text}
+        return {"index": index, "message": message, "logprobs": logprobs, **ending}
+    if positions is not None:
+        logprobs, _ = text_logprobs(ids, positions, TokenNames(None))
+    text = (output.prompt or "") + sequence.text if request.echo else sequence.text
+    return {"index": index, "text": text, "logprobs": logprobs, **ending}

@@ -127,7 +127,7 @@ class HttpClient:
         """Yields the body of an answer with status 200. Raises RemoteError, and RefusedError for other statuses."""
         if self._session is None:
             self._session = self._open_session()
-        url = URL(f"{self.address}{path}", encoded=True)
+        url = URL(f"{self.address}{path}")
         has_begun = False
         try:
             async with self._session.request(method, url, data=body, allow_redirects=False) as response:

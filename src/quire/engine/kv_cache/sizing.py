@@ -11,12 +11,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING
 
 from quire.config.engine import CacheConfig, EngineConfig
-from quire.engine.executor.abstract import Executor
 from quire.errors import ConfigError
 from quire.logger import init_logger
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
+
+if TYPE_CHECKING:  # it loads numpy, which `quire info` does not need
+    from quire.engine.executor.abstract import Executor
 
 logger = init_logger(__name__)
 
