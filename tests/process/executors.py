@@ -11,8 +11,8 @@ import numpy as np
 
 from quire.config.engine import EngineConfig
 from quire.errors import ModelLoadError
-from quire.testing.fake_device import InFlight
 from quire.testing.fake_executor import FakeExecutor
+from quire.testing.fake_hardware import InFlight
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 
 from .pace import LEISURELY_STEP_S, PACE_FILE

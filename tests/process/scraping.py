@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 import httpx2
 
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
-from quire.testing.metrics_audit import MetricsAudit, read_exposition
-from quire.testing.watching import watching
+from quire.testing.metrics_audit import MetricsAudit, read_exposition, watching
 
 INTERVAL_S = 0.05
 TIME_LIMIT_S = 60.0

@@ -22,7 +22,7 @@ import httpx2
 import pytest
 
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
-from quire.testing.watching import watching
+from quire.testing.metrics_audit import watching
 
 from .scraping import Scraper, scraped
 from .serving import ServerProcess, serving

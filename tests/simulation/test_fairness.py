@@ -15,8 +15,8 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.engine.core import EngineCore
 from quire.sampling_params import SamplingParams
-from quire.testing.fake_device import VirtualClock
 from quire.testing.fake_executor import FakeExecutor
+from quire.testing.fake_hardware import VirtualClock
 from quire.wire.engine_core import EngineCoreRequest
 from tests.seeds import seeds
 

@@ -1,4 +1,4 @@
-"""Faults on purpose: what QUIRE_FAILPOINTS may say, and what then happens at a `failpoint()`.
+"""Deliberate faults: the grammar of QUIRE_FAILPOINTS, and the actions at a `failpoint()`.
 
 ::
 
@@ -11,7 +11,7 @@
             | times=N      fire N times at most (default: no limit)
             | p=0.01       fire at a hit with this probability
             | seed=N       of the generator behind p (default 0)
-            | after=PATH   only once this file exists: another fault's tally, say
+            | after=PATH   only once this file exists, for example another fault's tally
             | tally=PATH   add a byte to this file before each firing; `times` then counts those of all processes
 
 Options apply in the order key, after, skip, p, times. Several faults of one name are tried in the order written; all
@@ -50,7 +50,7 @@ _FAULT = re.compile(
 
 
 class InjectedError(RuntimeError):
-    """What the action `raise` raises: an error that no code of ours expects."""
+    """Error of the action `raise`: no code of Quire expects it."""
 
 
 # -- actions -------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def _raise(_: float) -> None:
 
 
 def _exhaust_memory(mebibytes: float) -> None:
-    """Allow this process `mebibytes` more address space, and use all of it: MemoryError, and the limit stays."""
+    """Allows this process `mebibytes` more address space and uses it up: raises MemoryError, and the limit stays."""
     limit = _address_space_bytes() + int(mebibytes) * _MEBIBYTE
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     hoard = []
@@ -107,7 +107,7 @@ def _stop(_: float) -> None:
 
 @dataclass(frozen=True)
 class _ActionSpec:
-    """One action. `default` is its argument when none is written; None where it takes none."""
+    """One action. `default` is its argument when none is written; None if it takes none."""
 
     run: Callable[[float], None]
     default: float | None = None
@@ -125,7 +125,7 @@ ACTIONS: dict[str, _ActionSpec] = {
     "freeze": _ActionSpec(_freeze),
     "stop": _ActionSpec(_stop),
 }
-"""By the word in the variable. kill: SIGKILL. segv: a read of address 0. stop: SIGSTOP."""
+"""Actions by name. kill: SIGKILL. segv: a read of address 0. stop: SIGSTOP."""
 
 
 def _leave_no_core_file() -> None:
@@ -133,7 +133,7 @@ def _leave_no_core_file() -> None:
 
 
 def _address_space_bytes() -> int:
-    """What RLIMIT_AS limits (Linux)."""
+    """Returns the size that RLIMIT_AS limits (Linux)."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
@@ -142,7 +142,7 @@ def _address_space_bytes() -> int:
 
 @dataclass
 class Fault:
-    """One fault and how often it was met. Not thread-safe: `Injector` holds a lock around `is_due`."""
+    """One fault and its hits. Not thread-safe: `Injector` holds a lock around `is_due`."""
 
     name: str
     run: Callable[[], None]
@@ -161,7 +161,7 @@ class Fault:
         self._random.seed(f"{self.seed}/{self._fired_anywhere()}")  # a restarted process must not repeat its history
 
     def is_due(self, key: str) -> bool:
-        """Whether it fires at this hit; counts the hit and the firing."""
+        """Returns whether it fires at this hit; counts the hit and the firing."""
         if self.key not in key or (self.after is not None and not self.after.exists()):
             return False
         self.num_hits += 1
@@ -184,7 +184,7 @@ class Fault:
 
 
 class Injector:
-    """The faults of a process; called at every failpoint, from any thread."""
+    """The faults of a process. Called at every failpoint, from any thread."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults: dict[str, list[Fault]] = {}
@@ -201,14 +201,16 @@ class Injector:
 
 
 def arm(text: str) -> Hit:
-    """The faults that a value of QUIRE_FAILPOINTS describes. Raises ConfigError if it cannot be understood."""
+    """Parses a value of QUIRE_FAILPOINTS. Raises ConfigError for an invalid one."""
     return Injector([parse_fault(part.strip()) for part in text.split(";") if part.strip()])
 
 
 @contextlib.contextmanager
 def injected(name: str, run: Hit) -> Iterator[None]:
-    """For tests in one process: call `run(name, key)` at failpoint `name` until the end of the block. What it raises
-    comes out of the failpoint. Blocks may be nested; the variable is not looked at."""
+    """Calls `run(name, key)` at failpoint `name` until the end of the block; for tests in one process.
+
+    The failpoint raises what `run` raises. Blocks may be nested. QUIRE_FAILPOINTS is not read.
+    """
     _check_name(name)
     before = failpoints.installed()
 
@@ -229,7 +231,7 @@ def injected(name: str, run: Hit) -> Iterator[None]:
 
 
 def parse_fault(text: str) -> Fault:
-    """One fault of the variable. Raises ConfigError."""
+    """Parses one fault. Raises ConfigError."""
     match = _FAULT.fullmatch(text)
     if match is None:
         raise _not_understood(text, "write it as name=action,option=value")
@@ -258,7 +260,7 @@ def parse_fault(text: str) -> Fault:
 
 
 OPTIONS = ("key", "skip", "times", "p", "seed", "after", "tally")
-"""What may follow an action."""
+"""Parses an option of a fault."""
 
 
 def _parse_options(fault: str, text: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""An engine core by hand: speaks the real wire and does what a test tells it, right or wrong.
+"""An engine core that a test controls: it speaks the real wire protocol, rightly or wrongly.
 
 For tests of frontends, without an engine, a model or a second process. It plays the core's part on the frontend's own
 sockets::
@@ -7,9 +7,9 @@ sockets::
         add = engine.receive().payload                        # an EngineCoreRequest
         engine.send_tokens(add.request_id, [5, 6], finish_reason=FinishReason.LENGTH)
 
-or `FakeEngine(addresses)` for a frontend that makes no handshake. `serve` answers by itself. What a core should never
-do is one call away: another protocol version (`start`), frames that mean nothing (`send_frames`), a message again
-(`repeat`), one too few or of another incarnation (`sequence`, `incarnation`), silence, an end without a word (`close`).
+or `FakeEngine(addresses)` for a frontend that makes no handshake. `serve` answers by itself. Each fault is one
+call: another protocol version (`start`), meaningless frames (`send_frames`), a repeated message (`repeat`), a missing
+one or one of another incarnation (`sequence`, `incarnation`), silence, an end without a message (`close`).
 
 Waits end after `timeout_s` with TimeoutError. Not thread-safe: one thread, which may be the test's own.
 """
@@ -55,17 +55,17 @@ READY = EngineCoreReadyResponse(
     kv_cache_max_concurrency=3.9,
     supported_tasks=("generate",),
 )
-"""What it claims to have found at start-up."""
+"""Answers of its start-up to a frontend."""
 PAYLOADS: dict[EngineCoreRequestType, Any] = {
     EngineCoreRequestType.ADD: EngineCoreRequest,
     EngineCoreRequestType.ABORT: list[str],
     EngineCoreRequestType.UTILITY: tuple[int, int, str, tuple[Any, ...]],
 }
-"""What follows the type of a message. A control call: client index, call id, method, arguments."""
+"""Body of a message, by type. A control call has client index, call id, method and arguments."""
 
 
 class FromFrontend(NamedTuple):
-    """A message that has arrived: an `EngineCoreRequest`, a list of ids to abort, or a control call."""
+    """A received message: an `EngineCoreRequest`, a list of ids to abort, or a control call."""
 
     client_index: int
     type: EngineCoreRequestType
@@ -104,27 +104,27 @@ class FakeHandshake:
         self.close()
 
     def say(self, status: EngineStatus) -> None:
-        """HELLO, READY or FAILED, in any order."""
+        """Sends HELLO, READY or FAILED, in any order."""
         self.say_frames([msgspec.msgpack.encode(status)])
 
     def say_frames(self, frames: Sequence[Frame]) -> None:
-        """Anything at all."""
+        """Sends any bytes."""
         self._socket.send_multipart(frames)
 
     def hear(self) -> EngineHandshakeMetadata:
-        """The frontend's answer to HELLO."""
+        """Returns the frontend's answer to HELLO."""
         _wait(self._socket, self._timeout_s, "the frontend has not answered HELLO")
         return MsgpackDecoder(EngineHandshakeMetadata).decode(self._socket.recv_multipart())
 
     def close(self) -> None:
-        """What was said is still delivered. Idempotent."""
+        """Closes the socket. Messages sent before are still delivered. Idempotent."""
         self._socket.close()
         self._context.term()
 
 
 class FakeEngine:
-    """See the module. Each message is stamped with `incarnation` and the next number of its client's `sequence`; a test
-    may change both."""
+    """An engine core controlled by a test; see the module. Each message is stamped with `incarnation` and the next
+    number of `sequence` for its client. A test may change both."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class FakeEngine:
         ]
         self._outputs = [make_zmq_socket(self._context, a, zmq.PUSH, curve=curve) for a in addresses.outputs]
         self._last: list[list[bytes]] = [[] for _ in addresses.outputs]
-        """What was sent last, by client."""
+        """The last message, by client."""
         self.send_ready(ready)
 
     @classmethod
@@ -164,7 +164,7 @@ class FakeEngine:
         timeout_s: float = TIMEOUT_S,
         curve: CurveKeys | None = None,
     ) -> Self:
-        """A core that has made its handshake. Raises TimeoutError if the frontend does not answer."""
+        """Makes the handshake and returns the core. Raises TimeoutError if the frontend does not answer."""
         with FakeHandshake(handshake_address, engine_index=engine_index, timeout_s=timeout_s, curve=curve) as handshake:
             handshake.say(EngineStatus("HELLO", protocol_version=protocol_version, pid=os.getpid()))
             metadata = handshake.hear()
@@ -189,7 +189,7 @@ class FakeEngine:
         self.close()
 
     def close(self) -> None:
-        """Disconnect without a word: what is not delivered yet is lost. Idempotent."""
+        """Disconnects without an end message: undelivered messages are lost. Idempotent."""
         for socket in (*self._inputs, *self._outputs):
             socket.close(linger=0)
         self._context.term()
@@ -197,13 +197,13 @@ class FakeEngine:
     # -- in -------------------------------------------------------------------------------------------------------
 
     def receive(self) -> FromFrontend:
-        """The next message, of whichever client. Raises TimeoutError, and WireError for one no core could read."""
+        """Returns the next message of any client. Raises TimeoutError, and WireError for an invalid one."""
         index, frames = self.receive_frames()
         kind = EngineCoreRequestType(frames[0])
         return FromFrontend(index, kind, MsgpackDecoder(PAYLOADS[kind]).decode(frames[1:]))
 
     def receive_frames(self) -> tuple[int, list[bytes]]:
-        """The same as it came: client index, frames. Raises TimeoutError."""
+        """Returns the same undecoded: client index, frames. Raises TimeoutError."""
         poller = zmq.Poller()
         for socket in self._inputs:
             poller.register(socket, zmq.POLLIN)
@@ -214,7 +214,7 @@ class FakeEngine:
         raise TimeoutError(f"no message from a frontend within {self.timeout_s:g} s")
 
     def serve(self, answer: Callable[[FromFrontend], list[EngineCoreOutputs]], until: Callable[[], bool]) -> None:
-        """Send what `answer` makes of each message, until `until` says so (asked after each) or TimeoutError."""
+        """Sends what `answer` returns for each message, until `until` is true (asked after each) or TimeoutError."""
         while not until():
             message = self.receive()
             for outputs in answer(message):
@@ -223,13 +223,13 @@ class FakeEngine:
     # -- out ------------------------------------------------------------------------------------------------------
 
     def send_ready(self, ready: EngineCoreReadyResponse = READY) -> None:
-        """The ready frame, to every client, with the number of the message that will be its next."""
+        """Sends the ready frame to every client, with the number of the next message of that client."""
         stamped = dataclasses.replace(ready, engine_index=self.engine_index, incarnation=self.incarnation)
         for socket, sequence in zip(self._inputs, self.sequence, strict=True):
             socket.send(msgspec.msgpack.encode(dataclasses.replace(stamped, next_sequence=sequence + 1)))
 
     def send(self, outputs: EngineCoreOutputs, client_index: int = 0) -> None:
-        """Outputs, stamped and numbered."""
+        """Sends outputs, stamped and numbered."""
         self.sequence[client_index] += 1
         outputs.engine_index, outputs.incarnation = self.engine_index, self.incarnation
         outputs.sequence = self.sequence[client_index]
@@ -243,30 +243,30 @@ class FakeEngine:
         finish_reason: FinishReason | None = None,
         client_index: int = 0,
     ) -> None:
-        """New tokens of one request."""
+        """Sends new tokens of one request."""
         output = EngineCoreOutput(request_id, list(token_ids), finish_reason=finish_reason)
         self.send(EngineCoreOutputs(outputs=[output]), client_index)
 
     def answer_utility(self, call: FromFrontend, result: Any = None, failure_message: str | None = None) -> None:
-        """The answer to a control call that `receive` gave."""
+        """Answers a control call that `receive` has returned."""
         client_index, call_id, _, _ = call.payload
         self.send(EngineCoreOutputs(utility_output=UtilityOutput(call_id, failure_message, result)), client_index)
 
     def send_frames(self, frames: Sequence[bytes], client_index: int = 0) -> None:
-        """Anything at all, as a message to one client."""
+        """Sends any frames as a message to one client."""
         self._last[client_index] = list(frames)
         self._outputs[client_index].send_multipart(frames)
 
     def repeat(self, client_index: int = 0) -> None:
-        """The last message once more, number and all."""
+        """Sends the last message again, with its number."""
         self._outputs[client_index].send_multipart(self._last[client_index])
 
     def send_to_input(self, frames: Sequence[bytes], client_index: int = 0) -> None:
-        """Anything at all, on the socket on which a frontend expects ready frames only."""
+        """Sends any frames on the socket on which a frontend expects ready frames only."""
         self._inputs[client_index].send_multipart(frames)
 
     def send_dead(self) -> None:
-        """ENGINE_CORE_DEAD, to every client."""
+        """Sends ENGINE_CORE_DEAD to every client."""
         for index in range(len(self._outputs)):
             self.send_frames([ENGINE_CORE_DEAD], index)
 

@@ -25,9 +25,8 @@ import numpy.typing as npt
 from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
 from quire.errors import ModelLoadError
-from quire.testing.fake_device import Clock, InFlight, as_future
+from quire.testing.fake_hardware import BlockTable, Clock, InFlight, KVMemory, ProtocolError, as_future
 from quire.testing.fake_model import FakeModel, FakeSequence, kv_identity
-from quire.testing.kv_memory import BlockTable, KVMemory, ProtocolError
 from quire.wire.execution import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     BlockIds,
@@ -42,7 +41,7 @@ from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig
 
 
 class _LiveRequest:
-    """What the worker remembers of a request."""
+    """State of a request in the worker."""
 
     def __init__(self, data: NewRequestData, tables: list[BlockTable]) -> None:
         self.tokens = data.prompt_token_ids + data.output_token_ids
@@ -53,14 +52,15 @@ class _LiveRequest:
 
 
 class FakeExecutor(Executor):
-    """See the module. `num_computed_tokens` counts every token it has computed: the other side of the ledger."""
+    """An executor without a model. `num_computed_tokens` counts every token it has computed, for
+    comparison with the metrics."""
 
     vocab_size: ClassVar[int] = 256
     layer_specs: ClassVar[dict[str, AnyKVCacheSpec] | None] = None
     """One spec per attention layer; None for a single layer of full attention with the configured block size."""
     available_bytes: ClassVar[int] = 1 << 20
     pipeline_depth: ClassVar[int] = 1
-    """Steps that may be under way at once; more than one makes the engine use its batch queue."""
+    """Number of steps that may be under way at once. More than one makes the engine use its batch queue."""
     step_time_s: ClassVar[float] = 0.0
     token_time_s: ClassVar[float] = 0.0
     clock: ClassVar[Clock] = time
@@ -73,13 +73,13 @@ class FakeExecutor(Executor):
         """The step whose logits are held, with the digest of each request that samples."""
         self._in_flight: deque[InFlight] = deque()
         self._released: set[str] = set()
-        """Of "weights" and "kv_cache", what sleep took away."""
+        """Parts of "weights" and "kv_cache" that sleep has released."""
         self.num_computed_tokens = 0
 
     # -- start-up -----------------------------------------------------------------------------------------------
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
-        """The fake has no process that could die: the callback is never called."""
+        """Never calls the callback: the fake has no process that could die."""
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -87,7 +87,7 @@ class FakeExecutor(Executor):
 
     @property
     def num_live_requests(self) -> int:
-        """Requests it remembers: 0 once the engine has told it that all of them are finished."""
+        """Number of requests it remembers: 0 once the engine has reported all of them as finished."""
         return len(self._requests)
 
     def get_kv_cache_specs(self) -> list[dict[str, AnyKVCacheSpec]]:
@@ -208,9 +208,12 @@ class FakeExecutor(Executor):
             raise ProtocolError(f"{num_requests} requests are running; the limit is {limits.max_num_seqs}")
 
     def _forward(self, step: SchedulerOutput) -> dict[str, int]:
-        """Compute the step: the digest of each request that samples. Running requests go first, new ones follow in
-        their order of admission and take hold of their blocks only then, because a new request may share blocks that
-        an earlier one fills in this very step: a real model fills them layer by layer for the whole batch."""
+        """Computes the step and returns the digest of each request that samples.
+
+        Running requests go first. New ones follow in their order of admission and take their blocks only then, because
+        a new request may share blocks that an earlier one fills in this very step: a real model fills them layer by
+        layer for the whole batch.
+        """
         running = step.scheduled_cached_reqs
         rows = zip(running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True)
         for req_id, new_block_ids, num_computed in rows:
@@ -227,7 +230,8 @@ class FakeExecutor(Executor):
         return {req_id: digest for req_id, digest in digests.items() if digest is not None}
 
     def _forward_request(self, req_id: str, num_tokens: int) -> int | None:
-        """Compute the next tokens of one request. The digest of its last token, None while there are more to come."""
+        """Computes the scheduled tokens of one request. Returns the digest of the last one; None if more of the prompt
+        is to come."""
         request = self._requests[req_id]
         start, end = request.num_computed, request.num_computed + num_tokens
         self._check_chunk(req_id, request, start, end)
@@ -253,7 +257,7 @@ class FakeExecutor(Executor):
                 raise ProtocolError(f"request {req_id}: token {end} has no block in {table.block_ids}")
 
     def _logprobs(self, digest: int, num_logprobs: int) -> LogprobsLists:
-        """The sampled token, then the top ones; each is exp(-1) times as likely as the one before."""
+        """Returns the sampled token, then the top ones; each is exp(-1) times as likely as the one before."""
         top = self.model.top_tokens(digest, self.vocab_size if num_logprobs == -1 else num_logprobs)
         logprobs = [-0.5 - rank for rank in range(len(top))]
         return LogprobsLists([[self.model.next_token(digest), *top]], [[-0.5, *logprobs]], [1])
@@ -277,12 +281,12 @@ class FakeExecutor(Executor):
     # -- sleep and new weights ----------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
-        """Forget the KV cache and all requests; at level 2 the weights, too."""
+        """Drops the KV cache and all requests; at level 2 the weights, too."""
         self.release_kv_cache_memory()
         self._released |= {"weights"} if level == 2 else set()
 
     def release_kv_cache_memory(self) -> None:
-        """What the blocks held is lost."""
+        """Replaces the content of all blocks by zeros."""
         if self._in_flight or self._unsampled is not None:
             raise ProtocolError("the KV cache was given back while a step was under way")
         self._requests.clear()
@@ -290,16 +294,16 @@ class FakeExecutor(Executor):
         self._released.add("kv_cache")
 
     def wake_up(self, tags: list[str]) -> None:
-        """Take back what `tags` names: blocks come back as zeros, weights as they were."""
+        """Restores the parts in `tags`: blocks come back as zeros, weights as they were."""
         self._released.difference_update(tags)
 
     def check_weights(self, path: str) -> None:
-        """Every path is a checkpoint here. Raises ModelLoadError for an empty one."""
+        """Accepts every path as a checkpoint. Raises ModelLoadError for an empty one."""
         if not path:
             raise ModelLoadError("an empty path names no checkpoint")
 
     def load_weights(self, path: str | None = None) -> None:
-        """Become the model of checkpoint `path`, which gives other tokens; None: stay the one it is."""
+        """Becomes the model of checkpoint `path`, which gives other tokens; None: keeps the present model."""
         if self._in_flight or self._unsampled is not None:
             raise ProtocolError("the weights were replaced while a step was under way")
         self.model = self.model if path is None else dataclasses.replace(self.model, weights=path)
@@ -317,7 +321,7 @@ class FakeExecutor(Executor):
         return ("generate",)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """The engine fitted the context length to the cache."""
+        """Stores the context length that the engine has fitted to the cache."""
         self._max_model_len = max_model_len
 
     def collective_rpc(
@@ -348,7 +352,7 @@ class FakeExecutor(Executor):
 
 
 def _allowed(token: int, mask: npt.NDArray[np.int32] | None) -> int:
-    """`token`, or the next higher one a grammar allows, in a circle; `token` if it allows none."""
+    """Returns `token`, or the next higher one that a grammar allows, in a circle; `token` if it allows none."""
     if mask is None:
         return token
     allowed = np.flatnonzero(np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little"))

@@ -28,14 +28,14 @@ _UINT32 = 0xFFFFFFFF
 
 
 def kv_identity(params: SamplingParams | None, lora_request: LoRARequest | None) -> int:
-    """What the KV of a request depends on beside its tokens."""
+    """Everything besides its tokens that the KV of a request depends on."""
     extra = (params.extra_args or {}).get(KV_IDENTITY) if params is not None else None
     adapter = (lora_request.lora_name, lora_request.lora_path) if lora_request is not None else None
     return 0 if extra is None and adapter is None else crc32(repr((extra, adapter)).encode())
 
 
 class _FullContext:
-    """All slots before the current one, folded into one number."""
+    """Returns all slots before the current one, folded into one number."""
 
     def __init__(self, slots: bytes) -> None:
         self.digest = crc32(slots)
@@ -45,7 +45,7 @@ class _FullContext:
 
 
 class _WindowContext:
-    """The last `num_slots` slots before the current one."""
+    """Returns the last `num_slots` slots before the current one."""
 
     def __init__(self, slots: bytes, num_slots: int) -> None:
         self._size = num_slots * SLOT_BYTES
@@ -63,7 +63,7 @@ class _WindowContext:
 class FakeSequence:
     """One request inside the model. `compute` takes its tokens one after the other, from any position on.
 
-    `slots` holds, per KV cache group, the bytes of the slots attention can see before that position.
+    `slots` holds, per KV cache group, the bytes of the slots that attention can see before that position.
     """
 
     def __init__(self, model: FakeModel, identity: int, slots: Sequence[bytes]) -> None:
@@ -75,7 +75,8 @@ class FakeSequence:
         self._computed: list[list[bytes]] = [[] for _ in self._contexts]
 
     def compute(self, token: int, position: int) -> int:
-        """The digest of the prefix that ends in `token` at `position`. It fills the slot of every group."""
+        """Returns the digest of the prefix that ends in `token` at `position`, and writes it into the slot of every
+        group."""
         digest = self._identity + token * 0x85EBCA6B + position * 0xC2B2AE35
         for context in self._contexts:
             digest = ((digest ^ context.digest) * 0x9E3779B1 + 1) & _UINT32
@@ -87,25 +88,25 @@ class FakeSequence:
         return digest
 
     def slots(self, group: int) -> bytes:
-        """What the computed tokens left for the group's KV cache."""
+        """Returns the bytes that the computed tokens have written into the group's KV cache."""
         return b"".join(self._computed[group])
 
 
 @dataclass(frozen=True)
 class FakeModel:
-    """`windows` holds a sliding window per KV cache group, None for full attention. Models with other `weights` give
-    other tokens, and cannot read each other's KV."""
+    """The model. `windows` holds a sliding window per KV cache group, None for full attention. Models with other
+    `weights` give other tokens, and cannot read each other's KV."""
 
     windows: tuple[int | None, ...] = (None,)
     vocab_size: int = 256
     weights: str = ""
 
     def next_token(self, digest: int) -> int:
-        """The token that follows the prefix with this digest."""
+        """Returns the token that follows the prefix with this digest."""
         return (digest >> 8) % self.vocab_size
 
     def top_tokens(self, digest: int, num_tokens: int) -> list[int]:
-        """The `num_tokens` most likely tokens after the prefix, the sampled one first."""
+        """Returns the `num_tokens` most likely tokens after the prefix, the sampled one first."""
         first = self.next_token(digest)
         return [(first + i) % self.vocab_size for i in range(min(num_tokens, self.vocab_size))]
 
@@ -127,7 +128,7 @@ def expected_output(
     lora_request: LoRARequest | None = None,
     output_token_ids: Sequence[int] = (),
 ) -> ExpectedOutput:
-    """What a request must produce, whatever else the engine does meanwhile. Knows no blocks, no steps, no batch.
+    """Returns the output that a request must produce, whatever else the engine does. Uses no blocks, steps or batches.
 
     `output_token_ids` are its first outputs where another model gave them, before its weights were replaced.
     """
@@ -148,7 +149,7 @@ def expected_output(
 def _finish_after(
     outputs: list[int], params: SamplingParams, num_prompt_tokens: int, max_model_len: int
 ) -> ExpectedOutput | None:
-    """The end of the request if its newest output token ends it. Stop tokens win over lengths."""
+    """Returns the finish reason if its newest output token ends the request. Stop tokens win over lengths."""
     token = outputs[-1]
     if len(outputs) >= params.min_tokens:
         if token == params.eos_token_id and not params.ignore_eos:
@@ -164,7 +165,7 @@ def _finish_after(
 
 
 def _repeats(outputs: list[int], params: SamplingParams) -> bool:
-    """Does the output end in one pattern `min_count` times in a row?"""
+    """Returns whether the output ends in one pattern `min_count` times in a row."""
     rule = params.repetition_detection
     if rule is None or not rule.enabled or len(outputs) < params.min_tokens:
         return False

@@ -1,13 +1,11 @@
-"""What readers saw, and whether it is what they should have seen.
+"""Record of the outputs that readers received, and its comparison with the correct ones.
 
-A `History` takes in every output a reader is given, whatever happens to the engine meanwhile. It knows at each moment
-what may come next: a stream only grows, ends exactly once, and is silent afterwards. At the end it is compared with
-another history, of an undisturbed run, or with what an oracle says::
+A `History` receives every output that a reader receives, whatever happens to the engine meanwhile. It knows at each
+moment what may come next: a stream only grows, ends exactly once, and is silent afterwards. At the end it is compared
+with another history, of an undisturbed run, or with an oracle::
 
-    seen = History()
-    async for output in engine.generate(...):
-        seen.record(output)
-    assert not seen.problems() and not seen.differences(undisturbed)
+seen = History() async for output in engine.generate(...): seen.record(output) assert not seen.problems() and not
+seen.differences(undisturbed)
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ StreamKey = tuple[str, int]
 
 @dataclass
 class Stream:
-    """One output of one request as its reader has it now."""
+    """One output of one request, as far as its reader has received it."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -39,7 +37,7 @@ class Stream:
 
 
 class History:
-    """The streams of any number of requests, by id and index. Outputs are taken as `output_kind` makes them."""
+    """The streams of any number of requests, by id and index. Outputs are read according to `output_kind`."""
 
     def __init__(self, output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE) -> None:
         self._is_delta = output_kind is RequestOutputKind.DELTA
@@ -48,19 +46,19 @@ class History:
         """Terminal events, by request."""
         self.streams: dict[StreamKey, Stream] = {}
         self.errors: dict[str, Exception] = {}
-        """What readers were given instead of an end."""
+        """Errors that readers received instead of an end."""
         self.prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}
         self.num_tokens = 0
-        """Of all streams together: how far the run has come."""
+        """Number of tokens of all streams together: the progress of the run."""
 
     def begin(self, request_id: str) -> None:
-        """A request is on its way: from now on it is owed an end."""
+        """Records that a request was sent: it must end from now on."""
         if request_id in self._num_ends:
             self._problems.append(f"{request_id}: begun twice")
         self._num_ends[request_id] = 0
 
     def record(self, output: RequestOutput) -> None:
-        """A reader was given this."""
+        """Records an output that a reader received."""
         request_id = output.request_id
         if self._num_ends.setdefault(request_id, 0):
             self._problems.append(f"{request_id}: an output came after its end")
@@ -72,7 +70,7 @@ class History:
             self._record_stream((request_id, completion.index), completion)
 
     def record_error(self, request_id: str, error: Exception) -> None:
-        """A reader was given this instead: the end of the request."""
+        """Records an error that a reader received: the end of the request."""
         self._num_ends[request_id] = self._num_ends.get(request_id, 0) + 1
         self.errors[request_id] = error
 
@@ -100,14 +98,14 @@ class History:
         self.streams[key] = now
 
     def problems(self) -> list[str]:
-        """What was wrong on the way, and who has no end, or more than one."""
+        """Lists violations of the rules, and requests without an end or with more than one."""
         ends = [f"{i}: {num_ends} ends" for i, num_ends in self._num_ends.items() if num_ends != 1]
         errors = [f"{key}: {s.error_message}" for key, s in self.streams.items() if s.finish_reason == "error"]
         errors += [f"{request_id}: {error}" for request_id, error in self.errors.items()]
         return [*self._problems, *ends, *errors]
 
     def differences(self, expected: History, *, logprob_tolerance: float = 0.0) -> list[str]:
-        """Where finished streams are not those of `expected`. It must hold every stream of this one, and no more."""
+        """Lists finished streams that differ from `expected`, which must hold the same streams, no more and no less."""
         found = [f"{key}: missing" for key in expected.streams.keys() - self.streams.keys()]
         for request_id in self.prompt_logprobs.keys() | expected.prompt_logprobs.keys():
             rows, wanted = (h.prompt_logprobs.get(request_id, []) for h in (self, expected))
@@ -120,8 +118,8 @@ class History:
         return found
 
     def token_differences(self, expected: Mapping[StreamKey, Sequence[int]]) -> list[str]:
-        """Where the tokens of a stream, live or aborted, are no beginning of the expected ones; of one that came to its
-        end, where they are not all of them."""
+        """Lists streams, live or aborted, whose tokens are no prefix of the expected ones, and finished ones whose
+        tokens are not all of them."""
         found = []
         for key, stream in self.streams.items():
             whole = list(expected[key])
@@ -132,7 +130,7 @@ class History:
 
 
 def stream_differences(seen: Stream, expected: Stream, logprob_tolerance: float = 0.0) -> Iterable[str]:
-    """In words, what one stream has otherwise than another."""
+    """Describes the differences of one stream."""
     if seen.token_ids != expected.token_ids:
         yield f"{seen}, not {expected}; they part at token {_parting(seen.token_ids, expected.token_ids)}"
     if seen.text != expected.text:
@@ -146,7 +144,7 @@ Row = Mapping[int, Logprob]
 
 
 def _row_differences(rows: Sequence[Row | None], wanted: Sequence[Row | None], tolerance: float) -> Iterable[str]:
-    """The first difference; the first row of a prompt is None."""
+    """Describes the first difference; the first row of a prompt is None."""
     if len(rows) != len(wanted):
         yield f"log-probabilities of {len(rows)} tokens, not {len(wanted)}"
         return
@@ -157,7 +155,8 @@ def _row_differences(rows: Sequence[Row | None], wanted: Sequence[Row | None], t
 
 
 def _is_close(row: Row, wanted: Row, tolerance: float) -> bool:
-    """Equal for a tolerance of 0. Otherwise tokens of nearly equal probability may have changed places."""
+    """Returns whether both are equal (tolerance 0). With a tolerance, tokens of nearly equal probability may change
+    places."""
     if tolerance == 0.0:
         return row == wanted
     return len(row) == len(wanted) and all(

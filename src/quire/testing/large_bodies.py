@@ -1,4 +1,4 @@
-"""Bodies of requests that are as large as a server takes, each in another way: one text, many objects, many numbers."""
+"""Request bodies as large as a server accepts, each in another way: one text, many objects, many numbers."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ LARGE_BODIES: dict[str, Callable[[], tuple[str, Any]]] = {
     "many turns": lambda: _message([{"role": "user", "content": "x" * 80}] * 32_768),
     "a message": lambda: _message([{"role": "user", "content": TEXT}]),
 }
-"""Makes a path and a body, by name."""
+"""Makers of a path and a body, by name."""

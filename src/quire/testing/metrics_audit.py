@@ -12,15 +12,15 @@ Each check also compares with the one before: what counts never goes down.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.frontend.metrics.catalog.spec import Kind
 from quire.frontend.metrics.publish.prometheus import PrometheusStatLogger
 from quire.frontend.metrics.publish.snapshot import Family, MetricsSnapshot, Series
-from quire.testing.watching import watching
 
 _PER_FINISHED_REQUEST = (
     "vllm:e2e_request_latency_seconds",
@@ -33,13 +33,13 @@ _PER_FINISHED_REQUEST = (
 _STAGES = {stage: f"vllm:request_{stage}_time_seconds" for stage in ("queue", "prefill", "decode", "inference")}
 _KINDS: dict[str, Kind] = {"counter": "counter", "histogram": "histogram", "summary": "summary"}
 TOLERANCE_S = 1e-6
-"""Per request: end to end is on another clock than its stages."""
+"""Tolerance per request: end to end is measured by another clock than its stages."""
 
 
 class MetricsAudit:
-    """One server's metrics over its life. `num_checks` tells how often they were looked at.
+    """Checks the metrics of one server over its life. `num_checks` is the number of checks made.
 
-    `one_clock` is False for an engine whose stamps are made up: then stages are not compared with end to end.
+    `one_clock` is False for an engine with invented stamps: then stages are not compared with end to end.
     """
 
     def __init__(self, *, one_clock: bool = True) -> None:
@@ -49,7 +49,7 @@ class MetricsAudit:
         self._num_blocks: float | None = None
 
     def check(self, snapshot: MetricsSnapshot) -> None:
-        """Raises AssertionError, with all that is wrong."""
+        """Raises AssertionError that lists all broken laws."""
         self.num_checks += 1
         wrong = [*_check_ledger(snapshot), *_check_tokens(snapshot), *_check_histograms(snapshot)]
         wrong += _check_stages(snapshot) if self._one_clock else []
@@ -142,7 +142,7 @@ def _check_shares(of: MetricsSnapshot) -> list[str]:
 
 
 def read_exposition(text: str) -> MetricsSnapshot:
-    """What a server has answered, as a snapshot."""
+    """Parses the answer of a server into a snapshot."""
     families = []
     for found in text_string_to_metric_families(text):
         series: dict[tuple[str, ...], Series] = {}
@@ -164,7 +164,7 @@ def read_exposition(text: str) -> MetricsSnapshot:
 
 @asynccontextmanager
 async def audited(metrics: PrometheusStatLogger, interval_s: float = 0.05) -> AsyncIterator[MetricsAudit]:
-    """Check every `interval_s` of the running loop's time while the block runs, and at its end."""
+    """Checks every `interval_s` of event-loop time while the block runs, and at its end."""
     audit = MetricsAudit()
 
     async def watch() -> None:
@@ -175,3 +175,16 @@ async def audited(metrics: PrometheusStatLogger, interval_s: float = 0.05) -> As
     async with watching(watch()):
         yield audit
     audit.check(metrics.snapshot())
+
+
+@asynccontextmanager
+async def watching(watch: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `watch` while the block runs, and no longer. The end of the block raises what `watch` has raised."""
+    watcher = asyncio.create_task(watch)
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        await asyncio.wait({watcher})
+        if not watcher.cancelled():
+            watcher.result()

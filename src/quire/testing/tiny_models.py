@@ -1,8 +1,8 @@
-"""Tiny random checkpoints of every family, written by transformers itself: what oracle tests compare Quire with.
+"""Tiny random checkpoints of every family, written by transformers: the models of the oracle tests.
 
-They have everything a real checkpoint has: config.json, safetensors, a byte-level BPE tokenizer.json, a chat template,
-generation_config.json. Weights are random but scaled so that greedy output varies from token to token and the best
-token leads clearly. Needs transformers (the `hf` extra); nothing else in the package does.
+They have everything that a real checkpoint has: config.json, safetensors, a byte-level BPE tokenizer.json, a chat
+template, generation_config.json. Weights are random but scaled so that greedy output varies from token to token and the
+best token leads clearly. Needs transformers (the `hf` extra); nothing else in the package does.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 FAMILIES: tuple[str, ...] = tuple(_FAMILY_CONFIGS)
-"""Names for `make_tiny_checkpoint`: transformers' `model_type`."""
+"""Families for `make_tiny_checkpoint`, by transformers' `model_type`."""
 
 _ENCODER_BASE: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -119,7 +119,7 @@ _ENCODER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 ENCODERS: tuple[str, ...] = tuple(_ENCODER_CONFIGS)
-"""The same for models that only pool; `head` says for what."""
+"""Families that only pool, by `model_type`; `head` selects the task."""
 _HEADS: Mapping[str, str] = {
     "generate": "AutoModelForCausalLM",
     "embed": "AutoModel",
@@ -137,10 +137,11 @@ def make_tiny_checkpoint(
     dtype: str = "float32",
     **config_overrides: Any,
 ) -> Path:
-    """Write a random checkpoint of `family` to the directory `path` and return it. Same arguments, same bytes.
+    """Writes a random checkpoint of `family` to the directory `path` and returns the directory. Equal arguments give
+    equal bytes.
 
-    `head` is generate (of a decoder, unless said), embed (of an encoder), classify or token_classify.
-    `config_overrides` are laid over the family's tiny config (transformers' keyword names).
+    `head` is generate (the default of a decoder), embed (of an encoder), classify or token_classify. `config_overrides`
+    replace fields of the family's tiny config (transformers' keyword names).
     """
     import torch
     import transformers
@@ -161,7 +162,7 @@ def make_tiny_checkpoint(
 
 
 def _randomize(model: Any) -> None:
-    """Matrices that keep the size of their input, norms and biases that are not neutral."""
+    """Draws matrices that keep the size of their input, and norms and biases that are not neutral."""
 
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -173,8 +174,11 @@ def _randomize(model: Any) -> None:
 
 
 def _write_tokenizer(path: Path, *, marks_texts: bool = False) -> None:
-    """A byte-level BPE tokenizer of VOCAB_SIZE tokens, trained on a few sentences. With `marks_texts` it puts a special
-    token before a text and after it, and tells the second of a pair from the first, as encoders' do."""
+    """Trains a byte-level BPE tokenizer of VOCAB_SIZE tokens on a few sentences.
+
+    With `marks_texts` it puts a special token before and after a text, and distinguishes the two texts of a pair, like
+    the tokenizers of encoders.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())

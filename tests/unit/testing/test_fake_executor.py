@@ -9,10 +9,9 @@ import pytest
 
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
-from quire.testing.fake_device import VirtualClock
 from quire.testing.fake_executor import FakeExecutor
+from quire.testing.fake_hardware import ProtocolError, VirtualClock
 from quire.testing.fake_model import KV_IDENTITY, FakeModel, expected_output
-from quire.testing.kv_memory import ProtocolError
 from quire.wire.execution import (
     BlockIds,
     CachedRequestData,

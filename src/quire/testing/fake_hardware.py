@@ -1,23 +1,27 @@
-"""The KV cache of `FakeExecutor`: slots that hold digests, and a record of which live request holds which block."""
+"""The hardware of `FakeExecutor`: a KV cache whose slots hold digests, and the time that steps take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from quire.testing.fake_model import SLOT_BYTES
+from quire.wire.execution import ModelRunnerOutput
 
 NULL_BLOCK_ID = 0
 
 
 class ProtocolError(AssertionError):
-    """The engine asked for something a real worker could only answer with wrong numbers."""
+    """The engine asked for something that a real worker could only answer with wrong numbers."""
 
 
 class KVMemory:
-    """One pool of blocks for all groups, as in the real cache: tensor j is shared by the j-th layer of every group.
+    """KV cache: one pool of blocks for all groups, as in the real cache. Tensor j is shared by the j-th layer of every
+    group.
 
-    Blocks are counted per live table that holds them. A block of more than one table is shared, hence read-only.
-    Slots that were never written read as zeros, and freed ones keep what they held, as on a device.
+    A block counts the live tables that hold it. A block of more than one table is shared, hence read-only. Slots that
+    were never written read as zeros; freed ones keep their content, as on a device.
     """
 
     def __init__(self, num_blocks: int, max_block_size: int) -> None:
@@ -27,7 +31,7 @@ class KVMemory:
         self._num_holders = [0] * num_blocks
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """A table got these blocks; null blocks are not counted."""
+        """Adds a table to the holders of these blocks; null blocks are not counted."""
         for block_id in block_ids:
             if not 0 <= block_id < self.num_blocks:
                 raise ProtocolError(f"block {block_id} does not exist: the pool has {self.num_blocks} blocks")
@@ -35,13 +39,13 @@ class KVMemory:
                 self._num_holders[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """A table no longer reads these blocks."""
+        """Removes a table from the holders of these blocks."""
         for block_id in block_ids:
             if block_id != NULL_BLOCK_ID:
                 self._num_holders[block_id] -= 1
 
     def read(self, table: BlockTable, start: int, end: int) -> bytes:
-        """The slots of tokens [start, end) through `table`."""
+        """Returns the slots of tokens [start, end) through `table`."""
         if start == end:
             return b""
         first, stride, memory = start // table.block_size, self._bytes_per_block, self._slots
@@ -54,7 +58,7 @@ class KVMemory:
         return slots[(start - offset) * SLOT_BYTES : (end - offset) * SLOT_BYTES]
 
     def write(self, table: BlockTable, start: int, slots: bytes) -> None:
-        """Fill the slots of the tokens from `start` on through `table`."""
+        """Writes the slots of the tokens from `start` on through `table`."""
         size = table.block_size * SLOT_BYTES
         offset = start * SLOT_BYTES
         done = 0
@@ -78,7 +82,7 @@ class KVMemory:
 
 
 class BlockTable:
-    """The blocks of one request in one group, in order of position; append-only, as the engine sends them."""
+    """Blocks of one request in one group, in order of position; append-only, as the engine sends them."""
 
     def __init__(self, memory: KVMemory, block_size: int, window: int | None, block_ids: list[int]) -> None:
         self.block_size = block_size
@@ -86,25 +90,71 @@ class BlockTable:
         self._memory = memory
         self._window = window
         self._num_released = 0
-        """Leading blocks that have left the sliding window: the engine may give them to others, we no longer look."""
+        """Number of leading blocks that have left the sliding window. The engine may give them to other requests."""
         self.append(block_ids)
 
     def append(self, block_ids: list[int]) -> None:
-        """More blocks for more tokens."""
+        """Appends blocks for more tokens."""
         self._memory.hold(block_ids)
         self.block_ids += block_ids
 
     def first_visible(self, position: int) -> int:
-        """The first token that attention at `position` can see."""
+        """Returns the first token that attention at `position` can see."""
         return 0 if self._window is None else max(0, position - self._window + 1)
 
     def slide(self, position: int) -> None:
-        """Let go of blocks that nothing from `position` on can see."""
+        """Releases blocks that no position from `position` on can see."""
         gone = self.first_visible(position) // self.block_size
         if gone > self._num_released:
             self._memory.release(self.block_ids[self._num_released : gone])
             self._num_released = gone
 
     def drop(self) -> None:
-        """The request is over, or preempted."""
+        """Releases all blocks: the request has finished or was preempted."""
         self._memory.release(self.block_ids[self._num_released :])
+
+
+class Clock(Protocol):
+    """Clock of the fake: the module `time`, or a `VirtualClock`."""
+
+    def sleep(self, seconds: float, /) -> None:
+        """Lets time pass."""
+
+
+class VirtualClock:
+    """Clock that advances only in `sleep`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def sleep(self, seconds: float, /) -> None:
+        """Advances `now`."""
+        self.now += seconds
+
+
+class InFlight(Future[Any]):
+    """Output of a step on a device that is always busy: never done until it is waited for. `finish` is called then,
+    before the output is returned; it may raise."""
+
+    def __init__(self, output: ModelRunnerOutput | None, finish: Callable[[InFlight], None] | None = None) -> None:
+        super().__init__()
+        self._output = output
+        self._finish = finish
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for the step and returns its output."""
+        if not self.done():
+            if self._finish is not None:
+                self._finish(self)
+            self.set_result(self._output)
+        return super().result(timeout)
+
+
+def as_future(run: Callable[[], InFlight]) -> Future[Any]:
+    """Returns a done Future with the result of `run`, or with its error."""
+    try:
+        return run()
+    except Exception as e:
+        failed: Future[Any] = Future()
+        failed.set_exception(e)
+        return failed

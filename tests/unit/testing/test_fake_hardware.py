@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from quire.testing.fake_hardware import BlockTable, KVMemory, ProtocolError
 from quire.testing.fake_model import SLOT_BYTES
-from quire.testing.kv_memory import BlockTable, KVMemory, ProtocolError
 
 
 def slots(text: str) -> bytes:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from quire.testing.watching import watching
+from quire.testing.metrics_audit import watching
 
 
 def test_it_looks_while_the_block_runs_and_no_longer() -> None:
