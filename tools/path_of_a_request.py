@@ -3,18 +3,21 @@
 The request goes to the demo model, with the engine core in this process; it is the second one, so that nothing of it is
 start-up. Every named function of `src/quire` counts once, however often it is called; lambdas, comprehensions and class
 bodies do not count. In the order of their first calls the functions form *stays*: a stay is a run of functions of one
-file. A *return* is a stay in a file that was left before.
+file. A *return* is a stay in a file that was left before. *Steps* are functions but for properties, constructors and
+other methods that Python calls, and but for the vocabulary (the modules of `src/quire` itself) and `wire/`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import json
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -127,7 +130,24 @@ def stays(path: Iterable[Step]) -> list[str]:
 def describe(name: str, path: Sequence[Step]) -> str:
     """One row of the table."""
     visits = stays(path)
-    return f"{name:34} {len(path):9} {len(set(visits)):5} {len(visits):5} {len(visits) - len(set(visits)):7}"
+    files = set(visits)
+    return f"{name:34} {len(path):9} {len(files):5} {len(visits):5} {len(visits) - len(files):7} {count_steps(path):5}"
+
+
+def count_steps(path: Iterable[Step]) -> int:
+    """The functions of `path` that are steps."""
+    return sum(1 for step in path if side(step) not in ("wire", step[0]) and not is_called_by_python(step))
+
+
+def is_called_by_python(step: Step) -> bool:
+    """True for a property and for a method like __init__."""
+    file, name = step
+    if name.rpartition(".")[2].startswith("__"):
+        return True
+    owner: Any = sys.modules["quire." + file.removesuffix(".py").replace("/", ".")]
+    for part in name.split("."):
+        owner = inspect.getattr_static(owner, part, None)
+    return isinstance(owner, property | cached_property)
 
 
 def side(step: Step) -> str:
@@ -150,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for file, function in path:
             print(f"{file if file != previous else '':50} {function}")
             previous = file
-    print(f"{'':34} {'functions':>9} {'files':>5} {'stays':>5} {'returns':>7}")
+    print(f"{'':34} {'functions':>9} {'files':>5} {'stays':>5} {'returns':>7} {'steps':>5}")
     print(describe("to the engine client and back", [step for step in path if side(step) not in OTHER_SIDE]))
     for folder in OTHER_SIDE:
         print(describe(folder, [step for step in path if side(step) == folder]))

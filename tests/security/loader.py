@@ -117,7 +117,7 @@ def load(directory: Path) -> str:
     assert tokenizer is not None
     processor = InputProcessor(config.model_config, tokenizer, 64, ("generate",))
     processor.get_default_sampling_params()
-    processor.tokenize("hello there", {})
+    processor.read_prompt("hello there", {})
     if tokenizer.chat_template is not None:
         tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)
     with torch.no_grad():

@@ -28,9 +28,8 @@ from quire.frontend.client.base import AsyncEngineCoreClient, make_async_client
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.new_request import NewRequest, Params, PromptType
 from quire.frontend.output_handler import OutputHandler, RequestOutputCollector
-from quire.frontend.request_intake import RequestIntake
+from quire.frontend.request_intake import Inputs, RequestIntake
 from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer
-from quire.frontend.session_feed import Inputs
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.lora_request import LoRARequest
 from quire.outputs import PoolingRequestOutput, RequestOutput

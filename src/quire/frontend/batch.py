@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -135,8 +135,7 @@ class BatchRunner:
             for request, text in requests:
                 request.params.output_kind = RequestOutputKind.FINAL_ONLY
                 self._outputs[request.request_id] = None
-                new = NewRequest(request_id=request.request_id, prompt=request, params=request.params, prompt_text=text)
-                self._engine.add_new(new)
+                self._engine.add_prepared(request, text)
         return ids
 
     def add_and_run(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
@@ -183,14 +182,16 @@ class BatchRunner:
 
     def _run(self, ids: Sequence[str], use_tqdm: UseTqdm) -> list[Output]:
         pending = {request_id for request_id in ids if self._outputs[request_id] is None}
-        with GenerationProgress(len(ids), use_tqdm) as progress:
+        progress = GenerationProgress(len(ids), use_tqdm) if use_tqdm else None
+        with progress or nullcontext():
             while pending and self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if output.finished and output.request_id in self._outputs:
                         self._outputs[output.request_id] = output
                         if output.request_id in pending:
                             pending.remove(output.request_id)
-                            progress.update(output)
+                            if progress is not None:
+                                progress.update(output)
         outputs = [done for request_id in ids if (done := self._outputs.pop(request_id)) is not None]
         if len(outputs) < len(ids):
             raise GenerationError(f"the engine has lost {len(ids) - len(outputs)} requests; this is a bug")
@@ -225,7 +226,7 @@ def _one_per_prompt(name: str, value: T | Sequence[T], prompts: Sequence[Any]) -
 
 
 class GenerationProgress:
-    """A tqdm bar over `total` prompts; silent if `use_tqdm` is False. A callable is used in tqdm's place.
+    """A tqdm bar over `total` prompts. A callable `use_tqdm` is used in tqdm's place.
 
     A context manager: its end closes the bar.
     """
@@ -234,21 +235,18 @@ class GenerationProgress:
         self._start = time.perf_counter()
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
-        self._bar = None
-        if use_tqdm:
-            make_bar = use_tqdm if callable(use_tqdm) else tqdm
-            self._bar = make_bar(
-                total=total, desc="Processed prompts", dynamic_ncols=True, postfix=self._speed(), unit="prompt"
-            )
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        self._bar = make_bar(
+            total=total, desc="Processed prompts", dynamic_ncols=True, postfix=self._speed(), unit="prompt"
+        )
 
     def update(self, output: RequestOutput | PoolingRequestOutput) -> None:
-        """A prompt is finished."""
+        """Counts a finished prompt."""
         self._num_prompt_tokens += len(output.prompt_token_ids or ())
         if isinstance(output, RequestOutput):
             self._num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._speed(), refresh=False)
-            self._bar.update(1)
+        self._bar.set_postfix_str(self._speed(), refresh=False)
+        self._bar.update(1)
 
     def _speed(self) -> str:
         elapsed = max(time.perf_counter() - self._start, 1e-9)
@@ -259,5 +257,4 @@ class GenerationProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()

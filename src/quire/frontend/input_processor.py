@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from quire import envs
 from quire.config.hf_config import token_ids
@@ -18,7 +18,7 @@ from quire.config.model import ModelConfig
 from quire.config.pooling import PoolingConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
-from quire.frontend.new_request import NewRequest, ParsedPrompt, PromptType, TokensPrompt, parse_prompt
+from quire.frontend.new_request import NewRequest, ParsedPrompt, parse_prompt
 from quire.frontend.session import validate_session_params
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.pooling_params import PoolingParams
@@ -80,7 +80,16 @@ class InputProcessor:
         token_ids = prompt.token_ids
         assert token_ids is not None
         self._validate_prompt(token_ids, pools=isinstance(new.params, PoolingParams))
-        sampling_params, pooling_params = self._params(new.params, len(token_ids))
+        sampling_params = pooling_params = None
+        if isinstance(new.params, SamplingParams):
+            sampling_params = self._sampling_params(new.params, len(token_ids))
+        elif isinstance(new.params, PoolingParams):
+            pooling_params = self._pooling_params(new.params)
+        else:
+            raise ValidationError(
+                f"params must be SamplingParams or PoolingParams, got {type(new.params).__name__}",
+                param="sampling_params",
+            )
         arrival_time = prompt.arrival_time if new.arrival_time is None else new.arrival_time
         request = EngineCoreRequest(
             request_id=new.request_id,
@@ -103,19 +112,23 @@ class InputProcessor:
         This part of `process_inputs` may take long, and may be done beforehand, on any thread: what it returned is
         read again at no cost. Raises as `process_inputs`.
         """
-        parsed = parse_prompt(prompt)
-        ids = self._token_ids(parsed, tokenization_kwargs)
+        parsed, kwargs = parse_prompt(prompt), tokenization_kwargs
+        if kwargs:
+            _validate_tokenization_kwargs(kwargs)
+        ids = parsed.token_ids
+        if ids is None:
+            assert parsed.text is not None
+            if self._pooling is not None:
+                return replace(parsed, token_ids=self._text_ids(self._pooling, parsed.text, None, kwargs)[0])
+            tokenizer = self._check_text(parsed.text, kwargs)
+            ids = tokenizer.encode(parsed.text, kwargs.get("add_special_tokens", True))
+        keep = kwargs.get("truncate_prompt_tokens")
+        if keep is not None:
+            pools = self._pooling is not None
+            keep = self.max_model_len - (not pools) if keep == -1 else keep
+            side = kwargs.get("truncation_side", "right" if pools else "left")
+            ids = ids[:keep] if side == "right" else ids[-keep:]
         return parsed if ids is parsed.token_ids else replace(parsed, token_ids=ids)
-
-    def tokenize(self, prompt: PromptType, tokenization_kwargs: Mapping[str, Any] | None = None) -> TokensPrompt:
-        """`read_prompt` as a dict."""
-        parsed = self.read_prompt(prompt, tokenization_kwargs or {})
-        tokens: dict[str, Any] = {"prompt_token_ids": parsed.token_ids, "prompt": parsed.text}
-        if parsed.cache_salt is not None:
-            tokens["cache_salt"] = parsed.cache_salt
-        if parsed.arrival_time is not None:
-            tokens["arrival_time"] = parsed.arrival_time
-        return cast("TokensPrompt", tokens)
 
     @staticmethod
     def assign_request_id(request: EngineCoreRequest) -> None:
@@ -131,23 +144,6 @@ class InputProcessor:
 
     # -- the prompt ---------------------------------------------------------------------------------------------------
 
-    def _token_ids(self, prompt: ParsedPrompt, kwargs: Mapping[str, Any]) -> list[int]:
-        if kwargs:
-            _validate_tokenization_kwargs(kwargs)
-        ids = prompt.token_ids
-        if ids is None:
-            assert prompt.text is not None
-            if self._pooling is not None:
-                return self._text_ids(self._pooling, prompt.text, None, kwargs)[0]
-            self._validate_text_len(prompt.text, kwargs)
-            ids = self._require_tokenizer("a text prompt").encode(prompt.text, kwargs.get("add_special_tokens", True))
-        keep = kwargs.get("truncate_prompt_tokens")
-        if keep is None:
-            return ids
-        pools = self._pooling is not None
-        keep = self.max_model_len - (not pools) if keep == -1 else keep
-        return ids[:keep] if kwargs.get("truncation_side", "right" if pools else "left") == "right" else ids[-keep:]
-
     def _text_ids(
         self, pooling: PoolingConfig, text: str, second: str | None, kwargs: Mapping[str, Any]
     ) -> tuple[list[int], int | None]:
@@ -157,11 +153,11 @@ class InputProcessor:
         """
         texts = [text] if second is None else [text, second]
         for part in texts:
-            self._validate_text_len(part, kwargs)
+            tokenizer = self._check_text(part, kwargs)
         if pooling.lowers_case:
             texts = [part.lower() for part in texts]
         keep = kwargs.get("truncate_prompt_tokens")
-        return self._require_tokenizer("a text prompt").encode_texts(
+        return tokenizer.encode_texts(
             *texts,
             add_special_tokens=kwargs.get("add_special_tokens", True),
             max_len=self.max_model_len if keep == -1 else keep,
@@ -170,18 +166,20 @@ class InputProcessor:
 
     def tokenize_pair(
         self, text: str, second: str, params: PoolingParams, tokenization_kwargs: Mapping[str, Any] | None = None
-    ) -> tuple[TokensPrompt, PoolingParams]:
-        """(two texts as one prompt, `params` for it), as a model that compares two reads them. Raises as `tokenize`."""
+    ) -> tuple[ParsedPrompt, PoolingParams]:
+        """Returns (two texts as one prompt, `params` for it), as a model that compares two reads them. Raises as
+        `read_prompt`."""
         kwargs = tokenization_kwargs or {}
         _validate_tokenization_kwargs(kwargs)
         assert self._pooling is not None
         ids, start = self._text_ids(self._pooling, text, second, kwargs)
         params = params.clone()
         params.segment_start = start if self._pooling.has_segments else None
-        return {"prompt_token_ids": ids}, params
+        return ParsedPrompt(token_ids=ids), params
 
-    def _validate_text_len(self, text: str, kwargs: Mapping[str, Any]) -> None:
-        """A text that cannot fit is refused unread: tokenizing it could take minutes. One to be cut may be longer."""
+    def _check_text(self, text: str, kwargs: Mapping[str, Any]) -> Tokenizer:
+        """Returns the tokenizer for `text`. Raises PromptTooLongError for a text that cannot fit: tokenizing it could
+        take minutes. A text that will be cut may be longer."""
         limit = self.max_model_len * MAX_CHARS_PER_TOKEN
         if kwargs.get("truncate_prompt_tokens") is not None:
             limit *= MAX_CONTEXTS_TO_CUT
@@ -192,6 +190,7 @@ class InputProcessor:
                 param="prompt",
                 value=len(text),
             )
+        return self._require_tokenizer("a text prompt")
 
     def _require_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -243,25 +242,14 @@ class InputProcessor:
 
     # -- the parameters -----------------------------------------------------------------------------------------------
 
-    def _params(
-        self, params: SamplingParams | PoolingParams, prompt_len: int
-    ) -> tuple[SamplingParams | None, PoolingParams | None]:
-        if isinstance(params, SamplingParams):
-            self._require_task("generate", "SamplingParams")
-            return self._sampling_params(params, prompt_len), None
-        if isinstance(params, PoolingParams):
-            return None, self._pooling_params(params)
-        raise ValidationError(
-            f"params must be SamplingParams or PoolingParams, got {type(params).__name__}", param="sampling_params"
-        )
-
     def _pooling_params(self, params: PoolingParams) -> PoolingParams:
         """A copy of `params` with everything the model decides filled in."""
         params = params.clone()
         usual = "embed" if "generate" in self._supported_tasks else self._supported_tasks[0]
         task = params.task = params.task or usual
         params.validate_fields()
-        self._require_task(task, "PoolingParams")
+        if task not in self._supported_tasks:
+            raise self._task_error(task, "PoolingParams")
         pooling = self._pooling
         if params.dimensions is not None:
             _validate_dimensions(params.dimensions, pooling)
@@ -271,13 +259,12 @@ class InputProcessor:
             params.skip_reading_prefix_cache = True
         return params
 
-    def _require_task(self, task: str, what: str) -> None:
-        if task not in self._supported_tasks:
-            supported = ", ".join(self._supported_tasks)
-            raise ValidationError(
-                f"{what} ask for the task {task!r}, and this model supports {supported} only; {self._advice(task)}",
-                param="sampling_params",
-            )
+    def _task_error(self, task: str, what: str) -> ValidationError:
+        supported = ", ".join(self._supported_tasks)
+        return ValidationError(
+            f"{what} ask for the task {task!r}, and this model supports {supported} only; {self._advice(task)}",
+            param="sampling_params",
+        )
 
     def _advice(self, task: str) -> str:
         """Returns what to do for a task that the model does not support as it was loaded."""
@@ -287,6 +274,8 @@ class InputProcessor:
 
     def _sampling_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """A copy of `params` with everything the model decides filled in (checklist S2-IN-008…011)."""
+        if "generate" not in self._supported_tasks:
+            raise self._task_error("generate", "SamplingParams")
         params = params.clone()
         params.settle()  # the object may have been changed since it was made
         params.validate_for_model(self._vocab_size, self._max_logprobs)

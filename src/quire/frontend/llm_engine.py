@@ -125,7 +125,7 @@ class LLMEngine:
             params = prompt.params
         elif params is None:
             params = self.input_processor.get_default_sampling_params()
-        return self.add_new(
+        return self._add(
             NewRequest(
                 request_id=request_id,
                 prompt=prompt,
@@ -141,23 +141,35 @@ class LLMEngine:
             )
         )
 
-    def add_new(self, new: NewRequest) -> str:
-        """The same for a request as one value; its internal id."""
+    def _add(self, new: NewRequest) -> str:
         start = time.monotonic()
         receipt = self.pipeline.ledger.receive(count_requests(new.params))
         try:
             request, text = self.pipeline.prepare(new)
-            internal_id = self._submit(request, text, receipt)
+            timeout_s = self._request_timeout_s if new.timeout_s is None and not new.resumable else new.timeout_s
+            self._submit(request, text, receipt, None if timeout_s is None else (start, timeout_s))
         except BaseException as e:
             receipt.reject(e)
             raise
-        timeout_s = self._request_timeout_s if new.timeout_s is None and not new.resumable else new.timeout_s
-        if timeout_s is not None:
-            self._deadlines.add((internal_id, timeout_s), start + timeout_s)
-        return internal_id
+        return request.request_id
 
-    def _submit(self, request: EngineCoreRequest, text: str | None, receipt: Receipt) -> str:
-        """Register a request here, then tell the core (checklist S2-LE-002); on failure neither knows it."""
+    def add_prepared(self, request: EngineCoreRequest, text: str | None) -> None:
+        """Queues a request that the input processor has made; `text` is shown as its prompt."""
+        receipt = self.pipeline.ledger.receive(count_requests(request.params))
+        limit = None if self._request_timeout_s is None else (time.monotonic(), self._request_timeout_s)
+        try:
+            self._submit(request, text, receipt, limit)
+        except BaseException as e:
+            receipt.reject(e)
+            raise
+
+    def _submit(
+        self, request: EngineCoreRequest, text: str | None, receipt: Receipt, limit: tuple[float, float] | None
+    ) -> None:
+        """Registers a request here, then sends it to the core (checklist S2-LE-002); on failure neither knows it.
+
+        `limit` is (when its time began, how many seconds it has).
+        """
         self.input_processor.assign_request_id(request)
         parent, children = fan_out(request)
         try:
@@ -169,7 +181,8 @@ class LLMEngine:
         except BaseException:
             self.abort_request([child.request_id for child in children], internal=True)
             raise
-        return request.request_id
+        if limit is not None:
+            self._deadlines.add((request.request_id, limit[1]), sum(limit))
 
     def _submit_input(self, session_id: str, new: SessionInput) -> str:
         with InterruptShield():
@@ -213,9 +226,12 @@ class LLMEngine:
             step.close_batch(stats)
             self.pipeline.note_processed(outputs)
             self._undelivered += processed.request_outputs
-            self.engine_core.abort_requests(processed.reqs_to_abort)
-            self._send(processed.reqs_to_add)
-            self._expire()
+            if processed.reqs_to_abort:
+                self.engine_core.abort_requests(processed.reqs_to_abort)
+            if processed.reqs_to_add:
+                self._send(processed.reqs_to_add)
+            if self._deadlines:
+                self._expire()
 
     def _expire(self) -> None:
         for request_id, timeout_s in self._deadlines.take_due(time.monotonic()):

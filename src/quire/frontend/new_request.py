@@ -36,8 +36,6 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
 
 
-PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
-
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt", "type", "arrival_time"}
 
 
@@ -49,6 +47,9 @@ class ParsedPrompt:
     token_ids: list[int] | None = None
     cache_salt: str | None = None
     arrival_time: float | None = None
+
+
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | ParsedPrompt
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:
@@ -108,7 +109,7 @@ def _as_ids(value: Any) -> list[int]:
 
 def as_prompt_list(prompts: Any) -> list[Any]:
     """`prompts` as a list of prompts: a text, a dict or a non-empty list of ids is one prompt."""
-    if isinstance(prompts, str | Mapping) or (is_token_ids(prompts) and len(prompts) > 0):
+    if isinstance(prompts, str | Mapping | ParsedPrompt) or (is_token_ids(prompts) and len(prompts) > 0):
         return [prompts]
     if isinstance(prompts, Sequence):
         return list(prompts)
@@ -129,7 +130,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     """The user's id."""
-    prompt: PromptType | ParsedPrompt | EngineCoreRequest | AsyncGenerator[Any, None]
+    prompt: PromptType | EngineCoreRequest | AsyncGenerator[Any, None]
     """An `EngineCoreRequest` was made by the input processor; a generator gives the inputs of a streaming-input
     session."""
     params: Params

@@ -13,14 +13,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from quire.errors import ClientError, GenerationError, make_error
-from quire.frontend.metrics.collect.events import IterationStats, RequestOwner
+from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.metrics.collect.ledger import RequestLedger
+from quire.frontend.request_books import OutputCounter, close_segment, record_finished
 from quire.frontend.request_state import OutputQueue, ParentRequest, QueuePlace, RequestState
 from quire.frontend.session import SessionInput, SessionState
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.frontend.tracing import RequestTracer
 from quire.logger import init_logger
-from quire.outputs import PoolingRequestOutput, RequestOutput, RequestStateStats
+from quire.outputs import PoolingRequestOutput, RequestOutput
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 logger = init_logger(__name__)
@@ -71,7 +72,7 @@ class OutputProcessor:
 
     def has_unfinished_requests(self) -> bool:
         """Is an output of any request to come?"""
-        return self.get_num_unfinished_requests() > 0
+        return len(self.request_states) > len(self.resting_sessions)
 
     def find_session(self, external_req_id: str) -> RequestState | None:
         """The session a user calls by this id, if it takes more input."""
@@ -165,19 +166,12 @@ class OutputProcessor:
         result: OutputProcessorOutput,
     ) -> None:
         """Ends a session of which the core has no request."""
-        self._deliver(state, state.make_request_output(finish_reason, stop_reason), result)
-        self._finish_request(state, finish_reason, iteration_stats)
-
-    @staticmethod
-    def _deliver(
-        state: RequestState, output: RequestOutput | PoolingRequestOutput | None, result: OutputProcessorOutput
-    ) -> None:
-        if output is None:
-            return
-        if state.queue is not None:
+        output = state.make_request_output(finish_reason, stop_reason)
+        if state.queue is not None and output is not None:
             state.queue.put(output)
-        else:
+        elif output is not None:
             result.request_outputs.append(output)
+        self._finish_request(state, finish_reason, iteration_stats)
 
     def abort_requests(
         self, request_ids: Iterable[str], *, internal: bool = False, iteration_stats: IterationStats | None = None
@@ -243,35 +237,23 @@ class OutputProcessor:
         An output of an unknown request is ignored: it was aborted here while the core was still computing it.
         """
         result = OutputProcessorOutput()
-        num_tokens = num_waits = 0
-        last_token_ts = 0.0
+        counter = None if iteration_stats is None else OutputCounter(iteration_stats, engine_timestamp)
         for output in outputs:
             state = self.request_states.get(output.request_id)
             if state is None:
                 self._ledger.num_late_tokens += len(output.new_token_ids)
                 continue
             try:
-                if iteration_stats is not None:
-                    if state.is_prefilling or output.events or output.num_nans_in_logits:
-                        _count_output(state, output, engine_timestamp, iteration_stats)
-                    elif output.new_token_ids:  # nearly every output: here, and as little as can be
-                        num_tokens += len(output.new_token_ids)
-                        if state.last_token_ts != last_token_ts:  # else it waited as long as the request before it
-                            if num_waits:
-                                iteration_stats.add_waits(engine_timestamp - last_token_ts, num_waits)
-                            last_token_ts, num_waits = state.last_token_ts, 0
-                        num_waits += 1
-                        state.last_token_ts = engine_timestamp
+                if counter is not None:
+                    counter.add(state, output)
                 self._process_output(state, output, iteration_stats, result)
             except Exception as e:  # a fault in one request's text must not cost the others theirs
                 logger.exception("an output of request %s cannot be processed; it ends with an error", state.request_id)
                 if state.request_id in self.request_states:
                     message = f"an output of the request cannot be processed: {type(e).__name__}: {e}"
                     self._fail(state, output, message, iteration_stats, result)
-        if iteration_stats is not None:
-            iteration_stats.num_generation_tokens += num_tokens
-            if num_waits:
-                iteration_stats.add_waits(engine_timestamp - last_token_ts, num_waits)
+        if counter is not None:
+            counter.close()
         return result
 
     def _process_output(
@@ -284,7 +266,7 @@ class OutputProcessor:
         if state.is_prefilling:
             state.note_prefill(output)
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        session = state.session
+        session = state.session if finish_reason is not None else None
         goes_on = session is not None and finish_reason is not None and session.goes_on_after(finish_reason)
         if finish_reason is FinishReason.ERROR and state.queue is not None:
             self._discard(state, len(output.new_token_ids), "error")
@@ -302,10 +284,13 @@ class OutputProcessor:
         if user_output is not None:
             if goes_on:
                 user_output.finished = False
-            self._deliver(state, user_output, result)
+            if state.queue is not None:
+                state.queue.put(user_output)
+            else:
+                result.request_outputs.append(user_output)
         if goes_on and session is not None and finish_reason is not None:
             session.end = finish_reason, stop_reason
-            _close_segment(state, session, finish_reason, iteration_stats)
+            close_segment(state, session, finish_reason, iteration_stats)
             self._go_on(state, session, iteration_stats, result)
         elif finish_reason is not None:
             self._finish_request(state, finish_reason, iteration_stats)
@@ -314,12 +299,10 @@ class OutputProcessor:
 
     def _take_text(self, state: RequestState, output: EngineCoreOutput, stop_terminated: bool) -> str | None:
         """Detokenize; the stop string that was found. Every token is delivered or discarded, whatever happens."""
-        token_ids: list[int] = []
-        num_before = 0
+        token_ids = state.detokenizer.token_ids
+        num_before = len(token_ids)
         stop_string = None
         try:
-            token_ids = state.detokenizer.token_ids
-            num_before = len(token_ids)
             stop_string = state.update_text(output, stop_terminated)
         finally:
             num_taken = len(token_ids) - num_before
@@ -381,68 +364,7 @@ class OutputProcessor:
             parent.child_requests.discard(state.request_id)
             if not parent.child_requests:
                 self.parent_requests.pop(parent.request_id, None)
-        if iteration_stats is not None and (stats := state.stats) is not None:
-            _record_finished(state, stats, finish_reason, iteration_stats)
+        if iteration_stats is not None:
+            record_finished(state, finish_reason, iteration_stats)
         if self._tracer is not None:
             self._tracer.note_finished(state, finish_reason, None if error is None else type(error).__name__)
-
-
-def _count_output(
-    state: RequestState, output: EngineCoreOutput, engine_timestamp: float, iteration_stats: IterationStats
-) -> None:
-    """An output that is more than a few further tokens."""
-    stats = state.stats
-    if stats is not None:
-        owner = _owner(state) if state.is_prefilling else None
-        iteration_stats.update_from_output(
-            output, engine_timestamp, state.is_prefilling, stats, state.num_context_tokens, owner
-        )
-        state.last_token_ts = stats.last_token_ts
-
-
-def _close_books(
-    state: RequestState, stats: RequestStateStats, finish_reason: FinishReason, iteration_stats: IterationStats
-) -> None:
-    params = state.request.sampling_params
-    iteration_stats.update_from_finished_request(
-        state.external_req_id,
-        finish_reason,
-        stats,
-        num_prompt_tokens=state.num_prompt_tokens - state.num_context_tokens,
-        max_tokens_param=None if params is None else params.max_tokens,
-        num_cached_tokens=max(0, (state.num_cached_tokens or 0) - state.num_context_tokens),
-        owner=_owner(state),
-    )
-
-
-def _close_segment(
-    state: RequestState, session: SessionState, finish_reason: FinishReason, iteration_stats: IterationStats | None
-) -> None:
-    """Adds a segment that has ended to the books of its session."""
-    if iteration_stats is not None and (stats := state.stats) is not None:
-        _close_books(state, stats, finish_reason, iteration_stats)
-        iteration_stats.take_segment(session.stats)
-
-
-def _owner(state: RequestState) -> RequestOwner:
-    return RequestOwner(state.external_req_id, state.request.trace_headers)
-
-
-def _record_finished(
-    state: RequestState, stats: RequestStateStats, finish_reason: FinishReason, iteration_stats: IterationStats
-) -> None:
-    longest = stats.num_generation_tokens
-    if state.session is None:
-        _close_books(state, stats, finish_reason, iteration_stats)
-    else:
-        session = state.session  # one finished request, however many segments it had
-        if session.end is None:
-            _close_segment(state, session, finish_reason, iteration_stats)
-        iteration_stats.update_from_finished_session(session.stats, finish_reason)
-        longest = session.stats.num_generation_tokens
-    if state.parent is not None:
-        longest = state.parent.observe_num_generation_tokens(longest)
-        if state.parent.child_requests:
-            return
-    iteration_stats.max_num_generation_tokens.append(longest)
-    iteration_stats.n_params.append(1 if state.parent is None else state.parent.n)

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.frontend.logprobs import LogprobsProcessor
 from quire.frontend.session import SessionState
-from quire.frontend.text.detokenizer import IncrementalDetokenizer
+from quire.frontend.text.detokenizer import IncrementalDetokenizer, LogprobsProcessor
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.outputs import (
     CompletionOutput,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from quire.errors import ValidationError
 from quire.frontend.input_processor import InputProcessor
-from quire.frontend.new_request import PromptType
+from quire.frontend.new_request import ParsedPrompt, PromptType
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.outputs import PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
 from quire.pooling_params import PoolingParams
@@ -71,7 +71,7 @@ class PairScorer:
         index = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         return ScoringJob(
             "embed",
-            cast("list[PromptType]", list(index)),
+            [*index],
             [params] * len(index),
             [(index[first], index[second]) for first, second in pairs],
         )
@@ -89,7 +89,7 @@ class PairScorer:
             raise ValidationError("chat_template needs the tokenizer", param="chat_template")
         messages = [{"role": role, "content": text} for role, text in zip(("query", "document"), pair, strict=True)]
         ids = self._tokenizer.apply_chat_template(messages, chat_template=chat_template)
-        return {"prompt_token_ids": cast("list[int]", ids)}, params
+        return ParsedPrompt(token_ids=cast("list[int]", ids)), params
 
 
 def pair_texts(first: Texts, second: Texts, names: Pair = ("data_1", "data_2")) -> list[Pair]:

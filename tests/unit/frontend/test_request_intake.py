@@ -237,14 +237,13 @@ def test_readers_may_take_their_time_where_the_operator_says_so(model_dir: Path)
 
 def test_long_texts_are_tokenized_elsewhere(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    token_ids = InputProcessor._token_ids
+    check_text = InputProcessor._check_text
 
-    def watched(self: InputProcessor, prompt: Any, kwargs: Any) -> list[int]:
-        if prompt.token_ids is None:
-            threads.append(threading.current_thread().name)
-        return token_ids(self, prompt, kwargs)
+    def watched(self: InputProcessor, text: str, kwargs: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return check_text(self, text, kwargs)
 
-    monkeypatch.setattr(InputProcessor, "_token_ids", watched)
+    monkeypatch.setattr(InputProcessor, "_check_text", watched)
 
     async def test(s: Setting) -> None:
         cut = {"truncate_prompt_tokens": 8}

@@ -381,8 +381,3 @@ def test_held_back_is_the_longest_beginning_of_a_stop_string(text: str, stops: l
 )
 def test_held_back_examples(text: str, stops: list[str], held: int) -> None:
     assert StopStrings(stops).held_back(text) == held
-
-
-def test_no_stop_strings_are_false() -> None:
-    assert not StopStrings([])
-    assert StopStrings(["a"])

@@ -5,14 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.frontend.logprobs import LogprobsProcessor
-from quire.frontend.text.detokenizer import TextStream
+from quire.frontend.text.detokenizer import LogprobsProcessor, TextStream
 from quire.frontend.text.tokenizer import REPLACEMENT, Tokenizer
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import LogprobsLists, LogprobsTensors
 
-from .toy_tokenizers import KINDS
+from ..toy_tokenizers import KINDS
 
 
 def rows(*positions: tuple[list[int], list[float], int]) -> LogprobsLists:
