@@ -61,6 +61,8 @@ METAPHOR = re.compile(
 )
 METAPHOR_NAME = re.compile(r"(?:^|_)(?:shelf|inquest|pulse)(?:$|_)|Shelf|Inquest|Pulse(?![a-z])|^Turns$")
 
+CHECKLIST = re.compile(r"\bS\d-[A-Z]+-\d+")
+
 HINTS = {
     "opening": "begin with a verb (Returns, Aborts, Yields) or, for a field or class, with the noun that it is",
     "verb": "return, raise, report, send or log",
@@ -69,6 +71,7 @@ HINTS = {
     "who": "code is `that` or `which`; name the person if it is one",
     "telling": "return, raise, report, send, log",
     "metaphor": "use the field's word: response store, crash attribution, heartbeat, dummy step",
+    "checklist": "docs/coverage.md has the rows of the checklist and their code",
     "name": "use the field's word: response store, crash attribution, heartbeat, rotary embedding",
 }
 
@@ -98,7 +101,7 @@ def check_prose(text: str, is_docstring: bool = True) -> Iterator[tuple[str, str
             yield "verb", _excerpt(first_line, 0)
         if REFERENCE_ONLY.fullmatch(stripped):
             yield "reference", _excerpt(first_line, 0)
-    for rule, pattern in (("pronoun", PRONOUN), ("telling", TELLING), ("metaphor", METAPHOR)):
+    for rule, pattern in (("pronoun", PRONOUN), ("telling", TELLING), ("metaphor", METAPHOR), ("checklist", CHECKLIST)):
         for match in pattern.finditer(stripped):
             yield rule, _excerpt(stripped, match.start())
     for match in WHO.finditer(stripped):

@@ -34,6 +34,7 @@ FIELD = '"""A module."""\n\nclass Limits:\n    """Limits of a queue."""\n\n    s
         ("Returns the process who owns the socket.", "who"),
         ("Returns what the core is told.", "telling"),
         ("Keeps the response on its shelf.", "metaphor"),
+        ("Returns the blocks of a request (S1-KV-033).", "checklist"),
     ],
 )
 def test_a_rule_finds_its_offence(text: str, rule: str) -> None:
@@ -87,5 +88,6 @@ def test_pages_are_plain_english() -> None:
         for page in pages
         if page.name not in GENERATED and page != ROOT / "CONTRIBUTING.md"
         for rule, text in check_prose(re.sub(r"`[^`\n]*`", "`x`", page.read_text(encoding="utf-8")), is_docstring=False)
+        if rule != "checklist"
     ]
     assert not found, "\n".join(found)
