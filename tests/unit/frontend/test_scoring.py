@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from quire.errors import ValidationError
+from quire.frontend.new_request import ParsedPrompt
 from quire.frontend.scoring import PairScorer, cosine, pair_texts
 from quire.outputs import PoolingOutput, PoolingRequestOutput
 
@@ -42,7 +43,7 @@ def test_a_template_makes_the_prompt_of_a_pair() -> None:
             return [len(m["role"]) for m in messages]
 
     job = PairScorer(None, Templates(), ("classify", "score")).plan([("a", "b")], chat_template="template")  # type: ignore[arg-type]
-    assert (job.task, job.prompts, job.pairs) == ("score", [{"prompt_token_ids": [5, 8]}], None)
+    assert (job.task, job.prompts, job.pairs) == ("score", [ParsedPrompt(token_ids=[5, 8])], None)
     with pytest.raises(ValidationError, match="needs the tokenizer"):
         PairScorer(None, None, ("score",)).plan([("a", "b")], chat_template="template")  # type: ignore[arg-type]
 
