@@ -1,9 +1,9 @@
 """Jinja's immutable sandbox, with a bound on the work one template may do.
 
 The sandbox keeps a template from the insides of the interpreter; it does not keep it from looping, or from values that
-fill the memory. Here each turn of a loop, each call, and each character that an operation makes is paid for out of a
-budget, before the work is done. The budget is a number of units, not of seconds: the same template and conversation are
-taken or refused alike on every machine.
+fill the memory. Here each turn of a loop, each call, and each character that an operation makes is charged to a
+budget before the work is done. The budget is a number of units, not of seconds: every machine accepts or refuses the
+same template and conversation.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ STEP = 16
 """Units for a turn of a loop, or a call; a character is one."""
 BASE_UNITS = 1 << 22
 UNITS_PER_CHAR = 64
-"""Of the conversation: templates look at it a few times."""
+"""Units per character of the conversation: a template reads it a few times."""
 MAX_NUMBER = 10_000
 """A width, an indent, a precision of text."""
 MAX_BITS = 4096
 _WIDTHS = re.compile(r"[:%][^{}%a-zA-Z]*\d{5}|:[^{}]*\{|%[^%a-zA-Z]*\*")
-"""Of a format: five digits, or a width that comes from a value."""
+"""Widths in a format that are refused: five digits, or a width that comes from a value."""
 _TAKES_WIDTH = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _FILTERS_WITH_NUMBERS = frozenset(
     {"batch", "center", "indent", "round", "slice", "tojson", "truncate", "urlize", "wordwrap"}
@@ -43,7 +43,7 @@ _local = threading.local()
 
 @contextmanager
 def budget(size: int) -> Iterator[None]:
-    """What a template on this thread may do for a conversation of `size` characters and values."""
+    """Gives templates on this thread the budget of a conversation of `size` characters and values."""
     before = getattr(_local, "units", None)
     _local.units = BASE_UNITS + UNITS_PER_CHAR * size
     try:
@@ -53,7 +53,7 @@ def budget(size: int) -> Iterator[None]:
 
 
 def size_of(value: Any) -> int:
-    """Characters and values of plain data."""
+    """Returns the number of characters and values of plain data."""
     size, stack = 0, [value]
     while stack:
         item = stack.pop()
@@ -76,7 +76,7 @@ def _spend(units: int) -> None:
 
 
 def _spend_on(value: Any) -> Any:
-    """Pay for `value` as text: what is in it several times is written several times."""
+    """Charges `value` as text: a part that occurs several times is written several times."""
     if isinstance(value, str):
         _spend(len(value))
     elif isinstance(value, dict | list | tuple | set | frozenset):
@@ -117,7 +117,7 @@ def _check_translating(text: Any, table: Any) -> None:
 
 
 def _counted(value: Any) -> Any:
-    """What a loop runs over: paid for at once where its length is known, else turn by turn."""
+    """Returns what a loop runs over, charged at once where its length is known, else turn by turn."""
     if hasattr(value, "__len__"):
         _spend(STEP * len(value))
         return value
