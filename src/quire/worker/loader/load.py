@@ -289,13 +289,14 @@ class _Checkpoint:
         self._open: dict[Path, Any] = {}
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy each from its file, converting its type."""
+        """Copies each tensor from its file and converts its type. Raises ModelLoadError for NaN and infinity."""
         for name, tensor in tensors:
             info = self._stored[name]
             if isinstance(info, StoredMatrix):
                 tensor.copy_(info.dequantize(self._read_all(info)))
             else:
                 tensor.copy_(self._read(info))
+            _check_finite(tensor, info)
 
     def hand_over(self, module: QuantizableWeights, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Give `module` its matrices as the checkpoint's integers, if every part of them is stored so, in one way.
@@ -310,6 +311,8 @@ class _Checkpoint:
             read = [part.read(self._read_all(part)) for part in parts]
         except ScatteredGroupsError:
             return tensors
+        for part, matrix in zip(parts, read, strict=True):
+            _check_finite(matrix.scales, part)
         if not module.store(read):
             return tensors
         return [(name, tensor) for name, tensor in tensors if tensor.dim() != 2]
@@ -322,6 +325,15 @@ class _Checkpoint:
 
     def _read_all(self, matrix: StoredMatrix) -> dict[str, Tensor]:
         return {suffix: self._read(info) for suffix, info in matrix.infos.items()}
+
+
+def _check_finite(tensor: Tensor, info: Stored) -> None:
+    """Raises ModelLoadError unless all numbers are finite. Costs one pass over `tensor` at the speed of memory."""
+    if tensor.numel() and not all(bound.isfinite() for bound in torch.aminmax(tensor)):
+        raise ModelLoadError(
+            f"{info.file}: tensor {info.name} holds NaN or infinity as {str(tensor.dtype).removeprefix('torch.')}: "
+            "the model would answer with noise; download the file again, or choose another --dtype"
+        )
 
 
 def _and_more(names: list[str]) -> str:

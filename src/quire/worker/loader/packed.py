@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import quire.worker
+from quire import envs
 from quire.config.checkpoint import TensorInfo
 from quire.config.engine import LoadConfig
 from quire.config.hf_config import HFConfig
@@ -180,9 +181,9 @@ class CacheWriter(threading.Thread):
             if self._write_all(writer):
                 writer.commit()
                 self._cache.trim(max_cache_bytes())
-                logger.info("packed weights are kept in %s", self._cache.path_of(self._key))
+                logger.info("packed weights are stored in %s", self._cache.path_of(self._key))
         except OSError as e:
-            logger.info("packed weights are not kept in %s: %s", self._cache.directory, e.strerror or e)
+            _warn_not_stored(self._cache.directory, e.strerror or str(e))
         finally:
             if writer is not None:
                 writer.discard()
@@ -199,6 +200,16 @@ class CacheWriter(threading.Thread):
             name, memory = layer
             writer.add(name, memoryview(memory.numpy()))  # type: ignore[arg-type]  # an array is a buffer
         return not self._is_cancelled
+
+
+def _warn_not_stored(directory: Path, reason: str) -> None:
+    logger.warning(
+        "packed weights are not stored in %s (%s), so that each start packs them again; set %s to a directory with "
+        "room that can be written to, or --no-weight-cache",
+        directory,
+        reason,
+        envs.CACHE_ROOT.name,
+    )
 
 
 class WeightCache:
@@ -239,7 +250,7 @@ class WeightCache:
             logger.info("packed weights of %s are mapped from %s", file.source, file.path)
             self.mapped_bytes = file.num_bytes
             yield MappedPacks(file), True
-        elif may_keep and self._has_room(stored):
+        elif may_keep and self._can_store(stored):
             yield from self._record(key, stored, dtype, kernels)
         else:
             yield FRESH_PACKS, False
@@ -260,7 +271,8 @@ class WeightCache:
         else:
             self.cancel()  # somebody wrote to the checkpoint while we read it
 
-    def _has_room(self, stored: Mapping[str, Stored]) -> bool:
+    def _can_store(self, stored: Mapping[str, Stored]) -> bool:
+        """Returns True if the cache's directory can be written to and has room; logs a warning if not."""
         assert self._cache is not None
         needed = sum(info.nbytes for info in _infos(stored)) + SPARE_DISK_BYTES
         place = self._cache.directory
@@ -268,10 +280,14 @@ class WeightCache:
             place = place.parent
         try:
             free = shutil.disk_usage(place).free
-        except OSError:
+        except OSError as e:
+            _warn_not_stored(self._cache.directory, e.strerror or str(e))
+            return False
+        if not os.access(place, os.W_OK | os.X_OK):  # first: a read-only file system may be full, too
+            _warn_not_stored(self._cache.directory, f"{place} cannot be written to")
             return False
         if needed > free:
-            logger.info("packed weights are not kept: %s has %.1f GiB left", place, free / GIB)
+            _warn_not_stored(self._cache.directory, f"{free / GIB:.1f} GiB are left of {needed / GIB:.1f} needed")
         return needed <= free
 
     def cancel(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -231,6 +233,27 @@ def test_converts_the_type(llama: Path) -> None:
     model = load(llama, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert all(torch.equal(t, stored[n].bfloat16()) for n, t in checkpoint_tensors(model).items())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_are_not_finite_are_refused(name: str, value: float, dtype: torch.dtype, llama: Path) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[name].view(-1)[-1] = value
+
+    edit_weights(llama, spoil)
+    with pytest.raises(ModelLoadError, match=re.escape(f"model.safetensors: tensor {name} holds NaN or infinity")):
+        load(llama, dtype=dtype)
+
+
+def test_weights_that_are_too_large_for_the_type_are_refused(llama: Path) -> None:
+    edit_weights(llama, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
+    load(llama, dtype=torch.bfloat16)
+    with pytest.raises(ModelLoadError, match=r"holds NaN or infinity as float16.*another --dtype"):
+        load(llama, dtype=torch.float16)
 
 
 def test_logs_one_line(llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,3 +362,41 @@ def test_torch_kernels_pack_nothing(tiny_checkpoint: Make, cache: PackedCache) -
     placement = Placement(CPU, torch.float32, TORCH_KERNELS)
     load_model(config.model_config, config.load_config, placement, weight_cache)
     assert cache.files() == []
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> str:
+    (record,) = {id(record): record for record in caplog.records if record.levelname == "WARNING"}.values()
+    return record.getMessage()
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning_with_its_reason(
+    tiny_checkpoint: Make, cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packed_module.os, "access", lambda path, mode: False)  # tests may run as root
+    full = SimpleNamespace(free=0)
+    monkeypatch.setattr(packed_module.shutil, "disk_usage", lambda path: full)
+    start = Start(tiny_checkpoint("llama")).end()
+    assert not start.is_mapped
+    assert cache.files() == []
+    assert "cannot be written to), so that each start packs them again; set QUIRE_CACHE_ROOT" in warnings_of(caplog)
+
+
+def test_a_full_disk_is_a_warning_with_its_reason(
+    tiny_checkpoint: Make, cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packed_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 29))
+    Start(tiny_checkpoint("llama")).end()
+    assert cache.files() == []
+    assert "(0.5 GiB are left of 1.0 needed)" in warnings_of(caplog)
+
+
+def test_a_writer_that_fails_is_a_warning_with_its_reason(
+    tiny_checkpoint: Make, cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(packed_module.PackedFileWriter, "add", fail)
+    Start(tiny_checkpoint("llama")).end()
+    assert cache.files() == []
+    assert "(Read-only file system), so that each start packs them again" in warnings_of(caplog)

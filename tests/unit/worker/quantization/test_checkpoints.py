@@ -98,6 +98,15 @@ def test_int8_with_int8_activations(tiny_checkpoint: Make, tmp_path: Path) -> No
     assert torch.cosine_similarity(logits, exact).min() > 0.99
 
 
+def test_scales_that_are_not_finite_are_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES["awq"])
+    tensors = load_file(stored / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.scales"][0, 3] = torch.nan
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"layers\.1\.self_attn\.k_proj\.weight holds NaN or infinity"):
+        load(stored)
+
+
 def test_groups_that_are_no_neighbours(tiny_checkpoint: Make, tmp_path: Path) -> None:
     """GPTQ in "act order": computed as plain weights."""
     source = tiny_checkpoint("llama", **SIZES)
