@@ -60,7 +60,7 @@ def test_it_shows_what_the_server_can_be_asked(browser: Any, server: ServerProce
 
     chat = operation(page, "create_chat_completion_post")
     text = chat.inner_text()
-    assert "An API key is needed" in text
+    assert "Needs an API key" in text
     fields = document["components"]["schemas"]["ChatBody"]["properties"]
     names = chat.locator(".inside > ul > li > .field > .field-name").all_inner_texts()
     assert set(fields) <= set(names)
@@ -74,7 +74,7 @@ def test_it_shows_what_the_server_can_be_asked(browser: Any, server: ServerProce
     inner.click()
     chat.get_by_text("A JSON schema of its arguments.").wait_for()
     window.keep("docs-light")
-    assert operation(page, "health_get").inner_text().count("Anyone may call it, without a key.") == 1
+    assert operation(page, "health_get").inner_text().count("Open to all, without a key.") == 1
     assert "after" in operation(page, "debug_state_get").inner_text()
     page.emulate_media(color_scheme="dark")
     page.wait_for_function("() => getComputedStyle(document.body).backgroundColor === 'rgb(20, 23, 26)'")
@@ -162,10 +162,10 @@ def test_the_commands_work(window: Window) -> None:
 def test_a_key_that_is_typed_in_stays_in_memory(window: Window) -> None:
     page = window.open("/docs", key=None)
     page.wait_for_selector("#notice:not([hidden])")
-    assert page.inner_text("#notice") == "This server asks for a key."
+    assert page.inner_text("#notice") == "The server asks for a key."
     assert page.evaluate("document.activeElement.id") == "key"
     page.keyboard.type("wrong")
-    page.wait_for_function("() => document.getElementById('notice').textContent.includes('does not know')")
+    page.wait_for_function("() => document.getElementById('notice').textContent.includes('does not accept')")
     page.fill("#key", KEY)
     page.wait_for_function(ALL_SHOWN)
     assert page.is_hidden("#notice")

@@ -14,7 +14,7 @@ NUM_COLUMNS, HEIGHT = 24, 7
 
 
 def make_dashboard(dashboard: Dashboard) -> dict[str, Any]:
-    """Grafana's JSON model."""
+    """Returns the dashboard as Grafana's JSON model."""
     panels: list[dict[str, Any]] = []
     y = 0
     for section in dashboard.sections:
@@ -43,7 +43,7 @@ def make_dashboard(dashboard: Dashboard) -> dict[str, Any]:
 
 
 def make_panel(panel: Panel) -> dict[str, Any]:
-    """One panel, without its place."""
+    """Returns the panel without its position."""
     limits = {"min": 0, "max": 1} if panel.kind == "gauge" else {"min": 0} if panel.unit != "short" else {}
     return {
         "type": panel.kind,
@@ -66,24 +66,24 @@ def make_panel(panel: Panel) -> dict[str, Any]:
 
 
 def make_datasource() -> dict[str, Any]:
-    """The choice of the Prometheus server."""
+    """Returns the variable that chooses the Prometheus server."""
     return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
 
 
 def make_variable(name: str, label: str) -> dict[str, Any]:
-    """The choice of a label's values."""
+    """Returns the variable that chooses values of a label."""
     query = f"label_values(vllm:num_requests_running, {label})"
     everything = {"includeAll": True, "multi": True, "allValue": ".*", "current": {"text": "All", "value": "$__all"}}
     return {"name": name, "type": "query", "datasource": DATASOURCE, "query": query, "refresh": 2, **everything}
 
 
 def file_name(dashboard: Dashboard) -> str:
-    """In deploy/grafana."""
+    """Returns its file name in deploy/grafana."""
     return dashboard.uid.replace("-", "_") + ".json"
 
 
 def main() -> None:
-    """Overwrite the files."""
+    """Overwrites the files."""
     for dashboard in DASHBOARDS:
         text = json.dumps(make_dashboard(dashboard), indent=2) + "\n"
         (DIRECTORY / file_name(dashboard)).write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
-"""What the dashboards show: rows of panels, each a title, a unit and its queries.
+"""The dashboards: rows of panels, each with a title, a unit and its queries.
 
-`$model` and `$instance` are variables of the dashboard. Every name in a query must be in the catalog; a test says so.
+`$model` and `$instance` are variables of the dashboard. Every name in a query must be in the catalog.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture."""
+    """A panel of a dashboard."""
 
     title: str
     unit: str
@@ -41,7 +41,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """A file."""
+    """A dashboard, which is one file."""
 
     uid: str
     title: str
@@ -49,19 +49,19 @@ class Dashboard:
 
 
 def rate(metric: str, by: str = "", select: str = SELECT) -> str:
-    """Per second, over all series, or by a label."""
+    """Returns the rate per second over all series, or by a label."""
     over = f" by ({by})" if by else ""
     return f"sum{over} (rate({metric}{{{select}}}[{RATE}]))"
 
 
 def total(metric: str, by: str = "", select: str = SELECT) -> str:
-    """The sum of gauges, or by a label."""
+    """Returns the sum of gauges over all series, or by a label."""
     over = f" by ({by})" if by else ""
     return f"sum{over} ({metric}{{{select}}})"
 
 
 def quantiles(metric: str) -> tuple[Query, ...]:
-    """Median, p90 and p99 of a histogram, and its mean."""
+    """Returns the queries of the median, p90, p99 and mean of a histogram."""
     found = [
         Query(f"histogram_quantile({q}, sum by (le) (rate({metric}_bucket{{{SELECT}}}[{RATE}])))", legend)
         for q, legend in ((0.5, "median"), (0.9, "p90"), (0.99, "p99"))
@@ -70,12 +70,12 @@ def quantiles(metric: str) -> tuple[Query, ...]:
 
 
 def ratio(part: str, whole: str) -> str:
-    """One rate as a share of another."""
+    """Returns one rate as a share of another."""
     return f"{rate(part)} / {rate(whole)}"
 
 
 def latency(title: str, metric: str) -> Panel:
-    """A histogram of seconds."""
+    """Returns the panel of a histogram of seconds."""
     return Panel(title, "s", quantiles(metric))
 
 
@@ -84,7 +84,7 @@ OVERVIEW = Dashboard(
     "Quire: overview",
     (
         Section(
-            "Is all well?",
+            "Health",
             (
                 Panel("Saturation", "percentunit", (Query(f"max (quire_saturation{{{SELECT}}})"),), "gauge"),
                 Panel("Ready", "short", (Query(f"min (quire_engine_ready{{{SELECT}}})"),), "stat"),
@@ -100,12 +100,12 @@ OVERVIEW = Dashboard(
             "Traffic",
             (
                 Panel(
-                    "Requests ended, by reason",
+                    "Finished requests, by reason",
                     "reqps",
                     (Query(rate("vllm:request_success_total", "finished_reason"), "{{finished_reason}}"),),
                 ),
                 Panel(
-                    "Requests refused, by reason",
+                    "Rejected requests, by reason",
                     "reqps",
                     (Query(rate("quire_requests_rejected_total", "reason"), "{{reason}}"),),
                 ),
@@ -142,7 +142,7 @@ OVERVIEW = Dashboard(
             (
                 Panel("Prompt tokens", "short", quantiles("vllm:request_prompt_tokens")),
                 Panel("Output tokens", "short", quantiles("vllm:request_generation_tokens")),
-                Panel("max_tokens asked for", "short", quantiles("vllm:request_params_max_tokens")),
+                Panel("Requested max_tokens", "short", quantiles("vllm:request_params_max_tokens")),
                 Panel("Outputs per request (n)", "short", quantiles("vllm:request_params_n")),
             ),
         ),
@@ -162,7 +162,7 @@ ENGINE = Dashboard(
                     (Query(f"max by (resource) (quire_saturation_by_resource{{{SELECT}}})", "{{resource}}"),),
                 ),
                 Panel(
-                    "Most tokens per second, in this mix",
+                    "Maximum tokens per second, in this mix",
                     "short",
                     (
                         Query(total("quire_saturation_limit_tokens_per_second"), "limit"),
@@ -206,7 +206,7 @@ ENGINE = Dashboard(
                         Query(rate("quire_restart_recomputed_tokens_total"), "restarts"),
                     ),
                 ),
-                latency("Life of a block", "vllm:kv_block_lifetime_seconds"),
+                latency("Lifetime of a block", "vllm:kv_block_lifetime_seconds"),
                 latency("Idle before eviction", "vllm:kv_block_idle_before_evict_seconds"),
                 latency("Between two uses", "vllm:kv_block_reuse_gap_seconds"),
             ),
@@ -251,7 +251,7 @@ ENGINE = Dashboard(
                 ),
                 Panel("Live", "short", (Query(total("quire_requests_live", "state"), "{{state}}"),)),
                 Panel(
-                    "Tokens nobody got",
+                    "Discarded and late tokens",
                     "short",
                     (
                         Query(rate("quire_discarded_tokens_total", "reason"), "{{reason}}"),
@@ -259,17 +259,18 @@ ENGINE = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Books that do not balance",
+                    "Imbalance of the ledger",
                     "short",
                     (
                         Query(
                             " - ".join(
-                                total(f"quire_requests_{name}") for name in ("accepted_total", "finished_total", "live")
+                                total(f"quire_requests_{name}")
+                                for name in ("accepted_total", "finished_total", "live", "lost_total")
                             ),
                             "requests",
                         ),
                     ),
-                    description="0 at every scrape, or there is a fault in Quire.",
+                    description="0 at every scrape; anything else is a fault in Quire.",
                 ),
                 Panel(
                     "Restarts of the core, by cause",

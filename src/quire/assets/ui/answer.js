@@ -1,11 +1,11 @@
 // One answer of the model on the page: its reasoning, its text (token by token, if probabilities are shown), its tool calls,
 // and its figures.
 //
-// Speed is what the engine measured. Chunks reach the page in bursts, so their arrival times say little about a short answer.
+// The speed shown is measured by the engine. Chunks reach the page in bursts, so arrival times are wrong for short answers.
 
 import { byId, count, duration, el, percent, plural, rate, setText } from "./dom.js";
 
-const MIN_WRITING_S = 1; // a speed by arrival times is shown after this time
+const MIN_WRITING_S = 1; // after this time a speed by arrival times is good enough
 
 const encoder = new TextEncoder();
 
@@ -16,8 +16,8 @@ export class Answer {
     this.reasoning = "";
     this.calls = [];
     this.tokens = [];
-    this.entries = []; // tokens whose place in the text is not known yet
-    this.bytes = []; // of the text that no token was found for yet
+    this.entries = []; // tokens that were not found in the text yet
+    this.bytes = []; // bytes of the text without a token yet
     this.decoder = new TextDecoder();
     this.id = null;
     this.decodeTime = null; // in seconds, by the engine's clock
@@ -37,7 +37,7 @@ export class Answer {
     this.textNode.addEventListener("keydown", (event) => this.#onKey(event));
   }
 
-  /** Take in a chunk of the stream. */
+  /** Adds a chunk of the stream. */
   take(chunk) {
     if (chunk.error) throw new Error(chunk.error.message);
     this.id ??= chunk.id;
@@ -123,7 +123,7 @@ export class Answer {
 
   #newCall() {
     const id = `result-${crypto.getRandomValues(new Uint32Array(1))[0]}`;
-    const call = { id: "", name: "", arguments: "", shown: el("code"), input: el("input", { type: "text", id, placeholder: "What the tool gives back" }) };
+    const call = { id: "", name: "", arguments: "", shown: el("code"), input: el("input", { type: "text", id, placeholder: "What the tool returns" }) };
     this.callsNode.append(el("div", { class: "call" }, el("p", { class: "who" }, "The model calls a tool"), call.shown,
       el("label", { for: id }, "Its result"), call.input));
     return call;
@@ -145,16 +145,16 @@ export class Answer {
     if (parts.length) setText(this.stats, parts.join(" · "));
   }
 
-  /** Takes in how long the engine took from the first token to the last, in seconds. */
+  /** Sets the engine's time from the first token to the last, in seconds. */
   note(decodeTime) {
     this.decodeTime = decodeTime;
     this.#showStats();
   }
 
-  /** The stream is over, however. */
+  /** Ends the answer: complete, stopped, or with an error. */
   close({ stopped = false, error = null } = {}) {
     if (stopped) this.reason = "stopped";
-    if (this.bytes.length) this.textNode.append(this.decoder.decode(Uint8Array.from(this.bytes.splice(0)))); // of no whole token
+    if (this.bytes.length) this.textNode.append(this.decoder.decode(Uint8Array.from(this.bytes.splice(0)))); // part of a token
     if (error) this.node.append(el("p", { class: "error", role: "alert" }, error));
     if (this.firstAt === null && !this.reason) setText(this.stats, error ? "" : "No token came.");
     this.#showStats();
@@ -166,7 +166,7 @@ export class Answer {
     }
   }
 
-  /** What the model is reminded of with the next message. */
+  /** The message for the next request. */
   get message() {
     const message = { role: "assistant", content: this.content };
     if (this.calls.length) {

@@ -1,4 +1,4 @@
-// The server these pages come from, and no other. The key stays in this tab: it is gone when the tab is.
+// Requests to the server that these pages come from, and to no other. The key is kept in this tab and goes with it.
 
 import { el, setText } from "./dom.js";
 
@@ -15,7 +15,7 @@ export class ApiError extends Error {
 
 export const getKey = () => sessionStorage.getItem(KEY) ?? "";
 
-/** fetch with the key. Throws ApiError for every answer that is not good, in the server's words. */
+/** Fetches with the key. Throws ApiError with the server's message for every answer that is not 2xx. */
 export async function call(path, { body, signal, accept = "application/json", key = getKey() } = {}) {
   const headers = { accept };
   if (key) headers.authorization = `Bearer ${key}`;
@@ -39,10 +39,10 @@ export async function call(path, { body, signal, accept = "application/json", ke
   return response;
 }
 
-/** Why a key is asked for after a 401. */
+/** Returns the reason for asking for a key after a 401. */
 export const keyProblem = () => (getKey() ? "The server does not accept this key." : "The server asks for a key.");
 
-/** Show a link to a page that the operator may have switched off. */
+/** Shows a link if its page exists: the operator can switch pages off. */
 export async function offer(link) {
   const answer = await fetch(link.href, { method: "HEAD", credentials: "omit" }).catch(() => null);
   link.hidden = !answer?.ok;
@@ -57,7 +57,7 @@ async function describe(response) {
   return new ApiError(response.status, message, error?.param ?? null);
 }
 
-/** The data of each server-sent event, as objects, until [DONE]. */
+/** Yields the data of each server-sent event as an object, until [DONE]. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -80,15 +80,15 @@ export async function* events(response) {
   }
 }
 
-/** A dialog that asks for the key; `button` opens it. Resolves ask() with whether a key was given. */
+/** Makes a dialog that asks for the key; `button` opens it. Returns a function that opens it with a reason. */
 export function wireKey(button, onChange) {
   const input = el("input", { type: "password", id: "key-input", autocomplete: "off", spellcheck: "false" });
   const reason = el("p", { class: "hint" });
-  const forget = el("button", { type: "button", class: "quiet", onclick: () => finish("") }, "Forget it");
+  const forget = el("button", { type: "button", class: "quiet", onclick: () => finish("") }, "Forget the key");
   const form = el("form", { method: "dialog" },
     el("h2", {}, "API key"), reason,
     el("label", { for: "key-input" }, "Key"), input,
-    el("p", { class: "hint" }, "It is kept in this tab only, and sent to this server only."),
+    el("p", { class: "hint" }, "The key is kept in this tab only, and sent to this server only."),
     el("div", { class: "row" }, el("span", { class: "grow" }), forget,
       el("button", { type: "button", class: "quiet", onclick: () => dialog.close() }, "Cancel"),
       el("button", { type: "submit", class: "primary" }, "Use it")));

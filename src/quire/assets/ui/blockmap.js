@@ -1,4 +1,4 @@
-// The map of the KV cache: a square per block, in the colour of whoever holds it.
+// The map of the KV cache: a square per block, in the colour of the request that holds it.
 
 import { colour, count, el, onTheme, percent, plural, prepare, setText, swatch } from "./dom.js";
 import { light, litKey, onLit, ownerColour } from "./palette.js";
@@ -14,7 +14,7 @@ export class BlockMap {
     this.columns = 1;
     this.pitch = LARGEST;
     this.kinds = [
-      ["Held by one request", "--o0"], ["Shared by several", "--shared", "dot"], ["Free, and remembers a beginning", "--cached"],
+      ["Held by one request", "--o0"], ["Shared by several", "--shared", "dot"], ["Free, content can be reused", "--cached"],
       ["Free and empty", "--free"], ["Never used yet", null],
     ].map(([label, variable, shape]) => {
       const value = el("b", {}, "–");
@@ -72,7 +72,7 @@ export class BlockMap {
       this.segments[i].style.width = `${(100 * value) / Math.max(1, cache.total - 1)}%`;
     });
     this.summary = `${plural(inUse, "block")} of ${count(cache.total - 1)} in use (${percent(inUse / Math.max(1, cache.total - 1))}), `
-      + `${count(shared)} of them shared; ${count(cached)} free ones remember a beginning`;
+      + `${count(shared)} of them shared; ${count(cached)} free ones can be reused`;
     this.canvas.setAttribute("aria-label", `Map of blocks: ${this.summary}. Arrow keys go from block to block.`);
     if (this.chosen === null) setText(this.detail, this.#hint());
   }
@@ -141,16 +141,16 @@ function fill(cell) {
 }
 
 function describe({ id, references, isCached, owners }) {
-  if (id === 0) return "Block 0: the null block. It stands for what nobody reads any more, and is never given out.";
+  if (id === 0) return "Block 0: the null block. It takes the place of blocks that are no longer read, and is never given out.";
   if (references === 0) {
     return isCached
-      ? `Block ${id}: free, and remembers what it held. A request that begins the same way takes it over instead of computing it.`
+      ? `Block ${id}: free, and still has its content. A request that begins the same way reuses it instead of computing it.`
       : `Block ${id}: free and empty.`;
   }
   const names = owners.slice(0, 4).map((owner) => owner.id).join(", ");
   const more = owners.length > 4 ? ` and ${owners.length - 4} more` : "";
   const who = names ? `: ${names}${more}` : "";
-  const state = isCached ? "It is full, so others that begin the same way can share it." : "It is not full yet, so nobody else can share it.";
+  const state = isCached ? "It is full, so others that begin the same way can share it." : "It is not full yet, so no other request can share it.";
   return references > 1
     ? `Block ${id}: shared by ${references} requests${who}.`
     : `Block ${id}: held by one request${who}. ${state}`;

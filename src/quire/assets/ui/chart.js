@@ -1,11 +1,11 @@
-// A line chart of the last two minutes: own code, a canvas, axes with units, and a legend that says values.
+// A line chart of the last two minutes: a canvas, axes with units, and a legend with values.
 
 import { colour, el, onTheme, prepare, setText, swatch } from "./dom.js";
 
 export const SPAN_S = 120;
 const GAP_S = 15, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 20;
 
-/** Round numbers from 0 up to at least `max`, whole ones for what is counted: [step, top]. */
+/** Returns [step, top] of an axis of round numbers from 0 to at least `max`; whole numbers for counts. */
 function scale(max, isCounted) {
   if (!(max > 0)) return isCounted ? [1, 1] : [0.5, 1];
   const power = 10 ** Math.floor(Math.log10(max / 3));
@@ -15,7 +15,7 @@ function scale(max, isCounted) {
 }
 
 export class LineChart {
-  /** `lines` are { label, variable, dashed }; `format` writes values; `max` fixes the top; `isCounted`: there are no halves. */
+  /** `lines` are { label, variable, dashed }; `format` writes values; `max` fixes the top; `isCounted`: whole numbers only. */
   constructor(parent, { title, what, lines, format, max = null, isCounted = false }) {
     this.lines = lines;
     this.format = format;
@@ -123,7 +123,7 @@ export class LineChart {
     let isDown = false, before = 0;
     for (const point of this.points) {
       const value = point[column];
-      if (point[0] - before > GAP_S) isDown = false; // nobody looked meanwhile
+      if (point[0] - before > GAP_S) isDown = false; // no reading was made in between
       before = point[0];
       if (!Number.isFinite(value)) isDown = false;
       else {
@@ -136,7 +136,7 @@ export class LineChart {
     c.setLineDash([]);
   }
 
-  /** The legend, and the chart's name for those who do not see it. */
+  /** Writes the legend, and the chart's name for screen readers. */
   #say(end) {
     const point = this.points[this.at ?? this.points.length - 1];
     const words = this.lines.map((line, i) => {

@@ -6,7 +6,7 @@ import { byId, el, setText, wireTheme } from "./dom.js";
 import { Settings } from "./settings.js";
 
 const settings = new Settings();
-const messages = []; // as the API has them, without the system prompt
+const messages = []; // in the form of the API, without the system prompt
 let firstKept = 0; // the messages before this one are not sent: the context is too short for all
 let running = null; // the AbortController of the answer that is being written
 let model = "the model";

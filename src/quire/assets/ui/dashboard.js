@@ -1,4 +1,4 @@
-// The dashboard: asks for /debug/state and /metrics once a second, and shows what they say.
+// The dashboard: reads /debug/state and /metrics once a second and shows them.
 
 import { call, keyProblem, offer, wireKey } from "./api.js";
 import { BlockMap } from "./blockmap.js";
@@ -44,7 +44,7 @@ function tile(name, value, unit, note) {
 const charts = byId("charts");
 const throughput = new LineChart(charts, {
   title: "Throughput", format: rate,
-  what: "Tokens per second. Writing: of answers, one after the other. Reading: of prompts, many at once.",
+  what: "Tokens per second: written one after the other in answers, read many at once from prompts.",
   lines: [{ label: "written", variable: "--s1" }, { label: "read", variable: "--s2", dashed: true }],
 });
 const queue = new LineChart(charts, {
@@ -59,18 +59,18 @@ const ttft = new LineChart(charts, {
 });
 const itl = new LineChart(charts, {
   title: "Time between tokens (ITL)", format: duration,
-  what: "From one token of an answer to the next: how fluently it is written. Read as the chart beside it.",
+  what: "From one token of an answer to the next. The lines mean the same as in the chart beside it.",
   lines: [{ label: "median", variable: "--s1" }, { label: "95th percentile", variable: "--s2", dashed: true }],
 });
 const saturation = new LineChart(charts, {
   title: "How full it is", format: percent, max: 1,
-  what: "Saturation. Whichever line reaches the top is what holds new requests back: places for them, memory, or time to compute.",
+  what: "Saturation. The resource whose line reaches the top holds new requests back: places, memory, or time to compute.",
   lines: [{ label: "places", variable: "--s1" }, { label: "KV cache", variable: "--s2", dashed: true },
     { label: "compute", variable: "--s3" }],
 });
 const hits = new LineChart(charts, {
   title: "Prefix cache", format: percent, max: 1,
-  what: "The share of prompt tokens that were found in free or shared blocks, and not computed again. Of the last minute.",
+  what: "Share of the prompt tokens of the last minute that were found in free or shared blocks, and not computed again.",
   lines: [{ label: "found", variable: "--s1" }],
 });
 
@@ -80,7 +80,7 @@ const tables = new RequestTables(async (id) => {
   await call("abort_requests", { body: { request_ids: [id] } });
 });
 
-/** What the metrics say now; null for what they do not know. */
+/** Computes the present figures; null where there is no data. */
 function measure(state) {
   const queries = readings.growth("vllm:prefix_cache_queries_total", HITS_S);
   const found = readings.growth("vllm:prefix_cache_hits_total", HITS_S);

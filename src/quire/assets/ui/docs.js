@@ -1,4 +1,4 @@
-// The page of the API: reads openapi.json, and shows every operation with its fields and a command to call it.
+// The API page: reads openapi.json and shows every operation with its fields and a curl command.
 
 import { BASE, call, getKey } from "./api.js";
 import { byId, el, plural, setText, wireTheme } from "./dom.js";
@@ -10,7 +10,7 @@ let api = null, needsKey = false, model = null, sections = [];
 
 wireTheme(byId("theme-button"));
 
-/** One field or parameter, and what is inside it. `above` are the objects it stands in. */
+/** Shows one field or parameter and its content. `above` are the enclosing objects. */
 function field(name, schema, { isRequired = false, note = "", above = [] } = {}) {
   const marks = [isRequired ? "required" : null, schema["x-support"] ?? null].filter(Boolean);
   const hasDefault = !isRequired && schema.default !== undefined && schema.default !== null;
@@ -24,7 +24,7 @@ function field(name, schema, { isRequired = false, note = "", above = [] } = {})
     ...parts.map(([part, inner]) => folded(part, () => fields(inner, [...above, part]))));
 }
 
-/** <details> whose inside is made when it is first opened. */
+/** Makes a <details> whose content is made when it is first opened. */
 function folded(title, make) {
   const details = el("details", {}, el("summary", {}, title));
   details.addEventListener("toggle", () => details.append(make()), { once: true });
@@ -118,7 +118,7 @@ function openTarget() {
 }
 
 let numLoads = 0;
-/** Anew for each key; who comes late is not heard. */
+/** Loads the document again for each key. Only the latest answer counts. */
 async function load() {
   const number = ++numLoads, key = keyBox.value.trim() || getKey();
   try {
@@ -132,7 +132,7 @@ async function load() {
     if (number !== numLoads) return;
     needsKey ||= error.status === 401;
     setText(byId("found"), "");
-    setText(byId("notice"), error.status === 401 ? (keyBox.value ? "The server does not know this key." : "This server asks for a key.") : error.message);
+    setText(byId("notice"), error.status === 401 ? (keyBox.value ? "The server does not accept this key." : "The server asks for a key.") : error.message);
     byId("notice").hidden = false;
     if (error.status === 401) keyBox.focus();
   }

@@ -1,8 +1,8 @@
-// Elements, text and colours. Text becomes text and never markup: nothing here, or anywhere in these pages, parses HTML.
+// Elements, text and colours. Text never becomes markup: no code of these pages parses HTML.
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element. `props` are attributes, or `on…` listeners; strings among `children` become text. */
+/** Makes an element. `props` are attributes, or `on…` listeners; strings among `children` become text. */
 export function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -14,12 +14,12 @@ export function el(tag, props = {}, ...children) {
   return node;
 }
 
-/** Set text only where it changes, so that screen readers and selections are left alone. */
+/** Sets text only if it changes, so that screen readers and selections are not disturbed. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** A small square for legends, as an image that needs no inline style. */
+/** Makes a swatch for legends, as an image without inline style. */
 export function swatch(variable, shape = "box") {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("width", shape === "line" || shape === "dash" ? 22 : 12);
@@ -47,7 +47,7 @@ const colours = new Map();
 const probe = document.createElement("span");
 probe.hidden = true;
 
-/** What a variable of the style sheet is in the present theme, for canvases. */
+/** Returns the value of a style-sheet variable in the present theme, for canvases. */
 export function colour(variable) {
   if (!colours.has(variable)) {
     if (!probe.isConnected) document.body.append(probe);
@@ -70,11 +70,11 @@ function remembered() {
   try {
     return THEMES.includes(localStorage.getItem("quire-theme")) ? localStorage.getItem("quire-theme") : "system";
   } catch {
-    return "system"; // storage is switched off
+    return "system"; // storage is disabled
   }
 }
 
-/** The button goes round: as the system has it, light, dark. */
+/** Makes the button cycle through the themes: system, light, dark. */
 export function wireTheme(button) {
   let theme = remembered();
   const show = () => {
@@ -87,13 +87,13 @@ export function wireTheme(button) {
     theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
     try {
       localStorage.setItem("quire-theme", theme);
-    } catch { /* it holds for this page */ }
+    } catch { /* the choice lasts as long as this page */ }
     show();
   });
   show();
 }
 
-/** A canvas as large as its box in device pixels, ready to be drawn on in CSS pixels. */
+/** Sizes a canvas to its box in device pixels, and returns its context for drawing in CSS pixels. */
 export function prepare(canvas, height) {
   const width = canvas.clientWidth, ratio = window.devicePixelRatio || 1;
   if (height !== undefined && canvas.style.height !== `${height}px`) canvas.style.height = `${height}px`;

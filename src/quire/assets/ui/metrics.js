@@ -1,6 +1,6 @@
-// Prometheus' text format, and what can be made of two readings of it: rates and percentiles.
+// Parses Prometheus' text format, and computes rates and percentiles from two readings of it.
 
-/** Text to Map: name -> list of { labels, value }. */
+/** Parses text into a Map: name -> list of { labels, value }. */
 export function parse(text) {
   const metrics = new Map();
   for (const line of text.split("\n")) {
@@ -19,18 +19,18 @@ export function parse(text) {
 
 const number = (text) => (text === "+Inf" ? Infinity : text === "-Inf" ? -Infinity : Number(text));
 
-/** The sum over all label sets; null where there is no such metric. */
+/** Returns the sum over all label sets; null without such a metric. */
 export function total(metrics, name) {
   const samples = metrics.get(name);
   return samples ? samples.reduce((sum, sample) => sum + sample.value, 0) : null;
 }
 
-/** The value of the sample with this label; null where there is none. */
+/** Returns the value of the sample with this label; null without one. */
 export function labelled(metrics, name, label, value) {
   return metrics.get(name)?.find((sample) => sample.labels[label] === value)?.value ?? null;
 }
 
-/** Cumulative counts by upper bound, over all label sets: sorted [bound, count]. */
+/** Returns cumulative counts by upper bound, over all label sets: sorted [bound, count]. */
 export function buckets(metrics, name) {
   const counts = new Map();
   for (const { labels, value } of metrics.get(`${name}_bucket`) ?? []) {
@@ -40,14 +40,14 @@ export function buckets(metrics, name) {
   return [...counts].sort((a, b) => a[0] - b[0]);
 }
 
-/** What was observed between two readings; all of it where the later one has started anew. */
+/** Returns the observations between two readings; all of the later one if the server was restarted. */
 export function between(before, after) {
   const earlier = new Map(before);
   const found = after.map(([bound, value]) => [bound, value - (earlier.get(bound) ?? 0)]);
   return found.some(([, value]) => value < 0) ? after : found;
 }
 
-/** The value below which the share `q` lies, as far as buckets tell; null without observations. */
+/** Returns the quantile `q`, interpolated in its bucket; null without observations. */
 export function quantile(cumulative, q) {
   const all = cumulative.length ? cumulative[cumulative.length - 1][1] : 0;
   if (!(all > 0)) return null;
@@ -73,7 +73,7 @@ export class Readings {
   add(time, metrics) {
     const last = this.all.at(-1);
     const counted = (reading) => total(reading, "vllm:generation_tokens_total") ?? 0;
-    if (last && counted(metrics) < counted(last.metrics)) this.all = []; // the server was started anew
+    if (last && counted(metrics) < counted(last.metrics)) this.all = []; // the server was restarted
     this.all.push({ time, metrics });
     while (this.all.length > 2 && this.all[0].time < time - this.keepS) this.all.shift();
   }
@@ -82,19 +82,19 @@ export class Readings {
     return this.all.at(-1)?.metrics ?? new Map();
   }
 
-  /** The reading nearest to `windowS` before the last one. */
+  /** Returns the reading nearest to `windowS` before the last one. */
   before(windowS) {
     const end = this.all.at(-1)?.time;
     return this.all.findLast((reading) => reading.time <= end - windowS + 0.05) ?? this.all[0];
   }
 
-  /** By how much a counter grew in the window; null if that cannot be told. */
+  /** Returns the growth of a counter in the window; null without two readings of it. */
   growth(name, windowS) {
     if (this.all.length < 2 || total(this.last, name) === null) return null;
     return Math.max(0, total(this.last, name) - (total(this.before(windowS).metrics, name) ?? 0));
   }
 
-  /** The same by the values of one label: those that grew. */
+  /** Returns the growth by the values of one label; only those that grew. */
   growthBy(name, label, windowS) {
     if (this.all.length < 2) return new Map();
     const before = this.before(windowS).metrics;

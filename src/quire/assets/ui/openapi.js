@@ -1,26 +1,26 @@
-// What an OpenAPI document says, in words: types, bounds, who may call what, and how to with curl.
+// An OpenAPI document in words: types, bounds, access, and curl commands.
 
 const BOUNDS = [["exclusiveMinimum", ">"], ["minimum", "≥"], ["exclusiveMaximum", "<"], ["maximum", "≤"]];
 const ACCESS = {
-  open: "Anyone may call it, without a key.",
-  metrics: "Anyone may call it; with --protect-metrics an API key is needed.",
-  key: "An API key is needed, where the server has any.",
-  admin: "For administrators: by the admin listener's own name, with an API key where the server has any.",
+  open: "Open to all, without a key.",
+  metrics: "Open to all; with --protect-metrics an API key is needed.",
+  key: "Needs an API key if the server has any.",
+  admin: "For administrators: on the admin listener, with an API key if the server has any.",
 };
 
-const UNBOUNDED = 1e15; // beyond it a bound says what 64 bits hold
+const UNBOUNDED = 1e15; // a larger bound is that of 64 bits
 const number = (value) => value.toLocaleString("en", { maximumSignificantDigits: 17 });
 const atMost = (schema, name) => (name in schema ? ` (≤ ${number(schema[name])})` : "");
 
 export const accessInWords = (operation) => ACCESS[operation["x-access"]] ?? "";
 
-/** The schema that a reference names, and the name; any other schema as it is. */
+/** Returns the schema that a reference names, and the name; any other schema unchanged. */
 export function resolve(document, schema) {
   const name = schema.$ref?.split("/").at(-1);
   return name === undefined ? { schema } : { name, schema: document.components.schemas[name] };
 }
 
-/** A schema's type and bounds in a few words. */
+/** Describes a schema's type and bounds. */
 export function typeInWords(schema) {
   if (schema.anyOf) return schema.anyOf.map(typeInWords).join(" or ");
   if (schema.$ref) return schema.$ref.split("/").at(-1);
@@ -34,7 +34,7 @@ export function typeInWords(schema) {
   return (schema.type ?? "anything") + (bounds.length ? ` (${bounds.join(", ")})` : "");
 }
 
-/** The objects with fields that a schema holds, by name. */
+/** Returns the objects with fields in a schema, by name. */
 export function partsOf(document, schema) {
   if (schema.$ref) {
     const { name, schema: target } = resolve(document, schema);
@@ -44,7 +44,7 @@ export function partsOf(document, schema) {
   return new Map(inner.flatMap((one) => [...partsOf(document, one)]));
 }
 
-/** All operations: {path, method, tag, operation, schema, example, text}; text is what a search looks through. */
+/** Returns all operations: {path, method, tag, operation, schema, example, text}; a search looks through `text`. */
 export function operationsOf(document) {
   return Object.entries(document.paths).flatMap(([path, methods]) => Object.entries(methods).map(([method, operation]) => {
     const body = operation.requestBody?.content?.["application/json"];
@@ -56,12 +56,12 @@ export function operationsOf(document) {
   }));
 }
 
-/** Whether every word of a search occurs. */
+/** Returns whether every word of a search occurs. */
 export const matches = (text, search) => search.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 
 const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-/** A command that calls it; {name} in a path is written NAME. `model` takes the place of the example's. */
+/** Returns a curl command for the operation; {name} in a path becomes NAME, and `model` replaces the example's. */
 export function curlOf({ path, method, example, operation }, { base, needsKey, model }) {
   const url = base + path.slice(1).replace(/{(\w+)}/g, (_, name) => name.toUpperCase());
   const parts = [`curl ${quote(url)}`];

@@ -4,7 +4,7 @@ const NUM_COLOURS = 12, MAX_KEPT = 4096;
 const given = new Map();
 let next = 0;
 
-/** The variable of the style sheet that is a request's colour. */
+/** Returns the style-sheet variable with a request's colour. */
 export function ownerColour(key) {
   if (!given.has(key)) {
     given.set(key, next);
@@ -14,7 +14,7 @@ export function ownerColour(key) {
   return `--o${given.get(key)}`;
 }
 
-/** The request that is pointed at, here or there; whoever draws requests draws it apart. */
+/** The key of the request that the pointer is on, in any of the views. All views highlight it. */
 let lit = null;
 const listeners = [];
 export const onLit = (listener) => listeners.push(listener);

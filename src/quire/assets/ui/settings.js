@@ -1,16 +1,16 @@
-// The settings of the chat page, and the fields of a request that they mean.
+// The settings of the chat page, and the request fields made of them.
 
 import { byId, el, setText } from "./dom.js";
 
-/** An empty box leaves the field out, and so to the server. */
+/** [field, label, min, max, step, hint]. An empty box leaves the field out of the request. */
 const KNOBS = [
-  ["temperature", "Temperature", 0, 2, 0.05, "0 always takes the likeliest token"],
-  ["top_p", "Top-p", 0.01, 1, 0.01, "only the likeliest tokens, up to this share"],
-  ["top_k", "Top-k", 0, 200, 1, "only so many tokens; 0 for all"],
-  ["min_p", "Min-p", 0, 1, 0.01, "none below this share of the likeliest"],
+  ["temperature", "Temperature", 0, 2, 0.05, "0 always takes the most likely token"],
+  ["top_p", "Top-p", 0.01, 1, 0.01, "only the most likely tokens, up to this total probability"],
+  ["top_k", "Top-k", 0, 200, 1, "only this many tokens; 0 for all"],
+  ["min_p", "Min-p", 0, 1, 0.01, "no token below this share of the most likely one"],
   ["max_tokens", "Longest answer", 1, 2048, 1, "in tokens"],
-  ["presence_penalty", "Presence penalty", -2, 2, 0.1, "against tokens that have come"],
-  ["frequency_penalty", "Frequency penalty", -2, 2, 0.1, "the more often, the more"],
+  ["presence_penalty", "Presence penalty", -2, 2, 0.1, "lowers tokens that have occurred"],
+  ["frequency_penalty", "Frequency penalty", -2, 2, 0.1, "lowers tokens by how often they have occurred"],
   ["repetition_penalty", "Repetition penalty", 0.5, 2, 0.05, "above 1 against repetition"],
 ];
 
@@ -44,7 +44,7 @@ export class Settings {
     return byId("logprobs").checked;
   }
 
-  /** The fields of a request. Throws Error, in words, for a box that holds nonsense. */
+  /** Returns the fields of a request. Throws Error for a box with an invalid value. */
   fields() {
     const fields = {};
     for (const [name, box] of this.knobs) {
@@ -67,7 +67,7 @@ export class Settings {
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
-/** A text box for JSON that says while one types what is wrong with it. */
+/** A text box for JSON that shows errors while the user types. */
 class JsonBox {
   constructor(id, noteId, complain) {
     this.box = byId(id);
@@ -77,11 +77,11 @@ class JsonBox {
     this.box.addEventListener("input", () => {
       try {
         this.read();
-      } catch { /* it is said beside the box */ }
+      } catch { /* shown beside the box */ }
     });
   }
 
-  /** Its value; null if it is empty. Throws Error. */
+  /** Returns its value; null if it is empty. Throws Error. */
   read() {
     const text = this.box.value.trim();
     let problem = null, value = null;
@@ -90,7 +90,7 @@ class JsonBox {
         value = JSON.parse(text);
         problem = this.complain(value);
       } catch (error) {
-        problem = `This is no JSON yet: ${error.message}`;
+        problem = `Not valid JSON yet: ${error.message}`;
       }
     }
     this.box.setAttribute("aria-invalid", String(problem !== null));

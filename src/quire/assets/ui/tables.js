@@ -1,20 +1,20 @@
-// The tables of requests: rows are kept from one update to the next, so that nobody's focus is lost.
+// The tables of requests: rows are kept from one update to the next, so that the keyboard focus stays.
 
 import { byId, count, duration, el, setText } from "./dom.js";
 import { light, litKey, onLit, ownerColour } from "./palette.js";
 
 const MAX_ROWS = 60, MAX_ENDED = 30;
 const PLACES = {
-  running: "running", waiting: "waits", preempted: "waits, preempted", blocked: "held back", resting: "session at rest",
+  running: "running", waiting: "waiting", preempted: "waiting, preempted", blocked: "deferred", resting: "session at rest",
 };
 const ABORT_NOTES = {
-  here: "The last column ends one.",
-  admin: "To end one, open the dashboard of the admin listener (--admin-host, --admin-port).",
-  off: "Ending one from here needs the admin routes: quire serve --enable-admin.",
+  here: "The last column aborts a request.",
+  admin: "To abort a request, open the dashboard of the admin listener (--admin-host, --admin-port).",
+  off: "Aborting requests here needs the admin routes: quire serve --enable-admin.",
 };
 
 export class RequestTables {
-  /** `abort` ends the requests of an id, and throws what the server says against it. */
+  /** `abort` ends the requests of an id. Throws the error of the server. */
   constructor(abort) {
     this.abort = abort;
     this.rows = new Map();
@@ -68,14 +68,14 @@ export class RequestTables {
 
   async #abort(id, button) {
     button.disabled = true;
-    setText(button, "Ending…");
+    setText(button, "Aborting…");
     try {
       await this.abort(id);
-      setText(byId("table-note"), `${id} was told to end.`);
+      setText(byId("table-note"), `${id} is being aborted.`);
     } catch (error) {
       button.disabled = false;
       setText(button, "Abort");
-      setText(byId("table-note"), `${id} could not be ended: ${error.message}`);
+      setText(byId("table-note"), `${id} could not be aborted: ${error.message}`);
     }
   }
 

@@ -1,4 +1,4 @@
-// Requests over time: a bar each, from arrival to end, in lanes. What was seen of a request stays until it leaves the window.
+// Requests over time: a bar each, from arrival to end, in lanes. A bar stays until it leaves the window.
 
 import { colour, count, duration, el, onTheme, plural, prepare, setText, swatch } from "./dom.js";
 import { light, litKey, onLit, ownerColour } from "./palette.js";
@@ -24,7 +24,7 @@ export class Timeline {
     onLit(() => this.draw());
   }
 
-  /** `state` is that of /debug/state: live requests, and those that ended since the last time. */
+  /** `state` is the answer of /debug/state: live requests, and those that have finished since the last update. */
   update(state) {
     this.now = state.time;
     const live = new Set();
@@ -34,7 +34,7 @@ export class Timeline {
     }
     for (const ended of state.ended) this.#end(ended);
     for (const [key, bar] of this.bars) {
-      if (bar.end === null && !live.has(key)) bar.end = bar.seen; // ended, and not told of
+      if (bar.end === null && !live.has(key)) bar.end = bar.seen; // it ended between two updates, and is not in the list
       if (bar.end !== null && bar.end < this.now - WINDOW_S) this.bars.delete(key);
     }
     this.#pack();
@@ -69,7 +69,7 @@ export class Timeline {
     });
   }
 
-  /** A bar keeps the lane it was first given, so that nothing jumps. */
+  /** Assigns lanes. A bar keeps its lane, so that nothing jumps. */
   #pack() {
     const until = new Array(MAX_LANES).fill(-Infinity);
     const stop = (bar) => bar.end ?? Infinity;
@@ -97,7 +97,7 @@ export class Timeline {
     return `Point at a bar, or move with the arrow keys.${more}`;
   }
 
-  /** Of one lane, in pixels. */
+  /** Height of a lane in pixels. */
   get lane() {
     return this.lanes > MANY_LANES ? 8 : 15;
   }
