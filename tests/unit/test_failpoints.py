@@ -27,7 +27,7 @@ PLACES = {
     "client.add.journaled": ("link_thread.py", "_send_messages"),
     "client.output.received": ("link_thread.py", "_receive_outputs"),
     "client.resume": ("link_thread.py", "_receive_ready"),
-    "frontend.stats.record": ("manager.py", "_each"),
+    "frontend.stats.record": ("stat_loggers.py", "_each"),
 }
 
 
