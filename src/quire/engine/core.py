@@ -1,7 +1,7 @@
-"""The engine core: the loop body that turns queued requests into outputs, in whatever process it lives.
+"""The engine core: turns queued requests into outputs, in whatever process it runs.
 
-A step is: schedule, execute, take in the result. This class runs steps when it is told to and answers control calls;
-`InprocClient` drives it from the user's thread.
+A step is: schedule, execute, take in the result. This class runs one step per call and answers control calls;
+`InprocClient` calls it from the user's thread, `EngineCoreProc` from its loop.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class _QueuedStep(NamedTuple):
     sample_future: Future[ModelRunnerOutput] | None
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for it. Raises what the worker raised; an error of the forward pass before one it led to."""
+        """Waits for the result. Raises what the worker raised; an error of the forward pass before one that it
+        caused."""
         model_output = self.exec_future.result()
         if model_output is None and self.sample_future is not None:
             model_output = self.sample_future.result()
@@ -123,28 +124,28 @@ class EngineCore:
         self._log_iterations = config.observability_config.enable_logging_iteration_details
         self._num_iterations = 0
         self._undelivered: deque[StepResult] = deque()
-        """Results of steps that nobody has been given yet."""
+        """Results of steps that `step_fn` has not returned yet."""
         self.lifecycle = Lifecycle(self.scheduler, self.executor, self.has_work, self.finish_steps)
         gc.collect()
-        gc.freeze()  # what lives now lives for ever: full collections need not walk it
+        gc.freeze()  # objects created during start-up are never collected: full collections need not visit them
         stamp("engine core")
 
     # -- requests ----------------------------------------------------------------------------------------------
 
     def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
-        """Everything that can be done for a request outside the loop's thread: (request, its wave).
+        """Prepares a request outside the loop's thread: hashes its blocks and starts to compile its grammar.
 
-        Raises ValidationError; that concerns this request only.
+        Returns (request, wave). Raises ValidationError, which concerns this request only.
         """
         core_request = Request.from_engine_core_request(request, self.block_hasher)
         self.structured_output_manager.grammar_init(core_request)
         return core_request, request.current_wave
 
     def add_request(self, request: Request, wave: int = 0) -> None:
-        """Queue a request (`wave` matters to data-parallel engines only).
+        """Queues a request (`wave` matters to data-parallel engines only).
 
-        Raises, with nothing changed: TypeError for an id that is no string; ValidationError for a task the model does
-        not do, an id in use, a prompt that is too long.
+        Raises, with nothing changed: TypeError for an id that is no string; ValidationError for a task that the model
+        does not have, an id in use, or a prompt that is too long.
         """
         if not isinstance(request.request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request.request_id).__name__}")
@@ -160,7 +161,7 @@ class EngineCore:
             self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        """End requests their client no longer wants. Unknown and finished ids are ignored."""
+        """Ends requests that their client does not want any more. Ignores unknown and finished ids."""
         with InterruptShield():
             self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
@@ -268,7 +269,7 @@ class EngineCore:
             assert deferred is None  # it waits for a step in the queue
             return None, False
         outputs = self._take_oldest(shield)
-        if deferred is not None:  # its grammars have seen all tokens now
+        if deferred is not None:  # the steps before it have given their tokens to its grammars
             with self._executing(deferred.output, shield):
                 self.batch_queue.appendleft(deferred._replace(sample_future=self._sample_later(deferred.output)))
         return outputs, executed
@@ -299,8 +300,8 @@ class EngineCore:
         return cast("Future[ModelRunnerOutput]", future)
 
     def _announce(self, output: SchedulerOutput) -> None:
-        """Writes the requests of all steps in flight to the heartbeat: if these never end, they and no others were in
-        them."""
+        """Writes the requests of all steps in flight to the heartbeat, so that a supervisor knows the suspects if a
+        step never ends."""
         num_tokens, request_ids = output.total_num_scheduled_tokens, output.num_scheduled_tokens
         if not self.batch_queue:
             self.heartbeat.execute(request_ids, num_tokens)
@@ -311,7 +312,7 @@ class EngineCore:
 
     @contextmanager
     def _executing(self, output: SchedulerOutput, shield: InterruptShield) -> Iterator[None]:
-        """Around calls into the executor: a second Ctrl-C interrupts them, and a failure is described in the log."""
+        """Wraps calls into the executor: a second Ctrl-C interrupts them, and a failure is described in the log."""
         shield.may_break = True
         try:
             yield
@@ -322,26 +323,26 @@ class EngineCore:
             shield.may_break = False
 
     def post_step(self, model_executed: bool) -> None:
-        """After each step: draft tokens for the next one."""
+        """Gives the draft tokens of the last step to the scheduler."""
         if model_executed:
             drafts = self.executor.take_draft_token_ids()
             if drafts is not None:
                 self.scheduler.update_draft_token_ids(drafts)
 
     def get_snapshot(self) -> EngineSnapshot:
-        """The blocks and requests of this moment, for people who watch."""
+        """Returns the blocks and requests as they are now, for dashboards."""
         return self.scheduler.make_snapshot()
 
     def get_dropped_messages(self) -> dict[str, int]:
-        """Messages that could not be taken in, by reason. A core in its user's process is sent none."""
+        """Returns the number of messages that could not be read, by reason: none in a core without a process of its
+        own."""
         return {}
 
     def admit_clients(self) -> None:
-        """The client that owns the core has brought it into its state: others may use it. Called again, does nothing.
-        A core in its user's process has no others."""
+        """Lets clients other than the owner use the core. Idempotent; a core in its user's process has no others."""
 
     def get_trace(self, seconds: float = 10.0) -> TraceWindow:
-        """What the last `seconds` were spent on, as far as it was kept. Raises ValidationError if nothing is."""
+        """Returns the recorded steps of the last `seconds`. Raises ValidationError if nothing is recorded."""
         if self._traces is None:
             raise ValidationError(
                 "the engine keeps no traces; start it with --trace-events 50000, or --trace-file FILE"
@@ -351,7 +352,7 @@ class EngineCore:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End the workers and release everything. May be called twice."""
+        """Ends the workers and releases everything. May be called twice."""
         self.structured_output_manager.clear_backend()
         self.executor.shutdown()
         self.scheduler.shutdown()

@@ -1,7 +1,7 @@
-"""What becomes of a message that has arrived at the core, before its loop sees it (checklist S3-EP-039…041).
+"""Decodes messages from clients before the core's loop takes them in, on the input thread.
 
-Runs on the input thread. Whatever arrives, nothing is raised: a request that cannot be prepared is answered with an
-error of its own, and a message that is none is dropped and counted.
+Nothing is raised, whatever arrives: a request that cannot be prepared is answered with an error, and a message that
+cannot be read is dropped and counted.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from quire.wire.serial import Frame, MsgpackDecoder, WireError
 logger = init_logger(__name__)
 
 InputItem = tuple[EngineCoreRequestType, Any]
-"""A type and what belongs to it: ADD (Request, wave) or RefusedRequest · ABORT ids · UTILITY UtilityCall ·
-EXECUTOR_FAILED why · WAKEUP ClientLink or None."""
+"""A type and its payload: ADD (Request, wave) or RefusedRequest · ABORT ids · UTILITY UtilityCall · EXECUTOR_FAILED
+reason · WAKEUP ClientLink or None."""
 
 
 class RefusedRequest(NamedTuple):
-    """An ADD that cannot be served: its client is to be told, unless the id is of a request that lives."""
+    """An ADD that cannot be served. Its client gets an error, unless the id belongs to a live request."""
 
     client_index: int
     request_id: str
     message: str
     error_type: str = ""
-    """Its class in `quire.errors`."""
+    """Name of the error's class in `quire.errors`."""
 
 
 class ClientLink(NamedTuple):
-    """A frontend is gone, and all its requests are to be aborted; or it is back."""
+    """A frontend has disconnected, and all its requests must be aborted; or it has reconnected."""
 
     client_index: int
     is_up: bool
 
 
 class UtilityCall(NamedTuple):
-    """A control call, and where its answer goes."""
+    """A control call, and the client that its answer goes to."""
 
     client_index: int
     call_id: int
@@ -55,13 +55,13 @@ class UtilityCall(NamedTuple):
 
 
 class DropCounter:
-    """How many messages were dropped, by reason. Written by the input thread and the loop, read by anyone."""
+    """Counts dropped messages by reason. Written by the input thread and the loop, read by any thread."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def drop(self, reason: str, detail: object) -> None:
-        """Count one, and log it if it is the first, second, fourth, eighth … of its reason."""
+        """Counts one, and logs it if it is the first, second, fourth, eighth … of its reason."""
         self.counts[reason] += 1
         count = self.counts[reason]
         if count & (count - 1) == 0:
@@ -71,8 +71,8 @@ class DropCounter:
 class MessageIntake:
     """Decodes messages, prepares requests, and queues both for the loop.
 
-    An abort goes into both queues: `aborts_queue` is looked at even while a step runs, `input_queue` keeps its place
-    after the request it aborts. Aborting twice does no harm.
+    An abort goes into both queues: `aborts_queue` is read even while a step runs, and `input_queue` keeps the order of
+    an abort and the request it aborts. Aborting twice has no effect.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class MessageIntake:
         self._takers = {b"\x00": self._take_add, b"\x01": self._take_abort, b"\x03": self._take_utility}
 
     def take_message(self, client_index: int, frames: Sequence[Frame]) -> None:
-        """Take in a message [type, msgpack, *arrays] of a client."""
+        """Handles one message [type, msgpack, *arrays] of a client."""
         failpoint("core.input.decode")
         taker = self._takers.get(bytes(frames[0]) if frames and len(frames[0]) == 1 else b"")
         if taker is None:
@@ -113,7 +113,7 @@ class MessageIntake:
             if request_id is not None:
                 self._refuse(client_index, request_id, e)
             raise
-        core_request.client_index = client_index  # answers go where the question came from, whatever it says
+        core_request.client_index = client_index  # answers go to the connection that the request came from
         self._heartbeat.begin_intake(core_request.request_id)
         try:
             prepared = self._preprocess(core_request)
@@ -139,7 +139,7 @@ class MessageIntake:
 
 
 def _request_id_of(frames: Sequence[Frame]) -> str | None:
-    """The id of a request that is no valid one otherwise, if as much can be read."""
+    """Returns the id in a request that is not valid otherwise, or None if it cannot be read."""
     try:
         fields = msgspec.msgpack.decode(frames[0])
     except (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError, OverflowError):

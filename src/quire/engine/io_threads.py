@@ -1,7 +1,8 @@
-"""The two threads of a core that touch sockets, so that its loop never waits for one (checklist S3-EP-042…055).
+"""The two threads of a core that use sockets, so that its loop never waits for one.
 
-The input thread watches one DEALER per frontend, their connections, and the launcher's end of a pipe. The output thread
-has one PUSH per frontend. zmq works outside the interpreter's lock, so both overlap the model's forward pass.
+The input thread reads one DEALER per frontend, the state of their connections, and the launcher's end of a pipe. The
+output thread has one PUSH per frontend. zmq works outside the interpreter's lock, so both overlap the model's forward
+pass.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ from quire.wire.sockets import CurveKeys, make_zmq_socket
 logger = init_logger(__name__)
 
 OutputItem = tuple[int, EngineCoreOutputs] | ClientLink | bytes | None
-"""Outputs for a client; a client that is gone or back; ENGINE_CORE_DEAD; or None: the end."""
+"""Outputs for a client; a client that has disconnected or reconnected; ENGINE_CORE_DEAD; or None: the end."""
 MESSAGES_PER_ROUND = 256
-"""Messages taken from one client before the others are looked at."""
+"""Messages taken from one client before the others have their turn."""
 _EVENT = struct.Struct("=Hi")
-"""The first frame of what zmq tells of a connection: an event and a value (zmq_socket_monitor(3))."""
+"""Layout of the first frame of a connection event: event and value (zmq_socket_monitor(3))."""
 _CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 class IOThread(threading.Thread):
-    """A daemon thread that says when it has its sockets, and tells `on_failure` why it ended unasked."""
+    """A daemon thread that signals when its sockets are open, and reports to `on_failure` why it failed."""
 
     def __init__(self, name: str, on_failure: Callable[[str], None]) -> None:
         super().__init__(name=name, daemon=True)
         self._on_failure = on_failure
         self.is_open = threading.Event()
         self.busy_since: float | None = None
-        """When it began with the message it is at (CLOCK_MONOTONIC); None while it waits for one."""
+        """Start of the work on the current message (CLOCK_MONOTONIC); None while the thread waits for one."""
 
     def check_progress(self, limit_s: float) -> None:
-        """Raises ServerError if it has been at one message for longer than `limit_s`. From another thread."""
+        """Raises ServerError if one message has taken longer than `limit_s`. Called from another thread."""
         since = self.busy_since
         if since is not None and time.monotonic() - since > limit_s:
             raise ServerError(f"{self.name} has been at one message for more than {limit_s:g} s")
 
     def run(self) -> None:
-        """The thread's body. Sockets are made and closed here: they belong to this thread."""
+        """Runs the thread. Sockets are made and closed here: they belong to this thread."""
         try:
             self._work()
         except Exception as e:
@@ -66,18 +67,18 @@ class IOThread(threading.Thread):
         raise NotImplementedError
 
     def wait_open(self) -> None:
-        """Until the sockets are there. Raises RuntimeError if the thread dies over it (checklist S3-EP-012)."""
+        """Waits until the sockets are open. Raises RuntimeError if the thread ends before that."""
         while not self.is_open.wait(0.05):
             if not self.is_alive():
                 raise RuntimeError(f"{self.name} died during startup")
 
 
 class InputThread(IOThread):
-    """Receives from all clients. The first frame on each connection is a ready frame: it tells the client to begin, and
-    lets its ROUTER know the way back.
+    """Receives from all clients.
 
-    `make_ready_frame` makes it of the number that the next message to the client will have. With `owner_first` only
-    client 0 gets one before `admit_clients`: it has to bring the core into a state before others may use it.
+    The first frame on each connection is a ready frame: the client may begin, and its ROUTER learns the route to the
+    core. `make_ready_frame` builds it from the number of the next message to the client. With `owner_first` only client
+    0 gets one before `admit_clients`, so that it can restore the core's state before others use it.
     """
 
     def __init__(
@@ -100,22 +101,23 @@ class InputThread(IOThread):
         self._intake = intake
         self._on_link = on_link
         self._lost: set[int] = set()
-        """Clients whose connection is gone."""
+        """Clients that are disconnected."""
         self._num_returns: Counter[int] = Counter()
-        """How often each has come back without having been greeted yet."""
+        """Number of reconnections of each client that are not greeted yet."""
         self._are_admitted = not owner_first
         self._launcher: tuple[int, Callable[[], None]] | None = None
         self._orders: deque[Callable[[list[zmq.Socket[Any]]], None]] = deque()
-        """What other threads want done with the sockets."""
+        """Calls on the sockets that other threads have requested."""
         self._is_stopping = False
         self._order_reader, self._order_writer = os.pipe()
 
     def watch_launcher(self, pipe: int, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` when the other end of `pipe` is closed. Before `start`."""
+        """Calls `on_gone` when the other end of `pipe` is closed. Call it before `start`."""
         self._launcher = pipe, on_gone
 
     def stop(self, timeout_s: float) -> None:
-        """Have it end, and wait for that. What has arrived by then is still taken in. To be called once."""
+        """Ends the thread and waits for it. Messages that have arrived by then are still taken in. To be called
+        once."""
         self._is_stopping = True
         os.write(self._order_writer, b".")
         self.join(timeout_s)
@@ -124,11 +126,11 @@ class InputThread(IOThread):
             os.close(self._order_writer)
 
     def admit_clients(self) -> None:
-        """The core is as it should be: the other clients may begin, too. From any thread; idempotent."""
+        """Lets the other clients begin. Callable from any thread; idempotent."""
         self._order(self._admit)
 
     def greet(self, client_index: int, next_sequence: int) -> None:
-        """A client that is back may begin: messages reach it, the next with this number. From any thread."""
+        """Lets a reconnected client begin; `next_sequence` numbers its next message. Callable from any thread."""
         self._order(lambda sockets: self._greet(sockets, client_index, next_sequence))
 
     def _order(self, order: Callable[[list[zmq.Socket[Any]]], None]) -> None:
@@ -140,7 +142,7 @@ class InputThread(IOThread):
             return
         self._are_admitted = True
         for client_index, socket in enumerate(sockets[1:], start=1):
-            if not self._is_away(client_index):  # else it is greeted when it is back
+            if not self._is_away(client_index):  # otherwise it is greeted after its reconnection
                 socket.send(self._make_ready_frame(1))
 
     def _greet(self, sockets: list[zmq.Socket[Any]], client_index: int, next_sequence: int) -> None:
@@ -149,8 +151,7 @@ class InputThread(IOThread):
             sockets[client_index].send(self._make_ready_frame(next_sequence))
 
     def _is_away(self, client_index: int) -> bool:
-        """Whether what it sends are the last words of a frontend that is gone, or of one that has not noticed that its
-        connection is another one."""
+        """Returns whether a message may come from a frontend that has ended, or from before its reconnection."""
         return client_index in self._lost or self._num_returns[client_index] > 0
 
     def _work(self) -> None:
@@ -217,7 +218,7 @@ class InputThread(IOThread):
             self._on_link(ClientLink(client_index, is_up=True))
 
     def _read_launcher(self, poller: zmq.Poller) -> None:
-        assert self._launcher is not None  # it is what has just been polled
+        assert self._launcher is not None  # it has just been polled
         pipe, on_gone = self._launcher
         if not os.read(pipe, 4096):
             poller.unregister(pipe)
@@ -225,7 +226,7 @@ class InputThread(IOThread):
 
 
 def _watch(socket: zmq.Socket[Any], stack: ExitStack) -> zmq.Socket[Any]:
-    """A socket on which zmq tells of the connection of `socket`."""
+    """Returns a socket that reports the connection events of `socket`."""
     monitor = socket.get_monitor_socket(_CONNECTION_EVENTS)
     stack.callback(monitor.close, linger=0)
     stack.callback(socket.disable_monitor)
@@ -233,10 +234,10 @@ def _watch(socket: zmq.Socket[Any], stack: ExitStack) -> zmq.Socket[Any]:
 
 
 class OutputThread(IOThread):
-    """Encodes and sends what the loop queues, until it is given the end or ENGINE_CORE_DEAD.
+    """Encodes and sends what the loop queues, until it gets the end or ENGINE_CORE_DEAD.
 
-    msgpack is written into buffers that are used again; large messages and arrays leave without a copy, so a buffer is
-    used again only when zmq has let go of it.
+    msgpack is written into buffers that are used again. Large messages and arrays are sent without a copy, so a buffer
+    is used again only after zmq has released it.
     """
 
     def __init__(
@@ -251,13 +252,14 @@ class OutputThread(IOThread):
         on_linked: Callable[[int, int], None] = lambda client_index, next_sequence: None,
         curve: CurveKeys | None = None,
     ) -> None:
-        """`on_linked` is called when messages reach a client again that was gone, with the number of the next one."""
+        """`on_linked` is called when a disconnected client can be reached again, with the number of its next
+        message."""
         super().__init__("EngineCoreOutput", on_failure)
         self._context, self._addresses, self._curve = context, addresses, curve
         self._queue = queue
         self._engine_index, self._incarnation = engine_index, incarnation
         self._num_sent = [0] * len(addresses)
-        """Messages to each client, as far as we knew it to be there."""
+        """Number of messages sent to each client while it was connected."""
         self._on_linked = on_linked
         self._encoder = MsgpackEncoder()
         self._sending: deque[tuple[zmq.MessageTracker, bytearray]] = deque()
@@ -289,7 +291,7 @@ class OutputThread(IOThread):
         return make_zmq_socket(self._context, address, zmq.PUSH, linger_ms=OUTPUT_LINGER_MS, curve=self._curve)
 
     def _follow_link(self, sockets: dict[int, zmq.Socket[Any]], link: ClientLink) -> None:
-        """What a client that is gone was not sent yet is forgotten, and nothing piles up for it."""
+        """Discards the messages for a client that has disconnected, so that they do not accumulate."""
         if link.is_up:
             sockets[link.client_index] = self._connect(link.client_index)
             self._on_linked(link.client_index, self._num_sent[link.client_index] + 1)
@@ -319,7 +321,7 @@ class OutputThread(IOThread):
         tracker = socket.send(frames[0], zmq.SNDMORE if last else 0, copy=False, track=True)
         for number, frame in enumerate(frames[1:], start=1):
             socket.send(frame, 0 if number == last else zmq.SNDMORE, copy=False)
-        assert tracker is not None  # it was asked for
+        assert tracker is not None  # its monitor was requested
         self._sending.append((tracker, buffer))
 
     def _take_buffer(self) -> bytearray:

@@ -18,18 +18,23 @@ gives for the text so far.
 
 from __future__ import annotations
 
+import difflib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import get_args
+from operator import attrgetter
+from typing import Any, get_args
+
+import msgspec
 
 from quire.engine.executor.abstract import Executor
 from quire.engine.request import RequestStatus
 from quire.engine.sched.interface import PauseState, SchedulerInterface
-from quire.errors import ClientError, ServerError
+from quire.errors import ClientError, ServerError, ValidationError, error_name
 from quire.interrupts import InterruptShield
 from quire.logger import init_logger
-from quire.wire.engine_core import PauseMode
+from quire.wire.engine_core import PauseMode, UtilityOutput
+from quire.wire.utility import UTILITIES
 
 logger = init_logger(__name__)
 
@@ -38,11 +43,11 @@ KV_CACHE, WEIGHTS, SCHEDULING = "kv_cache", "weights", "scheduling"
 
 
 class Lifecycle:
-    """Owns what is paused, asleep and loaded. Knows nothing of tensors, clients or processes.
+    """Owns the state of pauses, sleep and weights. Knows nothing of tensors, clients or processes.
 
-    A pause is complete when nothing is being computed any more. Where the caller's thread runs the steps, the verbs
-    complete it themselves. A core that has a loop of its own sets `can_wait` and calls `notify_idle` whenever it finds
-    nothing to do: then they return a Future. All of it happens on the core's one thread.
+    A pause is complete when nothing is being computed. Where the caller's thread runs the steps, the verbs complete it
+    themselves. A core with a loop of its own sets `can_wait` and calls `notify_idle` whenever it has nothing to do: the
+    verbs then return a Future. Everything runs on the core's one thread.
     """
 
     def __init__(
@@ -57,28 +62,28 @@ class Lifecycle:
         self._has_work = has_work
         self._finish_steps = finish_steps
         self.can_wait = False
-        """Steps go on by themselves while a verb waits for them."""
+        """True if steps continue by themselves while a verb waits for them."""
         self._idle_state_callbacks: deque[_Pause] = deque()
         self._is_asleep = False
         self._released: set[str] = set()
-        """Of KV_CACHE and WEIGHTS, what is not in its place."""
+        """Which of KV_CACHE and WEIGHTS are released."""
         self._weight_version = "0"
 
     # -- pause -----------------------------------------------------------------------------------------------------
 
     def pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None] | None:
-        """Stop scheduling. abort: end all requests first. wait: let the running ones end. keep: freeze them.
+        """Stops scheduling. abort: ends all requests first. wait: lets running requests end. keep: freezes them.
 
-        Clients of aborted requests are told with the next step's outputs. `clear_cache` forgets all cached prefixes;
-        frozen requests are then computed again. The Future ends when nothing runs any more; None: that is so already.
+        Clients of aborted requests get their end with the next step's outputs. `clear_cache` drops all cached prefixes;
+        frozen requests are then computed again. The returned Future ends when nothing runs; None: nothing runs already.
         Raises ValueError for an unknown mode, and for "wait" where the caller's own thread would have to run the steps.
         """
         return self._pause(mode, self._reset_caches if clear_cache else _nothing)
 
     def resume_scheduler(self) -> None:
-        """Schedule everything again. A pause that is not complete yet is called off: its Future fails.
+        """Schedules everything again. Cancels a pause that is not complete: its Future fails.
 
-        Raises ClientError for an engine whose memory is given back: it must `wake_up` first.
+        Raises ClientError for an engine that has released memory: it must `wake_up` first.
         """
         if self._released:
             raise ClientError(f"the engine is asleep ({self._missing()} given back); call wake_up() instead")
@@ -88,16 +93,16 @@ class Lifecycle:
             self._idle_state_callbacks.popleft().call_off()
 
     def is_scheduler_paused(self) -> bool:
-        """Whether new requests wait."""
+        """Returns whether new requests wait."""
         return self._scheduler.pause_state is not PauseState.UNPAUSED
 
     def notify_idle(self) -> None:
-        """The core has nothing to do, not even a step in flight: what waits for that happens now."""
+        """Completes what waits for an idle core. Called when there is nothing to do and no step in flight."""
         while self._idle_state_callbacks:
             self._idle_state_callbacks.popleft().complete()
 
     def _pause(self, mode: PauseMode, then: Callable[[], None]) -> Future[None] | None:
-        """Stop scheduling by `mode`; once nothing runs, call `then`."""
+        """Stops scheduling by `mode`; calls `then` when nothing runs."""
         self._validate_mode(mode)
         with InterruptShield():
             if mode == "abort":
@@ -126,23 +131,24 @@ class Lifecycle:
     # -- sleep -----------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None] | None:
-        """Pause, then give memory back: see the table above. An engine asleep can be sent deeper.
+        """Pauses, then releases memory (see the table above). A sleeping engine can be sent to a deeper level.
 
-        Returns and raises as `pause_scheduler` does; ValueError also for a level that is none.
+        Returns and raises as `pause_scheduler` does; ValueError also for an unknown level.
         """
         if level not in (0, 1, 2):
             raise ValueError(f"sleep level {level!r} is not known; use 0 (pause), 1 (KV cache) or 2 (weights, too)")
         return self._pause(mode, lambda: self._fall_asleep(level))
 
     def release_kv_cache_memory(self, mode: PauseMode = "abort") -> Future[None] | None:
-        """As `sleep(1)`, but weights stay where they are, on an accelerator too. `wake_up` takes the cache again."""
+        """Sleeps like level 1, but weights stay in place, on an accelerator too. `wake_up` allocates the cache
+        again."""
         return self._pause(mode, self._release_kv_cache)
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Take back what was given away: everything, or "weights" and "kv_cache" by name; True once all is there.
+        """Allocates what was released: everything, or "weights" and "kv_cache" by name. Returns True when all is there.
 
-        Then scheduling goes on. Raises ValueError for another tag ("scheduling" is accepted and asks for nothing
-        more), and what the workers raise when, say, the checkpoint is gone: the engine then sleeps on.
+        Then scheduling continues. Raises ValueError for another tag ("scheduling" is accepted and does nothing more),
+        and what the workers raise when, say, the checkpoint is missing: the engine then stays asleep.
         """
         wanted = {KV_CACHE, WEIGHTS} if tags is None else set(tags)
         unknown = wanted - {KV_CACHE, WEIGHTS, SCHEDULING}
@@ -160,13 +166,13 @@ class Lifecycle:
         return True
 
     def is_sleeping(self) -> bool:
-        """Between a `sleep` and the `wake_up` that ends it."""
+        """Returns whether memory is released."""
         return self._is_asleep
 
     def _fall_asleep(self, level: int) -> None:
         if level:
             self._reset_caches()
-            # Marked first: should a worker fail half-way, waking up puts everything in its place.
+            # marked first: if a worker fails half-way, waking up restores everything
             self._released |= {KV_CACHE, WEIGHTS}
         self._is_asleep = True
         if level:
@@ -185,21 +191,21 @@ class Lifecycle:
     # -- caches ----------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes. False if running requests are in the way and may not be preempted.
+        """Drops all cached prefixes. Returns False if running requests hold blocks and may not be preempted.
 
-        `reset_connector` has nothing to do: there is no cache outside the engine.
+        `reset_connector` has no effect: there is no cache outside the engine.
         """
         with InterruptShield():
             return self._scheduler.reset_prefix_cache(reset_running_requests)
 
     def reset_mm_cache(self) -> None:
-        """Forget processed images and sounds: no model here takes any, so there is nothing to forget."""
+        """Drops processed images and sounds. No model here takes any, so there is nothing to drop."""
 
     def reset_encoder_cache(self) -> None:
-        """Forget encoder outputs: no model here has an encoder, so there is nothing to forget."""
+        """Drops encoder outputs. No model here has an encoder, so there is nothing to drop."""
 
     def _reset_caches(self) -> None:
-        """All of them, whatever runs. Raises ServerError if blocks are still in use."""
+        """Drops all cached prefixes, whatever runs. Raises ServerError if blocks are still in use."""
         if not self.reset_prefix_cache(reset_running_requests=True):
             raise ServerError("the prefix cache cannot be reset: blocks are in use though no request runs")
         self.reset_mm_cache()
@@ -208,19 +214,19 @@ class Lifecycle:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def get_weight_version(self) -> str:
-        """Of the weights in memory: "0" for those of start-up, then what `update_weights` was given."""
+        """Returns the version of the weights in memory: "0" after start-up, then what `update_weights` was given."""
         return self._weight_version
 
     def update_weights(self, path: str, version: str | None = None) -> str:
-        """Replace the weights in place by those of checkpoint directory `path`; the new version.
+        """Replaces the weights in place by those of the checkpoint directory `path`. Returns the new version.
 
-        `version` is a label; without one it is the old one plus 1. Requests that run or were kept are computed again
-        under the new weights: the tokens they have stay, the next ones are the new model's. The prefix cache is reset,
-        so nothing of the old weights is left.
+        `version` is a label; without one it is the old one plus 1. Running and frozen requests are computed again with
+        the new weights: they keep their tokens, and the next ones are the new model's. The prefix cache is reset, so
+        nothing computed from the old weights is left.
 
-        A checkpoint that does not fit (ModelLoadError) is refused on all workers before anything is touched. If
-        reading fails later, the old weights are read again, and the error is raised. Should even that fail, the engine
-        sleeps until `wake_up` finds its weights.
+        A checkpoint that does not fit (ModelLoadError) is refused on all workers before anything is changed. If reading
+        fails later, the old weights are read again, and the error is raised. If that fails too, the engine sleeps until
+        `wake_up` can read its weights.
         """
         self._executor.collective_rpc("check_weights", args=(path,))
         with InterruptShield() as shield:
@@ -243,7 +249,7 @@ class Lifecycle:
         return self._weight_version
 
     def _restore_weights(self) -> None:
-        """After an update that failed half-way."""
+        """Reads the old weights again after an update that failed half-way."""
         try:
             self._executor.collective_rpc("load_weights")
         except Exception:
@@ -255,14 +261,14 @@ class Lifecycle:
 
 
 class _Pause:
-    """A pause on its way: what is to be done once nothing runs, and the Future that tells of it."""
+    """A pause that is not complete: what to call when nothing runs, and the Future that then ends."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self.future: Future[None] = Future()
         self._then = then
 
     def complete(self) -> None:
-        """Nothing runs any more."""
+        """Called when nothing runs."""
         try:
             self._then()
         except Exception as e:
@@ -271,17 +277,65 @@ class _Pause:
             self.future.set_result(None)
 
     def call_off(self) -> None:
-        """The engine goes on, before everything had stopped."""
+        """Cancels the pause: the engine continues before everything had stopped."""
         self.future.set_exception(ClientError("the engine was resumed before the pause was complete"))
 
 
 def _nothing() -> None:
-    """What a pause does at its end where caches are to be kept."""
+    """Does nothing: the end of a pause that keeps the caches."""
 
 
 def _next_version(version: str) -> str:
-    """A function of the version alone, so that a core which was started again counts on: 1, 2; step 7, step 7+1."""
+    """Returns the next version. It depends on the version alone, so a restarted core counts on: 1, 2; step 7,
+    step 7+1."""
     if version.isdigit():
         return str(int(version) + 1)
     base, _, number = version.rpartition("+")
     return f"{base}+{int(number) + 1}" if base and number.isdigit() else f"{version}+1"
+
+
+def run_utility(core: Any, name: str, args: Sequence[Any]) -> Any:
+    """Calls a verb of `wire/utility.py: UTILITIES` on `core` with arguments from the wire, or as Python objects.
+
+    Lists and maps become the Structs and tuples that the verb takes. The result may be a Future: the verb then ends
+    later. Raises ValidationError for a name or an argument that is not in the table, and what the verb raises.
+    """
+    spec = UTILITIES.get(name)
+    if spec is None:
+        near = difflib.get_close_matches(str(name), UTILITIES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(UTILITIES)}"
+        raise ValidationError(f"the engine has no control verb {name!r}; {hint}", param="method", value=name)
+    if len(args) > len(spec.arguments):
+        raise ValidationError(f"{name} takes {len(spec.arguments)} arguments, {len(args)} were given", param="args")
+    converted = [_convert(name, index, arg, spec.arguments[index]) for index, arg in enumerate(args)]
+    return attrgetter(spec.method)(core)(*converted)
+
+
+def answer_utility(
+    core: Any, call_id: int, name: str, args: Sequence[Any], send: Callable[[UtilityOutput], None]
+) -> None:
+    """Calls a verb for a client in another process, and passes the answer to `send`, now or when the verb ends.
+
+    Raises nothing that the verb raises: that becomes the answer's `failure_message`.
+    """
+    _answer(lambda: run_utility(core, name, args), call_id, name, send)
+
+
+def _answer(call: Callable[[], Any], call_id: int, name: str, send: Callable[[UtilityOutput], None]) -> None:
+    try:
+        result = call()
+    except Exception as e:
+        error_type = error_name(e) or ("ValidationError" if isinstance(e, ValueError | TypeError) else "")
+        send(UtilityOutput(call_id, failure_message=f"Call to {name} method failed: {e}", error_type=error_type))
+        return
+    if isinstance(result, Future):
+        result.add_done_callback(lambda future: _answer(future.result, call_id, name, send))
+    else:
+        send(UtilityOutput(call_id, result=result))
+
+
+def _convert(name: str, index: int, arg: Any, wanted: Any) -> Any:
+    try:
+        return msgspec.convert(arg, wanted)
+    except msgspec.ValidationError as e:
+        raise ValidationError(f"{name}: argument {index + 1} ({arg!r}): {e}", param="args", value=arg) from None

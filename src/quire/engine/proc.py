@@ -1,10 +1,10 @@
 """The engine core as a process: `python -m quire.engine.proc`, started by a frontend and serving one or several.
 
 Three queues keep sockets out of the loop: the input thread fills `input_queue` and `aborts_queue`, the loop fills
-`output_queue`, the output thread empties it. The scheduler is touched by the loop's thread only.
+`output_queue`, and the output thread empties it. Only the loop's thread uses the scheduler.
 
 A core is crash-only: an error in its loop ends the process, quickly, with exit code 1 and ENGINE_CORE_DEAD as its last
-words. Asked to stop, it ends every request with an output and exits with 0.
+message. Asked to stop, it ends every request with an output and exits with 0.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from quire.engine.executor.abstract import Executor
 from quire.engine.heartbeat import UTILITY_S, HeartbeatWriter
 from quire.engine.intake import ClientLink, DropCounter, InputItem, MessageIntake, RefusedRequest, UtilityCall
 from quire.engine.io_threads import InputThread, IOThread, OutputItem, OutputThread
+from quire.engine.lifecycle import answer_utility
 from quire.engine.request import Request, RequestStatus
 from quire.engine.startup import CoreHandshake, LaunchOptions, Preload, parse_command_line, read_curve_keys
 from quire.engine.tracing import of_incarnation
-from quire.engine.utility import answer_utility
 from quire.errors import QuireError, ServerError, ValidationError, error_name
 from quire.failpoints import arm_failpoints, failpoint
 from quire.logger import init_logger
@@ -62,41 +62,41 @@ from quire.wire.sockets import CurveKeys
 logger = init_logger("quire.engine.proc")  # as a process this module is __main__
 
 LAUNCHER_PIPE = 0
-"""Standard input: a pipe that nobody writes to (but keys, for TCP); its end says that the launcher is gone."""
+"""Standard input: a pipe that carries nothing (except keys, for TCP). Its end means that the launcher has ended."""
 THREAD_END_S = 5.0
-"""How long the end waits for a thread (checklist S3-EP-037)."""
+"""Seconds to wait for a thread at the end."""
 END_S = 15.0
-"""How long the end may take in all; then the process ends wherever it stands."""
+"""Seconds until the process is ended wherever it is."""
 YIELD_S = 0.001
-"""Rest after a step in which no model ran, so that other threads can do what it waits for."""
+"""Seconds to rest after a step in which no model ran, so that other threads can proceed."""
 FIRST_TOKEN_REST_S = 0.0001
-"""Rest after a step that made a first token: kernels of the next one would take every processor from the threads that
-bring it to its user, for a millisecond."""
+"""Seconds to rest after a step that made a first token: the kernels of the next step would take every processor for a
+millisecond from the threads that deliver the token."""
 LONG_STEP_S = 0.002
-"""After shorter ones such a rest would be much."""
+"""Steps shorter than this are followed by no such rest: it would take too large a share of the time."""
 SHUTTING_DOWN = "the engine is shutting down"
 
 
 def _have_first(batches: Iterable[EngineCoreOutputs]) -> bool:
-    """Whether there is a first token among these."""
+    """Returns whether there is a first token among the outputs."""
     return any(output.prefill_stats is not None for batch in batches for output in batch.outputs)
 
 
 class EngineShutdownState(IntEnum):
-    """How far a core has come on its way out (checklist S3-EP-002)."""
+    """Stages of a core's shutdown."""
 
     RUNNING = 0
     REQUESTED = 1
     SHUTTING_DOWN = 2
-    """Nothing new is taken; what runs may finish, for a while."""
+    """Nothing new is accepted; running requests may finish within the timeout."""
 
 
 class EngineCoreProc(EngineCore):
-    """An EngineCore with queues for doors and a loop that serves them.
+    """An EngineCore with queues as inputs and outputs, and a loop that serves them.
 
-    All methods belong to the loop's thread, but for `request_shutdown` (a signal handler, any thread) and what
-    `EngineCore` says. `open` starts the threads, `run_busy_loop` returns when a shutdown is complete, `close` ends the
-    threads once everything is sent.
+    All methods belong to the loop's thread, except `request_shutdown` (a signal handler, any thread) and those that
+    `EngineCore` lists. `open` starts the threads, `run_busy_loop` returns when a shutdown is complete, and `close` ends
+    the threads after everything is sent.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class EngineCoreProc(EngineCore):
         self.shutdown_state = EngineShutdownState.RUNNING
         self._drain_s = config.lifecycle_config.shutdown_timeout
         self._drain_end = 0.0
-        """When what still runs is aborted; CLOCK_MONOTONIC."""
+        """Time at which running requests are aborted; CLOCK_MONOTONIC."""
         self._hang_s = config.lifecycle_config.core_hang_timeout_s
         self._threads: tuple[IOThread, ...] = ()
         self._ends_now = False
@@ -136,18 +136,18 @@ class EngineCoreProc(EngineCore):
 
     @property
     def is_running(self) -> bool:
-        """Not asked to stop."""
+        """True until a shutdown is requested."""
         return self.shutdown_state is EngineShutdownState.RUNNING
 
     def run_busy_loop(self) -> None:
-        """Serve until a shutdown is complete. Raises what a step raises: the core cannot go on then."""
+        """Serves until a shutdown is complete. Raises what a step raises: the core cannot continue then."""
         while self._handle_shutdown():
             self._check_threads()
             self._process_input_queue()
             self._process_engine_step()
 
     def _process_input_queue(self) -> None:
-        """Wait for something to do, then take in all there is."""
+        """Waits for work, then takes in everything that is queued."""
         while self.is_running and not self.has_work():
             self.lifecycle.notify_idle()
             self._check_threads()
@@ -165,7 +165,8 @@ class EngineCoreProc(EngineCore):
             self._handle_client_request(*item)
 
     def _check_threads(self) -> None:
-        """The supervisor watches this loop, and this loop the threads it depends on. Raises ServerError."""
+        """Raises ServerError if a thread makes no progress. The supervisor watches this loop, and this loop its
+        threads."""
         for thread in self._threads:
             thread.check_progress(self._hang_s)
 
@@ -214,20 +215,20 @@ class EngineCoreProc(EngineCore):
             self.add_request(request, wave)
         except ValidationError as e:
             self._refuse(request.client_index, request.request_id, str(e), error_name(e))
-        except Exception as e:  # its fault or ours, but no other request's
+        except Exception as e:  # a fault of the request or of the core, but of no other request
             logger.exception("request %s could not be added", request.request_id)
             self.abort_requests([request.request_id])
             self._refuse(request.client_index, request.request_id, f"{type(e).__name__}: {e}")
 
     def _refuse(self, client_index: int, request_id: str, message: str, error_type: str = "") -> None:
-        """Answer an ADD with an error; one whose id lives is a replay, and the answer would end the one that lives."""
+        """Answers an ADD with an error. One whose id is live is a replay: an answer would end the live request."""
         if self.scheduler.has_request(request_id):
             self.dropped.drop("replayed", f"request {request_id} of client {client_index} is being served")
         else:
             self._send_end(client_index, [request_id], FinishReason.ERROR, message, error_type)
 
     def _handle_abort(self, request_ids: list[str]) -> None:
-        self._process_aborts_queue()  # has the same ids: left there they would meet a later request of that id
+        self._process_aborts_queue()  # a later request of that id would be aborted by ids left there
         self.abort_requests(request_ids)
 
     def _follow_link(self, link: ClientLink) -> None:
@@ -243,7 +244,8 @@ class EngineCoreProc(EngineCore):
         answer_utility(self, call.call_id, call.method, call.args, send)
 
     def report_failure(self, why: str) -> None:
-        """The executor or a thread of the core is lost: the loop raises ServerError. From any thread."""
+        """Reports that the executor or a thread of the core is lost: the loop raises ServerError. Callable from any
+        thread."""
         self.input_queue.put((EngineCoreRequestType.EXECUTOR_FAILED, why))
 
     # -- output ------------------------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ class EngineCoreProc(EngineCore):
         message: str,
         error_type: str = "",
     ) -> None:
-        """The last output of requests that no step will speak of."""
+        """Sends the last output of requests that are in no step."""
         outputs = [
             EngineCoreOutput(i, [], finish_reason=reason, error_message=message, error_type=error_type)
             for i in request_ids
@@ -276,8 +278,10 @@ class EngineCoreProc(EngineCore):
     # -- the way out -------------------------------------------------------------------------------------------
 
     def request_shutdown(self, now: bool = False) -> None:
-        """Finish or abort what runs, as configured, and end. `now`, or asking twice, aborts. From any thread, and from
-        a signal handler (SimpleQueue.put is reentrant)."""
+        """Finishes or aborts running requests, as configured, and ends. `now`, or a second call, aborts.
+
+        Callable from any thread, and from a signal handler (SimpleQueue.put is reentrant).
+        """
         if now or not self.is_running:
             self._ends_now = True
         if self.is_running:
@@ -285,7 +289,7 @@ class EngineCoreProc(EngineCore):
         self.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 
     def _handle_shutdown(self) -> bool:
-        """Whether the loop goes on."""
+        """Returns whether the loop continues."""
         if self.shutdown_state is EngineShutdownState.RUNNING:
             return True
         if self.shutdown_state is EngineShutdownState.REQUESTED:
@@ -323,7 +327,7 @@ class EngineCoreProc(EngineCore):
         launcher_pipe: int | None = None,
         on_launcher_gone: Callable[[], None] | None = None,
     ) -> None:
-        """Start the threads: clients hear that the core is ready. Raises RuntimeError if a socket cannot be made."""
+        """Starts the threads: clients learn that the core is ready. Raises RuntimeError if a socket cannot be made."""
         self._output_thread = OutputThread(
             context,
             addresses.outputs,
@@ -366,7 +370,7 @@ class EngineCoreProc(EngineCore):
         self.input_queue.put((EngineCoreRequestType.WAKEUP, link))
 
     def close(self) -> None:
-        """After `run_busy_loop`: answer what came too late, send everything, end the threads."""
+        """Answers late messages, sends everything, and ends the threads. Called after `run_busy_loop`."""
         self._input_thread.stop(THREAD_END_S)
         while not self.input_queue.empty():
             self._handle_client_request(*self.input_queue.get_nowait())
@@ -374,7 +378,7 @@ class EngineCoreProc(EngineCore):
         self._output_thread.join(THREAD_END_S)
 
     def send_engine_dead(self) -> None:
-        """The last words of a core that cannot go on (checklist S3-EP-037). Bounded in time."""
+        """Sends the last message of a core that cannot continue. Bounded in time."""
         self.output_queue.put(ENGINE_CORE_DEAD)
         self._output_thread.join(THREAD_END_S)
         if self._output_thread.is_alive():
@@ -382,13 +386,14 @@ class EngineCoreProc(EngineCore):
 
 
 class StopSignals:
-    """SIGTERM and SIGINT, from the start of the process on: during start-up they end it, then they ask the core."""
+    """Handles SIGTERM and SIGINT from the start of the process: during start-up they end it, later they request a
+    shutdown."""
 
     def __init__(self) -> None:
         self.core: EngineCoreProc | None = None
 
     def install(self) -> None:
-        """From the main thread."""
+        """Installs the handlers. Called on the main thread."""
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
@@ -396,12 +401,13 @@ class StopSignals:
         if self.core is None:
             raise SystemExit(f"stopped by {signal.Signals(signum).name} while it was starting")
         if not self.core.is_running:
-            watch_the_end()  # asked twice: now, and if a step takes for ever, without waiting for it
+            watch_the_end()  # asked twice: now, without waiting for a step that never ends
         self.core.request_shutdown()
 
 
 def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
-    """Start a core, serve, end it; the exit code. Signals must be free to be handled: call it on the main thread."""
+    """Starts a core, serves, and ends it. Returns the exit code. Called on the main thread, because it handles
+    signals."""
     signals = StopSignals()
     signals.install()
     address, index = options.handshake_address, options.engine_index
@@ -415,7 +421,7 @@ def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
         metadata = handshake.hello(LAUNCHER_PIPE)
         stamp("configuration")
         preload.join()
-        gc.freeze()  # modules live for ever: later collections need not walk them
+        gc.freeze()  # modules live as long as the process: collections need not visit them
         signals.core = core = _make_core(metadata)
         failpoint("core.ready")
         core.open(
@@ -429,7 +435,7 @@ def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
         )
         handshake.ready()
     except (Exception, SystemExit) as e:
-        if not isinstance(e, QuireError | SystemExit):  # those are reported in full by the process that launched it
+        if not isinstance(e, QuireError | SystemExit):  # the launching process reports those in full
             logger.exception("the engine core cannot start")
         handshake.failed(e)
         return 1
@@ -476,13 +482,13 @@ def _end_without_launcher(core: EngineCoreProc) -> None:
 
 
 def watch_the_end() -> None:
-    """From now on the process has END_S left, whatever hangs: a thread of C enforces it, with a traceback."""
+    """Limits the rest of the process to END_S seconds, whatever hangs: a C thread ends it, with a traceback."""
     if sys.stderr is not None:
         faulthandler.dump_traceback_later(END_S, exit=True)
 
 
 def main() -> NoReturn:
-    """The process. It ends without Python's clean-up, where a thread of anyone's could hold it."""
+    """Runs the process. Skips Python's clean-up, which a thread could block."""
     stamp("imports")
     gc.disable()  # nothing is garbage yet; EngineCore freezes what start-up leaves behind
     options = parse_command_line(sys.argv[1:])
@@ -498,10 +504,10 @@ def main() -> NoReturn:
     watch_the_end()
     term = threading.Thread(target=context.term, daemon=True)
     term.start()
-    term.join(THREAD_END_S)  # what lingers in sockets is sent
+    term.join(THREAD_END_S)  # messages that linger in sockets are sent
     logging.shutdown()
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(OSError, ValueError):  # whoever read them may be gone
+        with contextlib.suppress(OSError, ValueError):  # the reading process may have ended
             stream.flush()
     os._exit(exit_code)
 

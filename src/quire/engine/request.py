@@ -46,7 +46,7 @@ _FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 
 
 class RequestHistory:
-    """What admissions and preemptions leave behind on a request."""
+    """Counts of a request's admissions and preemptions."""
 
     __slots__ = ("num_cached_tokens", "num_lost_tokens", "num_preemptions")
 
@@ -59,7 +59,7 @@ class RequestHistory:
 
 
 class RequestReport:
-    """What the client of a request is told besides its tokens."""
+    """Events, stop reason and error for the client of a request."""
 
     __slots__ = ("error", "events", "stop_reason")
 
@@ -217,7 +217,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the request has ended, for whatever reason."""
+        """True if the request has ended, for whatever reason."""
         return self.status > RequestStatus.PREEMPTED
 
     @property
@@ -227,7 +227,7 @@ class Request:
 
     @property
     def num_preemptions(self) -> int:
-        """How often the request lost its blocks."""
+        """Number of times the request lost its blocks."""
         return self.history.num_preemptions
 
     # -- what the frontend sent ---------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""An `EngineSnapshot` of a scheduler and its blocks, in one pass and at a bounded cost.
+"""Makes an `EngineSnapshot` of a scheduler and its blocks, in one pass and at a bounded cost.
 
-Everything that grows with the cache or with the number of requests has a limit here, so that looking at an engine never
-holds up a step: 0.6 to 0.8 ms at 10,000 blocks in use, 1.5 to 3 at 100,000 (`benchmarks/snapshot_cost.py`, busy cores).
-The loops run inside `map`: per block they cost what an attribute costs.
+Everything that grows with the cache or with the number of requests has a limit here, so that a snapshot never delays a
+step: 0.6 to 0.8 ms at 10,000 blocks in use, 1.5 to 3 at 100,000 (`benchmarks/snapshot_cost.py`, busy cores). The loops
+run inside `map`: per block they cost as much as an attribute.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from quire.engine.request import Request
 from quire.wire.stats import MAX_REFERENCES, BlockMap, RequestPlace, RequestSnapshot
 
 MAX_BLOCKS = 8192
-"""Listed in a map: of a larger cache every second, third, …"""
+"""Most blocks listed in a map: of a larger cache every second, third, …"""
 MAX_REQUESTS = 128
-"""In the list."""
+"""Most requests listed."""
 MAX_TABLE_ENTRIES = 16384
-"""Block ids of all requests together; each has an equal share."""
+"""Most block ids of all requests together; each request has an equal share."""
 
 GetTables = Callable[[str], Sequence[list[KVCacheBlock]]]
-"""The block tables of a request, by its id."""
+"""Returns the block tables of a request, by its id."""
 
 _references = attrgetter("ref_cnt")
 _block_hash = attrgetter("block_hash")
@@ -35,12 +35,12 @@ _block_id = attrgetter("block_id")
 
 
 def make_block_map(pool: BlockPool) -> BlockMap:
-    """The blocks that have ever been given out, and how many there are of each kind."""
+    """Returns the blocks that have ever been given out, and how many there are of each kind."""
     stride = max(1, -(-pool.num_touched // MAX_BLOCKS))
     listed = pool.blocks[0 : pool.num_touched : stride]
     try:
         references = bytes(map(_references, listed))
-    except ValueError:  # one is held by more than a byte can count
+    except ValueError:  # a block has more references than fit into a byte
         references = bytes(min(block.ref_cnt, MAX_REFERENCES) for block in listed)
     return BlockMap(
         num_blocks=pool.num_gpu_blocks,
@@ -60,7 +60,7 @@ def make_request_snapshots(
     num_requests: int,
     num_holding: int,
 ) -> list[RequestSnapshot]:
-    """The first requests of `groups` (where they stand, they), in order, `num_requests` at most.
+    """Returns the first `num_requests` requests of `groups`, pairs of a place and its requests.
 
     A place of None is "waiting", or "preempted" for one that has run. About `num_holding` of them hold blocks.
     """
@@ -81,9 +81,9 @@ def _waiting_place(request: Request) -> RequestPlace:
 
 
 def held_blocks(tables: Sequence[list[KVCacheBlock]], limit: int) -> tuple[int, array[int]]:
-    """How many blocks a request's tables hold, and the ids of the first `limit`.
+    """Returns how many blocks a request's tables hold, and the ids of the first `limit`.
 
-    The null block is no block: a sliding window leaves it behind at the beginning of a table, and only there.
+    The null block does not count: a sliding window leaves it at the beginning of a table, and only there.
     """
     starts = [bisect_left(table, True, key=_is_held) if table and table[0].is_null else 0 for table in tables]
     num_blocks = sum(map(len, tables)) - sum(starts)

@@ -1,7 +1,7 @@
-"""How a core process begins: what its launcher tells it, and the handshake (checklist S3-EP-014…017).
+"""The start of a core process: its options, and the handshake with its launcher.
 
-The core says HELLO and is answered with everything it needs. Then it is READY, or it has FAILED and says why: an error
-of ours travels by the name of its class, so that the frontend can raise the same.
+The core sends HELLO and receives its configuration. Then it sends READY, or FAILED with the reason: an error travels by
+the name of its class, so that the frontend can raise the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quire.wire.handshake import (
 from quire.wire.sockets import CurveKeys, make_zmq_socket
 
 MAX_KEYS_BYTES = 4096
-"""The longest message with keys; one write of that size to a pipe arrives whole."""
+"""Longest message with keys; one write of that size to a pipe arrives whole."""
 
 
 class LaunchOptions(NamedTuple):
@@ -44,7 +44,7 @@ class LaunchOptions(NamedTuple):
 
 
 def parse_command_line(argv: Sequence[str]) -> LaunchOptions:
-    """Exits with a usage message if it is wrong: only a person at a terminal can have typed it."""
+    """Parses the command line. Exits with a usage message if it is wrong: only a person can have typed that."""
     parser = argparse.ArgumentParser(
         prog="python -m quire.engine.proc", description="An engine core; started by Quire."
     )
@@ -60,23 +60,25 @@ def _split_names(text: str) -> tuple[str, ...]:
 
 
 class Preload(threading.Thread):
-    """Imports what the core is going to need, torch above all, while the core and its frontend shake hands. Whoever
-    imports the same waits for it; what fails here fails there again, where it is reported. To be joined before that, as
-    two threads in the same cycle of imports could see half a module."""
+    """Imports the core's modules, torch above all, during the handshake.
+
+    An import of the same module elsewhere waits for it; one that fails here fails there again, where it is reported.
+    Join it before that, as two threads in the same cycle of imports could see half a module.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(name="Preload", daemon=True)
         self._names = names
 
     def run(self) -> None:
-        """The thread's body."""
+        """Runs the thread."""
         for name in self._names:
             with contextlib.suppress(Exception):
                 resolve(name)
 
 
 def read_curve_keys(pipe: int, timeout_s: float = 10.0) -> CurveKeys:
-    """The keys the launcher writes into the pipe before anything else. Raises ConfigError if none come."""
+    """Returns the keys that the launcher writes into the pipe first. Raises ConfigError if none come."""
     data = b""
     deadline = time.monotonic() + timeout_s
     while len(data) < MAX_KEYS_BYTES and select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -107,9 +109,9 @@ class CoreHandshake:
         )
 
     def hello(self, launcher_pipe: int | None, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> EngineHandshakeMetadata:
-        """Introduce this process; what the frontend answers.
+        """Introduces this process. Returns the frontend's answer.
 
-        Raises ConfigError for one of another protocol version, ServerError if none comes or its launcher is gone.
+        Raises ConfigError for another protocol version, ServerError if no answer comes or the launcher has ended.
         """
         self._send(EngineStatus("HELLO", pid=os.getpid()))
         poller = zmq.Poller()
@@ -123,23 +125,23 @@ class CoreHandshake:
         raise ServerError(f"the engine core cannot start: {what}")
 
     def ready(self) -> None:
-        """The core is up."""
+        """Reports that the core is up."""
         self._send(EngineStatus("READY", pid=os.getpid()))
 
     def failed(self, error: BaseException) -> None:
-        """The core will not come up."""
+        """Reports that the core cannot start."""
         self._send(describe_failure(error))
 
     def _send(self, status: EngineStatus) -> None:
         self._socket.send(msgspec.msgpack.encode(status))
 
     def close(self) -> None:
-        """What was said is still delivered."""
+        """Closes the socket. Messages sent before are still delivered."""
         self._socket.close()
 
 
 class _Version(msgspec.Struct):
-    """The one field every version of `EngineHandshakeMetadata` has."""
+    """The field that every version of `EngineHandshakeMetadata` has."""
 
     protocol_version: int
 
@@ -154,7 +156,8 @@ def _read_metadata(frame: bytes) -> EngineHandshakeMetadata:
 
 
 def describe_failure(error: BaseException) -> EngineStatus:
-    """FAILED, in words. A class that is not in `quire.errors` travels as its nearest base there, or in the words."""
+    """Returns the FAILED message of an error. A class that is not in `quire.errors` is replaced by its nearest base
+    there."""
     name = error_name(error)
     message = str(error) if name else f"{type(error).__name__}: {error}"
     return EngineStatus("FAILED", pid=os.getpid(), error_type=name, message=message)

@@ -27,7 +27,7 @@ from quire.wire.trace import ChromeTrace, Event, PhaseTrace, StepTrace, TraceWin
 
 
 class _Life:
-    """A request that has not ended: what it does now, since when, and what it had before."""
+    """The phases of an unfinished request: the present one and what came before."""
 
     __slots__ = ("is_resumed", "num_outputs", "phase", "request", "since")
 
@@ -44,13 +44,13 @@ class _Chunk(NamedTuple):
     request_id: str
     num_tokens: int
     num_computed: int
-    """Before it."""
+    """Tokens computed before the chunk."""
     is_last: bool
-    """Of the tokens the request has by now."""
+    """True if the chunk ends with the request's last token."""
 
 
 class StepTracer(SchedulerObserver):
-    """`emit` is given a StepTrace per step, after its end, and a PhaseTrace per phase, when it is over."""
+    """Calls `emit` with a StepTrace after each step, and with a PhaseTrace when a phase of a request is over."""
 
     def __init__(self, emit: Callable[[StepTrace | PhaseTrace], None]) -> None:
         self._emit = emit
@@ -70,12 +70,14 @@ class StepTracer(SchedulerObserver):
 
     @property
     def num_blocks(self) -> int:
-        """Of the cache, the null block left out; 0 if the scheduler has another kind."""
+        """Number of blocks of the cache without the null block; 0 if the scheduler has another kind of cache."""
         return self._blocks.num_gpu_blocks - 1 if self._blocks is not None else 0
 
     def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
         if is_accepted:
-            if request.request_id in self._lives:  # it has ended, and the worker is yet to be told
+            if (
+                request.request_id in self._lives
+            ):  # the request that had this id has ended, and the worker does not know it yet
                 self._end(request.request_id, self._last_end or now)
             self._lives[request.request_id] = _Life(request, "queued", now)
 
@@ -151,7 +153,7 @@ class StepTracer(SchedulerObserver):
                 life.phase, life.since, life.num_outputs = "decode", end, life.request.num_output_tokens
 
     def _turn(self, life: _Life, phase: str, now: float) -> None:
-        """A phase ends, and another one begins."""
+        """Ends a phase and begins another one."""
         request_id, request = life.request.request_id, life.request
         if life.phase in ("queued", "preempted", "decode"):
             num_tokens = max(0, request.num_output_tokens - life.num_outputs) if life.phase == "decode" else 0
@@ -166,7 +168,7 @@ class StepTracer(SchedulerObserver):
             self._turn(life, "ended", now)
 
     def get_open_phases(self, now: float) -> list[PhaseTrace]:
-        """What the requests do that have not ended, up to now."""
+        """Returns the phases of unfinished requests, up to now."""
         return [
             PhaseTrace(
                 request_id,
@@ -186,14 +188,14 @@ def _make_chunk(life: _Life, num_tokens: int, num_computed: int) -> _Chunk:
 
 
 class TraceBuffer:
-    """The last events of a tracer, for whoever asks. On the core's thread."""
+    """Keeps the last events of a tracer. Used on the core's thread."""
 
     def __init__(self, max_events: int) -> None:
         self._events: deque[StepTrace | PhaseTrace] = deque(maxlen=max_events)
         self.tracer = StepTracer(self._events.append)
 
     def get_window(self, seconds: float, now: float | None = None) -> TraceWindow:
-        """What the last `seconds` hold."""
+        """Returns the events of the last `seconds`."""
         now = time.monotonic() if now is None else now
         start = now - seconds
         recent = [event for event in self._events if event.end >= start]
@@ -209,11 +211,11 @@ class TraceBuffer:
 
 WRITE_INTERVAL_S = 0.5
 MAX_PENDING = 1 << 17
-"""Events; a disk that is slower than the engine ends the trace, not the engine."""
+"""Most events that wait to be written; a disk that is slower than the engine ends the trace, not the engine."""
 
 
 class TraceFile(StepTracer):
-    """A JSON array of trace events, one a line. A file whose end is missing is read by Perfetto, too."""
+    """Writes a JSON array of trace events, one per line. Perfetto also reads a file whose end is missing."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file exists or cannot be made."""
@@ -231,7 +233,7 @@ class TraceFile(StepTracer):
             self._file.give_up(f"{MAX_PENDING} events wait to be written")
 
     def close(self) -> None:
-        """Write what is left, and the end. May be called twice."""
+        """Writes the remaining events, and the end of the file. May be called twice."""
         self._file.close()
 
     def _take(self) -> bytes:
@@ -244,7 +246,7 @@ class TraceFile(StepTracer):
 
 
 def describe_step(output: SchedulerOutput) -> str:
-    """A step in one line: who computes how much, and who left."""
+    """Returns one line that describes a step: how many tokens each request computes, and which requests have ended."""
     cached = output.scheduled_cached_reqs
     starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     new_ids = set(starts)
@@ -260,7 +262,7 @@ def describe_step(output: SchedulerOutput) -> str:
 
 
 def describe_iteration(index: int, output: SchedulerOutput, elapsed_s: float) -> str:
-    """The iteration log line (checklist S3-EC-034). A request that computes one token (and drafts) is generating."""
+    """Returns the iteration log line. A request that computes one token (and drafts) is generating."""
     num_generating = num_generated = 0
     for request_id in output.scheduled_cached_reqs.req_ids:
         num_tokens = output.num_scheduled_tokens[request_id]
@@ -275,7 +277,7 @@ def describe_iteration(index: int, output: SchedulerOutput, elapsed_s: float) ->
 
 
 def log_error_detail(logger: logging.Logger, output: SchedulerOutput, request_counts: tuple[int, int]) -> None:
-    """Log the input of a step that failed. Raises nothing: the error that is being reported must not be hidden."""
+    """Logs the input of a step that failed. Raises nothing: the reported error must not be hidden."""
     try:
         logger.error("the step that failed: %s; %d running, %d waiting", describe_step(output), *request_counts)
     except Exception:
@@ -283,14 +285,14 @@ def log_error_detail(logger: logging.Logger, output: SchedulerOutput, request_co
 
 
 class Observers(NamedTuple):
-    """All of them, and the one whose traces can be asked for."""
+    """All observers, and the one whose traces clients can read."""
 
     observers: list[SchedulerObserver]
     traces: TraceBuffer | None
 
 
 def make_observers(config: EngineConfig, sizes: KVCacheSizes) -> Observers:
-    """Raises ConfigError if one cannot do what it is asked for."""
+    """Returns the observers that the configuration asks for. Raises ConfigError if one cannot work."""
     observability = config.observability_config
     observers: list[SchedulerObserver] = []
     traces = TraceBuffer(observability.trace_events) if observability.trace_events else None
@@ -304,8 +306,10 @@ def make_observers(config: EngineConfig, sizes: KVCacheSizes) -> Observers:
 
 
 def of_incarnation(config: EngineConfig, incarnation: int) -> EngineConfig:
-    """The configuration of a core that had been started `incarnation` times before: it writes files of its own, FILE.1,
-    FILE.2, ..., and leaves alone what the ones before it wrote."""
+    """Returns the configuration of a core that was started `incarnation` times before.
+
+    It writes files of its own, FILE.1, FILE.2, ..., and leaves those of the cores before it as they are.
+    """
     observability = config.observability_config
     if not incarnation or (observability.record is None and observability.trace_file is None):
         return config

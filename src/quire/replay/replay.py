@@ -1,8 +1,8 @@
-"""A recording, lived through again by the real scheduler and KV cache, without a model.
+"""Replays a recording with the real scheduler and KV cache, without a model.
 
-Requests have no text: a block's tokens are made of its recorded hash, so prefixes meet where they met. What the model
-said is a length and a reason to end. The replayed scheduler has a recorder of its own, and its events must be those of
-the recording.
+Requests have no text: a block's tokens are made from its recorded hash, so that shared prefixes stay shared. The
+model's part is a length and a reason to end. The replayed scheduler has a recorder of its own, and its events must
+equal those of the recording.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput
 
 SCHEDULER = SchedulerConfig().scheduler_cls
 STOP_TOKEN, BROKEN_TOKEN = -1, -2
-"""Tokens that no vocabulary has: the output ends; the grammar refuses it."""
+"""Tokens that no vocabulary has: one ends the output, the grammar refuses the other."""
 _NO_FORM = StructuredOutputsParams(json_object=True)
 
 
 class ReplayedGrammar(StructuredOutputRequest):
-    """A grammar that says what it said when it was recorded."""
+    """A grammar that repeats its recorded behaviour."""
 
     __slots__ = ("forced", "start")
 
@@ -64,7 +64,7 @@ class ReplayedGrammar(StructuredOutputRequest):
         """The tokens of the next jump, last first."""
 
     def check_start(self) -> GrammarVerdict:
-        """What was found when the request was to be admitted."""
+        """Returns the recorded verdict of the admission."""
         if self.start is GrammarVerdict.BROKEN:
             self.error = GenerationError("as recorded")
         return self.start
@@ -77,22 +77,22 @@ class ReplayedGrammar(StructuredOutputRequest):
         return GrammarVerdict.BROKEN
 
     def forced_token(self) -> int | None:
-        """The next of `forced`."""
+        """Returns the next of `forced`."""
         return self.forced.pop() if self.forced else None
 
 
 class ReplayedGrammars:
-    """Ready are the grammars of requests named in `ready`."""
+    """A manager whose ready grammars are those of the requests in `ready`."""
 
     def __init__(self) -> None:
         self.ready: set[str] = set()
 
     def is_ready(self, request: Request) -> bool:
-        """Whether the recording has seen it to be."""
+        """Returns whether the recording has found the grammar ready by now."""
         return request.structured_output is None or request.request_id in self.ready
 
     def grammar_bitmask(self, requests: Sequence[Request], scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Nothing is sampled here."""
+        """Returns no masks: nothing is sampled."""
         return None
 
 
@@ -109,18 +109,18 @@ class ReplayedRequest(Request):
             self.structured_output = ReplayedGrammar()
 
     def set_blocks(self, start: int, digests: bytes) -> None:
-        """What the recording says of the blocks from `start` on."""
+        """Sets the recorded hashes of the blocks from `start` on."""
         parts = range(0, len(digests), HASH_BYTES)
         self.blocks[start:] = [digests[i : i + HASH_BYTES] for i in parts]
 
     def hash_blocks(self) -> list[bytes]:
-        """The hashes of blocks that are full and have none; their tokens are made to follow from them."""
+        """Returns the hashes of full blocks that have none yet, and makes their tokens from them."""
         first, stop = len(self.block_hashes), min(self.num_tokens // self.block_size, len(self.blocks))
         last = self.all_token_ids[-1] if self.all_token_ids else 0
         for index in range(first, stop):
             token = int.from_bytes(self.blocks[index][:7], "little")
             self.all_token_ids[index * self.block_size : (index + 1) * self.block_size] = [token] * self.block_size
-        if last < 0:  # the scheduler has yet to see that it ends the output; it will never be computed
+        if last < 0:  # the scheduler has not seen yet that it ends the output; it is never computed
             self.all_token_ids[-1] = last
         return self.blocks[first:stop]
 
@@ -131,12 +131,12 @@ def _take_block_hashes(request: Request) -> list[bytes]:
 
 
 class Difference(NamedTuple):
-    """The first event in which a replay is not the recording."""
+    """The first event in which a replay differs from the recording."""
 
     number: int
-    """Counts the recording's events, from 1."""
+    """Number of the event in the recording, from 1."""
     seconds: float
-    """After the start of the recording."""
+    """Time after the start of the recording."""
     kind: str
     what: str
 
@@ -145,8 +145,10 @@ class Difference(NamedTuple):
 
 
 def make_scheduler(header: Header, grammars: StructuredOutputManager | None) -> Scheduler:
-    """The real scheduler, as it was configured. Raises ConfigError for one that is not Quire's own: a file may not say
-    which code is run."""
+    """Returns the real scheduler, as it was configured.
+
+    Raises ConfigError for one that is not Quire's own: a file must not decide which code runs.
+    """
     if header.scheduler.scheduler_cls != SCHEDULER:
         raise ConfigError(f"the recording is of scheduler {header.scheduler.scheduler_cls!r}; only {SCHEDULER} replays")
     return Scheduler(
@@ -162,7 +164,7 @@ def make_scheduler(header: Header, grammars: StructuredOutputManager | None) -> 
 
 
 def make_request(event: Add, block_size: int) -> ReplayedRequest:
-    """The request of an arrival. One that had ended before it came ends again."""
+    """Returns the request of an arrival. One that had ended before it came ends again."""
     flags, skips = event.flags, bool(event.flags & SKIPS_CACHE) or None
     outputs = [0] * event.num_output_tokens
     if outputs and event.end in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_REPETITION):
@@ -184,7 +186,7 @@ def make_request(event: Add, block_size: int) -> ReplayedRequest:
 
 
 class Replayer:
-    """Replays event after event: `apply` returns what is different, None if nothing is."""
+    """Replays event after event: `apply` returns the difference, or None."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
@@ -195,18 +197,18 @@ class Replayer:
         self.scheduler = make_scheduler(header, recorder.watch_grammars(self._grammars))
         self._observed = ObservedScheduler(self.scheduler, [recorder], clock=lambda: 0.0)
         self.in_flight: deque[SchedulerOutput] = deque()
-        """Steps whose results are to come, oldest first."""
+        """Steps whose results are not applied yet, oldest first."""
         self.live: dict[int, ReplayedRequest] = {}
-        """By number: the requests that have not ended."""
+        """Unfinished requests, by number."""
         self.num_new_tokens: dict[int, int] = {}
-        """What the last update gave to whom."""
+        """Tokens that the last update gave to each request, by number."""
         self._ids: list[str] = []
         self._numbers: dict[str, int] = {}
         self.num_events = 0
         self._microseconds = 0
 
     def apply(self, event: AnyEvent) -> Difference | None:
-        """Let the scheduler live through an event of the recording."""
+        """Applies an event of the recording to the scheduler."""
         self.num_events += 1
         self._microseconds += event.at + getattr(event, "took", 0)
         self._emitted.clear()
@@ -222,7 +224,7 @@ class Replayer:
         return Difference(self.num_events, self._microseconds / 1e6, type(event).__name__.lower(), why)
 
     def take_ended(self) -> list[tuple[int, ReplayedRequest]]:
-        """The requests that have ended since the last call, by number. They are forgotten."""
+        """Returns the requests that have ended since the last call, by number, and forgets them."""
         ended = [(number, request) for number, request in self.live.items() if request.is_finished]
         for number, request in ended:
             del self.live[number]
@@ -280,7 +282,7 @@ class Replayer:
                 self.live[index].set_blocks(start, digests)
 
     def _prepare(self, details: StepDetails) -> None:
-        """What came from outside while the step was decided on."""
+        """Applies what came from outside while the step was scheduled."""
         self._grammars.ready |= {self._ids[index] for index in details.ready}
         for index, status in details.failed:
             grammar = self.live[index].structured_output if index in self.live else None
@@ -329,7 +331,8 @@ _SAME_STATUS = {int(RequestStatus.FINISHED_REPETITION): int(RequestStatus.FINISH
 
 
 def describe_difference(recorded: AnyEvent, replayed: AnyEvent) -> str:
-    """How two events differ, times aside; empty if they do not. A repetition ends a replayed output as a stop does."""
+    """Returns how two events differ, times aside; empty if they do not. A repetition ends a replayed output as a stop
+    does."""
     if type(recorded) is not type(replayed):
         return f"recorded a {type(recorded).__name__.lower()}, replayed a {type(replayed).__name__.lower()}"
     one, other = _comparable(recorded), _comparable(replayed)
@@ -353,7 +356,7 @@ def _comparable(event: AnyEvent) -> dict[str, Any]:
 
 
 def replay(header: Header, events: Iterable[AnyEvent]) -> tuple[Difference | None, int]:
-    """Whether the scheduler decides everything again as it was recorded: (the first difference, events replayed)."""
+    """Replays a recording. Returns (the first difference or None, number of events replayed)."""
     replayer = Replayer(header)
     for event in events:
         difference = replayer.apply(event)

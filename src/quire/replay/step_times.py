@@ -1,7 +1,7 @@
-"""How long a step takes, learned from steps that were recorded.
+"""A model of how long a step takes, fitted to recorded steps.
 
-The time is a sum of non-negative parts of what a step does. Tokens count several times, up to 4, 16, 64 and without
-a limit, because the first ones of a step, which have to wait for the weights, cost more than the later ones.
+The time is a sum of non-negative parts of the step's work. Tokens count several times, up to 4, 16, 64 and without a
+limit, because the first ones of a step, which wait for the weights, cost more than the later ones.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from quire.wire.execution import SchedulerOutput
 Floats = npt.NDArray[np.float64]
 
 MIN_STEPS = 20
-"""Fewer say nothing."""
+"""Fewest steps for a fit."""
 MOMENT_S = 0.25
-"""For how long a machine is taken to be as fast as it was."""
+"""Seconds for which a machine's speed is taken to be constant."""
 _FEW = (4, 16, 64)
 
 
 class StepWork(NamedTuple):
-    """What a step computes, as far as its time depends on it."""
+    """Work of a step, as far as its time depends on it."""
 
     num_tokens: int
     num_rows: int
@@ -35,7 +35,7 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> StepWork:
-        """The work of a scheduled step."""
+        """Returns the work of a scheduled step."""
         counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         starts = list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts += [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
@@ -45,7 +45,7 @@ class StepWork(NamedTuple):
         return cls(output.total_num_scheduled_tokens, len(counts), decoded, prompt)
 
     def parts(self) -> list[float]:
-        """What the coefficients are for."""
+        """Returns the values that the coefficients are for."""
         tokens = self.num_tokens
         return [
             1.0 if tokens else 0.0,
@@ -68,7 +68,7 @@ PART_NAMES = (
 
 
 class StepTimes(NamedTuple):
-    """A fitted model, and how well it says what it has seen, and what it has not."""
+    """A fitted model, and its errors on steps it has seen and not seen."""
 
     coefficients: tuple[float, ...]
     """Seconds, in the order of PART_NAMES."""
@@ -81,13 +81,15 @@ class StepTimes(NamedTuple):
     """Predicted / real - 1 of all steps together."""
 
     def predict(self, work: StepWork) -> float:
-        """Seconds."""
+        """Returns the seconds that a step is predicted to take."""
         return sum(c * part for c, part in zip(self.coefficients, work.parts(), strict=True))
 
 
 def fit_step_times(steps: Sequence[tuple[StepWork, float]]) -> StepTimes | None:
-    """The model of `steps` (work, seconds); None if there are too few. Steps far off (a page fault, another process)
-    are left out of the fit, and stay in the errors."""
+    """Returns the model of `steps` (work, seconds); None if there are too few.
+
+    Steps far off (a page fault, another process) are left out of the fit, and stay in the errors.
+    """
     steps = [(work, seconds) for work, seconds in steps if work.num_tokens and seconds > 0]
     if len(steps) < MIN_STEPS:
         return None
@@ -105,12 +107,15 @@ def fit_step_times(steps: Sequence[tuple[StepWork, float]]) -> StepTimes | None:
 
 
 class Pace:
-    """How much longer steps took than a model says: at each moment of a recording (the first steps of an engine, other
-    work on the machine), and one step after the other (chance). An arrival falls into a long step more often than into
-    a short one, so that without it waiting is predicted too short."""
+    """Ratio of real to predicted durations: over the time of a recording (the first steps of an engine, other work on
+    the machine), and from step to step (chance).
+
+    An arrival falls into a long step more often than into a short one, so that without it waiting is predicted too
+    short.
+    """
 
     def __init__(self, times: StepTimes, steps: Sequence[tuple[StepWork, float]], ends_s: Sequence[float]) -> None:
-        """`ends_s` is when each of `steps` ended."""
+        """`ends_s` are the end times of `steps`."""
         rows = [
             (int(end_s / MOMENT_S), seconds, expected_s)
             for (work, seconds), end_s in zip(steps, ends_s, strict=True)
@@ -124,7 +129,7 @@ class Pace:
         self._chances = [seconds / expected_s / self._by_moment[moment] for moment, seconds, expected_s in rows]
 
     def of(self, number: int, moment_s: float) -> float:
-        """Of the step with this number, which begins then."""
+        """Returns the ratio of the step with this number, which begins at this time."""
         chance = self._chances[number % len(self._chances)] if self._chances else 1.0
         return chance * self._by_moment.get(int(moment_s / MOMENT_S), 1.0)
 
@@ -134,8 +139,7 @@ def _error(predicted: Floats, seconds: Floats) -> float:
 
 
 def _fit(parts: Floats, seconds: Floats) -> Floats:
-    """Weighted by what is expected, so that long steps do not decide alone and slow ones are not made light of; and
-    without the steps that are far off."""
+    """Fits, weighted by the expected time so that long steps do not dominate, and without outliers."""
     weights, near = np.ones(len(seconds)), np.ones(len(seconds), dtype=bool)
     for _ in range(3):
         coefficients = solve_nnls((parts * weights[:, None])[near], (seconds * weights)[near])
@@ -147,9 +151,10 @@ def _fit(parts: Floats, seconds: Floats) -> Floats:
 
 
 def solve_nnls(matrix: Floats, target: Floats) -> Floats:
-    """The x >= 0 with the least |matrix @ x - target|: Lawson and Hanson, "Solving Least Squares Problems" (1974), 23.
+    """Returns the x >= 0 with the least |matrix @ x - target|: Lawson and Hanson, "Solving Least Squares Problems"
+    (1974), 23.
 
-    Columns are brought to one length first, so that one tolerance serves them all.
+    Columns are scaled to one length first, so that one tolerance serves them all.
     """
     lengths = np.linalg.norm(matrix, axis=0)
     lengths[lengths == 0] = 1.0

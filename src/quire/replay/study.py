@@ -1,4 +1,4 @@
-"""What a recording says beside its decisions: who came when, what each got when, and what every step cost."""
+"""Reads from a recording when requests came, what each got when, and what every step cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.replay.step_times import StepWork
 from quire.wire.engine_core import FinishReason
 
 LONGEST_LAG_S = 30.0
-"""An arrival longer than this before the core heard of it is that of a restart, or of another clock."""
+"""Longest delay between arrival and core: a longer one is due to a restart, or to another clock."""
 
 
 @dataclass
@@ -34,7 +34,8 @@ class RecordedRequest:
     add: Add
     arrival_s: float
     reached_s: float
-    """When the core could have taken it in: at the latest when it did; at the earliest when it last took others in."""
+    """Latest or earliest time at which the core could have taken it in: at the latest when it did; at the earliest when
+    it last took others in."""
     num_outputs: int = 0
     first_token_s: float | None = None
     last_token_s: float = 0.0
@@ -43,7 +44,7 @@ class RecordedRequest:
     """The digests of its blocks."""
     aborted_s: float | None = None
     failed: RequestStatus | None = None
-    """How it ended while it was to be admitted."""
+    """Status of a request that ended while it was to be admitted."""
     num_cached_tokens: int | None = None
 
     def note_tokens(self, num_tokens: int, now: float) -> None:
@@ -60,24 +61,24 @@ class Study:
 
     header: Header
     difference: Difference | None = None
-    """Where the replay was not the recording; what follows is then not known."""
+    """Where the replay differed from the recording; what follows is then not known."""
     num_events: int = 0
     num_steps: int = 0
     end_s: float = 0.0
     num_preemptions: int = 0
     requests: list[RecordedRequest] = field(default_factory=list)
     steps: list[tuple[StepWork, float]] = field(default_factory=list)
-    """Work and seconds of each step that was completed."""
+    """Work and seconds of each completed step."""
     step_ends_s: list[float] = field(default_factory=list)
-    """When each of them was."""
+    """End time of each of them."""
     gaps_s: list[float] = field(default_factory=list)
-    """From the end of a step to the start of the next, while there was work."""
+    """Seconds from the end of a step to the start of the next, while there was work."""
     controls: list[tuple[float, Pause | Reset]] = field(default_factory=list)
     has_drafts: bool = False
 
 
 def study(header: Header, events: Iterable[AnyEvent]) -> Study:
-    """Replay a recording, and note what it says."""
+    """Replays a recording, and collects its facts."""
     student = _Student(header)
     for event in events:
         student.study.difference = student.take(event)
@@ -88,22 +89,22 @@ def study(header: Header, events: Iterable[AnyEvent]) -> Study:
 
 
 class _Student:
-    """Goes through a recording once."""
+    """Reads a recording once."""
 
     def __init__(self, header: Header) -> None:
         self.study = Study(header)
         self._replayer = Replayer(header)
         self._now = 0.0
         self._in_flight: deque[tuple[StepWork, float]] = deque()
-        """Work, and when it began."""
+        """Work and start of each step in flight."""
         self._last_end: float | None = None
-        """When the last step ended, if there was more to do."""
+        """End of the last step, if there was more to do."""
         self._last_update = 0.0
         self._last_look = 0.0
-        """When the core last took in what there was: before it began a step."""
+        """Time at which the core last took in requests: before it began a step."""
 
     def take(self, event: AnyEvent) -> Difference | None:
-        """The next event."""
+        """Applies the next event."""
         started = self._now + event.at / 1e6
         self._now = started + getattr(event, "took", 0) / 1e6
         study = self.study
@@ -134,14 +135,14 @@ class _Student:
         return None
 
     def finish(self) -> None:
-        """The recording has ended; so have those that still lived."""
+        """Completes the requests that were unfinished at the end of the recording."""
         for index, request in self._replayer.live.items():
             self.study.requests[index].blocks = b"".join(request.blocks)
 
     def _add(self, event: Add) -> None:
         lag = self._now - (event.arrival_time - self.study.header.created_at)
         arrival_s = self._now - lag if 0 <= lag <= LONGEST_LAG_S and not event.num_output_tokens else self._now
-        # A core at rest takes a request in at once. What came while it worked was not there when it last looked.
+        # An idle core takes a request in at once. What came while it worked came after its last intake.
         reached_s = self._now if self._last_end is None else max(arrival_s, self._last_look)
         self.study.requests.append(RecordedRequest(event, arrival_s, reached_s))
 

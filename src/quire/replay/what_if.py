@@ -1,9 +1,9 @@
-"""What would have happened with other settings: the real scheduler and KV cache on a virtual clock.
+"""Predicts a recorded load under other settings: the real scheduler and KV cache on a virtual clock.
 
-Requests reach the core when they reached it, whatever happens to those before them, and get as many tokens as they
-got; what lay between a request's arrival at the frontend and the core's hearing of it stays as it was. Steps
-take what a fitted `StepTimes` says. A request that was aborted after some tokens ends after as many, as one does whose
-client found a stop string; one that was aborted before its first is given up at the same time.
+Requests reach the core at their recorded times, whatever happens to those before them, and get as many tokens as they
+got; the time between a request's arrival at the frontend and its arrival at the core stays as it was. Steps take what a
+fitted `StepTimes` predicts. A request that was aborted after some tokens ends after as many, like one whose client
+found a stop string; one that was aborted before its first is aborted at the same time.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 
 PERCENTILES = (50, 90, 99)
 _QUANTUM_S = 1e-3
-"""How far time goes when a step computes nothing and nothing is due."""
+"""Seconds that pass when a step computes nothing and nothing is due."""
 _MAX_IDLE_STEPS = 10_000
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Settings that are to be other than recorded; None leaves one as it was."""
+    """Settings that differ from the recorded ones; None leaves one as it was."""
 
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
@@ -55,7 +55,7 @@ class Changes:
     watermark: float | None = None
 
     def apply(self, header: Header) -> Header:
-        """The engine as it would have been. Raises ConfigError for what a recording cannot answer."""
+        """Returns the changed engine. Raises ConfigError for a question that a recording cannot answer."""
         names = ("max_num_batched_tokens", "max_num_seqs", "scheduling_policy", "long_prefill_token_threshold",
                  "enable_chunked_prefill", "watermark")  # fmt: skip
         given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -76,12 +76,13 @@ class Changes:
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """True if there is any change."""
         return self != Changes()
 
 
 class Figures(msgspec.Struct):
-    """How a load was served. Times to a first token are from a request's arrival; per output token, after the first."""
+    """Figures of a served load. Times to a first token are from a request's arrival; per output token, after the
+    first."""
 
     num_requests: int
     num_finished: int
@@ -97,12 +98,12 @@ class Figures(msgspec.Struct):
 
 
 def measure(study: Study) -> Figures:
-    """What was recorded."""
+    """Returns the figures of the recording."""
     return make_figures(study.requests, study.num_steps, study.num_preemptions)
 
 
 def make_figures(requests: Iterable[RecordedRequest], num_steps: int, num_preemptions: int) -> Figures:
-    """The figures of requests that have been served."""
+    """Returns the figures of requests that have been served."""
     requests = list(requests)
     begun = [request for request in requests if request.first_token_s is not None]
     start = min((request.arrival_s for request in requests), default=0.0)
@@ -137,7 +138,7 @@ def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class _Served:
-    """A request in the simulation: what it is to get, and what it has got."""
+    """A request in the simulation: its recorded output, and the simulated one."""
 
     def __init__(self, number: int, recorded: RecordedRequest) -> None:
         self.request_id = str(number)
@@ -177,7 +178,7 @@ class WhatIf:
         heapq.heappush(self._due, (at, len(self._due), what))
 
     def run(self) -> Figures:
-        """From the first arrival to the last token."""
+        """Runs the simulation, from the first arrival to the last token."""
         idle = 0
         while self._due or self._scheduler.has_requests():
             self._happen()
@@ -191,7 +192,7 @@ class WhatIf:
         return make_figures((served.result for served in self._all), self._num_steps, self._num_preemptions)
 
     def _happen(self) -> None:
-        """Whatever is due by now."""
+        """Applies everything that is due by now."""
         while self._due and self._due[0][0] <= self._now:
             _, _, what = heapq.heappop(self._due)
             match what:
@@ -226,7 +227,7 @@ class WhatIf:
                 request.structured_output.start = GrammarVerdict.COMPLETE if is_complete else GrammarVerdict.BROKEN
 
     def _step(self) -> bool:
-        """One step; whether it computed anything."""
+        """Runs one step. Returns whether it computed anything."""
         output = self._scheduler.schedule()
         self._num_preemptions += len(output.preempted_req_ids)
         if not output.total_num_scheduled_tokens:
@@ -252,7 +253,7 @@ class WhatIf:
         return True
 
     def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """A token for each request whose tokens are all computed; the last one of those that have had theirs."""
+        """Returns a token for each request whose tokens are all computed; STOP_TOKEN for its last one."""
         tokens: list[list[int]] = []
         pooled: dict[str, Any] = {}
         for request_id in output.num_scheduled_tokens:
@@ -269,6 +270,6 @@ class WhatIf:
 
 
 def predict(study: Study, times: StepTimes, changes: Changes | None = None) -> Figures:
-    """How the recorded load would be served. Raises ConfigError for changes that make no engine."""
+    """Returns how the recorded load would be served. Raises ConfigError for changes that make no engine."""
     header = study.header if changes is None else changes.apply(study.header)
     return WhatIf(study, header, times).run()

@@ -1,5 +1,5 @@
-"""What crosses a process boundary, and nothing else: plain structs, no behaviour beyond their own fields.
+"""Structs and sockets that cross a process boundary: plain data, without behaviour beyond their own fields.
 
-`engine_core` is the frontend's side of the engine, `execution` the worker's side, `stats` what both report,
-`kv_cache` the layout of the KV cache the engine and the worker agree on at start-up.
+`engine_core` is between frontend and engine, `execution` between engine and worker, `stats` what both report,
+`kv_cache` the layout of the KV cache that engine and worker agree on at start-up.
 """

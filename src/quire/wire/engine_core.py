@@ -1,8 +1,7 @@
-"""What the frontend sends the engine core and what comes back (checklist S3-DEF-001…049).
+"""Requests to the engine core and its outputs.
 
-Structs are positional arrays on the wire (`array_like`), untracked by the garbage collector.
-Only request ids, token ids and numbers cross: text, detokenization and the n outputs of a prompt stay in the frontend
-(checklist S2-CL-026).
+Structs are positional arrays on the wire (`array_like`), untracked by the garbage collector. Only request ids, token
+ids and numbers cross: text, detokenization and the n outputs of a prompt stay in the frontend.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from quire.wire.execution import LogprobsLists, LogprobsTensors
 from quire.wire.stats import PrefillStats, SchedulerStats
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""abort: abort all in-flight requests now. wait: let them finish, then pause. keep: freeze the queue, resume later."""
+"""abort: end all requests now. wait: let them finish, then pause. keep: freeze them until `resume`."""
 
 FINISH_REASON_STRINGS = ("stop", "length", "abort", "error", "repetition")
-"""The words of the public API, by FinishReason value."""
+"""Names in the public API, by FinishReason value."""
 
 
 class FinishReason(IntEnum):
-    """Why a request ended. An int for a compact wire (checklist S3-DEF-005…007)."""
+    """Reason of a request's end. An int for a compact wire."""
 
     STOP = 0
     """A stop string, a stop token or the end-of-sequence token."""
     LENGTH = 1
     """max_tokens used up, or the model's context full."""
     ABORT = 2
-    """The client went away or asked for it."""
+    """The client disconnected or aborted it."""
     ERROR = 3
     """An internal error; the request may be retried."""
     REPETITION = 4
@@ -79,7 +78,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     prompt_embeds: npt.NDArray[Any] | None = None
     mm_features: list[Any] | None = None
     client_index: int = 0
-    """Which frontend the outputs go back to."""
+    """The frontend that the outputs go to."""
     current_wave: int = 0
     priority: int = 0
     """Smaller is served first."""
@@ -91,23 +90,23 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     output_token_ids: list[int] = []
     """Generated before an engine restart; they count as outputs for stop rules, penalties and random numbers."""
     continues_session: bool = False
-    """Not used: it holds the position of a field that was."""
+    """Not used; keeps the positions of the fields after it."""
     prompt_is_token_ids: list[bool] | None = None
     """Per position of a prompt of tokens and embeddings: True for a token. None for a prompt of one kind."""
     reasoning_ended: bool | None = None
-    """The prompt has the end of the thinking in it already."""
+    """True if the prompt contains the end of the reasoning."""
     reasoning_parser_kwargs: dict[str, Any] | None = None
 
     @property
     def params(self) -> SamplingParams | PoolingParams:
-        """Whichever of the two is set."""
+        """The one that is set of sampling and pooling parameters."""
         params = self.sampling_params if self.sampling_params is not None else self.pooling_params
         assert params is not None
         return params
 
 
 class EngineCoreEventType(IntEnum):
-    """A turn in the life of a request inside the core."""
+    """Change of a request's state inside the core."""
 
     QUEUED = 1
     SCHEDULED = 2
@@ -115,19 +114,19 @@ class EngineCoreEventType(IntEnum):
 
 
 class EngineCoreEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A turn and when it happened, on the core's monotonic clock: comparable only within that process."""
+    """A change and its time on the core's monotonic clock: comparable only within that process."""
 
     type: EngineCoreEventType
     timestamp: float
 
     @classmethod
     def new_event(cls, event_type: EngineCoreEventType, timestamp: float | None = None) -> EngineCoreEvent:
-        """An event now, or at `timestamp`."""
+        """Returns an event now, or at `timestamp`."""
         return cls(event_type, time.monotonic() if timestamp is None else timestamp)
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step added to one request."""
+    """Output of one step for one request."""
 
     request_id: str
     new_token_ids: list[int]
@@ -138,19 +137,19 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     stop_reason: int | str | None = None
     """The stop token id, when one of stop_token_ids ended it."""
     events: list[EngineCoreEvent] | None = None
-    """What happened to it since its last output."""
+    """Events since its last output."""
     prefill_stats: PrefillStats | None = None
-    """With the first output only."""
+    """Set in the first output only."""
     trace_headers: Mapping[str, str] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     routed_experts: npt.NDArray[Any] | None = None
     num_nans_in_logits: int = 0
     error_message: str | None = None
-    """Why, when `finish_reason` is ERROR."""
+    """Reason, when `finish_reason` is ERROR."""
     segment_finish_reason: FinishReason | None = None
-    """Not used: it holds the position of a field that was."""
+    """Not used; keeps the position of the field after it."""
     error_type: str = ""
-    """When `finish_reason` is ERROR: its class in `quire.errors`; empty for a GenerationError."""
+    """When `finish_reason` is ERROR: name of its class in `quire.errors`; empty for a GenerationError."""
 
     @property
     def finished(self) -> bool:
@@ -159,13 +158,13 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The answer to a control call; `failure_message` is set exactly when it failed."""
+    """Answer to a control call; `failure_message` is set exactly when it failed."""
 
     call_id: int
     failure_message: str | None = None
     result: Any = None
     error_type: str = ""
-    """Of a failure: its class in `quire.errors`; empty for one that is not ours."""
+    """Name of the error's class in `quire.errors`; empty for another error."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -180,10 +179,10 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     wave_complete: int | None = None
     start_wave: int | None = None
     incarnation: int = 0
-    """Which start of the core made them; a client ignores those of a core it has given up."""
+    """Number of restarts of the core before these outputs; a client ignores those of a core it has given up."""
     sequence: int = 0
-    """Counts the messages of this incarnation to this client, from 1: a client sees a lost or a repeated one. 0 where
-    nothing can be lost: in one process."""
+    """Counts the messages of this incarnation to this client, from 1, so that a client notices a lost or a repeated
+    one. 0 where nothing can be lost: in one process."""
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:
@@ -192,12 +191,12 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
 @dataclass(frozen=True)
 class EngineCoreReadyResponse:
-    """What start-up discovered: returned, never written into a config (checklist S3-DEF-008)."""
+    """Results of start-up: returned, never written into a config."""
 
     max_model_len: int
-    """After fitting to the cache."""
+    """Context length, fitted to the cache."""
     num_gpu_blocks: int
-    """Blocks in the pool, the null block included (the name is the metric label of the documents)."""
+    """Blocks in the pool, including the null block (the name is the metric label of the documents)."""
     block_size: int
     kv_cache_size_tokens: int
     kv_cache_max_concurrency: float
@@ -206,11 +205,11 @@ class EngineCoreReadyResponse:
     dp_stats_address: str | None = None
     engine_index: int = 0
     incarnation: int = 0
-    """How many times this core had been started before."""
+    """Number of restarts of this core."""
     peak_memory_bytes: int = 0
-    """The most main memory its process has held so far."""
+    """Most main memory that its process has held so far."""
     stamps: list[Stamp] = field(default_factory=list)
-    """Its start; empty for a core in its user's process, whose stamps are that process's."""
+    """Timeline of its start; empty for a core in its user's process, which has that process's."""
     next_sequence: int = 1
-    """The `EngineCoreOutputs.sequence` of the next message to the client this is for: more than 1 where another process
-    was that client before, or where its connection was lost."""
+    """The `EngineCoreOutputs.sequence` of the next message to this client: more than 1 where another process was that
+    client before, or where its connection was lost."""

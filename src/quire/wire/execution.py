@@ -1,4 +1,4 @@
-"""What the engine tells the worker each step, and what it hears back.
+"""A step's input to the worker, and its result.
 
 `SchedulerOutput` holds diffs, not state: the worker remembers a request from the step in which it appears in
 `scheduled_new_reqs` until its id is in `finished_req_ids` or `preempted_req_ids`. A request that resumes after a
@@ -22,7 +22,7 @@ BlockIds = tuple[list[int], ...]
 
 
 class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Everything the worker needs to know of a request it does not know (or no longer knows)."""
+    """A request that the worker does not know (or no longer knows)."""
 
     req_id: str
     prompt_token_ids: list[int]
@@ -44,12 +44,11 @@ class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     num_computed_tokens: list[int] = []
     """Tokens whose KV is in the cache before this step."""
     new_token_ids: dict[str, list[int]] = {}
-    """Outputs that the worker has not sampled, by request id: a grammar has left no choice. They come after those it
-    has."""
+    """Outputs that the worker has not sampled, by request id: a grammar forced them. They come after those it has."""
 
     @property
     def num_reqs(self) -> int:
-        """How many requests."""
+        """Number of requests."""
         return len(self.req_ids)
 
 
@@ -67,7 +66,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """Preempted in this step: the worker forgets them, too."""
     has_structured_output_requests: bool = False
     pending_structured_output_tokens: bool = False
-    """A grammar must first see tokens of a step still in flight: its mask cannot be computed yet."""
+    """True if a grammar must first see tokens of a step in flight: its mask cannot be computed yet."""
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -92,7 +91,7 @@ class LogprobsLists(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     """Rank of the sampled token, 1 for the most likely."""
 
     def slice_rows(self, start: int, stop: int) -> LogprobsLists:
-        """The rows of one request."""
+        """Returns the rows of one request."""
         return LogprobsLists(
             self.logprob_token_ids[start:stop],
             self.logprobs[start:stop],
@@ -101,7 +100,7 @@ class LogprobsLists(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
 
 
 class LogprobsTensors(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The same for prompt tokens, as arrays: they can be large. Row i is the prediction of prompt token i + 1.
+    """Log-probabilities of prompt tokens, as arrays: they can be large. Row i is the prediction of prompt token i + 1.
 
     logprob_token_ids, logprobs: [num_rows, 1 + k] (int32, float32); selected_token_ranks: [num_rows] int32.
     """
@@ -118,15 +117,15 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     sampled_token_ids: list[list[int]] = []
     """New tokens of each request; empty while its prompt is not fully computed. Several with speculation."""
     logprobs: dict[str, LogprobsLists] = {}
-    """By request id: rows match its new tokens. Only requests that asked."""
+    """Rows for its new tokens, by request id. Only requests that asked."""
     prompt_logprobs: dict[str, LogprobsTensors] = {}
-    """By request id, all rows at once, in the step that completes its prompt. Only requests that asked."""
+    """All rows at once, by request id, in the step that completes the prompt. Only requests that asked."""
     pooler_output: dict[str, npt.NDArray[Any]] = {}
     num_nans_in_logits: dict[str, int] = {}
 
 
 EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()
-"""What a step without tokens returns."""
+"""Result of a step without tokens."""
 
 
 class DraftTokenIds(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

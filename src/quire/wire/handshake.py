@@ -1,8 +1,8 @@
-"""How a core process and its frontend meet (checklist S3-EP-013…017, S2-CL-015).
+"""The handshake of a core process and its frontend.
 
-On the handshake socket: the core says HELLO, the frontend answers with `EngineHandshakeMetadata`, the core starts and
-says READY, or FAILED with the reason in words. All other traffic is on the input and output sockets named in the
-metadata; the first frame on each input socket is the core's `EngineCoreReadyResponse`.
+On the handshake socket: the core sends HELLO, the frontend answers with `EngineHandshakeMetadata`, the core starts and
+sends READY, or FAILED with the reason. All other traffic is on the input and output sockets named in the metadata; the
+first frame on each input socket is the core's `EngineCoreReadyResponse`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import msgspec
 from quire.errors import ConfigError
 
 PROTOCOL_VERSION = 1
-"""Of everything in `wire/`. Both sides must have the same: a mixed deployment is refused, not guessed at."""
+"""Version of everything in `wire/`. Both sides must have the same: other versions are refused."""
 
 HANDSHAKE_TIMEOUT_S = 300.0
-"""How long a core waits for the answer to its HELLO (HANDSHAKE_TIMEOUT_MINS = 5)."""
+"""Seconds that a core waits for the answer to its HELLO (HANDSHAKE_TIMEOUT_MINS = 5)."""
 HANDSHAKE_LINGER_MS = 5000
 OUTPUT_LINGER_MS = 4000
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
-"""A message of this single frame is a core's last words on every output socket."""
+"""The last message of a core that failed, on every output socket: this single frame."""
 
 
 def engine_identity(engine_index: int) -> bytes:
-    """The DEALER identity of a core: its index, 2 bytes, little-endian (checklist S3-EP-007)."""
+    """Returns the DEALER identity of a core: its index, 2 bytes, little-endian."""
     return engine_index.to_bytes(2, "little")
 
 
 class EngineZmqAddresses(msgspec.Struct, omit_defaults=True):
-    """Where a core connects to: one input and one output per frontend, by client index."""
+    """Addresses a core connects to: one input and one output per frontend, by client index."""
 
     inputs: list[str]
     outputs: list[str]
@@ -41,17 +41,19 @@ class EngineZmqAddresses(msgspec.Struct, omit_defaults=True):
 
 
 class ClientAddresses(msgspec.Struct, frozen=True):
-    """What a further frontend needs to share an engine core: plain values, to be passed on as its process likes."""
+    """Addresses and keys for a further frontend of an engine core: plain values, to be passed on as its process
+    likes."""
 
     client_index: int
     input_address: str
     output_address: str
     is_judged: bool = False
-    """Whoever starts the core reports its deaths, and tries the suspects (`MemberLink`)."""
+    """True if the process that starts the core reports its deaths, and tries the suspects (`MemberLink`)."""
 
 
 class EngineStatus(msgspec.Struct):
-    """What a core says on the handshake socket. Every field is sent: a default of the sender is not the receiver's."""
+    """A message of a core on the handshake socket. Every field is sent: a default of the sender may not be the
+    receiver's."""
 
     status: Literal["HELLO", "READY", "FAILED"]
     local: bool = True
@@ -59,29 +61,29 @@ class EngineStatus(msgspec.Struct):
     protocol_version: int = PROTOCOL_VERSION
     pid: int = 0
     error_type: str = ""
-    """FAILED: the name of the error class in `quire.errors`; empty for one that is not ours."""
+    """With FAILED: name of the error's class in `quire.errors`; empty for another error."""
     message: str = ""
-    """FAILED: why."""
+    """With FAILED: the reason."""
     parallel_config_hash: str | None = None
 
 
 class EngineHandshakeMetadata(msgspec.Struct):
-    """The frontend's answer: all a core needs to start. Every field is sent, as in `EngineStatus`."""
+    """The frontend's answer to HELLO. Every field is sent, as in `EngineStatus`."""
 
     addresses: EngineZmqAddresses
     engine_config: bytes
-    """`quire.config.server.encode_config`."""
+    """Result of `quire.config.server.encode_config`."""
     incarnation: int = 0
     """0 for the first core process of an engine, one more after each restart."""
     log_stats: bool = True
     heartbeat_path: str | None = None
-    """The file of the `HeartbeatPage`; None for a core nobody supervises."""
+    """Path of the `HeartbeatPage`; None for a core without a supervisor."""
     protocol_version: int = PROTOCOL_VERSION
     parallel_config: dict[str, Any] = {}
 
 
 def check_protocol_version(theirs: int, who: str) -> None:
-    """Raises ConfigError if `who` ("the engine core", "the frontend") speaks another version of the protocol."""
+    """Raises ConfigError if the other side ("the engine core", "the frontend") has another version of the protocol."""
     if theirs != PROTOCOL_VERSION:
         raise ConfigError(
             f"{who} speaks protocol version {theirs}, this process speaks {PROTOCOL_VERSION}; "

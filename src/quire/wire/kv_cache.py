@@ -11,7 +11,7 @@ import msgspec
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What one attention layer keeps per token. Sizes in bytes; `dtype` is torch's name without the prefix."""
+    """KV that one attention layer keeps per token. Sizes in bytes; `dtype` is torch's name without the prefix."""
 
     block_size: int
     """Tokens per block."""

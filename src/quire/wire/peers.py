@@ -1,11 +1,10 @@
-"""What the processes of one server share: how an API process is started and asked, and counts they keep together.
+"""Messages and counts that the processes of one server share.
 
 Messages pass over a pair of connected Unix sockets, one of which is the process's standard input: a message is its
 length and msgpack. When one of the two processes ends, the connection ends, and the other notices.
 
 Counts are rows of a small shared file, one row per process. A process writes its own row only, so no update is lost and
-no lock is needed; a total is the sum of a column. The row of a dead process is cleared by the process that supervises
-it.
+no lock is needed; a total is the sum of a column. The supervising process clears the row of a dead one.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import msgspec
 from quire.wire.handshake import PROTOCOL_VERSION, ClientAddresses
 
 _WORD_BYTES = 8
-"""Read and written as one aligned word."""
+"""Size of a number, which is read and written as one aligned word."""
 
 
 class SharedCounts:
-    """The file, as the process of row `row` sees it."""
+    """The file, for the process of row `row`."""
 
     def __init__(self, memory: mmap.mmap, num_columns: int, row: int) -> None:
         self._memory = memory
@@ -34,14 +33,14 @@ class SharedCounts:
 
     @classmethod
     def create(cls, path: Path, num_rows: int, num_columns: int) -> SharedCounts:
-        """A new file, all zero, for its maker, who has row 0."""
+        """Makes a new file, all zero. Its maker has row 0."""
         path.write_bytes(b"\0" * (num_rows * num_columns * _WORD_BYTES))
         path.chmod(0o600)
         return cls.attach(path, num_columns, 0)
 
     @classmethod
     def attach(cls, path: Path, num_columns: int, row: int) -> SharedCounts:
-        """An existing one. Raises OSError or ValueError if there is none with such a row."""
+        """Opens an existing file. Raises OSError or ValueError if there is none with such a row."""
         with path.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
         if len(memory) % (num_columns * _WORD_BYTES) or len(memory) <= row * num_columns * _WORD_BYTES:
@@ -49,19 +48,19 @@ class SharedCounts:
         return cls(memory, num_columns, row)
 
     def column(self, index: int) -> SharedCount:
-        """One number of each process."""
+        """Returns one number of each process."""
         if not 0 <= index < self._num_columns:
             raise IndexError(f"column {index} of {self._num_columns}")
         return SharedCount(self._words[index :: self._num_columns], self._row)
 
     def clear_row(self, row: int) -> None:
-        """The process of this row is gone, and has nothing any more."""
+        """Sets the row of a process that has ended to zero."""
         for index in range(self._num_columns):
             self._words[row * self._num_columns + index] = 0
 
 
 class SharedCount:
-    """One column: our number, and those of the others."""
+    """One column: this process's number, and those of the others."""
 
     __slots__ = ("_column", "_row")
 
@@ -70,48 +69,48 @@ class SharedCount:
         self._row = row
 
     def put(self, value: int) -> None:
-        """Ours is this now."""
+        """Sets this process's number."""
         self._column[self._row] = value
 
     def others(self) -> int:
-        """The sum of the others'."""
+        """Returns the sum of the other processes' numbers."""
         return sum(self._column) - self._column[self._row]
 
 
 LENGTH = struct.Struct("<I")
-"""Before each message: its bytes."""
+"""Number of bytes of a message; sent before it."""
 MAX_PEER_BYTES = 1 << 29
-"""A longer message is none."""
+"""Longest message that is accepted."""
 PARENT = 0
 """The target that is the parent; the API processes are numbered from 1, as clients of the core are."""
 EVERYBODY = -1
-"""The target that is all other API processes."""
+"""The target of all other API processes."""
 
 
 class ApiLaunch(msgspec.Struct, frozen=True):
-    """The first message to an API process: all it needs to serve. Every field is sent."""
+    """The first message to an API process. Every field is sent."""
 
     index: int
     """From 1: its number among the processes, and as a client of the core."""
     num_processes: int
     parent_pid: int
     engine_config: bytes
-    """`quire.config.server.encode_config`."""
+    """Result of `quire.config.server.encode_config`."""
     server_config: bytes
-    """The same of the `ServerConfig`, without keys."""
+    """Encoded `ServerConfig`, without keys."""
     key_digests: tuple[bytes, ...]
     salt_secret: bytes
-    """What cache salts are made with: one for all processes, or they would not share cached prefixes."""
+    """Secret for cache salts: the same in all processes, so that they share cached prefixes."""
     created: int
-    """When the server was started, as /v1/models tells."""
+    """Start of the server, as shown by /v1/models."""
     client: ClientAddresses
     listener: int
-    """The descriptor of the socket to accept connections from; all processes share it."""
+    """Descriptor of the listening socket, which all processes share."""
     admin_listener: int | None
     urls: tuple[str, str | None]
-    """Of the two, as people are told."""
+    """URLs of the server, for messages."""
     counts_path: str
-    """The file of the `SharedCounts`."""
+    """Path of the `SharedCounts`."""
     metrics_path: str = ""
     """Unused: metrics are calls like all others. The field goes when the protocol version next changes."""
     protocol_version: int = PROTOCOL_VERSION
@@ -123,16 +122,16 @@ class PeerMessage(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     call_id: int
     method: str = ""
     target: int = PARENT
-    """Whom a call of an API process is for."""
+    """Target of a call of an API process."""
     args: tuple[Any, ...] = ()
     result: Any = None
     error_type: str = ""
-    """Of an answer that is an error: the name of its class in `quire.errors`; empty for one that is not ours."""
+    """With an error: name of its class in `quire.errors`; empty for another error."""
     error: str = ""
-    """Why the call failed; empty where it did not."""
+    """Reason of a failed call; empty otherwise."""
 
 
 def encode_peer(message: ApiLaunch | PeerMessage) -> bytes:
-    """The bytes to send."""
+    """Returns the bytes of a message."""
     data = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(data)) + data

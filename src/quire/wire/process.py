@@ -1,4 +1,4 @@
-"""What a child process does about its place in the system: its name, and its end with its parent."""
+"""Place of a child process in the system: its name, and its end with its parent."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _PR_SET_NAME = 15
 
 
 def peak_memory_bytes(root: Path = Path("/")) -> int:
-    """The most main memory this process has held at once (proc(5), VmHWM), mapped files included; 0 where the system
-    does not say. Not getrusage, which counts what the parent held before it became this program."""
+    """Returns the most main memory this process has held at once (proc(5), VmHWM), mapped files included; 0 if unknown.
+
+    getrusage would count what the parent held before it became this program.
+    """
     try:
         lines = (root / "proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -24,23 +26,25 @@ def peak_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def set_process_title(title: str) -> None:
-    """Show `title` in ps and top (Linux: 15 bytes of it). Elsewhere nothing happens."""
+    """Shows `title` in ps and top (Linux: 15 bytes of it). Does nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, title.encode()[:15], 0, 0, 0)
 
 
 def leave_terminal() -> None:
-    """Begin a session of one's own: Ctrl-C and a hang-up of the user's terminal then reach the parent only, which
-    decides what becomes of this process. A signal sent to this process by its id still arrives."""
+    """Begins a session of its own: Ctrl-C and a hang-up of the user's terminal then reach the parent only.
+
+    The parent decides what becomes of this process. A signal sent to its process id still arrives.
+    """
     if os.getsid(0) != os.getpid():
-        with contextlib.suppress(PermissionError):  # it leads a group of its own, which is as good
+        with contextlib.suppress(PermissionError):  # it leads a process group, which has the same effect
             os.setsid()
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the system kill this process (SIGKILL) when the parent's thread that started it ends (Linux, prctl(2)).
+    """Has the system kill this process (SIGKILL) when the parent's thread that started it ends (Linux, prctl(2)).
 
-    Elsewhere nothing happens: the process must notice by itself. Exits at once if the parent is gone already.
+    Does nothing elsewhere: the process must notice by itself. Exits at once if the parent has ended already.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -49,5 +53,5 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def search_path() -> str:
-    """PYTHONPATH for a Python that is started from this one, and is to find the same modules wherever it runs."""
+    """Returns the PYTHONPATH with which a Python started from this one finds the same modules in any directory."""
     return os.pathsep.join(os.path.abspath(path) for path in sys.path)

@@ -1,8 +1,8 @@
 """Structs to frames and back: msgpack, with the bytes of large arrays in frames of their own.
 
 The first frame is msgpack. An array stands in it as (dtype, shape, payload), the payload being its bytes or, from
-`OUT_OF_BAND_BYTES` on, the number of the frame that holds them: such bytes are never copied here, neither on the way
-out nor on the way in. Decoding is typed: what does not fit the declared struct is a `WireError`, whatever it is.
+`OUT_OF_BAND_BYTES` on, the number of the frame that holds them: such bytes are never copied here, neither in encoding
+nor in decoding. Decoding is typed: what does not fit the declared struct is a `WireError`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ class MsgpackEncoder:
         self._arrays: list[memoryview] = []
 
     def encode(self, value: Any) -> list[Frame]:
-        """The frames of a value: msgpack first, then the large arrays in order of appearance."""
+        """Returns the frames of a value: msgpack first, then the large arrays in order of appearance."""
         self._arrays = []
         return [self._encoder.encode(value), *self._arrays]
 
     def encode_into(self, value: Any, buffer: bytearray) -> list[Frame]:
-        """The same with msgpack written into `buffer`, which grows or shrinks to fit and must stay unchanged until
-        it is sent."""
+        """Encodes msgpack into `buffer`, which grows or shrinks to fit and must stay unchanged until it is sent."""
         self._arrays = []
         self._encoder.encode_into(value, buffer)
         return [buffer, *self._arrays]
@@ -73,7 +72,7 @@ class MsgpackDecoder(Generic[T]):
         self._frames: Sequence[Frame] = ()
 
     def decode(self, frames: Sequence[Frame]) -> T:
-        """The value of a message. Raises WireError for anything that is not exactly one such value."""
+        """Returns the value of a message. Raises WireError for anything that is not exactly one such value."""
         self._frames = frames
         try:
             if not frames:

@@ -1,8 +1,8 @@
-"""ZMQ sockets, private by default (checklist S2-CL-003, -013, -014; promise P20).
+"""ZMQ sockets, private by default (promise P20).
 
-On one host: `ipc://` in a directory only this user may enter. Between hosts: `tcp://`, and then every connection is
-encrypted and authenticated with CURVE (RFC 26/ZMTP-CURVE) and keys both sides were given beforehand. The binding side
-also needs a `CurveDoor`: without one it lets nobody in.
+On one host: `ipc://` in a directory that only this user may enter. Between hosts: `tcp://`, and then every connection
+is encrypted and authenticated with CURVE (RFC 26/ZMTP-CURVE) and keys that both sides were given beforehand. The
+binding side also needs a `CurveDoor`: without one it refuses every peer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import zmq.utils.z85
 from quire.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 1 << 30
-"""A longer frame ends its connection before it is read."""
+"""Longest frame; a longer one ends its connection before it is read."""
 ZAP_DOMAIN = b"quire"
 BINDS_BY_DEFAULT = frozenset(t for t in zmq.SocketType if t not in (zmq.PUSH, zmq.SUB, zmq.XSUB))
 
@@ -35,7 +35,7 @@ OWNER_LOCK = "owner.lock"
 
 
 class CurveKeys(msgspec.Struct, frozen=True):
-    """What one side of an authenticated connection knows: its own pair and the other's public key (Z85 text)."""
+    """Keys of one side of an authenticated connection: its own pair and the other's public key (Z85 text)."""
 
     public: bytes
     secret: bytes
@@ -43,7 +43,7 @@ class CurveKeys(msgspec.Struct, frozen=True):
 
     @staticmethod
     def make_pair() -> tuple[CurveKeys, CurveKeys]:
-        """Keys of the binding side and of the connecting side."""
+        """Makes keys of the binding side and of the connecting side."""
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         return (
@@ -53,8 +53,10 @@ class CurveKeys(msgspec.Struct, frozen=True):
 
 
 class CurveDoor:
-    """Lets exactly the peers with these public keys in, for all sockets of a context (RFC 27/ZAP). One per context,
-    made before its sockets are bound; its thread ends when the context is terminated."""
+    """Admits exactly the peers with these public keys, for all sockets of a context (RFC 27/ZAP).
+
+    One per context, made before its sockets are bound; its thread ends when the context is terminated.
+    """
 
     def __init__(self, context: zmq.Context[Any], allowed: Iterable[bytes]) -> None:
         self._allowed = frozenset(zmq.utils.z85.decode(key) for key in allowed)
@@ -79,7 +81,7 @@ class CurveDoor:
 
 
 class SocketDirectory:
-    """A directory of mode 0700 for `ipc://` endpoints and the heartbeat page; `remove` deletes it with all in it.
+    """A directory of mode 0700 for `ipc://` endpoints and the heartbeat page; `remove` deletes it with its contents.
 
     Its owner holds a lock (flock(2)) in it. One whose owner was killed is deleted when the same user makes the next.
     """
@@ -93,7 +95,8 @@ class SocketDirectory:
         unlocked.rename(self.path / OWNER_LOCK)
 
     def endpoint(self, name: str) -> str:
-        """The address of a socket of this name. Raises ConfigError where the system allows no path that long."""
+        """Returns the address of a socket of this name. Raises ConfigError where the system allows no path that
+        long."""
         path = str(self.path / name)
         if len(path.encode()) > zmq.IPC_PATH_MAX_LEN:
             raise ConfigError(
@@ -103,7 +106,7 @@ class SocketDirectory:
         return f"ipc://{path}"
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Deletes the directory. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -118,12 +121,12 @@ def _remove_abandoned(parent: Path) -> None:
                 continue
             lock = os.open(directory / OWNER_LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # not one of ours, or gone meanwhile
+            continue  # not one of ours, or deleted meanwhile
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory, ignore_errors=True)
         except BlockingIOError:
-            pass  # its owner lives
+            pass  # its owner is alive
         finally:
             os.close(lock)
 
@@ -138,8 +141,10 @@ def make_zmq_socket(
     linger_ms: int = 0,
     curve: CurveKeys | None = None,
 ) -> zmq.Socket[Any]:
-    """A socket without a high-water mark of its own (what is queued is bounded by the requests admitted), bound or
-    connected. Raises ConfigError for TCP without keys."""
+    """Makes a socket without a high-water mark (the admitted requests limit what is queued), bound or connected.
+
+    Raises ConfigError for TCP without keys.
+    """
     if address.startswith("tcp://") and curve is None:
         raise ConfigError(f"{address} is a network address and needs CURVE keys; use ipc:// on one host")
     socket: zmq.Socket[Any] = context.socket(socket_type)
@@ -166,7 +171,7 @@ def make_zmq_socket(
 
 
 def bound_address(socket: zmq.Socket[Any]) -> str:
-    """Where a socket is bound: the port the system chose, for `tcp://host:0`."""
+    """Returns the address a socket is bound to: with the port that the system chose, for `tcp://host:0`."""
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)  # a text option
     return endpoint.rstrip(b"\0").decode()
@@ -178,6 +183,6 @@ def _secure(socket: zmq.Socket[Any], keys: CurveKeys, *, is_server: bool) -> Non
     if is_server:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no door: no entry
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a door no peer enters
     else:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.peer_public)

@@ -29,10 +29,10 @@ class BaseCacheStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
 
 
 class PrefixCacheStats(BaseCacheStats, array_like=True, omit_defaults=True, gc=False):
-    """Prefix cache look-ups, in tokens (checklist S0-PR-025)."""
+    """Prefix cache look-ups, in tokens."""
 
     def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
-        """Count one look-up of `num_tokens` tokens of which `num_hits` were found."""
+        """Counts one look-up of `num_tokens` tokens of which `num_hits` were found."""
         if preempted:
             self.preempted_requests += 1
             self.preempted_queries += num_tokens
@@ -44,7 +44,7 @@ class PrefixCacheStats(BaseCacheStats, array_like=True, omit_defaults=True, gc=F
 
 
 class KVCacheEvictionEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The life of one sampled KV block, in seconds (checklist S0-PR-033…035)."""
+    """The life of one sampled KV block, in seconds."""
 
     lifetime_s: float
     idle_s: float
@@ -61,7 +61,7 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     num_accepted_tokens_per_pos: list[int] = []
 
     def record(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one draft of which the first `num_accepted_tokens` were accepted."""
+        """Counts one draft of which the first `num_accepted_tokens` were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
@@ -72,7 +72,7 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
 
 class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Where the prompt tokens of a request came from; sent once, with its first output (checklist S3-DEF-038).
+    """Where the prompt tokens of a request came from; sent once, with its first output.
 
     num_prompt_tokens == num_computed_tokens + num_local_cached_tokens + num_external_cached_tokens.
     """
@@ -88,7 +88,8 @@ class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
         return self.num_local_cached_tokens + self.num_external_cached_tokens
 
     def after(self, num_tokens: int) -> PrefillStats:
-        """The same for the prompt without its first `num_tokens`. The cached part is the start of it, locally first."""
+        """Returns the same for the prompt without its first `num_tokens`. The cached part is the start of it, locally
+        first."""
         num_prompt = self.num_prompt_tokens - num_tokens
         num_cached = max(0, self.num_cached_tokens - num_tokens)
         num_local = max(0, self.num_local_cached_tokens - num_tokens)
@@ -96,13 +97,13 @@ class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A snapshot of the scheduler taken once per step (checklist S0-ST-011)."""
+    """Statistics of the scheduler, taken once per step."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
-    """Waiting for capacity."""
+    """Requests that wait for capacity."""
     num_skipped_waiting_reqs: int = 0
-    """Waiting for something else than capacity: a grammar, a remote KV transfer, more input."""
+    """Requests that wait for something else: a grammar, the end of a pause, a remote KV transfer."""
     step_counter: int = 0
     current_wave: int = 0
     kv_cache_usage: float = 0.0
@@ -113,7 +114,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_scheduled_tokens: int = 0
     """Tokens computed by the step this snapshot closes."""
     num_recomputed_tokens: int = 0
-    """Those scheduled since the last snapshot that had been computed before, and lost with a request's blocks."""
+    """Tokens scheduled since the last statistics that had been computed before, and were lost in a preemption."""
     num_used_blocks: int = 0
     """Held by requests. With the next two: all blocks but the null block."""
     num_cached_blocks: int = 0
@@ -132,7 +133,7 @@ RequestPlace = Literal["running", "waiting", "preempted", "blocked"]
 """waiting: for capacity. preempted: the same, after its blocks were taken. blocked: for a grammar, the end of a pause
 or a step in flight."""
 MAX_REFERENCES = 255
-"""What is shown of a block that is held more often."""
+"""Largest number of references shown of a block."""
 
 
 class BlockMap(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -142,16 +143,16 @@ class BlockMap(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """
 
     num_blocks: int
-    """In the pool, the null block included."""
+    """Number of blocks in the pool, including the null block."""
     num_free: int
-    """Can be given out; those that hold a cached prefix are among them."""
+    """Number of blocks that can be given out, including those that hold a cached prefix."""
     num_cached: int
-    """Hold a prefix that a request can find, whether in use or free."""
+    """Number of blocks, in use or free, with a prefix that a request can find."""
     num_touched: int
     """Blocks from this one on have never been given out."""
     stride: int = 1
     references: bytes = b""
-    """How many block tables hold it, up to `MAX_REFERENCES`."""
+    """Number of block tables that hold each listed block, up to `MAX_REFERENCES`."""
     is_cached: bytes = b""
     """1 if it holds a prefix that a request can find."""
 
@@ -169,16 +170,16 @@ class RequestSnapshot(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """Prompt and output."""
     num_computed_tokens: int
     num_cached_tokens: int = -1
-    """Of the prompt, found in the prefix cache when it was admitted; -1 before that."""
+    """Prompt tokens found in the prefix cache when it was admitted; -1 before that."""
     max_tokens: int | None = None
     num_preemptions: int = 0
     priority: int = 0
     arrival_time: float = 0.0
     """Wall clock."""
     num_blocks: int = 0
-    """It holds in all tables, the null block left out."""
+    """Number of blocks in all its tables, without null blocks."""
     block_ids: bytes = b""
-    """Their ids, unsigned 32-bit little-endian; of many, those of its beginning."""
+    """Ids of these blocks, unsigned 32-bit little-endian; of many, the first."""
 
 
 class EngineSnapshot(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -190,7 +191,7 @@ class EngineSnapshot(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """0 unpaused, 1 only new requests wait, 2 nothing is scheduled."""
     num_running: int
     num_waiting: int
-    """For whatever."""
+    """Number of waiting requests, whatever they wait for."""
     max_num_seqs: int
     max_num_scheduled_tokens: int
     blocks: BlockMap

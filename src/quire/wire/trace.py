@@ -27,24 +27,24 @@ _TRACKS = {
 }
 _PROCESSES = {ENGINE: "engine core: steps", REQUESTS: "requests", FRONTEND: "frontend"}
 _IDLE_S = 0.05
-"""Time without a step beyond this is rest, and no work between steps."""
+"""Longest time between two steps that counts as work; a longer one is idle time."""
 
 Event = dict[str, Any]
 BatchTimes = tuple[float, float, float]
-"""Of a step's outputs in the frontend: the core's stamp, taken up, done."""
+"""Times of a step's outputs in the frontend: the core's, the beginning of their processing, its end."""
 
 
 class ChromeTrace:
-    """Turns what was noted into events, in any number of portions, each of which goes on where the last one ended."""
+    """Turns records into events, in any number of portions, each of which continues where the last one ended."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, int], float] = {}
-        """By track, where its last slice ends, in microseconds."""
+        """End of the last slice of each track, in microseconds."""
         self._tracks: dict[str, int] = {}
         self._last_step_end = 0.0
 
     def start(self) -> Iterator[Event]:
-        """What names processes and tracks."""
+        """Returns the events that name processes and tracks."""
         for pid, name in _PROCESSES.items():
             yield _metadata("process_name", pid, 0, name=name)
             yield _metadata("process_sort_index", pid, 0, sort_index=pid)
@@ -53,7 +53,7 @@ class ChromeTrace:
             yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
 
     def steps(self, steps: Iterable[StepTrace]) -> Iterator[Event]:
-        """Slices and counters of steps, in their order."""
+        """Yields slices and counters of steps, in their order."""
         for step in steps:
             if 0 < step.start - self._last_step_end < _IDLE_S and self._last_step_end:
                 yield from self._slice(ENGINE, BETWEEN, "between", self._last_step_end, step.start)
@@ -69,7 +69,7 @@ class ChromeTrace:
             yield _counter("tokens in step", step.start, tokens=step.num_tokens)
 
     def phases(self, phases: Iterable[PhaseTrace]) -> Iterator[Event]:
-        """Slices of requests, those of one request in their order."""
+        """Yields slices of requests, those of one request in their order."""
         for phase in phases:
             tid = self._tracks.get(phase.request_id)
             if tid is None:
@@ -85,7 +85,7 @@ class ChromeTrace:
             yield from self._slice(REQUESTS, tid, name, phase.start, phase.end, args)
 
     def batches(self, batches: Iterable[BatchTimes]) -> Iterator[Event]:
-        """Slices of what the frontend did with the outputs of steps."""
+        """Yields slices of the frontend's processing of outputs."""
         for stamped, taken, done in batches:
             yield from self._slice(FRONTEND, IPC, "IPC", stamped, taken)
             yield from self._slice(FRONTEND, OUTPUTS, "outputs", taken, done)
@@ -115,7 +115,7 @@ def _counter(name: str, at: float, **values: int) -> Event:
 
 
 def encode_window(window: TraceWindow, batches: Sequence[BatchTimes] = (), **facts: Any) -> bytes:
-    """A whole trace as one JSON object. `facts` are shown among its metadata."""
+    """Returns a whole trace as one JSON object. `facts` are shown among its metadata."""
     trace = ChromeTrace()
     events = [
         *trace.start(),
@@ -127,15 +127,15 @@ def encode_window(window: TraceWindow, batches: Sequence[BatchTimes] = (), **fac
 
 
 class StepTrace(msgspec.Struct, array_like=True, gc=False):
-    """One step, from being decided on to its result."""
+    """Times of one step, from scheduling to its result."""
 
     start: float
     scheduled: float
-    """The end of deciding; the forward pass begins."""
+    """End of scheduling; the forward pass begins."""
     forwarded: float
-    """The end of the forward pass, and the start of sampling; as `updating` where the two are one."""
+    """End of the forward pass, and start of sampling; equals `updating` where the two are one."""
     updating: float
-    """The result is there."""
+    """Arrival of the result."""
     end: float
     num_tokens: int
     num_requests: int
@@ -145,7 +145,7 @@ class StepTrace(msgspec.Struct, array_like=True, gc=False):
 
 
 class PhaseTrace(msgspec.Struct, array_like=True, gc=False):
-    """Part of the life of one request: it was queued, computed a chunk of its prompt, generated, was preempted."""
+    """A phase of one request: queued, prefill of a chunk, decode, preempted."""
 
     request_id: str
     phase: str
@@ -153,15 +153,15 @@ class PhaseTrace(msgspec.Struct, array_like=True, gc=False):
     start: float
     end: float
     num_tokens: int = 0
-    """Computed in a chunk, or generated."""
+    """Tokens computed in a chunk, or generated."""
     num_computed: int = 0
-    """Tokens that were there before a chunk."""
+    """Tokens computed before a chunk."""
     is_resumed: bool = False
-    """A chunk that computes again what a preemption has taken."""
+    """True for a chunk that computes again what a preemption lost."""
 
 
 class TraceWindow(msgspec.Struct, array_like=True, gc=False):
-    """What happened between `start` and `end`, as far as it was kept."""
+    """Records between `start` and `end`, as far as they are kept."""
 
     start: float
     end: float

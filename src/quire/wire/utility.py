@@ -1,7 +1,7 @@
 """Control verbs: what a client may call on an engine core besides adding and aborting requests.
 
 The table is the only door. A name that is not in it cannot be called. Adding a verb is adding a row
-(`docs/recipes/add_a_control_verb.md`): `engine/utility.py` finds the method by it, clients convert the result by it,
+(`docs/recipes/add_a_control_verb.md`): `engine/lifecycle.py` finds the method by it, clients convert the result by it,
 and a restarted core is brought into the state of the one before it by it (`frontend/client/control_calls.py`).
 """
 

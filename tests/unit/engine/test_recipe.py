@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.engine import utility
+from quire.engine import lifecycle as utility
 from quire.frontend.client.base import EngineCoreClient
 from quire.frontend.client.inproc import InprocClient
 from quire.sampling_params import SamplingParams

@@ -9,11 +9,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from quire.engine import utility
+from quire.engine import lifecycle as utility
 from quire.engine.core import EngineCore
 from quire.engine.executor.abstract import Executor
-from quire.engine.lifecycle import Lifecycle
-from quire.engine.utility import answer_utility, run_utility
+from quire.engine.lifecycle import Lifecycle, answer_utility, run_utility
 from quire.errors import ValidationError
 from quire.lora_request import LoRARequest
 from quire.wire.engine_core import UtilityOutput

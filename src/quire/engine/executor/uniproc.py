@@ -1,4 +1,4 @@
-"""The worker in the engine's own process, on the engine's own thread."""
+"""An executor whose worker runs in the engine's own process, on its thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class UniProcExecutor(Executor):
-    """One worker, called directly. A non-blocking call has finished when it returns.
+    """Owns one worker and calls it directly. A non-blocking call has finished when it returns.
 
     A KeyboardInterrupt is no error of the worker: it is never put into a Future but raised where it happens.
     """
@@ -27,7 +27,7 @@ class UniProcExecutor(Executor):
         self.worker.init_device()
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
-        """Nothing to do: this worker cannot be lost without its engine."""
+        """Does nothing: this worker cannot be lost without its engine."""
 
     def get_kv_cache_specs(self) -> list[dict[str, AnyKVCacheSpec]]:
         return [self.worker.get_kv_cache_spec()]
@@ -74,7 +74,7 @@ class UniProcExecutor(Executor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """`timeout` has no meaning here: the call runs on this thread."""
+        """Ignores `timeout`: the call runs on this thread."""
         kwargs = kwargs or {}
         if isinstance(method, str):
             return [getattr(self.worker, method)(*args, **kwargs)]
@@ -97,7 +97,7 @@ class UniProcExecutor(Executor):
 
 
 def _run(call: Callable[[], T]) -> Future[T]:
-    """A Future that is done: with the call's result, or with the Exception it raised."""
+    """Returns a Future that is done, with the call's result or with the Exception it raised."""
     future: Future[T] = Future()
     try:
         future.set_result(call())

@@ -1,5 +1,6 @@
-"""The KV cache as the scheduler sees it: block tables, prefix reuse, and how large the cache is.
+"""The KV cache as the scheduler sees it: block tables, prefix reuse, and the size of the cache.
 
-`manager` is the way in, `block_pool` owns the blocks, `group_manager` knows full attention and sliding windows,
-`hashing` and `prefix_query` decide what is equal, `sizing` turns memory into blocks. No keys or values, no torch.
+`manager` is the interface, `block_pool` owns the blocks, `group_manager` knows full attention and sliding windows and
+looks up prefixes, `hashing` decides which prefixes are equal, `sizing` turns memory into blocks. No keys or values, no
+torch.
 """

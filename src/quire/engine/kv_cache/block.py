@@ -1,4 +1,4 @@
-"""The units of the KV cache: a block, the queue of free blocks, and what a request must show to be cached.
+"""The units of the KV cache: a block, the queue of free blocks, and the properties of a request that can be cached.
 
 Nothing here holds keys or values: those live in the worker's tensors. A `KVCacheBlock` is the engine's record of one
 slot of every such tensor. Block lifetimes are measured on a sample (`KVCacheMetricsCollector`).
@@ -19,21 +19,21 @@ from quire.wire.execution import BlockIds
 from quire.wire.stats import KVCacheEvictionEvent
 
 BlockHash = bytes
-"""Digest of one full block and, through its parent, of everything before it. See `hashing`."""
+"""Digest of one full block and, through its parent, of everything before it (see `hashing`)."""
 
 ExtraKeys = tuple[tuple[str | int | bytes, ...], ...]
-"""What besides token ids decides a block's keys and values: tagged tuples such as ("lora", name, path)."""
+"""Everything besides token ids that decides a block's keys and values: tagged tuples such as ("lora", name, path)."""
 
 
 class IntegrityError(AssertionError):
-    """The bookkeeping of the KV cache contradicts itself: a bug here or a broken contract of the caller.
+    """The bookkeeping of the KV cache contradicts itself: a bug here, or a broken contract of the caller.
 
-    Never to be caught and ignored: the next token could be read from another request's cache.
+    Never catch and ignore it: the next token could be read from another request's cache.
     """
 
 
 class CacheableRequest(Protocol):
-    """What the KV cache needs to know of a request. `quire.engine.request.Request` satisfies it."""
+    """The properties of a request that the KV cache reads. `quire.engine.request.Request` has them."""
 
     @property
     def request_id(self) -> str:
@@ -52,7 +52,7 @@ class CacheableRequest(Protocol):
 
     @property
     def num_preemptions(self) -> int:
-        """How often the request lost its blocks."""
+        """Number of times the request lost its blocks."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class CacheableRequest(Protocol):
 
     @property
     def block_hashes(self) -> list[BlockHash]:
-        """One per full block of `all_token_ids`: certain tokens only. Kept up to date with a `BlockHasher`."""
+        """One hash per full block of `all_token_ids`, without drafts. Kept up to date with a `BlockHasher`."""
         ...
 
     @property
@@ -77,16 +77,17 @@ class CacheableRequest(Protocol):
 
     @property
     def cache_salt(self) -> str | None:
-        """Separates the caches of those who must not see each other's; None and "" are different salts."""
+        """Separates the prefix caches of different tenants; None and "" are different salts."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class BlockContent:
-    """What a full block was computed from. With its parents it is the exact prefix that a hash only stands for.
+    """The tokens and extra keys that a full block was computed from.
 
-    Contents are compared on every hit, so that two prefixes with one hash never share a block (promise S8). A content
-    outlives the eviction of its parent's block: a sliding window keeps the end of a prefix without its start.
+    With its parents it is the exact prefix that a hash only stands for. Contents are compared on every hit, so that two
+    prefixes with one hash never share a block (promise S8). A content outlives the eviction of its parent's block: a
+    sliding window keeps the end of a prefix without its start.
     """
 
     parent: BlockContent | None
@@ -95,10 +96,10 @@ class BlockContent:
 
 
 class KVCacheBlock:
-    """One block of the pool (checklist S1-KV-009).
+    """One block of the pool.
 
-    In the free queue exactly while `ref_cnt` is 0; a free block may still hold a cached prefix (S1-KV-012, S1-KV-013).
-    `block_hash` (the content's hash and the group id) and `content` are set together while the block can be hit.
+    It is in the free queue exactly while `ref_cnt` is 0; a free block may still hold a cached prefix. `block_hash` (the
+    content's hash and the group id) and `content` are set together while the block can be hit.
     """
 
     __slots__ = ("block_hash", "block_id", "content", "is_null", "next_free_block", "prev_free_block", "ref_cnt")
@@ -119,7 +120,7 @@ class KVCacheBlock:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheBlocks:
-    """Blocks of a request, a list per KV cache group. A value: nobody changes the lists after it is made."""
+    """Blocks of a request, a list per KV cache group. The lists are never changed."""
 
     blocks: tuple[list[KVCacheBlock], ...]
 
@@ -132,15 +133,15 @@ class KVCacheBlocks:
         return not any(self.blocks)
 
     def get_block_ids(self) -> BlockIds:
-        """Ids per group; 0, the null block, stands for tokens a sliding window has left behind."""
+        """Returns ids per group; 0, the null block, stands for tokens that a sliding window has left behind."""
         return tuple([block.block_id for block in group] for group in self.blocks)
 
 
 class FreeKVCacheBlockQueue:
     """A doubly linked list through the blocks themselves, between two sentinels.
 
-    A plain deque would not do: a cache hit takes a block out of the middle, and that has to be O(1). The head is given
-    out first. Links of a block outside of the queue are None.
+    A cache hit takes a block out of the middle in O(1), which a deque could not. The head is given out first. Links of
+    a block outside of the queue are None.
     """
 
     def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -151,11 +152,11 @@ class FreeKVCacheBlockQueue:
         self.append_n(list(blocks))
 
     def popleft(self) -> KVCacheBlock:
-        """Take the first block. IntegrityError if there is none: the caller must have counted."""
+        """Removes and returns the first block. Raises IntegrityError if there is none: the caller must have counted."""
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """Take the first `n` blocks, in order."""
+        """Removes and returns the first `n` blocks, in order."""
         if n > self.num_free_blocks:
             raise IntegrityError(f"{n} blocks were taken from a free queue of {self.num_free_blocks}")
         taken: list[KVCacheBlock] = []
@@ -172,7 +173,7 @@ class FreeKVCacheBlockQueue:
         return taken
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take `block` out, wherever it is. IntegrityError if it is not in the queue."""
+        """Removes `block`, wherever it is. Raises IntegrityError if it is not in the queue."""
         previous, following = block.prev_free_block, block.next_free_block
         if previous is None or following is None:
             raise IntegrityError(f"{block} was removed from the free queue but is not in it")
@@ -181,23 +182,23 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """Put `block` last."""
+        """Adds `block` at the end."""
         self.append_n([block])
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put `blocks` last, in their order."""
+        """Adds `blocks` at the end, in their order."""
         before = self.tail.prev_free_block
         assert before is not None
         self._insert(before, blocks, self.tail)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put `blocks` first: blocks[0] becomes the head."""
+        """Adds `blocks` at the beginning: blocks[0] becomes the head."""
         after = self.head.next_free_block
         assert after is not None
         self._insert(self.head, blocks, after)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """The queue from head to tail. O(n)."""
+        """Returns the queue from head to tail. O(n)."""
         blocks: list[KVCacheBlock] = []
         block = self.head.next_free_block
         while block is not None and block is not self.tail:
@@ -206,7 +207,7 @@ class FreeKVCacheBlockQueue:
         return blocks
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError if a link is broken, a block in use is queued or the count is off. O(n)."""
+        """Raises IntegrityError if a link is broken, a block in use is queued or the count is wrong. O(n)."""
         previous, count = self.head, 0
         block = previous.next_free_block
         while block is not None and block is not self.tail:
@@ -227,7 +228,7 @@ class FreeKVCacheBlockQueue:
             if block.next_free_block is not None:
                 raise IntegrityError(f"{block} was freed but is in the free queue already")
             _link(before, block)
-            # Set at once, so that a block given twice is noticed above.
+            # set at once, so that a block given twice is noticed above
             block.next_free_block = after
             before = block
         _link(before, after)
@@ -246,14 +247,14 @@ NUM_ACCESSES_KEPT = 4
 class _BlockLife:
     birth_ts: float
     access_ts: deque[float]
-    """Its last few uses; the allocation is the first."""
+    """Times of its last few uses; the allocation is the first."""
 
 
 class KVCacheMetricsCollector:
-    """Follows a share of the allocated blocks from allocation to eviction.
+    """Observes a share of the allocated blocks from allocation to eviction.
 
-    A block whose content was never cached, or was dropped by a reset, is reused rather than evicted: it makes no event.
-    Which blocks are followed is drawn from a generator of its own, so that a seed replays a run.
+    A block whose content was never cached, or was dropped by a reset, is reused rather than evicted and makes no event.
+    The sample is drawn from a generator of its own, so that a seed replays a run.
     """
 
     def __init__(self, sample_rate: float, clock: Callable[[], float] = time.monotonic, seed: int = 0) -> None:
@@ -264,29 +265,29 @@ class KVCacheMetricsCollector:
         self._events: list[KVCacheEvictionEvent] = []
 
     def on_block_allocated(self, block_id: int) -> None:
-        """The block was given to a request for new tokens."""
+        """Records that a block was given to a request for new tokens."""
         self._lives.pop(block_id, None)
         if self._random.random() < self._sample_rate:
             now = self._clock()
             self._lives[block_id] = _BlockLife(now, deque([now], maxlen=NUM_ACCESSES_KEPT))
 
     def on_block_accessed(self, block_id: int) -> None:
-        """A request hit the block."""
+        """Records that a request hit the block."""
         if life := self._lives.get(block_id):
             life.access_ts.append(self._clock())
 
     def on_block_evicted(self, block_id: int) -> None:
-        """The block's cached content is about to be overwritten."""
+        """Records that the block's cached content is about to be overwritten."""
         if life := self._lives.pop(block_id, None):
             now = self._clock()
             gaps = tuple(after - before for before, after in pairwise(life.access_ts))
             self._events.append(KVCacheEvictionEvent(now - life.birth_ts, now - life.access_ts[-1], gaps))
 
     def reset(self) -> None:
-        """The cache was emptied on purpose: nothing that is followed will be evicted."""
+        """Forgets the observed blocks: the cache was emptied on purpose, so none of them will be evicted."""
         self._lives.clear()
 
     def take_events(self) -> list[KVCacheEvictionEvent]:
-        """Evictions since the last call."""
+        """Returns the evictions since the last call."""
         events, self._events = self._events, []
         return events

@@ -1,4 +1,4 @@
-"""All blocks of the cache: which are free, in what order they are given out, and which can be hit."""
+"""The pool of all blocks: which are free, in what order they are given out, and which can be hit."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from quire.engine.kv_cache.hashing import PrefixQuery, block_extra_keys
 
 
 class CachedBlockMap:
-    """Hash and group -> the blocks cached under them (checklist S1-KV-016).
+    """Maps a hash and a group to the blocks cached under them.
 
-    Usually one; several after two requests computed the same prefix side by side (S1-KV-025), or on a collision. The
-    single block is stored bare: a list for each of 100,000 blocks is memory and garbage-collector time.
+    There is usually one block; there are several after two requests computed the same prefix side by side, or on a
+    collision. A single block is stored without a list: lists for 100,000 blocks cost memory and garbage-collector time.
     """
 
     def __init__(self) -> None:
         self.num_blocks = 0
         self.num_changes = 0
-        """Grows with every block that comes or goes: while it stands still, every look-up has the same answer."""
+        """Number of additions and removals: while it is the same, every look-up has the same answer."""
         self._blocks: dict[BlockHash, KVCacheBlock | list[KVCacheBlock]] = {}
 
     def get(self, key: BlockHash) -> Sequence[KVCacheBlock]:
-        """The blocks under `key`, oldest first."""
+        """Returns the blocks under `key`, oldest first."""
         found = self._blocks.get(key)
         if found is None:
             return ()
         return found if isinstance(found, list) else (found,)
 
     def add(self, key: BlockHash, block: KVCacheBlock) -> None:
-        """Put `block` under `key`."""
+        """Adds `block` under `key`."""
         found = self._blocks.get(key)
         if found is None:
             self._blocks[key] = block
@@ -50,7 +50,7 @@ class CachedBlockMap:
         self.num_changes += 1
 
     def remove(self, key: BlockHash, block: KVCacheBlock) -> None:
-        """Take `block` from under `key`. IntegrityError if it is not there."""
+        """Removes `block` from under `key`. Raises IntegrityError if it is not there."""
         found = self._blocks.get(key)
         if found is block:
             del self._blocks[key]
@@ -65,9 +65,9 @@ class CachedBlockMap:
 
 
 class BlockPool:
-    """Owns every block. Knows requests only while it reads the tokens of blocks that became full.
+    """Owns every block. Reads requests only for the tokens of blocks that became full.
 
-    Block 0 is the null block: it stands for tokens no layer reads any more, is never given out, never cached and never
+    Block 0 is the null block: it stands for tokens that no layer reads any more, and is never given out, cached or
     free. `num_groups` groups draw from one pool and are cached apart.
     """
 
@@ -85,16 +85,16 @@ class BlockPool:
         self.cached_blocks = CachedBlockMap()
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
-        self.null_block.ref_cnt = 1  # so that "free" and "no references" are one thing for every block
+        self.null_block.ref_cnt = 1  # so that "free" and "no references" mean the same for every block
         self.num_touched = 1
-        """Blocks from this one on have never been given out."""
+        """Blocks from this id on have never been given out."""
         self._group_suffixes = [group_id.to_bytes(4, "little") for group_id in range(num_groups)]
         self._metrics = metrics
         self.num_cached_free_blocks = 0
-        """Without references, and with content that may be hit."""
+        """Number of blocks without references whose content may be hit."""
 
     def get_cached_block(self, query: PrefixQuery, index: int, group_id: int) -> KVCacheBlock | None:
-        """The block that holds block `index` of the query's request for group `group_id`, None if none does.
+        """Returns the block that holds block `index` of the query's request for group `group_id`, or None.
 
         A hash only proposes blocks; the query compares what they hold.
         """
@@ -111,9 +111,9 @@ class BlockPool:
         block_size: int,
         parent: BlockContent | None,
     ) -> BlockContent | None:
-        """Make the request's blocks `block_range` available to others (S1-KV-022), in every group's table.
+        """Makes the request's blocks `block_range` available to others, in every group's table.
 
-        `parent` is the content before the range; the content of its last block is returned, to be the next parent.
+        `parent` is the content before the range. Returns the content of its last block: the next parent.
         """
         for index in block_range:
             token_ids = tuple(request.all_token_ids[index * block_size : (index + 1) * block_size])
@@ -131,9 +131,9 @@ class BlockPool:
         return parent
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks from the head of the free queue; what they had cached is evicted now (S1-KV-013, S1-KV-026).
+        """Takes blocks from the head of the free queue; content that they had cached is evicted now.
 
-        IntegrityError if fewer are free: `get_num_free_blocks` tells before.
+        Raises IntegrityError if fewer are free: check `get_num_free_blocks` first.
         """
         blocks = self.free_block_queue.popleft_n(num_blocks)
         for block in blocks:
@@ -149,7 +149,7 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Add a reference to hit blocks; those that were free leave the queue (S1-KV-027)."""
+        """Adds a reference to hit blocks; those that were free leave the queue."""
         for block in blocks:
             if block.is_null:
                 continue
@@ -161,10 +161,11 @@ class BlockPool:
                 self._metrics.on_block_accessed(block.block_id)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop a reference from each block, first to be evicted first: the caller gives a table's end before its start.
+        """Drops a reference from each block, first to be evicted first: the caller gives a table's end before its
+        start.
 
-        A block without references becomes free: at the tail of the queue if it can be hit, at the head if not, so
-        that nothing cached is evicted while a worthless block is free (S1-KV-014, S1-KV-015, S1-KV-028).
+        A block without references becomes free: at the tail of the queue if it can be hit, at the head if not, so that
+        nothing cached is evicted while a block without cached content is free.
         """
         cached: list[KVCacheBlock] = []
         worthless: list[KVCacheBlock] = []
@@ -181,13 +182,13 @@ class BlockPool:
         self.free_block_queue.append_n(cached)
 
     def evict_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Make blocks impossible to hit, because what they hold is not (or no longer) right. References stay."""
+        """Makes blocks impossible to hit, because their content is not, or no longer, right. References stay."""
         for block in blocks:
             if block.block_hash is not None:
                 self._forget(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached. False, and nothing is done, while any block is in use."""
+        """Drops everything cached. Returns False, and does nothing, while any block is in use."""
         if self.get_num_free_blocks() != self.num_gpu_blocks - 1:
             return False
         self.evict_blocks(self.blocks)
@@ -196,22 +197,22 @@ class BlockPool:
         return True
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that can be given out, cached ones included."""
+        """Returns the number of blocks that can be given out, cached ones included."""
         return self.free_block_queue.num_free_blocks
 
     def get_usage(self) -> float:
-        """Share of blocks in use, 0...1; the null block does not count."""
+        """Returns the share of blocks in use, 0...1, without the null block."""
         usable = self.num_gpu_blocks - 1
         return 1.0 - self.get_num_free_blocks() / usable if usable else 0.0
 
     def check_integrity(self, num_references: list[int] | None = None) -> None:
-        """Raise IntegrityError if queue, references and cache contradict one another. O(blocks).
+        """Raises IntegrityError if queue, references and cache contradict one another. O(blocks).
 
         `num_references`, a list by block id, is how often the caller's tables hold each block (the null block: 1).
         """
         self.free_block_queue.check_integrity()
         ref_counts = [block.ref_cnt for block in self.blocks]
-        # The queue's walk saw no block twice and only blocks without references: equal counts mean equal sets.
+        # The walk of the queue saw no block twice and only blocks without references: equal counts mean equal sets.
         if ref_counts.count(0) != self.free_block_queue.num_free_blocks:
             lost = [block for block in self.blocks if block.ref_cnt == 0 and block.next_free_block is None]
             raise IntegrityError(f"blocks without references are not in the free queue: {lost}")
@@ -249,7 +250,8 @@ class BlockPool:
         token_ids: tuple[int, ...],
         extra_keys: ExtraKeys | None,
     ) -> BlockContent:
-        """Reuse an equal content that a block of the first group holds: chains that share objects compare faster."""
+        """Returns an equal content that a block of the first group holds, or a new one: chains that share objects
+        compare faster."""
         for block in self.cached_blocks.get(block_hash + self._group_suffixes[0]):
             content = block.content
             if (

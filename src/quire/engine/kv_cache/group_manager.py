@@ -1,4 +1,4 @@
-"""What differs between kinds of attention: which blocks of a request may be dropped, and what counts as a hit.
+"""The rules of each kind of attention: which blocks of a request may be dropped, and what counts as a hit.
 
 A group is a set of layers with one block table per request. All groups of a model have one block size and draw from one
 pool, so tables of a request have equal lengths; they differ in which entries are the null block. `PrefixLookUp` finds
@@ -22,7 +22,7 @@ class GroupManager(ABC):
     """The rules of one group. Holds no state of requests: tables live in `KVCacheManager`."""
 
     drops_blocks: ClassVar[bool]
-    """Whether entries of a table may become null while the request runs."""
+    """True if entries of a table may become null while the request runs."""
 
     def __init__(self, spec: AnyKVCacheSpec, group_id: int, pool: BlockPool, max_step_tokens: int | None) -> None:
         self.spec = spec
@@ -32,19 +32,19 @@ class GroupManager(ABC):
 
     @abstractmethod
     def find_longest_hit(self, query: PrefixQuery, max_blocks: int) -> list[KVCacheBlock]:
-        """The table of the longest cached prefix of at most `max_blocks` blocks. Nothing is touched."""
+        """Returns the table of the longest cached prefix of at most `max_blocks` blocks. Changes nothing."""
 
     @abstractmethod
     def first_block_read(self, position: int) -> int:
-        """Index of the first block a token at `position`, or any after it, attends to."""
+        """Returns the index of the first block that a token at `position`, or any after it, attends to."""
 
     def max_blocks_held(self, num_tokens: int) -> int:
-        """Most blocks a request of `num_tokens` tokens holds at once."""
+        """Returns the most blocks that a request of `num_tokens` tokens holds at once."""
         return blocks_needed(self.spec, num_tokens, self.max_step_tokens)
 
 
 class FullAttentionManager(GroupManager):
-    """Every token attends to all before it: nothing is dropped, and a hit is an unbroken run from the start."""
+    """Every token attends to all before it: no block is dropped, and a hit is an unbroken run from the start."""
 
     drops_blocks = False
 
@@ -62,18 +62,19 @@ class FullAttentionManager(GroupManager):
 
 
 class SlidingWindowManager(GroupManager):
-    """A token attends to itself and the `sliding_window - 1` tokens before it. What is further back becomes null."""
+    """A token attends to itself and the `sliding_window - 1` tokens before it. Blocks further back become null."""
 
     drops_blocks = True
 
     def __init__(self, spec: SlidingWindowSpec, group_id: int, pool: BlockPool, max_step_tokens: int | None) -> None:
         super().__init__(spec, group_id, pool, max_step_tokens)
         self._window = spec.sliding_window
-        # At least one, so that a hit is always proven by a block.
+        # at least one, so that a hit always rests on a block
         self._blocks_per_hit = max(1, -(-(spec.sliding_window - 1) // spec.block_size))
 
     def find_longest_hit(self, query: PrefixQuery, max_blocks: int) -> list[KVCacheBlock]:
-        """The rightmost run that fills a window, or a shorter one that begins with the prompt; null before it."""
+        """Returns the rightmost run that fills a window, or a shorter one that begins with the prompt; null blocks
+        before it."""
         run: list[KVCacheBlock] = []  # right to left
         for index in range(max_blocks - 1, -1, -1):
             block = self.pool.get_cached_block(query, index, self.group_id)
@@ -92,7 +93,7 @@ class SlidingWindowManager(GroupManager):
 def make_group_manager(
     spec: AnyKVCacheSpec, group_id: int, pool: BlockPool, max_step_tokens: int | None
 ) -> GroupManager:
-    """The manager for a group of this kind."""
+    """Returns the manager for a group of this kind."""
     if isinstance(spec, SlidingWindowSpec):
         return SlidingWindowManager(spec, group_id, pool, max_step_tokens)
     return FullAttentionManager(spec, group_id, pool, max_step_tokens)
@@ -101,10 +102,10 @@ def make_group_manager(
 def find_longest_common_hit(
     groups: Sequence[GroupManager], query: PrefixQuery, max_blocks: int
 ) -> list[list[KVCacheBlock]]:
-    """The longest prefix that is a hit in every group: tables of one length, one per group.
+    """Returns the longest prefix that is a hit in every group: tables of one length, one per group.
 
     Each group in turn shortens the length to its own best hit, round after round, until all agree. No common hit is
-    jumped over: a group's best hit within a bound is at least as long as any common hit within it.
+    skipped: a group's best hit within a bound is at least as long as any common hit within it.
     """
     length = max_blocks
     while True:
@@ -117,11 +118,11 @@ def find_longest_common_hit(
 
 
 class PrefixLookUp:
-    """Looks prefixes up, and remembers the last one.
+    """Looks up prefixes, and caches the last answer.
 
-    While the head of the waiting queue does not fit, it is looked up in every step. What was proven of it stays
-    proven: tokens are append-only and contents never change. The answer itself holds until a block is cached or
-    evicted, or the request has other tokens.
+    While the head of the waiting queue does not fit, it is looked up in every step. Comparisons stay valid: tokens are
+    append-only and contents never change. The answer itself is valid until a block is cached or evicted, or the request
+    has other tokens.
     """
 
     def __init__(self, groups: Sequence[GroupManager], pool: BlockPool, block_size: int) -> None:
@@ -131,12 +132,13 @@ class PrefixLookUp:
         self._query: PrefixQuery | None = None
         self._hits: list[list[KVCacheBlock]] = []
         self._asked: tuple[int, int] | None = None
-        """What `_hits` answers: the most blocks, and the number of changes of the cache by then."""
+        """The question that `_hits` answers: the most blocks, and the number of changes of the cache by then."""
 
     def find(self, request: CacheableRequest, max_blocks: int) -> list[list[KVCacheBlock]]:
-        """Per group, the table of the longest prefix of at most `max_blocks` blocks that every group has cached.
+        """Returns, per group, the table of the longest prefix of at most `max_blocks` blocks that every group has
+        cached.
 
-        Nobody may change the lists.
+        The lists must not be changed.
         """
         if self._query is None or self._query.request is not request:
             self._query, self._asked = PrefixQuery(request, self._block_size), None
@@ -147,5 +149,5 @@ class PrefixLookUp:
         return self._hits
 
     def forget(self) -> None:
-        """The last request needs no look-up any more."""
+        """Drops the cached answer: its request was admitted."""
         self._query, self._hits, self._asked = None, [], None

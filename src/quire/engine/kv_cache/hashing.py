@@ -1,7 +1,7 @@
 """The hash chain that names cached prefixes: equal in every process, on every host, in every run.
 
 hash(block i) = SHA-256(encode(hash(block i - 1), token ids, extra keys)), where `encode` is injective: two different
-inputs never become the same bytes (checklist S1-KV-004...008). Only full blocks have a hash.
+inputs never become the same bytes. Only full blocks have a hash.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ HashFunction = Callable[[BlockHash | None, Sequence[int], ExtraKeys | None], Blo
 BlockHasher = Callable[[CacheableRequest], list[BlockHash]]
 
 _BLOCK_TAG = b"quire kv block 1\n"
-"""First bytes of what is hashed: to be changed with the encoding."""
+"""First bytes of what is hashed. Change it with the encoding."""
 
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> BlockHash:
-    """Digest (32 bytes) of a full block after the block with digest `parent`; None: it is the first.
+    """Returns the digest (32 bytes) of a full block after the block with digest `parent`; None: it is the first.
 
-    Token ids are encoded as 64-bit integers. TypeError for an extra key that is no str, int, bytes, None or tuple.
+    Token ids are encoded as 64-bit integers. Raises TypeError for an extra key that is no str, int, bytes, None or
+    tuple.
     """
     digest = sha256(_BLOCK_TAG)
     digest.update(NONE_HASH if parent is None else parent)
@@ -38,10 +39,10 @@ def hash_block(parent: BlockHash | None, token_ids: Sequence[int], extra_keys: E
 
 
 def block_extra_keys(request: CacheableRequest, block_index: int) -> ExtraKeys | None:
-    """What besides its tokens and its parent tells block `block_index` of `request` from others; None: nothing.
+    """Returns what besides tokens and parent distinguishes block `block_index` of `request`; None: nothing.
 
-    The salt enters the first block only: through the chain it reaches all. This is the door for whatever else comes
-    to decide keys and values: an image adds ("mm", its hash, its offset in the block) to each block it covers.
+    The salt enters the first block only: through the chain it reaches all. Whatever else decides keys and values is
+    added here: an image adds ("mm", its hash, its offset in the block) to each block it covers.
     """
     keys: ExtraKeys = ()
     if request.lora_request is not None:
@@ -52,7 +53,8 @@ def block_extra_keys(request: CacheableRequest, block_index: int) -> ExtraKeys |
 
 
 def make_block_hasher(block_size: int, hash_function: HashFunction = hash_block) -> BlockHasher:
-    """A function that returns the hashes a request still lacks: one per full block beyond its `block_hashes`."""
+    """Returns a function that computes the hashes a request still lacks: one per full block beyond its
+    `block_hashes`."""
 
     def hash_new_blocks(request: CacheableRequest) -> list[BlockHash]:
         known = request.block_hashes
@@ -76,14 +78,14 @@ def _token_struct(num_tokens: int) -> struct.Struct:
 
 
 def _encode(value: Any) -> bytes:
-    """A prefix-free encoding: a type letter, a length, the bytes."""
+    """Returns a prefix-free encoding: a type letter, a length, the bytes."""
     match value:
         case None:
             return b"n"
         case tuple():
             return b"t%d:" % len(value) + b"".join(map(_encode, value))
         case str():
-            # Lone surrogates can be sent in JSON and must neither fail nor coincide.
+            # lone surrogates can be sent in JSON and must neither fail nor coincide
             body = value.encode("utf-8", "surrogatepass")
             return b"s%d:" % len(body) + body
         case bytes():
@@ -98,7 +100,8 @@ _UNPROVEN = object()
 
 
 class PrefixQuery:
-    """What is known of one request's prefix: which contents proved equal to it, so that a chain is walked only once."""
+    """Compares one request with the contents of cached blocks. Remembers what proved equal, so a chain is walked
+    once."""
 
     def __init__(self, request: CacheableRequest, block_size: int) -> None:
         self.block_hashes = request.block_hashes
@@ -107,7 +110,7 @@ class PrefixQuery:
         self._proven: dict[int, BlockContent | None] = {-1: None}  # before the first block there is nothing
 
     def is_prefix(self, content: BlockContent, index: int) -> bool:
-        """Whether `content` and its parents are, token for token, blocks 0...index of the request."""
+        """Returns whether `content` and its parents are, token for token, blocks 0...index of the request."""
         walked: list[BlockContent] = []
         node: BlockContent | None = content
         position = index

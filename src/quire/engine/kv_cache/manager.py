@@ -1,4 +1,4 @@
-"""`KVCacheManager`: gives blocks to requests and takes them back. The scheduler's only view of the cache."""
+"""`KVCacheManager` gives blocks to requests and takes them back: the scheduler's only view of the cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from quire.wire.stats import KVCacheEvictionEvent, PrefixCacheStats
 
 @dataclass(slots=True, eq=False)
 class RequestBlocks:
-    """What an admitted request holds. Tables only grow (S1-KV-024); an entry may turn into the null block."""
+    """Blocks of an admitted request. Tables only grow; an entry may turn into the null block."""
 
     tables: tuple[list[KVCacheBlock], ...]
-    """Per group; equal lengths."""
+    """Per group; of equal lengths."""
     num_blocks: int = 0
-    """That length."""
+    """Length of each table."""
     num_hit_blocks: int = 0
     """Leading blocks that came from the prefix cache."""
     num_cached_blocks: int = 0
@@ -42,11 +42,11 @@ class KVCacheManager:
     Contract with the scheduler:
 
     * `get_computed_blocks` and the `allocate_slots` that uses its answer follow each other directly.
-    * Full blocks can be hit as soon as they are allocated, so a request may share blocks that the same step computes:
-      a worker writes all keys and values of a layer before any token of the step attends.
-    * `free` comes before `num_computed_tokens` is reset. It tells which blocks were registered for a step that will not
-      happen (a request scheduled and preempted in one `schedule()`): those cannot be hit any more. To share one of
-      them with another request before preempting its owner is an error: running requests are scheduled first.
+    * Full blocks can be hit as soon as they are allocated, so a request may share blocks that the same step computes: a
+      worker writes all keys and values of a layer before any token of the step attends.
+    * `free` comes before `num_computed_tokens` is reset. It unregisters blocks of a step that will not happen (a
+      request scheduled and preempted in one `schedule()`). To share one of them with another request before preempting
+      its owner is an error: running requests are scheduled first.
 
     One prefix query is counted per admission (promise P12 (i)): when the first `allocate_slots` of a request succeeds,
     and not at the look-up, which the head of the waiting queue repeats every step.
@@ -79,20 +79,20 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of blocks in use, 0...1."""
+        """Returns the share of blocks in use, 0...1."""
         return self.block_pool.get_usage()
 
     def count_blocks(self) -> tuple[int, int, int]:
-        """Blocks by what they are: held by requests, free with content that may be hit, free without."""
+        """Returns the numbers of blocks held by requests, free with content that may be hit, and free without."""
         pool = self.block_pool
         num_free = pool.get_num_free_blocks()
         num_cached = pool.num_cached_free_blocks
         return pool.num_gpu_blocks - 1 - num_free, num_cached, num_free - num_cached
 
     def get_computed_blocks(self, request: CacheableRequest) -> tuple[KVCacheBlocks, int]:
-        """The longest cached prefix of a request about to be admitted: its blocks and its length in tokens.
+        """Returns the longest cached prefix of a request about to be admitted: its blocks and its length in tokens.
 
-        Always shorter than the request: its last token is computed to get logits (S1-KV-023). Changes nothing.
+        Always shorter than the request: its last token is computed to get logits. Changes nothing.
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0
@@ -111,22 +111,23 @@ class KVCacheManager:
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
     ) -> KVCacheBlocks | None:
-        """Make room for the next step of a request; the new blocks, or None if too few are free (S1-KV-020, S1-KV-021).
+        """Allocates blocks for the next step of a request. Returns the new blocks, or None if too few are free.
 
         The request's tokens are: computed | newly computed (hits, at admission only) | new | lookahead. Blocks that
-        fell out of a window are freed and count as free; hits that nobody uses leave the free queue and count as
+        fell out of a window are freed and count as free; hits without references leave the free queue and count as
         needed. Blocks that become full are registered for reuse up to the last certain token: never a draft.
 
         full_sequence_must_fit: admit only if every block the request will need for its present tokens is free.
         reserved_blocks: blocks that must stay free (the watermark), if any are taken at all.
 
-        On None nothing has changed. ValueError for no new tokens, or hits of another length or for an admitted request.
+        On None nothing has changed. Raises ValueError for no new tokens, or hits of another length or for an admitted
+        request.
         """
         held = self._requests.get(request.request_id)
         if held is not None and num_new_tokens == 1 and new_computed_blocks is None and not self._windowed_groups:
             num_after = request.num_computed_tokens + 1
             if num_after + num_lookahead_tokens <= held.num_blocks * self.block_size and not full_sequence_must_fit:
-                # A decoding request with room in its last block: most calls, and nothing of what follows would happen.
+                # A decoding request with room in its last block: most calls, and the rest would do nothing.
                 if self.enable_caching and num_after // self.block_size > held.num_cached_blocks:
                     self._cache_full_blocks(request, held, num_after)
                 return self.empty_kv_cache_blocks
@@ -170,10 +171,9 @@ class KVCacheManager:
         return new_blocks
 
     def free(self, request: CacheableRequest) -> None:
-        """Take all blocks of a finished, aborted or preempted request back (S1-KV-033); nothing if it holds none.
+        """Takes back all blocks of a finished, aborted or preempted request; nothing if it holds none.
 
-        The end of the prefix is freed first, in all groups alike, so that the longest useful prefix survives longest
-        (S1-KV-015).
+        The end of the prefix is freed first, in all groups alike, so that the longest useful prefix survives longest.
         """
         held = self._requests.pop(request.request_id, None)
         if held is None:
@@ -185,21 +185,21 @@ class KVCacheManager:
         self.block_pool.free_blocks(block for column in reversed(columns) for block in column)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """All blocks of a request; none if it was not admitted."""
+        """Returns all blocks of a request; none if it was not admitted."""
         held = self._requests.get(request_id)
         return KVCacheBlocks(tuple(map(list, held.tables))) if held is not None else self.empty_kv_cache_blocks
 
     def get_tables(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:
-        """Its block tables themselves, to be looked at and not kept; none if it was not admitted."""
+        """Returns its block tables themselves, which must not be kept or changed; none if it was not admitted."""
         held = self._requests.get(request_id)
         return held.tables if held is not None else ()
 
     def get_block_ids(self, request_id: str) -> BlockIds:
-        """Their ids, per group."""
+        """Returns its block ids, per group."""
         return self.get_blocks(request_id).get_block_ids()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and nothing is done, while any request holds blocks."""
+        """Drops all cached prefixes. Returns False, and does nothing, while any request holds blocks."""
         if not self.block_pool.reset_prefix_cache():
             return False
         if self._prefix_cache_stats is not None:
@@ -207,18 +207,19 @@ class KVCacheManager:
         return True
 
     def take_prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """Queries and hits since the last call; None if stats are off."""
+        """Returns queries and hits since the last call; None if statistics are off."""
         stats = self._prefix_cache_stats
         if stats is not None:
             self._prefix_cache_stats = PrefixCacheStats()
         return stats
 
     def take_events(self) -> list[KVCacheEvictionEvent]:
-        """Sampled evictions since the last call."""
+        """Returns the sampled evictions since the last call."""
         return self._metrics.take_events() if self._metrics is not None else []
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError if tables and pool contradict each other. O(blocks + table entries), nothing changes."""
+        """Raises IntegrityError if tables and pool contradict each other. O(blocks + table entries); changes
+        nothing."""
         references = [0] * self.block_pool.num_gpu_blocks
         null = self.block_pool.null_block
         for request_id, held in self._requests.items():
@@ -235,7 +236,7 @@ class KVCacheManager:
         self.block_pool.check_integrity(references)
 
     def _find_dropped_blocks(self, held: RequestBlocks, position: int) -> list[tuple[list[KVCacheBlock], int]]:
-        """Entries (table, index) that tokens from `position` on no longer read, each table's end first."""
+        """Returns the entries (table, index) that tokens from `position` on no longer read, each table's end first."""
         dropped: list[tuple[list[KVCacheBlock], int]] = []
         for group in self._windowed_groups:
             table = held.tables[group.group_id]
@@ -256,7 +257,7 @@ class KVCacheManager:
         tables: Sequence[Sequence[KVCacheBlock]],
         hits: Sequence[Sequence[KVCacheBlock]],
     ) -> int:
-        """New blocks that the request's present tokens need in all, beyond what it holds and hits."""
+        """Returns how many new blocks the request's present tokens need in all, beyond what it holds and hits."""
         count = 0
         for group, table, hit in zip(self.groups, tables, hits, strict=True):
             num_owned = sum(not block.is_null for part in (table, hit) for block in part)
@@ -291,7 +292,7 @@ class KVCacheManager:
         return KVCacheBlocks(parts)
 
     def _cache_full_blocks(self, request: CacheableRequest, held: RequestBlocks, num_tokens: int) -> None:
-        """Register what is full within the first `num_tokens` tokens. Drafts among them have no hashes yet."""
+        """Registers blocks that are full within the first `num_tokens` tokens. Drafts among them have no hashes yet."""
         num_full = min(num_tokens // self.block_size, len(request.block_hashes))
         if num_full > held.num_cached_blocks:
             held.last_content = self.block_pool.cache_full_blocks(
@@ -302,7 +303,7 @@ class KVCacheManager:
     def _evict_uncomputed_blocks(
         self, request: CacheableRequest, held: RequestBlocks, num_computed_blocks: int
     ) -> None:
-        """Unregister blocks that were allocated for a step which will not compute them."""
+        """Unregisters blocks that were allocated for a step which will not compute them."""
         for table in held.tables:
             blocks = table[num_computed_blocks : held.num_cached_blocks]
             if any(block.ref_cnt > 1 and not block.is_null for block in blocks):

@@ -1,4 +1,4 @@
-"""From what the workers report to a KV cache of a fixed size.
+"""Chooses the size of the KV cache from what the workers report.
 
 `initialize_kv_caches` asks the executor; the functions that choose sizes are pure. Sizes are bytes; a length is a
 request's prompt and output in tokens.
@@ -28,11 +28,11 @@ NEARLY_EQUAL = 1.25
 
 
 def blocks_needed(spec: AnyKVCacheSpec, num_tokens: int, max_step_tokens: int | None = None) -> int:
-    """Most blocks of a group that one request of `num_tokens` tokens holds at once.
+    """Returns the most blocks of a group that one request of `num_tokens` tokens holds at once.
 
-    Full attention holds every token. A sliding window holds, while a step computes at most `max_step_tokens`
-    tokens, those and the `window - 1` tokens before them: a span that touches at most ceil(span / block size) + 1
-    blocks, as it may start anywhere in one. Without a limit per step (None) the whole request may be one step.
+    Full attention holds every token. A sliding window holds, while a step computes at most `max_step_tokens` tokens,
+    those and the `window - 1` tokens before them: a span that touches at most ceil(span / block size) + 1 blocks, as it
+    may start anywhere in one. Without a limit per step (None) the whole request may be one step.
     """
     num_blocks = math.ceil(num_tokens / spec.block_size)
     if isinstance(spec, SlidingWindowSpec) and max_step_tokens is not None:
@@ -44,12 +44,12 @@ def blocks_needed(spec: AnyKVCacheSpec, num_tokens: int, max_step_tokens: int | 
 def request_blocks_needed(
     groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_step_tokens: int | None = None
 ) -> int:
-    """Most blocks of all groups together that one request of `num_tokens` tokens holds at once."""
+    """Returns the most blocks of all groups together that one request of `num_tokens` tokens holds at once."""
     return sum(blocks_needed(group.kv_cache_spec, num_tokens, max_step_tokens) for group in groups)
 
 
 def max_concurrency(config: KVCacheConfig, max_model_len: int, max_step_tokens: int | None = None) -> float:
-    """How many requests of `max_model_len` tokens fit at once; infinite for a model without a KV cache."""
+    """Returns how many requests of `max_model_len` tokens fit at once; infinite for a model without a KV cache."""
     needed = request_blocks_needed(config.kv_cache_groups, max_model_len, max_step_tokens)
     return (config.num_blocks - 1) / needed if needed else math.inf
 
@@ -57,7 +57,8 @@ def max_concurrency(config: KVCacheConfig, max_model_len: int, max_step_tokens: 
 def max_fitting_len(
     groups: Sequence[KVCacheGroupSpec], num_blocks: int, model_len: int, max_step_tokens: int | None = None
 ) -> int:
-    """The longest request, up to `model_len` tokens, that fits into `num_blocks` blocks (null block included)."""
+    """Returns the longest request, up to `model_len` tokens, that fits into `num_blocks` blocks (null block
+    included)."""
     low, high = 0, model_len
     while low < high:
         middle = (low + high + 1) // 2
@@ -69,14 +70,14 @@ def max_fitting_len(
 
 
 def make_kv_cache_groups(specs: dict[str, AnyKVCacheSpec]) -> list[KVCacheGroupSpec]:
-    """Sort layers into groups of layers of one kind (class and window), all with (nearly) the same number of layers.
+    """Sorts layers into groups of layers of one kind (class and window), all with (nearly) the same number of layers.
 
     One kind makes one group. With several, a group has as many layers as the rarest kind (Gemma 3: five sliding groups
-    for each full one), or as the commonest where the numbers are nearly equal. A kind whose layers do not divide
-    evenly leaves places empty in its groups: memory that a block occupies and no layer uses (Gemma 3 1B: 22 sliding and
-    4 full layers make 7 groups of 4, 2 of 28 places empty).
+    for each full one), or as the commonest where the numbers are nearly equal. A kind whose layers do not divide evenly
+    leaves places empty in its groups: memory that a block occupies and no layer uses (Gemma 3 1B: 22 sliding and 4 full
+    layers make 7 groups of 4, 2 of 28 places empty).
 
-    ConfigError if block sizes differ: then tables of one request would differ in length.
+    Raises ConfigError if block sizes differ: tables of one request would then differ in length.
     """
     kinds: dict[tuple[object, ...], list[str]] = {}
     for name, spec in specs.items():
@@ -103,14 +104,14 @@ def make_kv_cache_configs(
     auto_fit: bool,
     max_step_tokens: int | None = None,
 ) -> tuple[list[KVCacheConfig], int]:
-    """The cache of each worker, and the longest request it serves: `model_len`, or less with `auto_fit`.
+    """Returns the cache of each worker, and the longest request it serves: `model_len`, or less with `auto_fit`.
 
-    Workers may hold different layers (pipeline) or the same ones (tensor parallel); groups are made over all layers, so
-    that one block table serves every worker, and the worker with the least room decides the number of blocks.
+    Workers may hold different layers (pipeline) or the same ones (tensor parallel). Groups are made over all layers, so
+    that one block table serves every worker, and the worker with the least memory decides the number of blocks.
     `num_gpu_blocks_override` replaces what memory would give. `max_step_tokens` is the token budget of a step: the
-    `KVCacheManager` must be told the same.
+    `KVCacheManager` must be given the same.
 
-    ConfigError if not even one request of the length fits (with `auto_fit`: none of any length).
+    Raises ConfigError if not even one request of the length fits (with `auto_fit`: none of any length).
     """
     groups = make_kv_cache_groups(_merge(specs_per_worker))
     worker_rows = [_tensor_rows(specs, groups) for specs in specs_per_worker]
@@ -142,7 +143,8 @@ _TensorRow = tuple[int, list[str]]
 
 
 def _tensor_rows(specs: dict[str, AnyKVCacheSpec], groups: Sequence[KVCacheGroupSpec]) -> list[_TensorRow]:
-    """Tensor j holds the j-th of this worker's layers of each group. Its pages are as large as its largest layer's."""
+    """Returns rows of layers: tensor j holds the j-th of this worker's layers of each group. Its pages are as large as
+    its largest layer's."""
     columns = [[name for name in group.layer_names if name in specs] for group in groups]
     rows: list[_TensorRow] = []
     for column in zip_longest(*columns):
@@ -156,7 +158,8 @@ def _block_bytes(rows: Sequence[_TensorRow]) -> int:
 
 
 def _count_blocks(worker_rows: Sequence[Sequence[_TensorRow]], available_bytes: Sequence[int]) -> int:
-    """Blocks for which the worker with the least room has memory; 1 (the null block) if no layer has a cache."""
+    """Returns the number of blocks that fit on the worker with the least memory; 1 (the null block) if no layer has a
+    cache."""
     counts = [
         max(available, 0) // _block_bytes(rows)
         for rows, available in zip(worker_rows, available_bytes, strict=True)
@@ -175,7 +178,7 @@ def _merge(specs_per_worker: Sequence[dict[str, AnyKVCacheSpec]]) -> dict[str, A
 
 
 def _split_evenly(names: list[str], group_size: int) -> list[list[str]]:
-    """Consecutive parts of at most `group_size` names whose lengths differ by at most one."""
+    """Returns consecutive parts of at most `group_size` names whose lengths differ by at most one."""
     num_parts = math.ceil(len(names) / group_size)
     bounds = [len(names) * part // num_parts for part in range(num_parts + 1)]
     return [names[start:stop] for start, stop in pairwise(bounds)]
@@ -208,12 +211,12 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class KVCacheSizes:
-    """What start-up found out. `config` is the scheduler's: block counts are equal on all workers."""
+    """Results of start-up. `config` is the scheduler's: block counts are equal on all workers."""
 
     config: KVCacheConfig
     max_model_len: int
     max_concurrency: float
-    """Requests of max_model_len tokens that fit at once; 0 without a KV cache, which limits nobody."""
+    """Number of requests of max_model_len tokens that fit at once; 0 without a KV cache, which sets no limit."""
 
     @property
     def block_size(self) -> int:
@@ -222,12 +225,12 @@ class KVCacheSizes:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the cache holds in requests as long as the context allows; 0 where there is none."""
+        """Number of tokens the cache holds in requests as long as the context allows; 0 without a cache."""
         return int(self.max_concurrency * self.max_model_len) if self.config.kv_cache_groups else 0
 
 
 def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSizes:
-    """Size the cache from the memory the workers have left, allocate it there and warm up.
+    """Sizes the cache from the memory the workers have left, allocates it there and warms up.
 
     Raises ConfigError if not even one request fits.
     """

@@ -25,14 +25,14 @@ from quire.version import __version__
 logger = init_logger(__name__)
 
 END_S = 5.0
-"""How long the end of a file is waited for."""
+"""Seconds to wait for the end of a file."""
 
 
 class BackgroundFile:
-    """A new file that a thread fills at intervals with what `take` hands out, there and then.
+    """A new file that a thread fills at intervals with what `take` returns.
 
-    When a write fails, or the file's owner gives up because the disk is too slow, the file ends there and the log says
-    so: serving goes on. Knows nothing of what is written.
+    When a write fails, or the owner gives up because the disk is too slow, the file ends there and the log says so:
+    serving continues. Knows nothing of the contents.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class BackgroundFile:
         self._fd = open_new_file(path, flag)
         self._ends = threading.Event()
         self.is_over = False
-        """Whether whatever comes now comes too late."""
+        """True after the end: further data is dropped."""
         write_all(self._fd, head)
         self._thread = threading.Thread(target=self._write_all, name="BackgroundFile", daemon=True)
         self._thread.start()
 
     def give_up(self, why: str) -> None:
-        """End the file where it is. From any thread."""
+        """Ends the file where it is. Callable from any thread."""
         if not self.is_over:
             logger.error("%s %s ends here: %s", self._flag, self._path, why)
         self.is_over = True
         self._ends.set()
 
     def close(self) -> None:
-        """Write what is left, and the end. May be called twice."""
+        """Writes the remaining data, and the end of the file. May be called twice."""
         self._ends.set()
         self._thread.join(END_S)
         self.is_over = True
@@ -78,8 +78,10 @@ class BackgroundFile:
 
 
 def open_new_file(path: Path, flag: str) -> int:
-    """A descriptor to append to a file that only its owner may read. Raises ConfigError, naming `flag`, if the file
-    exists or cannot be made."""
+    """Opens a new file that only its owner may read. Returns a descriptor to append to it.
+
+    Raises ConfigError, naming `flag`, if the file exists or cannot be made.
+    """
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -89,16 +91,17 @@ def open_new_file(path: Path, flag: str) -> int:
 
 
 def write_all(fd: int, data: bytes | bytearray) -> None:
-    """Raises OSError."""
+    """Writes all of `data`. Raises OSError."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 WRITE_INTERVAL_S = 0.25
-"""What was recorded longer ago than this (and the time of a write) survives whatever ends the process."""
+"""Seconds between writes: events recorded longer ago than this (and the time of a write) survive the end of the
+process."""
 MAX_PENDING_BYTES = 1 << 26
-"""A disk that is slower than the engine ends the recording, not the engine."""
+"""Most bytes that wait to be written; a disk that is slower than the engine ends the recording, not the engine."""
 
 
 class RecordingWriter:
@@ -113,7 +116,7 @@ class RecordingWriter:
         self._file = BackgroundFile(path, "--record", WRITE_INTERVAL_S, self._take, head=encode_header(header))
 
     def emit(self, event: AnyEvent) -> None:
-        """Take an event in; dropped after the end."""
+        """Encodes an event; drops it after the end."""
         if self._file.is_over:
             return
         with self._lock:
@@ -123,7 +126,7 @@ class RecordingWriter:
             self._file.give_up(f"{MAX_PENDING_BYTES} bytes wait to be written")
 
     def close(self) -> None:
-        """Write what is left. May be called twice."""
+        """Writes the remaining events. May be called twice."""
         self._file.close()
 
     def _take(self) -> bytes:
@@ -134,7 +137,7 @@ class RecordingWriter:
 
 
 class FileRecorder(Recorder):
-    """Records an engine, as its configuration says."""
+    """Records an engine, as its configuration asks."""
 
     def __init__(self, config: EngineConfig, sizes: KVCacheSizes) -> None:
         """Raises ConfigError if the file cannot be written."""

@@ -1,11 +1,11 @@
-"""What a recording holds, as structs and as bytes. Knows nothing of schedulers or files.
+"""The contents of a recording, as structs and as bytes. Knows nothing of schedulers or files.
 
 A recording is MAGIC, then frames. A frame is the length and the CRC-32 of a payload (little-endian, 4 bytes each), and
-the payload: of the first frame a `Header`, of the others a msgpack array of events. Whoever writes appends whole
-frames, so that a file may end at any byte and all frames before it are good.
+the payload: of the first frame a `Header`, of the others a msgpack array of events. Only whole frames are appended, so
+that a file may end at any byte and all frames before it are good.
 
-Requests are called by the number of their arrival. No event holds a prompt or an output: where prefixes are shared is
-said by the hashes of their blocks, under a key that is thrown away, so that nobody can try prompts against them.
+Requests are identified by the number of their arrival. No event holds a prompt or an output: block hashes show which
+prefixes are shared. They are made under a key that is thrown away, so that prompts cannot be tried against them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from quire.wire.kv_cache import KVCacheConfig
 
 MAGIC = b"quire recording\n"
 FORMAT = 1
-"""Of what follows MAGIC; a reader takes its own only."""
+"""Version of everything after MAGIC; a reader accepts its own only."""
 MAX_FRAME_BYTES = 1 << 28
 HASH_BYTES = 16
 
 Hashes = tuple[int, int, bytes]
-"""(request, index of the first block, digests one after another): its blocks from there on are these."""
+"""(request, index of the first block, digests one after another): the request's blocks from there on."""
 
 
 class Header(msgspec.Struct, kw_only=True):
-    """The engine that was recorded. A map, so that fields may be added without another format."""
+    """The recorded engine. A map, so that fields may be added without another format."""
 
     format: int = FORMAT
     quire: str
@@ -47,24 +47,25 @@ class Header(msgspec.Struct, kw_only=True):
     enable_caching: bool
     num_spec_tokens: int = 0
     incarnation: int = 0
-    """How many times the core had been started before: each start makes a recording of its own."""
+    """Number of starts of the core before this one: each start makes a recording of its own."""
     has_prompts: bool = False
-    """Prompt token ids were asked for."""
+    """True if prompt token ids are recorded."""
 
 
 class Event(msgspec.Struct, array_like=True, tag_field="kind", gc=False):
-    """`at` is in microseconds after the event before it (a step's: when it began, and `took` until it was decided)."""
+    """Base of events. `at` is in microseconds after the event before it (a step's: its beginning; `took` is until its
+    end)."""
 
     at: int
 
 
 class Add(Event, tag=1):
-    """A request was handed to the scheduler: it gets the next number, unless it was refused."""
+    """A request was given to the scheduler: it gets the next number, unless it was refused."""
 
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
-    """Generated before a restart."""
+    """Tokens generated before a restart."""
     flags: int
     max_tokens: int | None
     priority: int
@@ -72,7 +73,7 @@ class Add(Event, tag=1):
     client_index: int
     is_accepted: bool
     end: int = 0
-    """The `RequestStatus` of one that came back after a restart and had ended."""
+    """The `RequestStatus` of a request that had ended before a restart."""
     hashes: Hashes | None = None
     prompt: list[int] | None = None
 
@@ -82,7 +83,7 @@ SKIPS_CACHE, HAS_GRAMMAR, IS_POOLING = 4, 8, 16
 
 
 class End(Event, tag=2):
-    """Requests were ended from outside. `requests` None: all that lived. Unknown ones are left out."""
+    """Requests were ended by `finish_requests`. `requests` None: all live ones. Unknown ones are left out."""
 
     requests: list[int] | None
     status: int
@@ -90,26 +91,26 @@ class End(Event, tag=2):
 
 
 class StepDetails(msgspec.Struct, array_like=True, gc=False):
-    """What is not the same in every step of decoding requests."""
+    """Differences of a step from one that only decodes."""
 
     chunks: list[tuple[int, int]] = []
     """(request, tokens) where it is not one token."""
     new: list[tuple[int, int, BlockIds]] = []
-    """(request, computed tokens, blocks) of those the worker does not know."""
+    """(request, computed tokens, blocks) of requests that the worker does not know."""
     blocks: list[tuple[int, BlockIds]] = []
-    """Blocks given to others."""
+    """(request, new blocks) of the other requests."""
     finished: list[int] = []
     preempted: list[int] = []
     drafts: list[tuple[int, int]] = []
     ready: list[int] = []
-    """Whose grammar was first seen to be ready."""
+    """Requests whose grammar was first found to be ready."""
     failed: list[tuple[int, int]] = []
-    """(request, `RequestStatus`) of those that ended in an error, or with a grammar: perhaps while the step was decided
-    on."""
+    """(request, `RequestStatus`) of requests that ended in an error, or with a grammar: perhaps while the step was
+    scheduled."""
 
 
 class Step(Event, tag=3):
-    """A step was decided on."""
+    """A step was scheduled."""
 
     took: int
     digest: int
@@ -126,15 +127,15 @@ class Update(Event, tag=4):
     counts: list[tuple[int, int]] = []
     """(request, new tokens) where it is not one."""
     ends: list[tuple[int, int, int]] = []
-    """(request, `FinishReason`, tokens kept)"""
+    """(request, `FinishReason`, tokens kept)."""
     hashes: list[Hashes] = []
     pooled: list[int] = []
     jumps: list[tuple[int, int]] = []
-    """(request, tokens that its grammar forced after those)"""
+    """(request, tokens that its grammar forced after those)."""
 
 
 class Drafts(Event, tag=5):
-    """Drafts were proposed: (request, how many)."""
+    """Draft tokens were set: (request, how many)."""
 
     counts: list[tuple[int, int]]
 
@@ -144,14 +145,14 @@ class Abandon(Event, tag=6):
 
 
 class Reset(Event, tag=7):
-    """The prefix cache was to be forgotten."""
+    """The prefix cache was to be dropped."""
 
     reset_running_requests: bool
     done: bool
 
 
 class Pause(Event, tag=8):
-    """Scheduling was stopped, or went on: a `PauseState`."""
+    """Scheduling was paused or resumed: a `PauseState`."""
 
     state: int
 
@@ -161,29 +162,29 @@ Emit = Callable[[AnyEvent], None]
 
 
 def encode_frame(payload: bytes | bytearray) -> bytes:
-    """Length, checksum, payload."""
+    """Returns length, checksum and payload."""
     return len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
 
 
 def encode_header(header: Header) -> bytes:
-    """The first bytes of a recording."""
+    """Returns the first bytes of a recording."""
     return MAGIC + encode_frame(msgspec.msgpack.encode(header))
 
 
 def encode_events(count: int, encoded: bytes | bytearray) -> bytes:
-    """A frame of `count` events that are encoded already."""
+    """Returns a frame of `count` events that are encoded already."""
     return encode_frame(b"\xdd" + count.to_bytes(4, "big") + encoded)
 
 
 class RecordingReader:
     """Reads a recording from a file, in bounded memory.
 
-    `header` is there at once; `events()` may be called once. `torn_bytes`, after it: how much the end of the file lacks
-    sense, because whoever wrote it was stopped.
+    `header` is available at once; `events()` may be called once. `torn_bytes`, after it, is the length of an incomplete
+    frame at the end of the file.
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        """Raises ConfigError for a file that is no recording this version can read."""
+        """Raises ConfigError if the file is not a recording that this version can read."""
         self._file = file
         self.torn_bytes = 0
         if file.read(len(MAGIC)) != MAGIC:
@@ -200,7 +201,7 @@ class RecordingReader:
             raise ConfigError(f"the header of the recording cannot be read: {e}") from None
 
     def events(self) -> Iterator[AnyEvent]:
-        """Raises ConfigError where a frame in the middle is damaged."""
+        """Yields the events. Raises ConfigError where a frame in the middle is damaged."""
         decoder = msgspec.msgpack.Decoder(list[AnyEvent])
         while (payload := self._read_frame()) is not None:
             try:
@@ -210,7 +211,7 @@ class RecordingReader:
             yield from events
 
     def _read_frame(self) -> bytes | None:
-        """The next payload; None at the end, or where the rest is only a part of a frame."""
+        """Returns the next payload; None at the end, or where only a part of a frame is left."""
         head = self._file.read(8)
         size = int.from_bytes(head[:4], "little")
         payload = self._file.read(min(size, MAX_FRAME_BYTES)) if len(head) == 8 else b""

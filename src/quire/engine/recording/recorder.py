@@ -1,7 +1,8 @@
-"""From what happens at a scheduler to the events of a recording. Knows nothing of files; the only state is who is who.
+"""Makes the events of a recording from calls of a scheduler. Knows nothing of files.
 
-Whatever follows from the events before is left out: of a step of decoding requests there is a digest, because the real
-scheduler decides the same again. What comes from outside is there: arrivals, ends, lengths, which grammars were ready.
+What follows from earlier events is left out: a step that only decodes is recorded as a digest, because the real
+scheduler decides the same again. What comes from outside is recorded: arrivals, ends, lengths, which grammars were
+ready.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 Digest = Callable[[bytes], bytes]
-"""From a block's hash to the HASH_BYTES that stand for it in the recording."""
+"""Returns the HASH_BYTES that stand for a block's hash in the recording."""
 
 
 def keyed_digest(key: bytes) -> Digest:
-    """Under a secret key equal hashes stay equal, and nobody can find out of which prompt one is."""
+    """Returns a digest under a secret key: equal hashes stay equal, and cannot be traced back to a prompt."""
     return lambda block_hash: blake2b(block_hash, digest_size=HASH_BYTES, key=key).digest()
 
 
 class _Known:
-    """A request that has a number."""
+    """A request with its number."""
 
     __slots__ = ("index", "is_ready", "num_hashes", "request")
 
@@ -52,7 +53,7 @@ class _Known:
         self.index = index
         self.request = request
         self.num_hashes = 0
-        """Block hashes that the recording has."""
+        """Number of block hashes that the recording has."""
         self.is_ready = request.structured_output is None
 
 
@@ -64,11 +65,11 @@ class Recorder(SchedulerObserver):
         self._digest = digest
         self._with_prompts = with_prompts
         self._clock = round(clock * 1e6)
-        """Of the last event, in microseconds."""
+        """Time of the last event, in microseconds."""
         self._known: dict[str, _Known] = {}
-        """By id: requests that live, and those the worker has yet to be told that they ended."""
+        """Requests by id: live ones, and those whose end the worker does not know yet."""
         self._replaced: list[_Known] = []
-        """Of the latter those whose id is in use again."""
+        """Ended requests whose id is in use again."""
         self._num_requests = 0
         self._ready: list[int] = []
         self._encoder = msgspec.msgpack.Encoder()
@@ -167,7 +168,7 @@ class Recorder(SchedulerObserver):
 
     def _describe(self, output: SchedulerOutput) -> StepDetails:
         known, cached = self._known, output.scheduled_cached_reqs
-        # After steps were given up the worker is told again of ends that the recording has.
+        # After abandoned steps the worker is sent again ends that the recording has.
         ended, self._replaced = self._replaced, []
         ended += [one for i in output.finished_req_ids if (one := known.get(i)) is not None and one.request.is_finished]
         ready, self._ready = self._ready, []
@@ -240,38 +241,36 @@ class Recorder(SchedulerObserver):
         return known.index, start, b"".join(map(self._digest, now[start:]))
 
     def _passed(self, start: float, end: float | None = None) -> int:
-        """Microseconds from the last event to this one, which is over at `end`."""
+        """Returns the microseconds from the last event to this one, which is over at `end`."""
         now = round(start * 1e6)
         passed, self._clock = now - self._clock, now if end is None else now + round((end - start) * 1e6)
         return passed
 
 
 class _WatchedGrammars:
-    """A structured-output manager that notes when the scheduler first sees a grammar to be ready."""
+    """Forwards to a structured-output manager, and notes when the scheduler first finds a grammar to be ready."""
 
     def __init__(self, manager: StructuredOutputManager, note_ready: Callable[[Request], None]) -> None:
         self._manager = manager
         self._note_ready = note_ready
 
     def is_ready(self, request: Request) -> bool:
-        """As the manager says."""
         is_ready = self._manager.is_ready(request)
         if is_ready and request.structured_output is not None:
             self._note_ready(request)
         return is_ready
 
     def grammar_bitmask(self, requests: Sequence[Request], scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """As the manager says."""
         return self._manager.grammar_bitmask(requests, scheduler_output)
 
 
 def _end_status(request: Request) -> int:
-    """How it ended; 0 while it lives."""
+    """Returns the status of a request that has ended; 0 while it lives."""
     return int(request.status) if request.is_finished else 0
 
 
 def _may_fail_to_start(request: Request) -> bool:
-    """Whether the end of this request may be a matter of its grammar, or of a cache that is too small for it."""
+    """Returns whether the request may have ended because of its grammar, or of a cache that is too small for it."""
     return request.is_finished and (
         request.structured_output is not None or request.status is RequestStatus.FINISHED_ERROR
     )

@@ -1,4 +1,4 @@
-"""What the scheduler may admit: its limits, and the plan of one admission."""
+"""The limits of the scheduler, and the plan of one admission."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.errors import ConfigError, PromptTooLongError
 
 
 class Admission(NamedTuple):
-    """How a waiting request would start in a step."""
+    """Plan for a waiting request that starts in a step."""
 
     cached_blocks: KVCacheBlocks
     """Found in the prefix cache."""
@@ -26,19 +26,19 @@ class Admission(NamedTuple):
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What `SchedulerConfig` means for one engine, with nothing left open."""
+    """Limits of one engine, from its `SchedulerConfig`."""
 
     max_num_scheduled_tokens: int
     """Token budget of a step."""
     max_num_seqs: int
     max_model_len: int
-    """Fitted to the cache."""
+    """Context length, fitted to the cache."""
     long_prefill_token_threshold: int
-    """Most tokens of one request in a step; 0 for no limit."""
+    """Most tokens of one request in a step; 0: unlimited."""
     enable_chunked_prefill: bool
     reserve_full_isl: bool
     watermark_blocks: int
-    """Blocks that admitting a request must leave free."""
+    """Blocks that an admission must leave free."""
 
     @classmethod
     def from_config(cls, config: SchedulerConfig, max_model_len: int, num_blocks: int) -> SchedulerLimits:
@@ -77,14 +77,15 @@ class SchedulerLimits:
             )
 
     def has_room(self, request: Request) -> bool:
-        """Whether the context takes the request's tokens and, of a generating one, one more."""
+        """Returns whether the context has room for the request's tokens and, of a generating one, one more."""
         return request.num_tokens <= self._room(request)
 
     def _room(self, request: Request) -> int:
         return self.max_model_len - (request.sampling_params is not None)
 
     def cap_chunk(self, num_tokens: int, token_budget: int) -> int:
-        """How many of the `num_tokens` a request misses it may compute in a step with `token_budget` left."""
+        """Returns how many of the `num_tokens` that a request lacks it may compute in a step with `token_budget`
+        left."""
         if self.enable_chunked_prefill and 0 < self.long_prefill_token_threshold < num_tokens:
             num_tokens = self.long_prefill_token_threshold
         return min(num_tokens, token_budget)

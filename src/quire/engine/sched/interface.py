@@ -19,29 +19,31 @@ from quire.wire.stats import EngineSnapshot, SchedulerStats
 
 
 class PauseState(IntEnum):
-    """How much of the scheduler stands still (checklist S3-EC-054)."""
+    """State of a pause."""
 
     UNPAUSED = 0
     PAUSED_NEW = 1
-    """Requests in progress, preempted ones among them, go on; new ones wait."""
+    """Requests in progress, including preempted ones, continue; new ones wait."""
     PAUSED_ALL = 2
     """Nothing is scheduled."""
 
 
 class StructuredOutputManager(Protocol):
-    """The door for grammars. A scheduler without one schedules every request at once and masks no token."""
+    """The interface to grammars. A scheduler without a manager schedules every request at once and masks no token."""
 
     def is_ready(self, request: Request) -> bool:
-        """Whether the request's grammar is compiled (True for a request without one). Called often: must be cheap."""
+        """Returns whether the request's grammar is compiled (True for a request without one). Called often: must be
+        cheap."""
         ...
 
     def grammar_bitmask(self, requests: Sequence[Request], scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Token masks for those of the step's `requests` that have a grammar and sample, None if there are none."""
+        """Returns token masks for those of the step's `requests` that have a grammar and sample; None if there are
+        none."""
         ...
 
 
 class SchedulerInterface(ABC):
-    """Decides what each step computes. Touched by one thread only.
+    """Decides what each step computes. Used by one thread only.
 
     Steps may overlap: `schedule` may be called again before the result of the last step is known. Results come back
     through `update_from_output` in the order the steps were scheduled, or never (`abandon_steps`).
@@ -51,112 +53,116 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises ValidationError, with nothing changed, if it cannot be accepted."""
+        """Queues a request. Raises ValidationError, with nothing changed, if it cannot be accepted."""
 
     @abstractmethod
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, status: RequestStatus, *, report: bool = False
     ) -> list[tuple[str, int]]:
-        """End requests from outside, wherever they stand; None means all. Unknown ids are ignored.
+        """Ends requests in any state, on request of a client or the core; None means all. Ignores unknown ids.
 
-        Returns (id, client_index) of those it ended. With `report` their clients are told with the next outputs;
+        Returns (id, client_index) of those it ended. With `report` their clients get an end with the next outputs;
         without, the caller knows already (an abort comes from the client).
         """
 
     @abstractmethod
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: running requests first, then waiting ones, within one token budget."""
+        """Decides the next step: running requests first, then waiting ones, within one token budget."""
 
-    def note_forward(self, scheduler_output: SchedulerOutput) -> None:  # noqa: B027  most have nobody to tell
-        """The forward pass of a step is done, its tokens are sampled now. Of interest to whoever traces only."""
+    def note_forward(self, scheduler_output: SchedulerOutput) -> None:  # noqa: B027  only an observed scheduler reports it
+        """Notes that the forward pass of a step is done and its tokens are being sampled. Only traces use it."""
 
     @abstractmethod
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take in the result of the oldest step in flight. Outputs by client index."""
+        """Takes in the result of the oldest step in flight. Returns outputs by client index."""
 
     @abstractmethod
     def abandon_steps(self) -> None:
-        """The results of all steps in flight are lost: compute again, as if they had never been scheduled."""
+        """Gives up all steps in flight, whose results are lost: their tokens are computed again."""
 
     @abstractmethod
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Token masks of a step, None when no request in it has a grammar."""
+        """Returns token masks of a step; None if no request in it has a grammar."""
 
     @abstractmethod
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
-        """Draft tokens for the next step. Ignored for requests that are not running or still compute their prompt."""
+        """Sets draft tokens for the next step. Ignores requests that are not running or still compute their prompt."""
 
     @abstractmethod
     def has_request(self, request_id: str) -> bool:
-        """Whether a request of this id is unfinished."""
+        """Returns whether a request of this id is unfinished."""
 
     @abstractmethod
     def get_request_ids(self, client_index: int) -> list[str]:
-        """The unfinished requests of one client."""
+        """Returns the ids of one client's unfinished requests."""
 
     @abstractmethod
     def get_num_unfinished_requests(self) -> int:
-        """Running and waiting, whatever they wait for."""
+        """Returns the number of running and waiting requests."""
 
     @abstractmethod
     def get_request_counts(self) -> tuple[int, int]:
-        """(running, waiting)."""
+        """Returns the numbers of running and of waiting requests."""
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is running or waiting."""
+        """Returns whether any request is running or waiting."""
         return self.get_num_unfinished_requests() > 0
 
     @abstractmethod
     def has_requests(self) -> bool:
-        """Whether a step would do anything: compute, tell the worker of finished requests, or report to a client."""
+        """Returns whether a step would do anything: compute, send ended requests to the worker, or report to a
+        client."""
 
     @abstractmethod
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes. False if running requests hold blocks and may not lose them for it."""
+        """Drops all cached prefixes. Returns False if running requests hold blocks and may not be preempted."""
 
     @abstractmethod
     def make_stats(self) -> SchedulerStats | None:
-        """A snapshot, with what the caches counted since the last one; None if statistics are off."""
+        """Returns statistics, with what the caches counted since the last call; None if statistics are off."""
 
     @abstractmethod
     def make_snapshot(self) -> EngineSnapshot:
-        """What it holds at this moment, for people who watch. Bounded in size and time, and changes nothing."""
+        """Returns the present state, for dashboards. Bounded in size and time; changes nothing."""
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Stop or go on, from the next `schedule` on."""
+        """Pauses or resumes scheduling, from the next `schedule` on."""
         self.pause_state = pause_state
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Release what it holds."""
+        """Releases its resources."""
 
 
 class SchedulerObserver:
-    """What an observer may want to hear. Stamps are of the core's monotonic clock. Nothing it is given may be changed,
-    and nothing it does may raise: it is called on the core's loop."""
+    """Base of observers; each method is called after the scheduler's.
+
+    Times are of the core's monotonic clock. An observer must not change its arguments, and must not raise: it is called
+    on the core's loop.
+    """
 
     def attach(self, scheduler: SchedulerInterface) -> None:
-        """This is the scheduler that is observed, to be looked at and not to be touched."""
+        """Sets the observed scheduler, which may be read and not changed."""
 
     def watch_grammars(self, manager: StructuredOutputManager | None) -> StructuredOutputManager | None:
-        """Before the scheduler is made: the manager it should be given."""
+        """Returns the manager that the scheduler is given. Called before the scheduler is made."""
         return manager
 
     def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
-        """A request was given to the scheduler, which took it in or raised."""
+        """A request was given to the scheduler, which accepted it or raised."""
 
     def on_finish(
         self, request_ids: list[str] | None, status: RequestStatus, report: bool, ended: Sequence[str], now: float
     ) -> None:
-        """Requests were ended from outside: `ended` are those that lived."""
+        """Requests were ended by `finish_requests`: `ended` are those that were live."""
 
     def on_schedule(self, output: SchedulerOutput, start: float, end: float) -> None:
-        """A step was decided on."""
+        """A step was scheduled."""
 
     def on_forward(self, output: SchedulerOutput, now: float) -> None:
-        """The forward pass of a step is done; its tokens are sampled now."""
+        """The forward pass of a step is done; its tokens are being sampled."""
 
     def on_update(
         self,
@@ -169,23 +175,23 @@ class SchedulerObserver:
         """The result of the oldest step was taken in."""
 
     def on_drafts(self, drafts: DraftTokenIds, now: float) -> None:
-        """Drafts were proposed."""
+        """Draft tokens were set."""
 
     def on_abandon(self, now: float) -> None:
         """The steps in flight were given up."""
 
     def on_reset(self, reset_running_requests: bool, done: bool, now: float) -> None:
-        """The prefix cache was, or could not be, forgotten."""
+        """The prefix cache was dropped, or could not be."""
 
     def on_pause(self, state: PauseState, now: float) -> None:
-        """Scheduling was stopped, or goes on."""
+        """Scheduling was paused or resumed."""
 
     def close(self) -> None:
-        """The scheduler is gone."""
+        """The scheduler was shut down."""
 
 
 class ObservedScheduler(SchedulerInterface):
-    """Forwards everything to `scheduler`. An error of a call that cannot fail in good order reaches no observer."""
+    """Forwards every call to `scheduler`. A call that raises is not reported to observers, except `add_request`."""
 
     def __init__(
         self,
@@ -201,7 +207,7 @@ class ObservedScheduler(SchedulerInterface):
 
     @property
     def pause_state(self) -> PauseState:  # type: ignore[override]  # the one of the scheduler
-        """How much stands still."""
+        """State of a pause."""
         return self.observed.pause_state
 
     def set_pause_state(self, pause_state: PauseState) -> None:

@@ -1,4 +1,4 @@
-"""From the worker's result for a request to the outputs its frontend is sent."""
+"""Makes the outputs for the frontend from the worker's results."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _COMPLETE = Stop(RequestStatus.FINISHED_STOPPED)
 def apply_result(
     request: Request, result: ModelRunnerOutput, new_token_ids: list[int], max_model_len: int
 ) -> EngineCoreOutput | None:
-    """Give a request what a step computed for it: append its tokens up to a stop, and say what the client hears.
+    """Appends the tokens of a step to a request, up to a stop. Returns the output for its client.
 
-    None while there is nothing to tell (its prompt is not computed yet). Sets the request's status if it ended.
+    Returns None while there is nothing to report (its prompt is not computed yet). Sets the request's status if it
+    ended.
     """
     request_id = request.request_id
     first = request.num_tokens == request.num_prompt_tokens
@@ -61,7 +62,8 @@ def _error_type(request: Request) -> str:
 
 
 def _append_until_stop(request: Request, new_token_ids: list[int], max_model_len: int) -> list[int]:
-    """The tokens kept: all, or those up to and with the one that ended the request. With those that must follow."""
+    """Returns the tokens kept: all, or those up to and with the one that ended the request, and tokens that a grammar
+    forces."""
     for count, token_id in enumerate(new_token_ids, start=1):
         if _append(request, token_id, max_model_len):
             return new_token_ids[:count]
@@ -77,7 +79,7 @@ def _append_until_stop(request: Request, new_token_ids: list[int], max_model_len
 
 
 def _append(request: Request, token_id: int, max_model_len: int) -> bool:
-    """Add a token; whether it has ended the request."""
+    """Appends a token. Returns whether it has ended the request."""
     request.append_output_token_ids(token_id)
     stop = check_stop(request, max_model_len)
     if request.structured_output is not None:
@@ -92,10 +94,10 @@ def _append(request: Request, token_id: int, max_model_len: int) -> bool:
 def _check_grammar(
     request: Request, structured: StructuredOutputRequest, token_id: int, stop: Stop | None
 ) -> Stop | None:
-    """Let the grammar see the token that was appended, which ends the request by `stop` if that is not None.
+    """Passes the appended token to the grammar. Returns the stop, given that `stop` would end the request otherwise.
 
-    A form that is complete ends the output at once, without an end-of-sequence token, whatever `ignore_eos` and
-    `min_tokens` say, and although max_tokens may be used up, too.
+    A complete form ends the output at once, without an end-of-sequence token, whatever `ignore_eos` and `min_tokens`
+    say, and although max_tokens may be used up, too.
     """
     match structured.accept(token_id):
         case GrammarVerdict.COMPLETE:
@@ -124,7 +126,8 @@ def _apply_pooling_result(request: Request, result: ModelRunnerOutput) -> Engine
 
 
 def make_prefill_stats(request: Request) -> PrefillStats:
-    """Where the prompt came from, at the request's first admission: recomputation is not counted again."""
+    """Returns where the prompt's tokens came from at the request's first admission: recomputation is not counted
+    again."""
     num_cached = min(max(request.history.num_cached_tokens, 0), request.num_prompt_tokens)
     return PrefillStats(
         num_prompt_tokens=request.num_prompt_tokens,
@@ -134,9 +137,9 @@ def make_prefill_stats(request: Request) -> PrefillStats:
 
 
 class OutputCollector:
-    """Turns results into outputs, gathers those at any time, and hands them over once per step, grouped by client.
+    """Makes outputs from results, and hands them over once per step, grouped by client.
 
-    With `include_finished_set` each client is also told the ids of all its requests that ended, aborts included.
+    With `include_finished_set` each client also gets the ids of all its requests that ended, aborts included.
     """
 
     def __init__(self, max_model_len: int, include_finished_set: bool, num_spec_tokens: int) -> None:
@@ -146,15 +149,15 @@ class OutputCollector:
         self._finished: defaultdict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._spec_stats: SpecDecodingStats | None = None
         self._num_ends = 0
-        """Outputs without tokens."""
+        """Number of outputs without tokens."""
 
     def add_result(
         self, requests: list[Request], scheduler_output: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[Request]:
-        """Give each of a step's requests what was computed for it; returns those that have ended by it.
+        """Gives each of a step's requests what was computed for it. Returns those that have ended by it.
 
-        A request that ended while the step was in flight is passed over. One that was preempted meanwhile keeps its
-        token, which is the one its recomputation would yield.
+        Skips a request that ended while the step was in flight. One that was preempted meanwhile keeps its token, which
+        is the one its recomputation would yield.
         """
         token_ids = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
         drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -181,7 +184,7 @@ class OutputCollector:
         self._spec_stats.record(num_drafts, num_accepted)
 
     def add_end(self, request: Request) -> None:
-        """Tell the client of an end that no result of the worker brought about."""
+        """Adds the end of a request that no result of the worker caused."""
         self._num_ends += 1
         self._outputs[request.client_index].append(
             EngineCoreOutput(
@@ -197,13 +200,15 @@ class OutputCollector:
         )
 
     def note_finished(self, request: Request) -> None:
-        """A request of this client has ended."""
+        """Notes the id of a request that has ended."""
         if self._finished is not None:
             self._finished[request.client_index].add(request.request_id)
 
     def take(self, timestamp: float, stats: SchedulerStats | None) -> dict[int, EngineCoreOutputs]:
-        """Everything gathered, under one `timestamp`. `stats` go to the client 0, which lives as long as we do: they
-        must be counted once."""
+        """Returns everything gathered, by client, under one `timestamp`.
+
+        `stats` go to client 0, which exists as long as the core: they must be counted once.
+        """
         batches = {
             client: EngineCoreOutputs(outputs=outputs, timestamp=timestamp) for client, outputs in self._outputs.items()
         }
@@ -227,7 +232,8 @@ class OutputCollector:
 
 
 def _count_tokens(stats: SchedulerStats, outputs: list[EngineCoreOutput]) -> None:
-    """What these outputs bring. Nearly all have one token that is not their request's first."""
+    """Adds the tokens of these outputs to the statistics. Nearly all have one token that is not their request's
+    first."""
     num_tokens = 0
     for output in outputs:
         num_tokens += len(output.new_token_ids)
@@ -239,8 +245,7 @@ def _count_tokens(stats: SchedulerStats, outputs: list[EngineCoreOutput]) -> Non
 
 
 def forced_tokens(request: Request) -> Iterator[int]:
-    """The tokens that can only come next, one after another. Each must have been appended before the next is asked
-    for."""
+    """Yields the tokens that the grammar forces. The caller must append each before it asks for the next."""
     structured, params = request.structured_output, request.sampling_params
     if structured is None or params is None or not structured.jumps:
         return

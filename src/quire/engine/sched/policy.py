@@ -25,20 +25,20 @@ OrderKey = tuple[float | str, ...]
 
 
 def arrival_key(request: Request) -> OrderKey:
-    """First come, first served: also when a request comes back, preempted or no longer blocked."""
+    """Orders by arrival, also when a request comes back, preempted or no longer blocked."""
     return (request.arrival_index,)
 
 
 def priority_key(request: Request) -> OrderKey:
-    """Priority, then arrival, then id (checklist S3-DEF-022)."""
+    """Orders by priority, then arrival, then id."""
     return (request.priority, request.arrival_time, request.request_id)
 
 
 class RequestQueue:
     """Waiting requests in the order of a key, as a binary heap. Knows nothing of capacity.
 
-    Who comes back takes the place the key gives: a preempted request is before those that came later, and has no claim
-    over a more urgent one.
+    A request that comes back takes the place that the key gives: a preempted request is before those that came later,
+    and never before a more urgent one.
     """
 
     def __init__(self, key: Callable[[Request], OrderKey]) -> None:
@@ -46,25 +46,26 @@ class RequestQueue:
         self._heap: list[tuple[OrderKey, Request]] = []
 
     def add(self, request: Request) -> None:
-        """A request takes its place."""
+        """Adds a request at its place."""
         heapq.heappush(self._heap, (self._key(request), request))
 
     def peek(self) -> Request:
-        """The head. IndexError if empty."""
+        """Returns the head. Raises IndexError if empty."""
         return self._heap[0][1]
 
     def pop(self) -> Request:
-        """Take the head. IndexError if empty."""
+        """Removes and returns the head. Raises IndexError if empty."""
         return heapq.heappop(self._heap)[1]
 
     def remove(self, requests: Collection[Request]) -> None:
-        """Take out all of `requests`, in one pass; those that are not here are ignored."""
+        """Removes all of `requests`, in one pass; ignores those that are not here."""
         gone = set(requests)
         self._heap = [entry for entry in self._heap if entry[1] not in gone]
         heapq.heapify(self._heap)
 
     def first(self, num_requests: int) -> list[Request]:
-        """The first of them, in the order they would be popped, at a cost that does not grow with the queue."""
+        """Returns the first requests, in the order they would be popped, at a cost that does not grow with the
+        queue."""
         heap, found = self._heap, list[Request]()
         candidates = [(heap[0][0], 0)] if heap else []
         while candidates and len(found) < num_requests:
@@ -75,7 +76,7 @@ class RequestQueue:
         return found
 
     def __iter__(self) -> Iterator[Request]:
-        """In the order they would be popped."""
+        """Iterates in the order they would be popped."""
         return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
 
     def __len__(self) -> int:
@@ -91,12 +92,12 @@ class SchedulingPolicy:
 
 
 def last_admitted(running: Sequence[Request]) -> int:
-    """The one that has waited least."""
+    """Returns the index of the last one: it has waited least."""
     return len(running) - 1
 
 
 def least_urgent(running: Sequence[Request]) -> int:
-    """The one with the largest `priority_key`."""
+    """Returns the index of the request with the largest `priority_key`."""
     return max(range(len(running)), key=lambda index: priority_key(running[index]))
 
 
@@ -104,14 +105,14 @@ POLICIES: dict[str, SchedulingPolicy] = {
     "fcfs": SchedulingPolicy(arrival_key, last_admitted),
     "priority": SchedulingPolicy(priority_key, least_urgent),
 }
-"""By the value of `--scheduling-policy`, whose choices (config/engine.py) must name the same rows."""
+"""Policies by the value of `--scheduling-policy`, whose choices (config/engine.py) must be the same."""
 
 
 class WaitingRequests:
     """Two queues of one policy: `ready` waits for capacity only, `blocked` for something else.
 
     Blocked are requests whose grammar is not compiled, new ones during a pause, and preempted ones whose last step is
-    still in flight: its token is to come, and if it were computed again meanwhile it would come twice.
+    still in flight: its token will come, and would come twice if it were computed again meanwhile.
     """
 
     def __init__(self, policy: SchedulingPolicy, structured_output_manager: StructuredOutputManager | None) -> None:
@@ -123,23 +124,23 @@ class WaitingRequests:
         self._arrivals = count()
 
     def add(self, request: Request) -> None:
-        """A new request takes its place."""
+        """Adds a new request."""
         request.arrival_index = next(self._arrivals)
         self.ready.add(request)
 
     def add_preempted(self, request: Request) -> None:
-        """A request that was admitted comes back to its place."""
+        """Adds a preempted request."""
         self.ready.add(request)
 
     def remove(self, requests: Collection[Request]) -> None:
-        """Take out those of `requests` that are here."""
+        """Removes those of `requests` that are here."""
         self.ready.remove(requests)
         self.blocked.remove(requests)
 
     def unblock(self, in_flight: Collection[Request], pause_state: PauseState) -> None:
-        """Start a round of admissions: what is no longer blocked goes back to its place.
+        """Starts a round of admissions: requests that are no longer blocked return to their place.
 
-        `in_flight` are requests that the result of a step is still to come for.
+        `in_flight` are requests whose last step has no result yet.
         """
         self._in_flight, self._pause_state = in_flight, pause_state
         free = [request for request in self.blocked if self._may_start(request)]
@@ -149,7 +150,7 @@ class WaitingRequests:
                 self.ready.add(request)
 
     def peek(self) -> Request | None:
-        """The next request to admit, None if there is none. Blocked ones ahead of it are set aside."""
+        """Returns the next request to admit, or None. Moves blocked ones before it to `blocked`."""
         while self.ready:
             request = self.ready.peek()
             if self._may_start(request):
@@ -158,7 +159,7 @@ class WaitingRequests:
         return None
 
     def pop(self) -> None:
-        """Take out the request `peek` returned."""
+        """Removes the request that `peek` returned."""
         self.ready.pop()
 
     def _may_start(self, request: Request) -> bool:
@@ -169,7 +170,7 @@ class WaitingRequests:
         return self._structured_output_manager is None or self._structured_output_manager.is_ready(request)
 
     def any_preempted(self) -> bool:
-        """Whether a request that has run before waits here."""
+        """Returns whether a preempted request waits here."""
         return any(request.status is RequestStatus.PREEMPTED for request in self)
 
     def __iter__(self) -> Iterator[Request]:

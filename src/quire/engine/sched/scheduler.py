@@ -1,12 +1,12 @@
-"""The scheduler: which request computes how many tokens in the next step.
+"""The scheduler decides which request computes how many tokens in the next step.
 
 One rule covers chunked prefill, prefix caching, decoding, speculation and resumption: every request has
-`num_computed_tokens` and wants to reach `num_tokens` (plus its drafts), and each step spends one token budget on that,
+`num_computed_tokens` and wants to reach `num_tokens` (plus its drafts). Each step spends one token budget on that,
 running requests first, then waiting ones. When a running request gets no KV blocks, the policy's victims are preempted
 until it does: they give up their blocks and wait at the head of the queue to be computed again.
 
 Steps may overlap. `num_computed_tokens` counts a step's tokens as soon as it is scheduled, so a request that waits for
-the token of a step in flight has nothing left to compute and is passed over.
+the token of a step in flight has nothing left to compute and is skipped.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Scheduler(SchedulerInterface):
         self._steps = StepsInFlight()
         self._outputs = OutputCollector(max_model_len, include_finished_set, num_spec_tokens)
         self._num_recomputed_tokens = 0
-        """Since the last snapshot."""
+        """Tokens computed again after preemptions, since the last statistics."""
 
     # -- coming ------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Scheduler(SchedulerInterface):
         if stop is None:
             self.limits.validate_length(request)
         self.requests[request.request_id] = request
-        if stop is not None:  # it came back after a restart with its last token: only its client does not know the end
+        if stop is not None:  # resumed after a restart with its last token: its client lacks the end only
             request.report.stop_reason = stop.reason
             self.finish_requests(request.request_id, stop.status, report=True)
             return
@@ -241,7 +241,7 @@ class Scheduler(SchedulerInterface):
 
     def abandon_steps(self) -> None:
         # Blocks are registered for reuse when they are scheduled, so the prefix cache may promise now what was never
-        # computed: it goes, too.
+        # computed: it is dropped, too.
         self._steps.abandon()
         self.reset_prefix_cache(reset_running_requests=True)
 
@@ -264,7 +264,7 @@ class Scheduler(SchedulerInterface):
         return [(request.request_id, request.client_index) for request in ended]
 
     def _release(self, ended: list[Request]) -> None:
-        """Forget requests whose status is final, and give back what they hold."""
+        """Removes requests whose status is final, and frees what they hold."""
         num_running = len(self.running)
         self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
         if num_running - len(self.running) < len(ended):  # some of them were waiting
@@ -299,7 +299,7 @@ class Scheduler(SchedulerInterface):
         return len(self.running), len(self.waiting)
 
     def has_requests(self) -> bool:
-        if self._steps.finished_req_ids:  # whose clients may have to be told, too
+        if self._steps.finished_req_ids:  # whose ids are to be sent to the worker, and perhaps to clients
             return True
         match self.pause_state:
             case PauseState.UNPAUSED:
@@ -368,4 +368,4 @@ class Scheduler(SchedulerInterface):
             request.report.record_event(event_type, timestamp)
 
     def shutdown(self) -> None:
-        """Nothing outlives the scheduler."""
+        """Does nothing: the scheduler has no resources of its own."""

@@ -1,4 +1,4 @@
-"""A step while it is being filled, and steps on their way."""
+"""A step while it is being filled, and the steps in flight."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quire.wire.execution import BlockIds, CachedRequestData, NewRequestData, Sc
 class StepBuilder:
     """Collects what one step computes.
 
-    `requests` are in the order of `num_scheduled_tokens`; `token_budget` is what is left of the step's. A request's
-    `num_computed_tokens` advances as soon as it is added: it counts what is under way.
+    `requests` are in the order of `num_scheduled_tokens`; `token_budget` is the rest of the step's budget. A request's
+    `num_computed_tokens` advances as soon as it is added: it counts what is in flight.
     """
 
     def __init__(self, token_budget: int, timestamp: float) -> None:
         self.token_budget = token_budget
         self.timestamp = timestamp
-        """The step's one stamp on the engine's clock."""
+        """Time of the step on the engine's clock."""
         self.requests: list[Request] = []
         self.num_scheduled_tokens: dict[str, int] = {}
         self.new_reqs: list[NewRequestData] = []
@@ -26,7 +26,7 @@ class StepBuilder:
         self.spec_token_ids: dict[str, list[int]] = {}
 
     def add_running(self, request: Request, num_tokens: int, new_block_ids: BlockIds | None) -> None:
-        """A request the worker knows computes `num_tokens` more; drafts that do not fit are dropped."""
+        """Adds `num_tokens` of a request that the worker knows; drops drafts that do not fit."""
         cached = self.cached_reqs
         cached.req_ids.append(request.request_id)
         cached.new_block_ids.append(new_block_ids)
@@ -42,7 +42,7 @@ class StepBuilder:
             request.spec_token_ids = []
 
     def add_new(self, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
-        """A request the worker does not know (or was told to forget) computes its first `num_tokens`."""
+        """Adds the first `num_tokens` of a request that the worker does not know, or has forgotten."""
         self.new_reqs.append(
             NewRequestData(
                 req_id=request.request_id,
@@ -65,7 +65,7 @@ class StepBuilder:
         request.num_computed_tokens += num_tokens
 
     def take_back(self, request: Request) -> None:
-        """A request that was, perhaps, added as a running one is to be preempted: the worker must not see it."""
+        """Removes a request that is to be preempted, if it was added as a running one: the worker must not see it."""
         num_tokens = self.num_scheduled_tokens.pop(request.request_id, 0)
         if num_tokens == 0:
             return
@@ -80,10 +80,7 @@ class StepBuilder:
 
 
 class StepsInFlight:
-    """What the worker has been told, and what it has yet to be told.
-
-    Steps whose results are not known, oldest first, and the ids that go out with the next one.
-    """
+    """Steps whose results are not known, oldest first, and ids to send to the worker with the next one."""
 
     def __init__(self) -> None:
         self.finished_req_ids: set[str] = set()
@@ -91,7 +88,7 @@ class StepsInFlight:
         self._steps: deque[tuple[SchedulerOutput, list[Request]]] = deque()
 
     def send(self, step: StepBuilder) -> SchedulerOutput:
-        """A step is complete and leaves."""
+        """Completes a step and adds it to those in flight."""
         output = SchedulerOutput(
             scheduled_new_reqs=step.new_reqs,
             scheduled_cached_reqs=step.cached_reqs,
@@ -107,23 +104,24 @@ class StepsInFlight:
         return output
 
     def receive(self, output: SchedulerOutput) -> list[Request]:
-        """The requests of the oldest step, whose result has come, in the order of its num_scheduled_tokens.
+        """Returns the requests of the oldest step, whose result is `output`'s, in the order of its
+        num_scheduled_tokens.
 
-        Raises RuntimeError if `output` is another's.
+        Raises RuntimeError if `output` is another step's.
         """
         if not self._steps or self._steps[0][0] is not output:
             raise RuntimeError("a step's result came out of order, twice, or for a step that was given up")
         return self._steps.popleft()[1]
 
     def abandon(self) -> None:
-        """No result will come. What the worker was perhaps never told is told again."""
+        """Gives up all steps in flight. Ids that they carried are sent again."""
         for output, _ in self._steps:
             self.finished_req_ids |= output.finished_req_ids
             self.preempted_req_ids |= output.preempted_req_ids
         self._steps.clear()
 
     def get_preempted(self) -> set[Request]:
-        """Requests that were preempted after they were scheduled."""
+        """Returns the requests that were preempted after they were scheduled."""
         return {
             request for _, requests in self._steps for request in requests if request.status is RequestStatus.PREEMPTED
         }

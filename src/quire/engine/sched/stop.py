@@ -1,4 +1,4 @@
-"""When a sequence ends by its own tokens. Pure functions: they read a request and change nothing.
+"""Decides when a sequence ends by its own tokens. Pure functions: they read a request and change nothing.
 
 Stop *strings* are not here: text belongs to the frontend, which aborts the request when it finds one.
 
@@ -22,7 +22,7 @@ from quire.sampling_params import RepetitionDetectionParams
 
 
 class Stop(NamedTuple):
-    """How a request ends. `reason` is the stop token, where one was asked for by id."""
+    """The end of a request. `reason` is the stop token, where one was asked for by id."""
 
     status: RequestStatus
     reason: int | None = None
@@ -34,7 +34,7 @@ _REPETITION = Stop(RequestStatus.FINISHED_REPETITION)
 
 
 def check_stop(request: Request, max_model_len: int) -> Stop | None:
-    """Whether the last token of a generating request ends it, and how. To be called after each appended token."""
+    """Returns how the last token of a generating request ends it, or None. Called after each appended token."""
     params = request.sampling_params
     assert params is not None
     num_outputs = request.num_tokens - request.num_prompt_tokens
@@ -57,12 +57,12 @@ def check_stop(request: Request, max_model_len: int) -> Stop | None:
 
 
 def ends_in_repetition(tokens: Sequence[int], params: RepetitionDetectionParams) -> bool:
-    """Whether `tokens` end in one pattern of an allowed size, `min_count` or more times in a row.
+    """Returns whether `tokens` end in one pattern of an allowed size, `min_count` or more times in a row.
 
     A pattern of p tokens repeated c times at the end means that the last p*(c-1) tokens equal those p places before
     them: read backwards, the tokens share a prefix of p*(c-1) with themselves shifted by p. The Z-function gives the
-    length of that prefix for every p at once, so the time is linear in the window of at most
-    max_pattern_size * min_count tokens that is looked at.
+    length of that prefix for every p at once, so the time is linear in the window of at most max_pattern_size *
+    min_count tokens.
     """
     if not params.enabled:
         return False
@@ -72,14 +72,15 @@ def ends_in_repetition(tokens: Sequence[int], params: RepetitionDetectionParams)
         return False
     backwards = tokens[-largest * params.min_count :][::-1]
     if backwards[0] not in backwards[smallest : largest + 1]:
-        return False  # the usual case, at the speed of C: the last token did not occur a pattern's length ago
+        return False  # the usual case, at the speed of C: the last token did not occur within a pattern's length
     shared = z_function(backwards)
     repeats = params.min_count - 1
     return any(shared[size] >= size * repeats for size in range(smallest, largest + 1))
 
 
 def z_function(sequence: Sequence[int]) -> list[int]:
-    """z[i] = how many leading items of `sequence` and of `sequence[i:]` are equal; z[0] is the length.
+    """Returns z, where z[i] is how many leading items of `sequence` and of `sequence[i:]` are equal; z[0] is the
+    length.
 
     Gusfield, "Algorithms on Strings, Trees, and Sequences" (1997), section 1.4: linear, because no item is compared
     successfully twice.

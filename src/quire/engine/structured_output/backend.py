@@ -1,4 +1,4 @@
-"""What a grammar library must offer: one file per library implements it.
+"""The interface to grammar libraries: one file per library implements it.
 
 `place_form` delays a grammar until the end of a model's reasoning: before it any token is allowed except the end of the
 text.
@@ -22,33 +22,38 @@ class Grammar(ABC):
 
     @abstractmethod
     def accept(self, token_id: int) -> ClientError | None:
-        """Take in a token; why that is impossible, else None."""
+        """Takes in a token. Returns why it is not allowed, or None."""
 
     @abstractmethod
     def is_complete(self) -> bool:
-        """Whether the output fits and no token but the end can follow."""
+        """Returns whether the output is complete and no token but the end can follow."""
 
     @abstractmethod
     def fill_bitmask(self, row: npt.NDArray[np.int32]) -> None:
-        """Write which tokens may come next into `row` [ceil(vocab / 32)]: bit t % 32 of word t // 32. The end of
-        sequence is among them where the output may end. A grammar that cannot go on allows all: the next `accept`
-        then says why."""
+        """Writes which tokens may come next into `row` [ceil(vocab / 32)]: bit t % 32 of word t // 32.
+
+        The end of sequence is among them where the output may end. A grammar that cannot continue allows all: the next
+        `accept` then returns the reason.
+        """
 
     def forced_token(self) -> int | None:
-        """The token that comes next, where the grammar leaves no choice; None where it does, or where finding out
-        would cost as much as a mask. Changes nothing."""
+        """Returns the token that must come next; None where there is a choice, or where finding out costs as much as a
+        mask.
+
+        Changes nothing.
+        """
         return None
 
     @abstractmethod
     def count_valid(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, may come next. Changes nothing."""
+        """Returns how many of these tokens, from the first on, may come next. Changes nothing."""
 
     @abstractmethod
     def copy(self) -> Grammar:
-        """An independent state that has seen the same."""
+        """Returns an independent state that has seen the same tokens."""
 
     def copy_with(self, token_ids: Sequence[int]) -> Grammar:
-        """An independent state that has seen `token_ids` more. Raises ClientError if it does not allow them."""
+        """Returns an independent state that has seen `token_ids` more. Raises ClientError if it does not allow them."""
         copy = self.copy()
         for token_id in token_ids:
             error = copy.accept(token_id)
@@ -61,30 +66,30 @@ class GrammarBackend(ABC):
     """Compiles grammars for one tokenizer. Used by the compiler's thread only."""
 
     vocab_size: int
-    """Rows of logits; set by the constructor."""
+    """Number of logits per row; set by the constructor."""
     eos_token_ids: Sequence[int] = ()
-    """The tokens that it knows to end a text."""
+    """The tokens that end a text."""
 
     @abstractmethod
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """The start of a grammar. Raises ValidationError for one that is wrong or goes beyond a limit."""
+        """Returns the initial state of a grammar. Raises ValidationError for one that is wrong or exceeds a limit."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what it holds. May be called twice, and from any thread."""
+        """Releases its resources. May be called twice, and from any thread."""
 
 
 class _Part(Enum):
-    """Where the output is."""
+    """Part of the output that comes next."""
 
     START = 0
-    """Nothing has come: reasoning may begin, or the form."""
+    """Nothing was generated: reasoning may begin, or the form."""
     REASONING = 1
     FORM = 2
 
 
 class AfterReasoning(Grammar):
-    """`form`, once the token that closes the reasoning has come, or at once if none is opened."""
+    """Applies `form` after the token that closes the reasoning, or at once if no reasoning begins."""
 
     def __init__(
         self, form: Grammar, tokens: ReasoningTokens, eos_token_ids: Sequence[int], part: _Part | None = None
@@ -136,7 +141,8 @@ class AfterReasoning(Grammar):
 
 
 def place_form(form: Grammar, tokens: ReasoningTokens | None, eos_token_ids: Sequence[int], vocab_size: int) -> Grammar:
-    """`form` where it is to begin. Raises ValidationError for tokens that the model does not have."""
+    """Returns `form`, delayed until the end of the reasoning. Raises ValidationError for tokens that the model does not
+    have."""
     if tokens is None:
         return form
     for token_id in tokens.ids:

@@ -1,10 +1,9 @@
-"""Where grammars are compiled first: a process of its own, `python -m quire.engine.structured_output.compiler`.
+"""The compiler process: `python -m quire.engine.structured_output.compiler` compiles each grammar first.
 
-A schema or a regular expression is a program somebody sent. llguidance bounds most of what one can cost (fuel for its
-lexer, symbols of a grammar, items per step), but not all: not the translation of a schema, nor the depth of a stack.
-So every grammar is compiled here before the engine compiles it: this process may use so much CPU time and so much
-memory for it, and if it dies or is killed, one request fails. Compiling is deterministic: what passed here costs the
-engine the same.
+A schema or a regular expression is a program from a client. llguidance bounds most of what one can cost (fuel for its
+lexer, symbols of a grammar, items per step), but not all: not the translation of a schema, nor the depth of a stack. So
+every grammar is compiled here before the engine compiles it, with limits on CPU time and memory; if this process dies
+or is killed, one request fails. Compiling is deterministic: a grammar that passed here costs the engine the same.
 
 Messages are msgpack with a length before it: a `CompilerSetup` on standard input, then a `CompileJob` and its
 `CompileAnswer` on standard output, one after the other. The end of standard input is the end of the process.
@@ -35,21 +34,21 @@ MAX_MESSAGE_BYTES = 1 << 26
 CHECKS = {"xgrammar": "quire.engine.structured_output.xgrammar_backend:make_check"}
 """Libraries that are not always installed, by their `CompilerSetup.library`."""
 HEADER = struct.Struct(">I")
-"""Before each message: how many bytes it has."""
+"""Number of bytes of a message; sent before it."""
 _STACK_BYTES = 4 << 20
-"""Less than the engine's threads have: what fits here fits there."""
+"""Less than the stack of the engine's threads: a grammar that fits here fits there."""
 
 
 class CompilerSetup(msgspec.Struct, array_like=True):
-    """What all grammars are compiled for."""
+    """The setting for all grammars."""
 
     tokenizer_file: str
     vocab_size: int
     eos_token_ids: list[int]
     cpu_s: float
-    """CPU time for one grammar."""
+    """Seconds of CPU time for one grammar."""
     memory_bytes: int
-    """Memory for one grammar."""
+    """Bytes of memory for one grammar."""
     library: str = "guidance"
     """ "guidance" or "xgrammar"."""
 
@@ -61,14 +60,14 @@ class CompileJob(msgspec.Struct, array_like=True):
 
 
 class CompileAnswer(msgspec.Struct, array_like=True):
-    """The grammar as the library reads it, or what is wrong with it."""
+    """The grammar as the library reads it, or the reason why it is wrong."""
 
     text: str = ""
     error: str = ""
 
 
 def serve(setup: CompilerSetup, read: Callable[[], bytes], write: Callable[[bytes], None]) -> None:
-    """Answer jobs until `read` gives an empty message."""
+    """Answers jobs until `read` returns an empty message."""
     check = _make_check(setup)
     write(msgspec.msgpack.encode(CompileAnswer()))  # ready
     while data := read():
@@ -78,7 +77,7 @@ def serve(setup: CompilerSetup, read: Callable[[], bytes], write: Callable[[byte
 
 
 Check = Callable[[StructuredOutputsParams], str]
-"""Compiles a grammar: what the engine is to be told of it. Raises ValidationError."""
+"""Compiles a grammar. Returns the text for the engine. Raises ValidationError."""
 
 
 def _make_check(setup: CompilerSetup) -> Check:
@@ -101,13 +100,16 @@ def _answer(check: Check, params: StructuredOutputsParams) -> CompileAnswer:
     except ValidationError as e:
         return CompileAnswer(error=str(e))
     except MemoryError:
-        os._exit(1)  # as an allocation that fails outside Python ends it
+        os._exit(1)  # like an allocation that fails outside Python
     return CompileAnswer(text=text)
 
 
 def _limit(setup: CompilerSetup) -> None:
-    """From now on this much CPU time and memory. Beyond the first the system ends the process, beyond the second an
-    allocation fails, which ends it, too. (Memory is limited where the system can: not on macOS.)"""
+    """Limits the CPU time and memory of this process.
+
+    Beyond the first the system ends the process; beyond the second an allocation fails, which ends it, too. (Memory is
+    limited where the system can: not on macOS.)
+    """
     cpu_s = int(time.process_time() + setup.cpu_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
     with contextlib.suppress(OSError, ValueError):
@@ -142,7 +144,7 @@ def _write(message: bytes) -> None:
 
 
 def main() -> None:
-    """The process."""
+    """Runs the process."""
     die_with_parent(int(sys.argv[1]))
     set_process_title("GrammarCompiler")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,5 +1,7 @@
-"""From what a user asks for to the grammar llguidance reads. Runs in the compiler's child process: no foreign text is
-worked on anywhere else before it has passed there."""
+"""Translates a request's form into the grammar that llguidance reads.
+
+Runs in the compiler's child process: text from clients is processed nowhere else before it has passed there.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ from quire.errors import ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 
 WHITESPACE = r"[ ]|\n[ ]{0,16}"
-"""Between two parts of JSON: one space, or a line break with its indentation. Bounded, so that white space alone can
-never use up an output."""
+"""White space between two parts of JSON: one space, or a line break with its indentation. Bounded, so that white space
+alone can never use up an output."""
 
 _MAX_WHY_CHARS = 400
-"""Of what a library says of a grammar; it may quote all of it."""
+"""Most characters of a library's error message, which may quote the whole grammar."""
 
 
 def make_grammar_text(params: StructuredOutputsParams) -> str:
-    """Raises ValidationError for what cannot be translated. Whether the grammar makes sense is not checked."""
+    """Returns the grammar. Raises ValidationError for a form that cannot be translated. Does not compile it."""
     kind, text = params.source
     try:
         match kind:
@@ -44,7 +46,7 @@ def make_grammar_text(params: StructuredOutputsParams) -> str:
 
 
 def grammar_error(params: StructuredOutputsParams, why: str) -> ValidationError:
-    """A grammar cannot be used."""
+    """Returns the error for a grammar that cannot be used."""
     kind = params.source.kind
     lines = [line.strip() for line in why.splitlines()]
     words = " ".join(line for line in lines if line.strip("^") and not re.match(r"\d+ \|", line))

@@ -17,12 +17,11 @@ from quire.errors import ClientError, ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 
 MAX_FORCED = 64
-"""Of a longer text that a grammar forces only the last tokens are said to be forced: to look costs as much as the text
-is long."""
+"""Most tokens of a forced text that are reported as forced: finding them costs as much as the text is long."""
 
 
 class LLGuidanceGrammar(Grammar):
-    """One matcher. `num_unlooked`: so many tokens are to be accepted before `forced_token` looks again."""
+    """One matcher. `num_unlooked` tokens are accepted before `forced_token` looks again."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: GrammarVocabulary, num_unlooked: int = 0) -> None:
         self._matcher = matcher
@@ -69,7 +68,7 @@ class LLGuidanceGrammar(Grammar):
 
 
 class LLGuidanceBackend(CheckedBackend):
-    """What the child has compiled is compiled again here: the work is deterministic, and costs the same."""
+    """Compiles again what the child process has compiled: the work is deterministic, and costs the same."""
 
     def __init__(self, setup: CompilerSetup) -> None:
         """Raises ConfigError if the tokenizer cannot be read."""

@@ -25,11 +25,11 @@ from quire.wire.execution import GrammarOutput, SchedulerOutput
 logger = init_logger(__name__)
 
 END_S = 5.0
-"""How long `clear_backend` waits for the compiler's thread."""
+"""Seconds that `clear_backend` waits for the compiler's thread."""
 
 
 class _Preload:
-    """In the compiler's queue: make the backend."""
+    """Entry in the compiler's queue: make the backend."""
 
 
 _PRELOAD = _Preload()
@@ -38,14 +38,14 @@ _PRELOAD = _Preload()
 class StructuredOutputManager:
     """Owns the backend and a thread that compiles, both made when the first request with a grammar comes.
 
-    `grammar_init` may be called from any thread (the core's input thread); all else belongs to the scheduler's. What a
-    request's grammar knows is kept at the request, so there is nothing to forget when it ends.
+    `grammar_init` may be called from any thread (the core's input thread); everything else belongs to the scheduler's.
+    The state of a request's grammar is kept at the request, so there is nothing to clean up when it ends.
     """
 
     def __init__(
         self, make_backend: Callable[[Request | None], GrammarBackend], *, jumps: bool = False, preloads: bool = False
     ) -> None:
-        """`make_backend` is given the request that needs it; None if none does yet (`preload`)."""
+        """`make_backend` gets the first request with a grammar, or None from `preload`."""
         self._make_backend = make_backend
         self._jumps = jumps
         self._preloads = preloads
@@ -58,7 +58,7 @@ class StructuredOutputManager:
     # -- compiling ---------------------------------------------------------------------------------------------
 
     def grammar_init(self, request: Request) -> None:
-        """Begin to compile the request's grammar, if it asks for one. Does not wait."""
+        """Begins to compile the request's grammar, if it has one. Does not wait."""
         structured = request.structured_output
         if structured is None:
             return
@@ -67,8 +67,7 @@ class StructuredOutputManager:
         self._requests.put(request)
 
     def preload(self) -> None:
-        """Make the backend before a request needs it, where that takes so long that others would feel it. Does not
-        wait."""
+        """Makes the backend before a request needs it, where that would delay other requests. Does not wait."""
         if self._preloads:
             self._start_thread()
             self._requests.put(_PRELOAD)
@@ -82,11 +81,11 @@ class StructuredOutputManager:
     def _compile_all(self) -> None:
         while (request := self._requests.get()) is not None:
             if isinstance(request, _Preload):
-                with contextlib.suppress(Exception):  # the first request is told
+                with contextlib.suppress(Exception):  # the first request gets the error
                     self._backend = self._make_backend(None)
                 continue
             structured = request.structured_output
-            assert structured is not None  # grammar_init has looked
+            assert structured is not None  # grammar_init has checked it
             if not structured.compiling.set_running_or_notify_cancel():
                 continue
             try:
@@ -114,12 +113,14 @@ class StructuredOutputManager:
     # -- scheduling --------------------------------------------------------------------------------------------
 
     def is_ready(self, request: Request) -> bool:
-        """Whether the request need not wait for its grammar: it has none, or it is compiled, or it cannot be."""
+        """Returns whether the request need not wait for its grammar: it has none, or it is compiled, or it cannot
+        be."""
         structured = request.structured_output
         return structured is None or structured.is_compiled
 
     def grammar_bitmask(self, requests: Sequence[Request], scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Token masks for those of `requests` that have a grammar and sample in this step; None if there are none.
+        """Returns token masks for those of `requests` that have a grammar and sample in this step; None if there are
+        none.
 
         A request with drafts has a row for each of them and one more, in order. A draft that its grammar refuses is
         followed by rows that allow everything: the draft is rejected anyway.
@@ -144,7 +145,7 @@ class StructuredOutputManager:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def clear_backend(self) -> None:
-        """End the compiler. May be called twice."""
+        """Ends the compiler. May be called twice."""
         with self._lock:
             self._is_closed = True
         self._requests.put(None)
@@ -170,14 +171,14 @@ BACKENDS: Mapping[str, str] = {
     "guidance": "quire.engine.structured_output.llguidance_backend:LLGuidanceBackend",
     "xgrammar": "quire.engine.structured_output.xgrammar_backend:XGrammarBackend",
 }
-"""By --grammar-backend; auto is the first."""
+"""Backends by the value of --grammar-backend; auto is the first."""
 PRELOAD_VOCAB_SIZE = 50_000
-"""From here on reading a vocabulary holds the interpreter's lock for so long (0.3 s and more) that it is read while the
-weights are. So it is where the library has to be loaded, too."""
+"""Least size of a vocabulary that is read while the weights are: reading it holds the interpreter's lock for 0.3 s or
+more. The library is loaded there, too."""
 
 
 def make_structured_output_manager(config: EngineConfig) -> StructuredOutputManager:
-    """Costs nothing until a request has a grammar, but where `preload` is called for a large vocabulary."""
+    """Returns a manager that costs nothing until a request has a grammar, except after `preload`."""
     model = config.model_config
     return StructuredOutputManager(
         partial(_make_backend, config),
@@ -196,7 +197,7 @@ def _tokenizer_file(model: ModelConfig) -> Path:
 
 
 def _make_backend(config: EngineConfig, request: Request | None) -> GrammarBackend:
-    """Raises ConfigError if the model's tokenizer cannot be used."""
+    """Returns the backend. Raises ConfigError if the model's tokenizer cannot be used."""
     limits, model = config.structured_outputs_config, config.model_config
     library = "guidance" if limits.grammar_backend == "auto" else limits.grammar_backend
     setup = CompilerSetup(
@@ -212,7 +213,7 @@ def _make_backend(config: EngineConfig, request: Request | None) -> GrammarBacke
 
 
 def _eos_token_ids(model: ModelConfig, request: Request | None) -> list[int]:
-    """All tokens that end a text of this model: the one the frontend knows, and those its configurations list."""
+    """Returns all tokens that end a text of this model: the frontend's, and those that its configurations list."""
     listed = model.generation_defaults.get("eos_token_id")
     more = listed if isinstance(listed, list) else [listed]
     params = None if request is None else request.sampling_params
@@ -221,7 +222,7 @@ def _eos_token_ids(model: ModelConfig, request: Request | None) -> list[int]:
 
 
 def may_jump(request: Request) -> bool:
-    """Whether a token with a mask of its own is sure to be taken, and nobody wants to know how likely it was."""
+    """Returns whether the request takes a token with a mask of its own for certain, and needs no probability of it."""
     params = request.sampling_params
     return params is not None and not (
         params.num_logprobs is not None

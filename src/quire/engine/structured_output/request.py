@@ -1,4 +1,4 @@
-"""The grammar of one request, from the moment it is asked for to the request's last token."""
+"""The state of one request's grammar."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from quire.structured_outputs import StructuredOutputsParams
 
 
 class GrammarVerdict(Enum):
-    """What a grammar says of a token it was given."""
+    """Result of passing a token to a grammar."""
 
     GOES_ON = 0
     COMPLETE = 1
-    """The output has the form that was asked for, and nothing can follow."""
+    """The output is complete, and nothing can follow."""
     BROKEN = 2
-    """The grammar does not allow it, or cannot go on: `StructuredOutputRequest.error` says why."""
+    """The grammar does not allow the token, or cannot continue: see `StructuredOutputRequest.error`."""
 
 
 class StructuredOutputRequest:
-    """What a `Request` with a grammar holds. The compiler's thread sets `compiling`; all else belongs to the scheduler.
+    """The grammar of one request, from its compilation to the last token.
 
-    The grammar has seen exactly the request's output tokens, always: those of an earlier life of the core are given to
-    it where it is compiled, later ones as they are appended. A preemption changes nothing.
+    The compiler's thread sets `compiling`; everything else belongs to the scheduler. The grammar has always seen
+    exactly the request's output tokens: those from before a restart when it is compiled, later ones as they are
+    appended. A preemption changes nothing.
     """
 
     __slots__ = ("compiling", "error", "jumps", "params")
@@ -32,22 +33,23 @@ class StructuredOutputRequest:
     def __init__(self, params: StructuredOutputsParams) -> None:
         self.params = params
         self.jumps = False
-        """Whether tokens that the grammar forces are appended without the model."""
+        """True if tokens that the grammar forces are appended without a step of the model."""
         self.compiling: Future[Grammar] = Future()
         self.error: QuireError | None = None
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the compiler is done with it, with success or not."""
+        """Returns whether the compiler has finished, with success or not."""
         return self.compiling.done()
 
     @property
     def grammar(self) -> Grammar:
-        """Once compiled without an error."""
+        """The grammar; set after a successful compilation."""
         return self.compiling.result(timeout=0)
 
     def check_start(self) -> GrammarVerdict:
-        """Once compiled: whether there is anything left to generate. A resumed request may have said all."""
+        """Returns whether anything is left to generate: a resumed request may be complete. Called after the
+        compilation."""
         error = self.compiling.exception(timeout=0)
         if error is None:
             return GrammarVerdict.COMPLETE if self.grammar.is_complete() else GrammarVerdict.GOES_ON
@@ -55,7 +57,7 @@ class StructuredOutputRequest:
         return GrammarVerdict.BROKEN
 
     def accept(self, token_id: int) -> GrammarVerdict:
-        """Take in the next output token."""
+        """Takes in the next output token."""
         why = self.grammar.accept(token_id)
         if why is not None:
             self.error = why if isinstance(why, ClientError) else ValidationError(str(why), param="structured_outputs")
@@ -63,9 +65,9 @@ class StructuredOutputRequest:
         return GrammarVerdict.COMPLETE if self.grammar.is_complete() else GrammarVerdict.GOES_ON
 
     def forced_token(self) -> int | None:
-        """The token that must come next, where there is no choice."""
+        """Returns the token that must come next, or None if there is a choice."""
         return self.grammar.forced_token()
 
     def cancel(self) -> None:
-        """The request has ended: do not begin to compile."""
+        """Prevents a compilation that has not begun: the request has ended."""
         self.compiling.cancel()

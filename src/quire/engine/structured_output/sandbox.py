@@ -28,13 +28,13 @@ from quire.wire.process import search_path
 
 COMPILER_MODULE = "quire.engine.structured_output.compiler"
 START_S = 60.0
-"""How long the process may take to start and to read the tokenizer."""
+"""Seconds for the process to start and to read the tokenizer."""
 WALL_PER_CPU = 10.0
-"""A process that gets no CPU is waited for this many times its CPU time."""
+"""Wall time allowed per CPU time, for a process that gets little CPU."""
 
 
 class CompilerProcess:
-    """Owns one child process, started at the first grammar and again after each that killed it.
+    """Owns one child process, started at the first grammar and again after each one that killed it.
 
     All methods but `kill` belong to one thread.
     """
@@ -44,9 +44,9 @@ class CompilerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self, params: StructuredOutputsParams) -> str:
-        """The grammar as llguidance reads it, once the child has compiled it.
+        """Returns the grammar as llguidance reads it, after the child has compiled it.
 
-        Raises ValidationError if it is wrong or takes more than its share, GenerationError if there is no child.
+        Raises ValidationError if it is wrong or exceeds a limit, GenerationError if there is no child.
         """
         process = self._start()
         _send(process, msgspec.msgpack.encode(CompileJob(params)))
@@ -87,7 +87,7 @@ class CompilerProcess:
         return process
 
     def kill(self) -> None:
-        """End the child, if there is one. From any thread; who waits for its answer gets none."""
+        """Ends the child, if there is one. Callable from any thread; a thread that waits for its answer gets none."""
         process = self._process
         if process is None:
             return
@@ -101,12 +101,12 @@ class CompilerProcess:
 
 def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(OSError, ValueError):  # dead: no answer will come, and that is dealt with
+    with contextlib.suppress(OSError, ValueError):  # the process is dead: no answer will come, which is handled below
         process.stdin.write(HEADER.pack(len(message)) + message)
 
 
 def _receive(process: subprocess.Popen[bytes], timeout_s: float) -> CompileAnswer | None:
-    """None if no whole answer comes in time."""
+    """Returns an answer, or None if no complete one comes in time."""
     deadline = time.monotonic() + timeout_s
     header = _read_exactly(process, HEADER.size, deadline)
     if header is None:
@@ -137,13 +137,13 @@ def _read_exactly(process: subprocess.Popen[bytes], size: int, deadline: float) 
 
 
 MAX_CACHED_GRAMMARS = 64
-"""Compiled grammars that are kept for the next request that asks for the same."""
+"""Most compiled grammars kept for later requests with the same grammar."""
 MAX_CACHED_CHARS = 1 << 21
-"""Text of those grammars together: their memory grows with it."""
+"""Most characters of those grammars together: their memory grows with their text."""
 
 
 class CheckedBackend(GrammarBackend):
-    """Nothing reaches `_load` that has not passed in the child."""
+    """Base of backends: `_load` gets only grammars that the child has compiled."""
 
     def __init__(self, setup: CompilerSetup) -> None:
         self.vocab_size = setup.vocab_size
@@ -154,7 +154,7 @@ class CheckedBackend(GrammarBackend):
 
     @abstractmethod
     def _load(self, text: str, params: StructuredOutputsParams) -> Grammar:
-        """The start of a grammar, from the child's answer. Raises ValidationError."""
+        """Returns the initial state of a grammar from the child's answer. Raises ValidationError."""
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         key = _key(params)

@@ -14,8 +14,8 @@ from typing import Any
 import llguidance
 
 MAX_INTEGER = 9 * 10**18
-"""Integers without a bound of their own end here (near 2**63, where llguidance's ranges end): endless digits would end
-nowhere."""
+"""Bound of integers without one of their own (near 2**63, where llguidance's ranges end): their digits would never end.
+"""
 
 _SCHEMA_KEYS = ("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
 _SCHEMA_LIST_KEYS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
@@ -23,7 +23,7 @@ _SCHEMA_MAP_KEYS = ("$defs", "definitions", "dependentSchemas", "patternProperti
 
 
 def bound_schema(text: str, *, disable_additional_properties: bool = False) -> str:
-    """The schema with bounds on its integers and, if asked for, closed objects."""
+    """Returns the schema with bounds on its integers and, if asked for, closed objects."""
     schema = json.loads(text)
     for node in _nodes(schema):
         _bound_integer(node)
@@ -33,7 +33,7 @@ def bound_schema(text: str, *, disable_additional_properties: bool = False) -> s
 
 
 def _nodes(schema: Any) -> list[dict[str, Any]]:
-    """Every schema inside `schema`, itself first. Values (of enum, const, default) are none."""
+    """Yields every schema inside `schema`, itself first. Skips values (of enum, const, default)."""
     found: list[dict[str, Any]] = []
     todo = [schema]
     while todo:
@@ -74,11 +74,12 @@ Node = Mapping[str, Any]
 
 _TEXT = "/(.|\\n)*/"
 _ENDLESS = ("any_text", "triggered_tags")
-"""Formats that say nothing of their own end."""
+"""Formats that have no end of their own."""
 
 
 def make_tag_grammar(tag: Node, json_options: Any) -> str:
-    """Raises ValueError for what is no structural tag, or cannot be told apart from the text around it."""
+    """Returns the grammar. Raises ValueError for an invalid tag, or one that cannot be distinguished from the text
+    around it."""
     writer = _Writer(json_options)
     start = writer.write(format_of(tag), ())
     lines = ["%llguidance {}", f"start: {start or _literal('')}", *writer.rules]
@@ -86,7 +87,7 @@ def make_tag_grammar(tag: Node, json_options: Any) -> str:
 
 
 def format_of(tag: Node) -> Any:
-    """The format of a tag, which may be of the older kind. Raises ValueError."""
+    """Returns the format of a tag, which may be of the older kind. Raises ValueError."""
     if "format" in tag:
         return tag["format"]
     if not isinstance(tag.get("structures"), list):
@@ -100,7 +101,7 @@ def format_of(tag: Node) -> Any:
 
 
 class _Writer:
-    """Turns formats into expressions of Lark. Rules and grammars that they need gather here."""
+    """Turns formats into expressions of Lark, and collects the rules and grammars that they need."""
 
     def __init__(self, json_options: Any) -> None:
         self.rules: list[str] = []
@@ -127,7 +128,7 @@ class _Writer:
         }
 
     def write(self, node: Any, until: Sequence[str]) -> str:
-        """A format, and after it one of the texts `until`, if there are any."""
+        """Returns a format, followed by one of the texts `until`, if there are any."""
         kind = node.get("type") if isinstance(node, dict) else None
         if kind in self._writers:
             return self._writers[kind](node, until)
@@ -177,7 +178,7 @@ class _Writer:
         return self._free_text(until, _list(node, "excludes", optional=True))
 
     def _free_text(self, until: Sequence[str], excludes: Sequence[str] = ()) -> str:
-        """Text up to and with the first of `until`; without those, all that follows."""
+        """Returns text up to and with the first of `until`; without those, all that follows."""
         text = _TEXT
         if excludes:
             parts = "|".join(_escaped(part) for part in excludes)
@@ -211,7 +212,7 @@ class _Writer:
                 raise ValueError("free text in a sequence must be its last element, or before a const_string or a tag")
 
     def _tag_rest(self, node: Node, until: Sequence[str]) -> str:
-        """A tag after its begin."""
+        """Returns a tag after its begin."""
         end = node.get("end", "")
         ends = end if isinstance(end, list) else [end]
         if not all(isinstance(e, str) for e in ends):
@@ -261,7 +262,7 @@ MAX_REPEATS = 1024
 
 
 def _is_endless(node: Any) -> bool:
-    """Whether a format ends only where what follows it begins."""
+    """Returns whether a format ends only where what follows it begins."""
     if not isinstance(node, dict):
         return False
     kind = node.get("type")
@@ -282,7 +283,7 @@ def _literal(text: str) -> str:
 
 
 def _literals(texts: Sequence[str]) -> str:
-    """One of them; nothing if there are none."""
+    """Returns an expression for one of the texts; empty if there are none."""
     if not any(texts):
         return ""
     return _literal(texts[0]) if len(texts) == 1 else f"({' | '.join(map(_literal, texts))})"

@@ -1,4 +1,4 @@
-"""The model's tokens as llguidance knows them, and its matchers."""
+"""The model's tokens in llguidance's form, and llguidance's matchers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ ENDS_WELL = frozenset({"NoExtension", "NoExtensionBias", "EndOfSentence"})
 
 
 class GrammarVocabulary(NamedTuple):
-    """A tokenizer and how many rows of logits there are."""
+    """A tokenizer and the number of logits per row."""
 
     tokenizer: llguidance.LLTokenizer
     vocab_size: int
 
 
 def load_vocabulary(tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-    """Read a tokenizer.json. Raises ConfigError if it cannot be read.
+    """Reads a tokenizer.json. Raises ConfigError if it cannot be read.
 
-    The model may have more rows of logits than the tokenizer has tokens, or fewer.
+    The model may have more logits than the tokenizer has tokens, or fewer.
     """
     if not tokenizer_file.is_file():
         raise ConfigError(f"structured outputs need the model's tokenizer.json, and there is no {tokenizer_file}")
@@ -45,11 +45,14 @@ def load_vocabulary(tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequen
 
 
 def compile_matcher(vocabulary: GrammarVocabulary, text: str, params: StructuredOutputsParams) -> llguidance.LLMatcher:
-    """The start of a grammar. Raises ValidationError if it is wrong, beyond llguidance's limits, or allows nothing."""
+    """Returns the initial state of a grammar.
+
+    Raises ValidationError if it is wrong, exceeds llguidance's limits, or allows nothing.
+    """
     limits = llguidance.LLParserLimits(verbose_errors=False)
     matcher = llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
     if not matcher.is_error() and not matcher.is_accepting():
-        matcher.compute_bitmask()  # which finds out that nothing can begin
+        matcher.compute_bitmask()  # finds out whether anything can begin
         if matcher.is_stopped() and matcher.stop_reason() in ENDS_WELL:
             raise grammar_error(params, "no output can satisfy it")
     if matcher.is_error():

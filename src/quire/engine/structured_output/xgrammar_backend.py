@@ -1,7 +1,7 @@
 """Grammars by xgrammar (https://github.com/mlc-ai/xgrammar), where it is installed: `--grammar-backend xgrammar`.
 
-The child compiles and sends the compiled grammar as text, so nothing is compiled in the engine. xgrammar brings torch
-and more along, which is why it is imported only where it is asked for.
+The child compiles and sends the compiled grammar as text, so nothing is compiled in the engine. xgrammar imports torch
+and more, so it is imported only if it is configured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.structured_outputs import StructuredOutputsParams
 MAX_WHITESPACE = 16
 """Characters of white space between two parts of JSON."""
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: ", re.MULTILINE)
-"""Where in xgrammar's source something was found."""
+"""Matches places in xgrammar's source within its error messages."""
 
 
 def _import_xgrammar() -> Any:
@@ -42,7 +42,7 @@ def _import_xgrammar() -> Any:
 
 
 def _load_token_info(setup: CompilerSetup) -> Any:
-    """The vocabulary as xgrammar knows it. Raises ConfigError."""
+    """Returns the vocabulary in xgrammar's form. Raises ConfigError."""
     xgrammar = _import_xgrammar()
     tokenizer, vocab_size = load_vocabulary(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
     known = min(tokenizer.vocab_size, vocab_size)
@@ -53,7 +53,7 @@ def _load_token_info(setup: CompilerSetup) -> Any:
 
 
 def make_check(setup: CompilerSetup) -> Callable[[StructuredOutputsParams], str]:
-    """For the child: compiles a grammar, and writes it as text."""
+    """Returns a check for the child process: it compiles a grammar, and returns it as text."""
     xgrammar = _import_xgrammar()
     compiler = xgrammar.GrammarCompiler(_load_token_info(setup), max_threads=1, cache_enabled=False)
 

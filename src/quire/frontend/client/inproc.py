@@ -31,7 +31,7 @@ from quire.wire.engine_core import (
 logger = init_logger(__name__)
 
 ENGINE_CORE = "quire.engine.core:EngineCore"
-RUN_UTILITY = "quire.engine.utility:run_utility"
+RUN_UTILITY = "quire.engine.lifecycle:run_utility"
 
 
 class InprocClient(EngineCoreClient):

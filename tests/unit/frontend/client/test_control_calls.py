@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.utility import UTILITIES
+from quire.engine.lifecycle import UTILITIES
 from quire.frontend.client.control_calls import REMEMBERED_VERBS, REPEATABLE_VERBS, ControlState
 from quire.lora_request import LoRARequest
 

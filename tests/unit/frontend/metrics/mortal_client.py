@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.utility import run_utility
+from quire.engine.lifecycle import run_utility
 from quire.frontend.client.base import EngineCoreClient
 from quire.frontend.client.link import EngineLink
 from quire.frontend.supervision.quarantine import CoreDeath
