@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cli.bench import throughput as measure
-from quire.cli.bench.throughput import RunResult, percentiles_ms, run_requests, summarize
+from quire.cli.bench.outcomes import percentiles_ms
+from quire.cli.bench.throughput import RunResult, run_requests, summarize
 from quire.cli.bench.workloads import HIGHEST_ID, LOWEST_ID, WORKLOADS, BenchRequest, IdRange, mixed_requests
 from quire.cli.generation import RequestTiming, timing_line
 from quire.cli.main import main

@@ -7,11 +7,11 @@ Latencies count from the moment at which a request was *meant* to be sent, so th
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.cli.bench.throughput import percentiles_ms
 from quire.cli.generation import RequestTiming
 from quire.errors import ConfigError
 
@@ -283,3 +283,30 @@ class RateSearch:
             self.sustained = rate
         else:
             self.failed = rate
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Returns mean, p50, p90 and p99 in milliseconds (linear interpolation); empty for no values."""
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+    figures = {"mean": statistics.fmean(ordered), **{f"p{q}": _percentile(ordered, q) for q in (50, 90, 99)}}
+    return {name: round(value * 1e3, 3) for name, value in figures.items()}
+
+
+def _percentile(ordered: Sequence[float], q: float) -> float:
+    position = (len(ordered) - 1) * q / 100
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+LATENCIES = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("end to end", "e2e_ms"))
+"""Names of latencies in reports, and their keys in figures."""
+
+
+def latency_lines(figures: Mapping[str, Any], rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Returns a table of percentiles with a row for each latency that was measured."""
+    head = f"  {'ms':<22}" + "".join(f"{column:>12}" for column in ("mean", "p50", "p90", "p99"))
+    cells = {title: "".join(f"{value:>12.2f}" for value in figures[key].values()) for title, key in rows}
+    return [head, *(f"  {title:<22}{values}" for title, values in cells.items() if values)]

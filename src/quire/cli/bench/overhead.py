@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from quire import __version__
-from quire.cli.bench.throughput import report
+from quire.cli.bench.throughput import REPORT_OPTIONS, machine_facts, report
 from quire.cli.command_line import Arguments, CommandLine, Option
-from quire.cli.machine import cpu_facts
 from quire.errors import ConfigError
 from quire.resolve import resolve
 
@@ -33,8 +31,7 @@ def command_line() -> CommandLine:
         Option(name="output_len", help="Tokens per request.", parse=int, default=64),
         Option(name="step_ms", help="Milliseconds that a step of the fake model sleeps.", parse=float, default=20.0),
         Option(name="num_iters", alias="reps", help="Measured repetitions.", parse=int, default=3),
-        Option(name="output_json", help="Also write the figures to this file.", metavar="FILE"),
-        Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False),
+        *REPORT_OPTIONS,
     ]  # fmt: skip
     return CommandLine("quire bench overhead", "Measure what the engine costs beside the model.", own)
 
@@ -52,12 +49,9 @@ def run(args: Arguments) -> int:
     transports = list(TRANSPORTS) if args["transport"] == "both" else [args["transport"]]
     measure = resolve(RUNS)
     rows = [row for transport in transports for row in asyncio.run(measure(args, transport))]
-    facts = cpu_facts()
     figures = {
         "benchmark": "overhead",
-        "quire": __version__,
-        "cpu": facts["cpu"],
-        "cores": facts["usable_cores"],
+        **machine_facts(),
         "output_len": args["output_len"],
         "step_ms": args["step_ms"],
         "reps": args["num_iters"],

@@ -6,17 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from quire.cli.bench.outcomes import Level, Outcome, client_warning
+from quire.cli.bench.outcomes import LATENCIES, Level, Outcome, client_warning, latency_lines
 from quire.cli.bench.serve_run import ServeRun
 
-_ROWS = (
-    ("TTFT", "ttft_ms"),
-    ("TPOT", "tpot_ms"),
-    ("ITL", "itl_ms"),
-    ("end to end", "e2e_ms"),
-    ("TTFT, sent", "sent_ttft_ms"),
-    ("end to end, sent", "sent_e2e_ms"),
-)
+_ROWS = (*LATENCIES, ("TTFT, sent", "sent_ttft_ms"), ("end to end, sent", "sent_e2e_ms"))
 
 
 def format_run(heading: str, run: ServeRun) -> str:
@@ -50,10 +43,7 @@ def format_level(level: Level) -> list[str]:
         lines.append(
             f"  {'goodput':<22}{goodput['requests_per_s']:>12.2f} /s   ({goodput['share']:.1%} within {bounds})"
         )
-    lines += ["", f"  {'ms':<22}" + "".join(f"{column:>12}" for column in ("mean", "p50", "p90", "p99"))]
-    lines += [
-        f"  {title:<22}" + "".join(f"{value:>12.2f}" for value in f[key].values()) for title, key in _ROWS if f[key]
-    ]
+    lines += ["", *latency_lines(f, _ROWS)]
     lag = f["client"]["lag_ms"].get("p99", 0.0)
     lines += ["", f"  the client took {f['client']['cpu_share']:.1%} of a core, and sent {lag:.1f} ms late at p99"]
     return lines

@@ -22,10 +22,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire import __version__, envs
-from quire.cli.bench.throughput import report
+from quire import envs
+from quire.cli.bench.throughput import REPORT_OPTIONS, machine_facts, report
 from quire.cli.command_line import Arguments, CommandLine, Option
-from quire.cli.machine import cpu_facts
 from quire.cli.option_groups import engine_args, engine_options
 from quire.config.engine_args import FLAGS
 from quire.errors import ConfigError, EngineDeadError
@@ -42,8 +41,7 @@ def command_line() -> CommandLine:
         Option(name="num_iters_warmup", help="Starts before the measured ones.", parse=int, default=1),
         Option(name="cold", help="Drop the model's files from memory before each start, so that they are read from the "
                "disk.", is_switch=True, default=False),
-        Option(name="output_json", help="Also write the figures to this file.", metavar="FILE"),
-        Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False),
+        *REPORT_OPTIONS,
     ]  # fmt: skip
     return CommandLine("quire bench startup", "Time a start, from nothing to a first token.", [*own, *engine_options()])
 
@@ -58,13 +56,10 @@ def run(args: Arguments) -> int:
         run_once(command, [])
     files = [*checkpoint, *PackedCache.default().files()] if args["cold"] else []
     runs = [run_once(command, files) for _ in range(args["num_iters"])]
-    facts = cpu_facts()
     figures = {
         "benchmark": "startup",
         "model": config.model_config.name,
-        "quire": __version__,
-        "cpu": facts["cpu"],
-        "cores": facts["usable_cores"],
+        **machine_facts(),
         "is_cold": args["cold"],
         **summarize(runs),
     }

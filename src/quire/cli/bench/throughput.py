@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__
+from quire.cli.bench.outcomes import LATENCIES, latency_lines, percentiles_ms
 from quire.cli.bench.workloads import WARMUP_REP, WORKLOADS, BenchRequest, IdRange, mixed_requests, uniform_requests
 from quire.cli.command_line import Arguments, CommandLine, Option
 from quire.cli.generation import Engine, RequestTiming, make_engine
@@ -20,11 +21,14 @@ from quire.config.model import resolve_dtype_name
 from quire.errors import ConfigError, GenerationError
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
+REPORT_OPTIONS = (
+    Option(name="output_json", help="Also write the figures to this file.", metavar="FILE"),
+    Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False),
+)
 COMMON_OPTIONS = (
     Option(name="num_iters", alias="reps", help="Measured repetitions.", parse=int, default=3),
     Option(name="num_iters_warmup", help="Repetitions before the measured ones.", parse=int, default=1),
-    Option(name="output_json", help="Also write the figures to this file.", metavar="FILE"),
-    Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False),
+    *REPORT_OPTIONS,
 )
 
 MakeRequests = Callable[[int, IdRange], list[BenchRequest]]
@@ -47,7 +51,7 @@ def run_benchmark(args: Arguments, name: str, make_requests: MakeRequests) -> in
         "benchmark": name,
         "model": model.name,
         "dtype": resolve_dtype_name(model, config.device_config.device),
-        **_machine(),
+        **machine_facts(),
     }
     report({**facts, **summarize(runs)}, args)
     return 0
@@ -75,16 +79,12 @@ def format_table(figures: dict[str, Any]) -> str:
         f"  {'requests':<22}{figures['requests_per_s']:>12.2f} /s",
         f"  {'prompt tokens cached':<22}{figures['cached_tokens']:>12.0f}",
         "",
-        f"  {'ms':<22}" + "".join(f"{column:>12}" for column in ("mean", "p50", "p90", "p99")),
+        *latency_lines(figures, LATENCIES),
     ]
-    rows = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("end to end", "e2e_ms"))
-    for title, key in rows:
-        if figures[key]:
-            lines.append(f"  {title:<22}" + "".join(f"{value:>12.2f}" for value in figures[key].values()))
     return "\n".join(lines)
 
 
-def _machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     facts = cpu_facts()
     return {"quire": __version__, "cpu": facts["cpu"], "cores": facts["usable_cores"]}
 
@@ -155,22 +155,6 @@ def summarize(runs: Sequence[RunResult]) -> dict[str, Any]:
         "itl_ms": percentiles_ms([gap for t in timings for gap in t.gaps_s]),
         "e2e_ms": percentiles_ms([t.last_token_s - t.added_s for t in timings if t.last_token_s is not None]),
     }
-
-
-def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Returns mean, p50, p90 and p99 in milliseconds (linear interpolation); empty for no values."""
-    if not seconds:
-        return {}
-    ordered = sorted(seconds)
-    figures = {"mean": statistics.fmean(ordered), **{f"p{q}": _percentile(ordered, q) for q in (50, 90, 99)}}
-    return {name: round(value * 1e3, 3) for name, value in figures.items()}
-
-
-def _percentile(ordered: Sequence[float], q: float) -> float:
-    position = (len(ordered) - 1) * q / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def command_line() -> CommandLine:
