@@ -65,7 +65,7 @@ class Tenants:
 
 
 class TenantShare:
-    """What one HTTP request takes of its key's limits."""
+    """The part of a key's limits that one HTTP request takes."""
 
     def __init__(self, taken: Sequence[tuple[Room, int]]) -> None:
         self._taken = taken

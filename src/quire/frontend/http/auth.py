@@ -1,7 +1,7 @@
-"""Who may call what: every endpoint has an `Access`, and is checked where it is called.
+"""Access control: every endpoint has an `Access`, which is checked where the endpoint is called.
 
-The check sits in the endpoint itself, behind the routing, so that there is no second reading of a path to disagree with
-the first. Keys are kept and compared as SHA-256 digests, all of them in constant time.
+The check is part of the endpoint, after the routing, so that a path is never read twice with different results. Keys
+are stored as SHA-256 digests and all of them compared in constant time.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Access(Enum):
-    """What a client must show."""
+    """Credentials that a route requires."""
 
     OPEN = "open"
     """Nothing: probes and static pages, which hold no secrets."""
     METRICS = "metrics"
-    """Nothing, or a key where the operator says so."""
+    """Nothing; with --protect-metrics a key."""
     KEY = "key"
-    """A key, if there are any."""
+    """A key, if the server has keys."""
     ADMIN = "admin"
-    """The same, and to be no browser's page of elsewhere: see `Gatekeeper`."""
+    """A key, and a Host and Origin of the listener's own: see `Gatekeeper`."""
 
 
 class Gatekeeper:
-    """Knows the keys' digests, and what the admin listener is called. Raises HttpError for who may not pass.
+    """Checks keys, and the Host and Origin headers of admin requests.
 
-    Admin routes, and on the admin listener all but open ones, answer to the listener's own names in the Host header: a
-    page whose own name was made to lead here (DNS rebinding) sends that name. An address cannot be made to, so a
-    listener that others can reach answers to any. A page may also just send, without being shown the answer; then its
-    browser says where the page is from (Origin).
+    Admin routes, and on the admin listener all but open ones, require one of the listener's own names in the Host
+    header: a page that reaches the listener by DNS rebinding sends another name. An address cannot be rebound, so a
+    listener on a public address accepts any address. A page can also send a request whose answer it cannot read; then
+    the browser names the page's origin in the Origin header.
     """
 
     def __init__(self, key_digests: Sequence[bytes], *, protect_metrics: bool = False, admin_host: str = "") -> None:
@@ -58,13 +58,13 @@ class Gatekeeper:
             raise HttpError(401, "no valid API key was shown; send it as Authorization: Bearer KEY")
 
     def owner_of(self, request: Request) -> bytes:
-        """Whose a request is: its key's, where there are keys; everybody's otherwise."""
+        """Returns the digest of the request's key; empty where the server has no keys."""
         return hashlib.sha256(shown_key(request)).digest() if self._digests else b""
 
     def _knows(self, key: bytes) -> bool:
         digest = hashlib.sha256(key).digest()
         is_known = False
-        for known in self._digests:  # all of them, whichever fits
+        for known in self._digests:  # all of them, for constant time
             is_known |= hmac.compare_digest(digest, known)
         return is_known
 
@@ -92,7 +92,7 @@ def _is_address(name: str) -> bool:
 
 
 def shown_key(request: Request) -> bytes:
-    """The key in a request's headers: OpenAI's form, or Anthropic's; empty if there is none."""
+    """Returns the key in a request's headers, in OpenAI's form or Anthropic's; empty if there is none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip().encode("latin-1")

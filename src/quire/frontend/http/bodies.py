@@ -24,16 +24,16 @@ from quire.logger import init_logger
 logger = init_logger(__name__)
 
 MAX_TEXT_CHARS = 1 << 26
-"""No context holds more; the body's own limit is usually met before."""
+"""More than any context holds. The limit on the body is usually reached first."""
 MAX_FLOAT = 1e38
-"""Single precision holds no more."""
+"""About the largest number of single precision."""
 MAX_SHOWN_CHARS = 60
 MAX_WORDS_CHARS = 400
-"""Of what the parser says: it repeats a text that is none of a field's words in full."""
+"""Length to which parser messages are cut: they repeat invalid values in full."""
 MAX_BYTES_TO_QUOTE = 1 << 16
-"""Of a body of more bytes no value is quoted: it would have to be read a second time."""
+"""Largest body whose invalid value is quoted in the error: to quote it the body is parsed a second time."""
 MAX_LAX_BYTES = 1 << 20
-"""In a body of more bytes numbers and booleans must be written as such: a text of millions of digits takes too long."""
+"""Largest body in which numbers may be texts: reading a text of millions of digits blocks the event loop."""
 
 Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
 Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
@@ -45,22 +45,22 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 24)]
 Finite = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
 Object = Annotated[dict[Name, Any], Meta(max_length=1024)]
-"""Free in form: its values are for a template, or for a later check. The parser bounds its depth."""
+"""A free-form object for a chat template or a later check. The parser bounds its depth."""
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
     """A JSON object that a client sends."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that exist elsewhere and not here (yet), with the values that ask for nothing. Others are refused."""
+    """Fields of other servers that are not supported, with the values that ask for nothing; others are refused."""
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {}
-    """Fields that exist elsewhere, are taken here and change nothing, and why. The log tells of the first use."""
+    """Fields of other servers that are accepted and change nothing, and why. Their first use is logged."""
     EXAMPLE: ClassVar[Mapping[str, Any]] = {}
-    """A small body that makes sense, for the documents."""
+    """A small useful body, for the OpenAPI document."""
 
     @property
     def own_names(self) -> Mapping[str, str]:
-        """What fields that the engine may refuse are called in this body, where they have another name."""
+        """The names that the engine's fields have in this body, where they differ."""
         return {}
 
 
@@ -90,7 +90,7 @@ class BodyReader(Generic[Body]):
         except RecursionError:
             raise ValidationError("the body is nested too deeply", param="body") from None
         refuse_unknown_wishes(request)
-        _tell_of_fields_without_effect(request)
+        _warn_of_fields_without_effect(request)
         return request
 
     def _decode(self, body: bytes) -> Body:
@@ -115,7 +115,7 @@ def refuse_unknown_wishes(request: RequestBody) -> None:
 _told: set[str] = set()
 
 
-def _tell_of_fields_without_effect(request: RequestBody) -> None:
+def _warn_of_fields_without_effect(request: RequestBody) -> None:
     for name, why in request.WITHOUT_EFFECT.items():
         if name not in _told and getattr(request, name):
             _told.add(name)

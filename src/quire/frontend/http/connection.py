@@ -1,7 +1,12 @@
-"""One HTTP connection: uvicorn's, with bounds on the head of a request, which uvicorn reads for ever.
+"""HTTP connections: limits on the head of a request, TLS, and answers while the model loads.
 
-A client that never ends its request line and headers holds a connection for a time and some bytes, not more. Bodies
-have limits of their own (`RequestContext.read_bytes`), idle connections uvicorn's.
+uvicorn waits without limit for the end of a request line and headers; `BoundedConnection` limits their time and size.
+Bodies have their own limits (`Exchange.read_bytes`), idle connections uvicorn's.
+
+The ports are bound before the model is loaded, so clients and probes can connect. Without an answer they would hang,
+and a probe could not distinguish a loading server from a stuck one. A thread (`WaitingRoom`) answers meanwhile:
+`/health/live` with 200, everything else with 503 and Retry-After. It checks no keys and routes, and stores no bodies.
+It ends when the server takes over the sockets; later connections wait in the sockets' queue.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ _REFUSAL = b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """`make_connection_class` sets the limits."""
+    """A connection of uvicorn's with the limits that `make_connection_class` sets."""
 
     header_timeout_s: float
     max_header_bytes: int
@@ -33,29 +38,24 @@ class BoundedConnection(HttpToolsProtocol):
     _is_in_head = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """A client is there, and may take so long to say what it wants."""
         super().connection_made(transport)
         self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
         self._stop_timer()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
         if not self._is_in_head:
             self._begin_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The end of the headers."""
         self._is_in_head = False
         self._stop_timer()
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of whatever part of a request."""
         super().data_received(data)
         if self._is_in_head and not self.transport.is_closing():
             self._num_header_bytes += len(data)
@@ -73,7 +73,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, status: bytes) -> None:
-        """End the connection; in words, unless an answer to an earlier request is on its way."""
+        """Ends the connection, with an answer unless one to an earlier request is under way."""
         self._stop_timer()
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write(_REFUSAL % status)
@@ -81,13 +81,13 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def make_connection_class(header_timeout_s: float, max_header_bytes: int) -> type[BoundedConnection]:
-    """The class of a server's connections."""
+    """Returns the class of a server's connections."""
     limits: dict[str, Any] = {"header_timeout_s": header_timeout_s, "max_header_bytes": max_header_bytes}
     return type("Connection", (BoundedConnection,), limits)
 
 
 def make_tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """What encrypts connections; None without --ssl-certfile. Raises ConfigError for files that cannot be used."""
+    """Returns the context of the --ssl-* flags; None without --ssl-certfile. Raises ConfigError for unusable files."""
     if config.ssl_certfile is None:
         return None
     try:
@@ -108,20 +108,20 @@ def make_tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 MAX_HEAD_BYTES = 1 << 16
 VISIT_S = 5.0
-"""What a visitor has for the head of a request and for taking the answer."""
+"""Time for sending the head of a request and reading the answer."""
 BACKLOG = 2048
 LIVE = b"/health/live"
 _END_OF_HEAD = b"\r\n\r\n"
 
 
 def _raw(response: Response) -> bytes:
-    """An answer as it goes over the wire, the last of its connection."""
+    """Returns an answer in the bytes of HTTP/1.1, the last of its connection."""
     headers = b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)
     return b"HTTP/1.1 %d \r\n%bconnection: close\r\n\r\n%b" % (response.status_code, headers, bytes(response.body))
 
 
 class WaitingRoom:
-    """While it is entered, who asks on `sockets` is told that the server loads. They stay the caller's, and open."""
+    """Answers requests on `sockets` while it is entered. The sockets stay the caller's, and open."""
 
     def __init__(
         self, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None, root_path: str = ""
@@ -144,7 +144,7 @@ class WaitingRoom:
         self._thread.join()
 
     def answer_to(self, head: bytes) -> bytes:
-        """To the head of a request."""
+        """Returns the answer to a request with this head."""
         target = head.partition(b"\r\n")[0].split(b" ")[1:2]
         is_live = bool(target) and target[0].partition(b"?")[0] in self._live_paths
         return self._alive if is_live else self._loading
@@ -167,7 +167,7 @@ class WaitingRoom:
 
 
 class _Visitor(asyncio.Protocol):
-    """One connection: the head of a request, an answer, the end."""
+    """One connection: reads the head of a request, answers, ends."""
 
     transport: asyncio.Transport
     timer: asyncio.TimerHandle
@@ -188,7 +188,8 @@ class _Visitor(asyncio.Protocol):
         self.room.visitors.discard(self)
 
     def data_received(self, data: bytes) -> None:
-        """Of a body that follows nothing is kept, but it is taken: a connection closed before would lose the answer."""
+        """Reads the head, then discards the body. To close the connection before the body has come could lose the
+        answer."""
         if self.is_answered:
             return
         self.head += data

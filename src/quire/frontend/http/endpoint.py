@@ -42,7 +42,7 @@ from quire.version import __version__
 PROBES = frozenset(
     {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version", "/server_info"}
 )
-"""Not counted as HTTP requests: their callers come every few seconds."""
+"""Paths that are not counted as HTTP requests: probes call them every few seconds."""
 
 Handler = Callable[[Exchange], Awaitable[Response]]
 
@@ -71,18 +71,18 @@ class Endpoint:
     task: str | tuple[str, ...] | None = None
     """Task, or one of several, that the model must support ("generate", "embed", …); otherwise it answers 404."""
     is_work: bool = False
-    """Whether requests count as load and are refused while the server shuts down."""
+    """True: requests count as load and are refused while the server shuts down."""
     shape_error: ErrorShape = error_body
     """Writes the body of an error."""
     is_enabled: Callable[[ServerConfig], bool] = lambda config: True
-    """Whether the flags enable the route."""
+    """Returns whether the flags enable the route."""
     is_on_admin: bool = False
-    """Whether the admin listener serves it, too. It always serves admin and open routes."""
+    """True: the admin listener serves the route, too. It always serves admin and open routes."""
     is_polled: bool = False
-    """Whether it is called so often that good answers are not logged."""
+    """True: the route is called so often that good answers are not logged."""
 
     def is_for(self, supported_tasks: Sequence[str]) -> bool:
-        """Whether the route serves a model that supports these tasks."""
+        """Returns whether the route serves a model that supports these tasks."""
         wanted = (self.task,) if isinstance(self.task, str) else self.task
         return wanted is None or not set(wanted).isdisjoint(supported_tasks)
 
@@ -167,7 +167,7 @@ def make_app(state: ServerState, endpoints: Iterable[Endpoint], *, is_admin: boo
 
 
 class _UnderPath:
-    """--root-path: the path under which a proxy serves all this, whether it takes that path off or not."""
+    """--root-path: the path under which a proxy serves the application, whether the proxy strips it or not."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app
@@ -178,16 +178,14 @@ class _UnderPath:
 
 
 def add_endpoint(app: FastAPI, endpoint: Endpoint) -> None:
-    """Register a route. Raises TypeError for anything that is no `Endpoint`, and so has declared no access."""
+    """Registers a route. Raises TypeError for anything that is no `Endpoint` and so declares no access."""
     if not isinstance(endpoint, Endpoint) or not isinstance(endpoint.access, Access):
-        raise TypeError(
-            f"{endpoint!r} is no Endpoint with an Access; a route that does not say who may call it is none"
-        )
+        raise TypeError(f"{endpoint!r} is no Endpoint with an Access; every route must declare one")
     app.router.routes.append(Route(endpoint.path, endpoint, methods=list(endpoint.methods)))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """What the framework refuses: no such route, not that method."""
+    """Answers what the framework refuses: an unknown route or a wrong method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     if status == 404:
         return error_response(unknown_route(request.scope["path"]))
@@ -201,7 +199,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _add_middleware(app: FastAPI, name: str) -> None:
-    """--middleware: a class, or an async function of (request, call_next), by dotted name."""
+    """Adds a --middleware: a class, or an async function of (request, call_next), by dotted name."""
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     found: Any = resolve(f"{module_name}:{attribute}")
     if inspect.isclass(found):

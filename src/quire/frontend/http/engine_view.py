@@ -1,7 +1,7 @@
-"""What /debug/state says: the core's snapshot, what the frontend knows of the same requests, and those that ended last.
+"""The body of /debug/state: the core's snapshot, the frontend's data on the same requests, and requests that ended.
 
-A snapshot costs the engine's loop up to a millisecond, so the number of people who watch must not matter:
-`SnapshotSource` asks the core once for all who come within a quarter of a second, and never twice at a time.
+A snapshot costs the engine's loop up to a millisecond, and the number of watchers must not matter: `SnapshotSource`
+asks the core once for all calls within a quarter of a second, and never twice at a time.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from quire.wire.stats import BlockMap, EngineSnapshot, RequestSnapshot
 
 MIN_INTERVAL_S = 0.25
 ANSWER_TIMEOUT_S = 10.0
-"""The core answers between two steps; a step of a long prompt may take seconds."""
+"""Time for the core to answer. It answers between two steps, and a step of a long prompt may take seconds."""
 PAUSE_WORDS = ("no", "new requests wait", "everything waits")
 STAMPS = ("queued", "scheduled", "first_token", "last_token")
 Stamps = Sequence[float]
-"""When a request got so far, on the core's clock, in the order of `STAMPS`; 0 for what is still to come."""
+"""Times of a request on the core's clock, in the order of `STAMPS`; 0 for events that are still to come."""
 Ints = npt.NDArray[np.integer[Any]]
 
 
 class SnapshotSource:
-    """Snapshots of one core. Belongs to the event loop of its first call."""
+    """Takes snapshots of one core. Belongs to the event loop of its first call."""
 
     def __init__(self, engine: AsyncLLM, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
         self._asked_at = 0.0
         self._task: asyncio.Task[EngineSnapshot] | None = None
-        """The last call, perhaps with its result."""
+        """The latest call to the core, perhaps with its result."""
 
     async def get(self, timeout_s: float = ANSWER_TIMEOUT_S) -> EngineSnapshot:
-        """One of this moment, or at most `MIN_INTERVAL_S` older. Raises UnavailableError if the core does not answer in
-        time, EngineDeadError if there is none any more."""
+        """Returns a snapshot that is at most `MIN_INTERVAL_S` old.
+
+        Raises UnavailableError if the core does not answer in time, EngineDeadError if it is gone for good.
+        """
         task = self._task
         if task is None or (task.done() and self._is_stale(task)):
             self._asked_at = self._clock()
@@ -61,13 +63,13 @@ class SnapshotSource:
 
 
 def _note_result(task: asyncio.Task[EngineSnapshot]) -> None:
-    """An error that nobody waits for any more is no news."""
+    """Retrieves the error of a call that no caller awaits any more, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
 def describe_blocks(blocks: BlockMap) -> dict[str, Any]:
-    """The map with equal neighbours counted: `runs` are [listed blocks, references, 1 if they can be hit]."""
+    """Returns the map with equal neighbours merged: `runs` are [listed blocks, references, 1 if they can be hit]."""
     cells = np.frombuffer(blocks.references, np.uint8) + 256 * np.frombuffer(blocks.is_cached, np.uint8).astype(int)
     starts, lengths = find_runs(cells, 0)
     values = cells[starts]
@@ -82,7 +84,7 @@ def describe_blocks(blocks: BlockMap) -> dict[str, Any]:
 
 
 class RequestWatch:
-    """What frontends know of requests and the core does not. Belongs to the event loop."""
+    """Collects the frontends' data on requests, which the core does not have. Belongs to the event loop."""
 
     def __init__(self, engine: AsyncLLM, recent: RecentRequests, peers: Peers) -> None:
         self._engine = engine
@@ -90,20 +92,21 @@ class RequestWatch:
         self._peers = peers
 
     def look_here(self, request_ids: Sequence[str], after: int) -> tuple[dict[str, Stamps], list[EndedRequest]]:
-        """The stamps of those requests that are of this process, and its requests that ended after number `after`."""
+        """Returns the stamps of those requests that belong to this process, and its requests that ended after number
+        `after`."""
         states = self._engine.pipeline.output_processor.request_states
         stamps = {i: _stamps_of(states[i]) for i in request_ids if i in states}
         return stamps, self._recent.after(after)
 
     async def look(self, request_ids: Sequence[str], after: int) -> tuple[dict[str, Stamps], list[EndedRequest]]:
-        """The same of all processes of the server."""
+        """Returns the same for all processes of the server."""
         horizon = self._recent.now()
         stamps, ended = self.look_here(request_ids, after)
         others = await self._peers.gather("watch", request_ids, after)
         for their_stamps, their_ended in others:
             stamps |= their_stamps
             ended += msgspec.convert(their_ended, list[EndedRequest])
-        if others:  # who asks for those after the last one must not miss one that another process knew of later
+        if others:  # a caller that asks for later ones next must not miss one that another process reports late
             ended = sorted((e for e in ended if e.number <= horizon), key=lambda e: e.number)
         return stamps, ended
 
@@ -114,7 +117,7 @@ def _stamps_of(state: RequestState) -> Stamps:
 
 
 def describe_request(request: RequestSnapshot, stamps: Stamps | None, wall_offset: float) -> dict[str, Any]:
-    """One unfinished request. `blocks` are [first id, number of ids that follow one another]."""
+    """Returns one unfinished request. `blocks` are [first id, number of consecutive ids]."""
     ids = np.frombuffer(request.block_ids, "<u4").astype(int)
     starts, lengths = find_runs(ids, 1)
     times = [stamp + wall_offset if stamp else None for stamp in stamps or [0.0] * len(STAMPS)]
@@ -137,7 +140,7 @@ def describe_request(request: RequestSnapshot, stamps: Stamps | None, wall_offse
 
 
 def find_runs(values: Ints, step: int) -> tuple[Ints, Ints]:
-    """(starts, lengths) of the stretches in which each value is its predecessor + `step`."""
+    """Returns (starts, lengths) of the runs in which each value is its predecessor + `step`."""
     if not len(values):
         return np.zeros(0, int), np.zeros(0, int)
     starts = np.concatenate(([0], np.flatnonzero(np.diff(values) != step) + 1))
@@ -147,8 +150,8 @@ def find_runs(values: Ints, step: int) -> tuple[Ints, Ints]:
 def describe_engine(
     snapshot: EngineSnapshot, stamps: Mapping[str, Stamps], *, facts: Mapping[str, Any], ended: Sequence[Any]
 ) -> dict[str, Any]:
-    """The body of /debug/state. `stamps` are of requests by internal id, as far as they are known; `facts` are what
-    does not change. All times are wall clock."""
+    """Returns the body of /debug/state. `stamps` are those of known requests by internal id; `facts` do not change. All
+    times are wall clock."""
     wall_offset = snapshot.time - snapshot.timestamp
     return {
         **facts,

@@ -1,7 +1,7 @@
-"""The one door for errors on their way out: from an exception to OpenAI's error object.
+"""The one place where an exception becomes an answer, in OpenAI's shape.
 
-A client's fault is told in words, with the field's name. Ours is a sentence without detail: what happened stands in the
-log, beside the request's id. No path, address or traceback leaves the server.
+A client's error is described, with the field's name. An internal error is answered with a sentence without details,
+which are logged with the request's id. No path, address or traceback leaves the server.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ HIDDEN = "the server failed on this request; its log says why, beside the reques
 
 
 ErrorShape = Callable[[BaseException], dict[str, Any]]
-"""How an API writes its errors."""
+"""Writes the body of an error in the shape of one API."""
 
 
 class HttpError(ClientError):
-    """A refusal that only HTTP knows: no key, a body too large, a route that is not there."""
+    """An error that only HTTP has: no key, a body too large, an unknown route."""
 
     def __init__(self, status_code: int, message: str, *, param: str | None = None, close: bool = False) -> None:
         super().__init__(message, param=param)
         self.status_code = status_code
         self.close = close
-        """Whether the connection is to end with the answer."""
+        """True: the connection ends with the answer."""
 
 
 class UnavailableError(OverloadedError):
-    """The server takes no requests now: it restarts its core, or ends."""
+    """The server takes no requests now because it restarts its core or shuts down."""
 
     def __init__(self, message: str, *, close: bool = False) -> None:
         super().__init__(message)
         self.close = close
-        """Whether the connection is to end with the answer."""
+        """True: the connection ends with the answer."""
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status an exception is answered with."""
+    """Returns the HTTP status of the answer to an exception."""
     return error.status_code if isinstance(error, QuireError) else 500
 
 
 def words_of(error: BaseException) -> str:
-    """What a client is told. What is not our own error is told of by its kind only."""
+    """Returns the message that a client sees. Errors other than `QuireError` are not described."""
     return str(error) if isinstance(error, QuireError) else HIDDEN
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
-    """`{"error": {...}}`, OpenAI's shape."""
+    """Returns `{"error": {...}}`, OpenAI's shape."""
     status = status_of(error)
     param = error.param if isinstance(error, ClientError) else None
     kind = _KINDS.get(status, "InternalServerError")
@@ -77,7 +77,7 @@ def error_body(error: BaseException) -> dict[str, Any]:
 
 
 def error_response(error: BaseException, shape: ErrorShape = error_body) -> Response:
-    """The whole answer to a request that failed before its first byte."""
+    """Returns the answer to a request that failed before the first byte was sent."""
     status = status_of(error)
     headers = {}
     if status in (429, 503) or isinstance(error, EngineDeadError):
@@ -91,7 +91,7 @@ def error_response(error: BaseException, shape: ErrorShape = error_body) -> Resp
 
 
 def note_error(error: BaseException, request_id: str) -> None:
-    """Write what is our fault into the log; a client's fault is the client's business."""
+    """Logs an internal error. Errors of clients are not logged."""
     if not isinstance(error, QuireError):
         logger.error("request %s failed", request_id, exc_info=error)
     elif not isinstance(error, ClientError):
@@ -99,15 +99,15 @@ def note_error(error: BaseException, request_id: str) -> None:
 
 
 def unknown_route(path: str) -> NotFoundError:
-    """For a path that no endpoint has."""
+    """Returns the error for a path that no endpoint has."""
     return NotFoundError(f"there is no route {path[:200]}; GET /openapi.json lists them all")
 
 
 def wrong_method(method: str, path: str, allowed: str) -> HttpError:
-    """For a path that has endpoints, but none for this method."""
+    """Returns the error for a path that has endpoints, but none for this method."""
     return HttpError(405, f"{path[:200]} does not take {method[:20]}; it takes {allowed}")
 
 
 def http_status_error(status: int) -> HttpError:
-    """For what the HTTP framework refuses itself."""
+    """Returns the error for a request that the HTTP framework refuses itself."""
     return HttpError(status, HTTPStatus(status).phrase)

@@ -1,4 +1,4 @@
-"""What one process of a server is among the others, and how it calls them."""
+"""Membership: the place of one process among those of its server, and calls to the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.wire.peers import SharedCount
 
 
 class Peers:
-    """The other processes of a server that has none: it is the only one."""
+    """The other processes of a server. This base class has none: the process is the only one."""
 
     async def gather(self, method: str, *args: Any) -> list[Any]:
         """Returns the answers of all other processes, without those of processes that are gone or fail."""
@@ -36,7 +36,7 @@ class Membership:
     in_flight: SharedCount | None = None
     """Number of requests under way, counted by all processes together; None where there is one."""
     rooms_of_keys: Mapping[bytes, tuple[SharedRoom, SharedRoom]] = field(default_factory=dict)
-    """By digest of an API key: the requests and tokens under way in all processes. Empty where there is one."""
+    """Requests and tokens under way in all processes, by digest of an API key. Empty where there is one process."""
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """Key of the cache salts, so that they cannot be guessed."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -44,5 +44,5 @@ class Membership:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the server has no other process."""
+        """True if the server has no other process."""
         return self.num_processes == 1

@@ -1,7 +1,6 @@
 """The OpenAPI document and the page of request fields, both derived from the table of routes and its bodies.
 
-Operations say in `x-access` who may call them (`Access`), and fields in `x-support` whether they are *refused* or have
-*no effect* here.
+An operation has its `Access` in `x-access`, and a field in `x-support` whether it is *refused* or has *no effect*.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ TAGS: Mapping[str, tuple[str, ...]] = {
     "The server": ("models", "health", "pages"),
     "Administration": ("admin",),
 }
-"""What belongs together: files of `routes/`. Routes of elsewhere are under OTHER_TAG."""
+"""Groups of files of `routes/`. Routes from other places are under OTHER_TAG."""
 OTHER_TAG = "Further routes"
 ROUTES_PACKAGE = "quire.frontend.openai.routes"
 REFUSED = "refused"
@@ -55,7 +54,7 @@ ERROR_SCHEMA: dict[str, Any] = {
 
 
 def make_openapi(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
-    """The document. Bodies are described by the structs that read them."""
+    """Returns the document. Bodies are described by the structs that read them."""
     endpoints = list(endpoints)
     kinds = list(dict.fromkeys(endpoint.body.kind for endpoint in endpoints if endpoint.body is not None))
     schemas, components = _describe(kinds)
@@ -84,7 +83,7 @@ def make_openapi(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
 
 
 def _describe(kinds: Sequence[type[RequestBody]]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
-    """The schemas of the structs and of what they hold, with a note for each field that has one."""
+    """Returns (the schemas of the structs, those of the structs they hold), with a note for each field that has one."""
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
     for kind in structs_of(kinds):
         properties = components[kind.__name__]["properties"]
@@ -99,7 +98,7 @@ def _describe(kinds: Sequence[type[RequestBody]]) -> tuple[tuple[dict[str, Any],
 
 
 def tag_of(endpoint: Endpoint) -> str:
-    """Under what the route is found."""
+    """Returns the group of a route."""
     package, _, name = endpoint.handler.__module__.rpartition(".")
     own = package == ROUTES_PACKAGE
     return next((tag for tag, files in TAGS.items() if own and name in files), OTHER_TAG)
@@ -147,7 +146,7 @@ def _good_answer(endpoint: Endpoint) -> str:
 
 
 def make_fields_page(endpoints: Iterable[Endpoint]) -> str:
-    """docs/http_fields.md: every field of every body, with its bounds."""
+    """Returns docs/http_fields.md: every field of every body, with its bounds."""
     lines = [
         "# Fields of HTTP requests",
         "",
@@ -185,7 +184,7 @@ def make_fields_page(endpoints: Iterable[Endpoint]) -> str:
 
 
 def _words(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Returns a JSON schema in a few words."""
     if "anyOf" in schema:
         return " or ".join(_words(option) for option in schema["anyOf"])
     if "$ref" in schema:
@@ -218,7 +217,7 @@ def _number(value: float) -> str:
 
 
 def structs_of(kinds: Sequence[type]) -> list[type[msgspec.Struct]]:
-    """These structs and all that their fields hold."""
+    """Returns these structs and all structs that their fields hold."""
     return list(dict.fromkeys(found for info in msgspec.inspect.multi_type_info(kinds) for found in _structs_in(info)))
 
 
@@ -235,7 +234,7 @@ def _structs_in(value: Any) -> Iterator[type[msgspec.Struct]]:
 
 @cache
 def field_notes(kind: type) -> Mapping[str, str]:
-    """The docstring of each field that has one, by its name. Fields of sampling have those of `SamplingParams`."""
+    """Returns the docstring of each field that has one, by its name. Sampling fields have those of `SamplingParams`."""
     notes = {} if kind is SamplingParams else {**field_notes(SamplingParams)}
     for ancestor in reversed(kind.__mro__[:-1]):
         notes.update(_notes_in(sys.modules[ancestor.__module__]).get(ancestor.__qualname__, {}))
@@ -244,7 +243,7 @@ def field_notes(kind: type) -> Mapping[str, str]:
 
 @cache
 def _notes_in(module: ModuleType) -> Mapping[str, Mapping[str, str]]:
-    """The notes of each class of a module; none where Python was installed without sources."""
+    """Returns the notes of each class of a module; none where Python was installed without sources."""
     try:
         tree = ast.parse(inspect.getsource(module))
     except OSError:

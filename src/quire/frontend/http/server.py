@@ -31,10 +31,10 @@ logger = init_logger(__name__)
 
 BACKLOG = 2048
 IDLE_CONNECTION_S = 75
-"""How long a connection without a request is kept. Longer than clients keep theirs (httpx 5 s, usual balancers 60 s):
-else a request may be on its way while we close, and its sender cannot know whether it was heard."""
+"""Time after which an idle connection is closed. Longer than clients keep theirs (httpx 5 s, usual balancers 60 s):
+otherwise a request may arrive while the server closes, and its sender cannot know whether it was processed."""
 END_GRACE_S = 1.0
-"""What connections get to send their last words."""
+"""Time for connections to send their last bytes."""
 
 
 class AppBuilder(Protocol):
@@ -45,7 +45,7 @@ class AppBuilder(Protocol):
 
 @dataclass
 class Listeners:
-    """The sockets of a server, bound before anything is loaded: a port that is taken is told of at once."""
+    """The sockets of a server. They are bound before anything is loaded, so that a taken port is reported at once."""
 
     main: socket.socket
     admin: socket.socket | None
@@ -56,12 +56,12 @@ class Listeners:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """All of them."""
+        """All sockets."""
         return [listener for listener in (self.main, self.admin) if listener is not None]
 
     @staticmethod
     def bind(config: ServerConfig) -> Listeners:
-        """Raises ConfigError where the system refuses, and for TLS files that cannot be used."""
+        """Binds the sockets. Raises ConfigError where the system refuses, and for unusable TLS files."""
         tls = make_tls_context(config)
         scheme = "http" if tls is None else "https"
         if config.uds is not None:
@@ -79,9 +79,9 @@ class Listeners:
         return Listeners(main, admin, url, _url(scheme, config.admin_host, admin), tls)
 
     def close(self) -> None:
-        """Give the addresses back; a Unix socket's file goes, too.
+        """Closes the sockets and removes a Unix socket's file.
 
-        Once: later, the file may be another server's. uvicorn may have closed the sockets before.
+        Only the first call removes the file: later it may belong to another server.
         """
         if self.is_closed:
             return
@@ -107,9 +107,9 @@ def _bind_unix(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
         with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(Path(path).stat().st_mode):  # one that a server left behind
+            if stat.S_ISSOCK(Path(path).stat().st_mode):  # left behind by a server
                 os.unlink(path)
-        before = os.umask(0o177)  # other users' requests go through a port, with a key
+        before = os.umask(0o177)  # other users must use a port, with a key
         try:
             listener.bind(path)
         finally:
@@ -127,24 +127,24 @@ def _url(scheme: str, host: str | None, listener: socket.socket) -> str:
 
 
 class StopRequests:
-    """Whether the server is asked to end, and whether at once."""
+    """Requests to end the server, normally or at once."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.hurried = asyncio.Event()
 
     def ask(self) -> None:
-        """Somebody asks. Idempotent."""
+        """Asks the server to end. Idempotent."""
         self.asked.set()
 
     def hurry(self) -> None:
-        """At once."""
+        """Asks the server to end at once."""
         self.asked.set()
         self.hurried.set()
 
 
 class StopSignals(StopRequests):
-    """SIGTERM and SIGINT, while it is entered: the second signal is a hurry, whoever else has asked meanwhile."""
+    """Handles SIGTERM and SIGINT while it is entered. The second signal ends the server at once."""
 
     _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -175,10 +175,10 @@ async def serve(
     on_ready: Callable[[], None] = lambda: None,
     stop: StopSignals | None = None,
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT, drain, and return. A second signal ends what still runs at once. Others
-    ask by `stop`.
+    """Answers requests until SIGTERM, SIGINT or a request of `stop`, drains, and returns. A second signal ends running
+    requests at once.
 
-    Raises ConfigError for a middleware that cannot be used. The engine is the caller's to shut down.
+    Raises ConfigError for a middleware that cannot be used. The caller shuts the engine down.
     """
     _route_log(state.config)
     servers = [_make_server(state, build_app(state))]
@@ -194,7 +194,7 @@ async def serve(
         starting = asyncio.ensure_future(_wait_started(servers))
         await asyncio.wait({starting, *running}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            gc.freeze()  # start-up's objects stay: walking them would stop the loop for 30 to 65 ms now and then
+            gc.freeze()  # excludes the objects of start-up from collections, which would block the loop for 30 to 65 ms
             at_end.callback(gc.unfreeze)
             on_ready()
             await _first_of(stop.asked.wait(), log_stats_regularly(state.engine.pipeline.stat_loggers), *running)
@@ -206,19 +206,19 @@ async def serve(
 
 
 async def log_stats_regularly(loggers: StatLoggerManager) -> None:
-    """Writes the statistics at every interval, also while there is no step that would."""
+    """Writes the statistics at every interval, also while the engine makes no steps."""
     while True:
         await asyncio.sleep(max(envs.LOG_STATS_INTERVAL.number(), 1.0))
         loggers.log_regularly()
 
 
 async def drain(state: ServerState, stop: StopRequests, shutdown_timeout_s: float) -> None:
-    """From the wish to stop to the end of the last request (promise P11)."""
+    """Ends a server: refuses new requests and waits for the running ones, up to `shutdown_timeout_s` (promise P11)."""
     lifecycle = state.lifecycle
     lifecycle.is_draining = True
     state.engine.expect_shutdown()
     logger.info("shutting down; %d requests are under way", lifecycle.num_in_flight)
-    if state.config.drain_accept_s:  # else nothing may come between the two
+    if state.config.drain_accept_s:  # without it no request may come in between
         await _first_of(asyncio.sleep(state.config.drain_accept_s), stop.hurried.wait())
     lifecycle.refuses_requests = True
     await _first_of(asyncio.sleep(shutdown_timeout_s), lifecycle.wait_idle(), stop.hurried.wait())
@@ -231,7 +231,7 @@ async def drain(state: ServerState, stop: StopRequests, shutdown_timeout_s: floa
 
 
 async def _first_of(*waits: Any) -> None:
-    """Until one of them is over; the others are cancelled, unless they are tasks of somebody else."""
+    """Waits until one of `waits` is over and cancels the others, except tasks that the caller has made."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     own = [task for task, wait in zip(tasks, waits, strict=True) if task is not wait]
     try:
@@ -242,11 +242,10 @@ async def _first_of(*waits: Any) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with signals left to `serve`."""
+    """uvicorn's server without its signal handlers; `serve` has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing to capture."""
         yield
 
 
@@ -278,7 +277,7 @@ async def _wait_started(servers: Sequence[uvicorn.Server]) -> None:
 
 
 def _route_log(config: ServerConfig) -> None:
-    """uvicorn's messages go where ours go."""
+    """Sends uvicorn's messages to Quire's log."""
     log = logging.getLogger("uvicorn")
     log.setLevel(config.uvicorn_log_level.upper() if config.uvicorn_log_level != "trace" else "DEBUG")
     log.handlers = list(logging.getLogger("quire").handlers)

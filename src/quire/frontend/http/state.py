@@ -1,4 +1,4 @@
-"""What the endpoints of one server share: the engine, the names it goes by, and whether it takes requests."""
+"""State that the endpoints of a server share: the engine, the names of its model, whether it takes requests."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ Part = TypeVar("Part")
 
 
 class Lifecycle:
-    """Where a server stands between its start and its end, and how many requests are under way."""
+    """Stage of a server between its start and its end, and the number of requests under way."""
 
     def __init__(self, shared: SharedCount | None = None) -> None:
-        """`shared` is where all processes of the server count."""
+        """`shared` is the count of all processes of the server."""
         self.is_draining = False
-        """SIGTERM has come: /health/ready says no."""
+        """True once the server shuts down: /health/ready answers 503."""
         self.refuses_requests = False
-        """New work is refused; what runs goes on."""
+        """True once new work is refused. Running requests go on."""
         self.is_stopping = False
-        """What runs is being ended."""
+        """True once running requests are being ended."""
         self.num_in_flight = 0
-        """Requests that have begun and not been answered to the end, probes not counted."""
+        """Number of requests that are not answered to the end. Probes do not count."""
         self._shared = shared
         self._idle = asyncio.Event()
         self._idle.set()
 
     def begin_request(self) -> None:
-        """One more is under way."""
+        """Counts a request that begins."""
         self._count(1)
         self._idle.clear()
 
     def end_request(self) -> None:
-        """One is answered, or its client gone."""
+        """Counts a request that is answered, or whose client has disconnected."""
         self._count(-1)
         if not self.num_in_flight:
             self._idle.set()
@@ -62,16 +62,16 @@ class Lifecycle:
 
     @property
     def server_load(self) -> int:
-        """Requests under way in all processes of the server."""
+        """Number of requests under way in all processes of the server."""
         return self.num_in_flight + (0 if self._shared is None else self._shared.others())
 
     async def wait_idle(self) -> None:
-        """Until nothing is under way."""
+        """Waits until no request is under way."""
         await self._idle.wait()
 
 
 class ServerState:
-    """Made once per server process, around a running engine. `app.state.server`."""
+    """The state of one server process around a running engine: `app.state.server`."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class ServerState:
         self.config = config
         self.member = member = Membership() if member is None else member
         self.metrics = metrics if metrics is not None else ServerMetrics(engine.pipeline.stats)
-        """Of this process, unless told otherwise."""
+        """Metrics of this process or of the whole server."""
         self.snapshots = SnapshotSource(engine)
         self.watch = RequestWatch(engine, RecentRequests() if recent is None else recent, member.peers)
         self.stall_s = stall_s
-        """How long a stream may wait for its reader (--slow-client-timeout-s); 0 for ever."""
+        """Longest time a stream waits for its reader (--slow-client-timeout-s); 0: unlimited."""
         self.gatekeeper = Gatekeeper(key_digests, protect_metrics=config.protect_metrics, admin_host=config.admin_host)
         self.tenants = Tenants(
             config.max_requests_per_key,
@@ -119,16 +119,16 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        """What answers call the model where the request does not."""
+        """Name of the model in answers to requests that give none."""
         return self.model_names[0]
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together."""
+        """Maximum number of tokens of prompt and output together."""
         return self.engine.pipeline.input_processor.max_model_len
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with. Raises NotFoundError for one that is not served."""
+        """Returns the model's name for the answer. Raises NotFoundError for a name that is not served."""
         if name is None or name == "":
             return self.model_name
         if name not in self.model_names:
@@ -147,7 +147,7 @@ class ServerState:
         return admit(self.engine.admission, self.tenants, owner, nums_tokens, params, self.max_model_len)
 
     def logs_path(self, path: str) -> bool:
-        """Whether requests for `path` get a line in the log."""
+        """Returns whether requests for `path` are logged."""
         return not self.config.disable_uvicorn_access_log and path not in self._quiet_paths
 
     def check_num_outputs(self, num_outputs: int) -> None:

@@ -1,9 +1,9 @@
 """Server-sent events: a stream of chunks as an HTTP answer.
 
 An `EventStream` is an ASGI response. It takes chunks, each one or more whole events, from an async generator, and ends
-early when the client goes away; `on_close` aborts what feeds it. A failure before the first chunk is an HTTP status;
-a later one an `error` event. While nothing comes, comment lines keep proxies from hanging up. A client that does not
-read is left after a while; what it has not read stays bounded by the socket and one merged output.
+early when the client disconnects; `on_close` aborts the requests behind it. A failure before the first chunk becomes an
+HTTP status, a later one an `error` event. In a pause, comment lines keep proxies from closing the connection. A client
+that does not read is disconnected after a while; its unread data is bounded by the socket and one merged output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.frontend.http.errors import ErrorShape, error_body, error_response, n
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 STALL_CHECKS = 4
-"""How often a reader's standing still is looked for within the time it may."""
+"""Number of checks for a stalled reader within `stall_s`."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -32,17 +32,17 @@ encode_json = msgspec.json.Encoder().encode
 
 
 def event(value: Any) -> bytes:
-    """One event of data."""
+    """Returns one event of data."""
     return b"data: " + encode_json(value) + b"\n\n"
 
 
 def error_event(error: BaseException) -> bytes:
-    """How OpenAI's streams end when they fail."""
+    """Returns the end of a failed stream, as OpenAI has it."""
     return event(error_body(error)) + DONE
 
 
 class EventStream(Response):
-    """The answer. `keep_alive_s` and `stall_s` of 0 mean never; `on_close` is called at the end, whatever end it is."""
+    """A streamed answer. `keep_alive_s` and `stall_s` of 0 mean never; `on_close` is called at every end."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class EventStream(Response):
         self._shape_error = shape_error
         self._has_begun = False
         self._is_left = False
-        """The client is gone, or is treated so."""
+        """True once the client has disconnected or stalled."""
         self._last_sent = 0.0
         self._sends_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything. Ends early, without an error, when the client leaves."""
+        """Sends everything. Ends early, without an error, when the client disconnects."""
         loop, me = asyncio.get_running_loop(), asyncio.current_task()
         assert me is not None
         self._last_sent = loop.time()
