@@ -1,4 +1,4 @@
-"""What the API processes of a server count together, and in which column of the shared page it stands."""
+"""Counts that the API processes of a server share, and their columns on the shared page."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from quire.frontend.admission import AdmissionControl, SharedRoom
 from quire.wire.peers import SharedCount, SharedCounts
 
 _QUEUE_ROOMS = 3
-"""Requests, their tokens, and tokens promised (`AdmissionControl`)."""
+"""Number of limits of the queue: requests, their tokens, tokens promised (`AdmissionControl`)."""
 _RESERVED_TOKENS = 2
-"""Which of them is the last: some as long as a request lives."""
+"""Index of the tokens promised, which are above 0 as long as a request lives."""
 _KEY_ROOMS = 2
-"""Of each API key: requests and tokens under way (`Tenants`)."""
+"""Number of limits of each API key: requests and tokens under way (`Tenants`)."""
 
 
 class FleetCounts:
-    """Requests under way, and what is taken of every limit. All must know the same keys."""
+    """Requests under way, and the taken part of every limit. All processes must have the same keys."""
 
     def __init__(self, page: SharedCounts, key_digests: Sequence[bytes]) -> None:
         self._page = page
@@ -26,28 +26,28 @@ class FleetCounts:
         self._queue_rooms = rooms[:_QUEUE_ROOMS]
         of_keys = rooms[_QUEUE_ROOMS:]
         self.rooms_of_keys = dict(zip(key_digests, zip(of_keys[::2], of_keys[1::2], strict=True), strict=True))
-        """By digest: what is taken of the key's requests, and of its tokens."""
+        """Taken parts of a key's requests and tokens, by the key's digest."""
 
     @classmethod
     def create(cls, path: Path, num_processes: int, key_digests: Sequence[bytes]) -> FleetCounts:
-        """A new page, for `num_processes` and the process that starts them."""
+        """Makes a page for `num_processes` and the process that starts them."""
         return cls(SharedCounts.create(path, 1 + num_processes, _num_columns(key_digests)), key_digests)
 
     @classmethod
     def attach(cls, path: Path, index: int, key_digests: Sequence[bytes]) -> FleetCounts:
-        """The page, for process `index`. Raises OSError or ValueError where there is none of the kind."""
+        """Opens the page for process `index`. Raises OSError or ValueError if it is missing or of another kind."""
         return cls(SharedCounts.attach(path, _num_columns(key_digests), index), key_digests)
 
     def share_admission(self, admission: AdmissionControl) -> None:
-        """Have the limits of `admission` hold for all processes together."""
+        """Makes the limits of `admission` hold for all processes together."""
         admission.share(*self._queue_rooms)
 
     def are_others_busy(self) -> bool:
-        """Whether other processes have requests that live."""
+        """Returns whether other processes have live requests."""
         return self._queue_rooms[_RESERVED_TOKENS].taken_by_others() > 0
 
     def clear(self, index: int) -> None:
-        """Process `index` is gone."""
+        """Clears the counts of process `index`, which has exited."""
         self._page.clear_row(index)
 
 

@@ -1,4 +1,4 @@
-"""What follows the death of a core that several API processes share: their suspects are heard and tried."""
+"""Crash attribution after the death of a core that several API processes share: their suspects are tried alone."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from quire.wire.serial import Frame, MsgpackDecoder, MsgpackEncoder, WireError
 logger = init_logger(__name__)
 
 MAX_SUSPECT_BYTES = 1 << 28
-"""Of the suspects of one process, encoded; further ones go on untried. A message may have twice as many."""
+"""Limit of the suspects of one process, encoded; further ones are not tried. A message may have twice as many."""
 
 EncodedSuspect = tuple[list[bytes], int, int]
 
 
 class CrashAttribution:
-    """Belongs to one event loop. `ask_all` calls all API processes: what those say, by number, who answer in time;
-    `post` has the thread of `owner` call something."""
+    """Collects the suspects of all API processes after each death of the core, and has them tried.
+
+    Belongs to one event loop. `ask_all` calls all API processes and returns, by number, the answers that come in time;
+    `post` calls a function on the thread of `owner`.
+    """
 
     def __init__(
         self,
@@ -36,31 +39,31 @@ class CrashAttribution:
         self._reports: asyncio.Queue[DeathReport] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Handles deaths until it is cancelled."""
         loop = asyncio.get_running_loop()
 
         def note(report: DeathReport) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: so have those we would ask
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the processes with it
                 loop.call_soon_threadsafe(self._reports.put_nowait, report)
 
         self._owner.on_report = note
         try:
             while True:
-                await self._hold(await self._reports.get())
+                await self._attribute(await self._reports.get())
         finally:
             self._owner.on_report = None
 
-    async def _hold(self, report: DeathReport) -> None:
+    async def _attribute(self, report: DeathReport) -> None:
         suspects: list[Suspect] = []
         try:
-            suspects = await self._hear(report)
+            suspects = await self._collect(report)
         except Exception:
-            logger.exception("nobody is tried after the death of engine core %d", report.incarnation)
+            logger.exception("no request is tried after the death of engine core %d", report.incarnation)
         finally:
             self._post(lambda: self._owner.try_suspects(suspects))
 
-    async def _hear(self, report: DeathReport) -> list[Suspect]:
-        if report.verdict is not None:  # it must be carried out before its request can be sent again
+    async def _collect(self, report: DeathReport) -> list[Suspect]:
+        if report.verdict is not None:  # carried out before the request can be sent again
             await self._ask_all("convict", *report.verdict)
         answers = await self._ask_all("core_died", report.incarnation, *report.death)
         if not any(answers.values()):
@@ -69,7 +72,7 @@ class CrashAttribution:
 
 
 def encode_suspects(suspects: Iterable[Suspect]) -> list[EncodedSuspect]:
-    """What a process answers when it is told that the core has died."""
+    """Returns the suspects of a process in the form of its answer."""
     encoder = MsgpackEncoder()
     encoded: list[EncodedSuspect] = []
     num_bytes = 0
@@ -84,7 +87,7 @@ def encode_suspects(suspects: Iterable[Suspect]) -> list[EncodedSuspect]:
 
 
 def decode_suspects(encoded: Iterable[Sequence[Any]]) -> list[Suspect]:
-    """Back again. Raises WireError."""
+    """Returns the suspects of an answer. Raises WireError."""
     decoder = MsgpackDecoder(EngineCoreRequest)
 
     def decode(frames: list[Frame], num_deaths: int, num_acquittals: int) -> Suspect:

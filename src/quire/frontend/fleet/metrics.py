@@ -32,9 +32,10 @@ logger = init_logger(__name__)
 
 
 class EngineWatch:
-    """Takes what the core tells its client 0 while others make the requests: statistics, never outputs.
+    """Counts the core's statistics for a process that owns a core and serves no requests itself.
 
-    `stats` are what a `ServerMetrics` is made of. Belongs to one event loop.
+    As client 0 of the core it receives statistics and no outputs. `stats` is the source of a `ServerMetrics`. Belongs
+    to one event loop.
     """
 
     def __init__(self, config: EngineConfig, client: AsyncEngineCoreClient, *, log_stats: bool) -> None:
@@ -45,7 +46,7 @@ class EngineWatch:
         self.stats.attach(client)
 
     async def run(self) -> EngineDeadError:
-        """Until the core is gone for good, and why; its restarts are none of our business."""
+        """Counts until the core is gone for good. Returns the reason."""
         while True:
             try:
                 outputs = await self._client.get_output_async()
@@ -56,7 +57,7 @@ class EngineWatch:
 
 
 class _NoRequests:
-    """Nobody asks this process for anything."""
+    """The live requests of a process that has none."""
 
     @property
     def request_states(self) -> Mapping[str, LiveRequest]:
@@ -104,7 +105,7 @@ class FleetMetrics:
         return len(self._members)
 
     async def run(self) -> None:
-        """Gathers once a second, for ever. Errors are left to the scrapes."""
+        """Gathers once a second, for ever. Errors are reported by scrapes."""
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             with suppress(ServerError):

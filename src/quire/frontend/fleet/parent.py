@@ -1,7 +1,7 @@
 """A server of several API processes, from its start to its end: the process that owns the sockets and the core.
 
-It answers no request itself. It starts the processes and the core, starts again what dies, passes calls on between the
-processes, and ends them before the core.
+It answers no request itself. It starts the processes and the core, restarts them when they die, passes calls on between
+the processes, and ends them before the core.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ logger = init_logger(__name__)
 
 RESTART_LIMIT = 6
 RESTART_WINDOW_S = 60.0
-"""How often each process is started again within which time; then the server ends."""
+"""Number of restarts of each process within `RESTART_WINDOW_S`; after more the server ends."""
 END_MARGIN_S = 5.0
-"""What the processes get to end, beyond the time their requests have."""
+"""Time for the processes to end, beyond the time for their requests."""
 ANSWER_TIMEOUT_S = 2.0
-"""How long a call of all processes waits for one of them, which may have been stopped."""
+"""Time for which a call of all processes waits for one of them, which may have been stopped."""
 
 
 class ApiProcesses:
-    """Runs `num_processes`, each started again when it dies, and passes their calls on. `client` makes the calls that
-    change the core. Everything but `start` belongs to one event loop, on the thread that has called `start`."""
+    """Runs `num_processes`, restarts them when they die, and passes their calls on.
+
+    Everything but `start` belongs to one event loop, on the thread that has called `start`.
+    """
 
     def __init__(
         self, num_processes: int, make_launch: Callable[[int], ApiLaunch], on_death: Callable[[int], None]
@@ -61,35 +63,35 @@ class ApiProcesses:
         self._indices = range(1, num_processes + 1)
         self._processes: dict[int, ApiProcess] = {}
         self._connections: dict[int, PeerLink] = {}
-        """To those that live."""
+        """Links to live processes."""
         self._links: dict[int, PeerLink] = {}
-        """To those that have joined: before that they answer nothing."""
+        """Links to processes that have joined; the others answer no calls."""
         self._failures: dict[int, QuireError] = {}
-        """What a process has said that keeps it from serving."""
+        """Errors that keep a process from serving, as it has reported them."""
         self._waiting = set(self._indices)
-        """Those that have never served yet."""
+        """Processes that have never served yet."""
         self._stopping = asyncio.Event()
         self._is_hurried = False
         self._core_gone = ""
         self.are_ready = asyncio.Event()
         self.call_core: Callable[..., Any] | None = None
-        """How a control verb is called that changes the core."""
+        """Calls a control verb that changes the core."""
         self.metrics: FleetMetrics | None = None
         """None where statistics are off."""
 
     def start(self) -> None:
-        """Start them all. Raises ServerError."""
+        """Starts all processes. Raises ServerError."""
         for index in self._indices:
             self._processes[index] = ApiProcess(self._make_launch(index))
 
     def kill(self) -> None:
-        """End them all at once. Idempotent."""
+        """Kills all processes. Idempotent."""
         for process in self._processes.values():
             process.kill()
 
     async def run(self) -> None:
-        """Until all have ended because they were asked to. Raises what keeps one from serving, once the others have
-        ended, too."""
+        """Runs the processes until all have ended on request. If one cannot serve, ends the others and raises its
+        error."""
         keepers = [asyncio.ensure_future(self._keep(index)) for index in self._indices]
         done, others = await asyncio.wait(keepers, return_when=asyncio.FIRST_EXCEPTION)
         for _ in range(2):
@@ -102,18 +104,18 @@ class ApiProcesses:
             keeper.result()
 
     def stop(self) -> None:
-        """Ask them to end, once more if they were asked before: then at once."""
+        """Asks the processes to end; the second call asks them to end at once."""
         self._is_hurried = self._stopping.is_set()
         self._stopping.set()
         for index, process in self._processes.items():
             link = self._links.get(index)
             if link is None:
                 process.signal(signal.SIGTERM)  # it has no requests
-            else:  # a signal could be its second: who ends a group of processes has sent one to each
+            else:  # a signal could be its second: one sent to the process group has reached it, too
                 link.tell("stop", self._is_hurried)
 
     def note_core_gone(self, reason: str) -> None:
-        """There will be no core any more: requests are answered with an error from now on."""
+        """Reports that the core is gone for good. The processes answer requests with an error from now on."""
         self._core_gone = reason
         for link in self._links.values():
             link.tell("core_gone", reason)
@@ -148,13 +150,13 @@ class ApiProcesses:
             self._processes[index] = ApiProcess(self._make_launch(index))
 
     async def _is_stopping_within(self, duration_s: float) -> bool:
-        """Wait so long, or until all are to end: whether they are."""
+        """Waits so long, or until the processes are asked to end. Returns whether they are."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), duration_s)
         return self._stopping.is_set()
 
     async def _follow(self, index: int) -> int:
-        """The whole life of a process; its exit code."""
+        """Follows a process to its end. Returns its exit code."""
         process = self._processes[index]
         link = PeerLink(partial(self._handle, index))
         await link.connect(process.connection)
@@ -162,7 +164,7 @@ class ApiProcesses:
         try:
             await link.run()
         except WireError:
-            logger.exception("API process %d speaks in tongues, and is ended", index)
+            logger.exception("API process %d sent an invalid message and is killed", index)
             process.signal(signal.SIGKILL)
         finally:
             del self._connections[index]
@@ -188,8 +190,8 @@ class ApiProcesses:
         return await link.call(call.method, *call.args)
 
     async def ask_all(self, method: str, *args: Any) -> dict[int, Any]:
-        """What each process answers, by its number. One that is gone is left out, and with a line in the log one that
-        fails, or takes longer than `ANSWER_TIMEOUT_S`."""
+        """Returns the answer of each process, by its number, without those of processes that are gone. A process that
+        fails, or takes longer than `ANSWER_TIMEOUT_S`, is logged and left out."""
         return await self._ask(method, args)
 
     async def _ask(self, method: str, args: tuple[Any, ...], *, apart_from: int | None = None) -> dict[int, Any]:
@@ -248,15 +250,15 @@ def serve_with_processes(
     listeners: Listeners,
     on_ready: Callable[[], None],
 ) -> None:
-    """Serve until told to end, with `server.api_server_count` processes. `server` has no keys in it.
+    """Serves until asked to end, with `server.api_server_count` processes. `server` holds no keys.
 
-    Raises what keeps the core, or a process, from starting; ServerError if a process dies too often.
+    Raises the error that keeps the core, or a process, from starting; ServerError if a process dies too often.
     """
     directory = SocketDirectory()
     client: AsyncMPClient | None = None
     count = server.api_server_count
     counts = FleetCounts.create(directory.path / "counts", count, key_digests)
-    member = Membership()  # what all have in common
+    member = Membership()  # values that all processes share
 
     def make_launch(index: int) -> ApiLaunch:
         return ApiLaunch(
@@ -298,14 +300,14 @@ def serve_with_processes(
         asyncio.run(_run(processes, core, drain_s, on_ready))
     finally:
         processes.kill()
-        listeners.close()  # before the core ends: whoever comes now should go elsewhere at once
+        listeners.close()  # before the core ends, so that new clients are refused at once
         if client is not None:
             client.shutdown()
         directory.remove()
 
 
 class _SharedCore(NamedTuple):
-    """What the parent has of the core."""
+    """The parent's view of the core."""
 
     client: AsyncMPClient
     watch: EngineWatch
@@ -338,7 +340,7 @@ async def _tell_when_ready(processes: ApiProcesses, on_ready: Callable[[], None]
 
 
 async def _stop_when_asked(processes: ApiProcesses, client: AsyncMPClient, stop: StopRequests, drain_s: float) -> None:
-    """Pass both signals on; who does not follow them in time is killed."""
+    """Passes both signals on. Kills processes that do not end in time."""
     await stop.asked.wait()
     logger.info("shutting down the API processes")
     client.expect_shutdown()

@@ -1,4 +1,4 @@
-"""One end of the connection between a server and one of its API processes: calls, and their answers, both ways."""
+"""One end of the connection between a server and one of its API processes: calls and answers, both ways."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from quire.wire.serial import WireError
 logger = init_logger(__name__)
 
 MAX_UNREAD_BYTES = 1 << 24
-"""What may lie ready for a process that does not read: one that stands still is asked again and again."""
+"""Limit of unsent bytes for a process that does not read: one that hangs is called again and again."""
 
 Handler = Callable[[PeerMessage], Awaitable[Any]]
-"""Carries out a call: its result. What it raises is the call's error."""
+"""Carries out a call and returns its result. An exception is sent as the call's error."""
 
 
 class PeerLink:
-    """Belongs to one event loop. Calls that come in are carried out side by side, each in a task of its own."""
+    """Sends calls and carries out those of the other end, each in its own task. Belongs to one event loop."""
 
     def __init__(self, handle: Handler) -> None:
         self._handle = handle
@@ -39,12 +39,12 @@ class PeerLink:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self, connection: socket.socket) -> None:
-        """Begin to speak. The connection is the link's from now on."""
+        """Takes over a connection."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=connection)
 
     async def run(self) -> None:
-        """Until the other end is gone. Whoever waits for an answer then gets UnavailableError. Raises WireError for a
-        message that is none; the connection has ended then, too."""
+        """Reads until the other end is gone; open calls then raise UnavailableError. Raises WireError for an invalid
+        message, after closing the connection."""
         reader = self._reader
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -54,12 +54,12 @@ class PeerLink:
                         raise WireError(f"a message of {length} bytes; {MAX_PEER_BYTES} are the most")
                     self._take(msgspec.msgpack.decode(await reader.readexactly(length), type=PeerMessage))
         except msgspec.MsgspecError as e:
-            raise WireError(f"this is no message of an API process: {e}") from e
+            raise WireError(f"invalid message of an API process: {e}") from e
         finally:
             self.close()
 
     async def end(self) -> None:
-        """Send what is to be sent, and close."""
+        """Sends what is left to send, and closes."""
         writer = self._writer
         self.close()
         if writer is not None:
@@ -67,7 +67,7 @@ class PeerLink:
                 await writer.wait_closed()
 
     def close(self) -> None:
-        """Nothing is sent or awaited any more. Idempotent."""
+        """Closes the connection. Open calls raise UnavailableError. Idempotent."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -78,8 +78,8 @@ class PeerLink:
             task.cancel()
 
     async def call(self, method: str, *args: Any, target: int = PARENT) -> Any:
-        """The result of a call. Raises what the other side raised, by class; UnavailableError where it is gone, or does
-        not read."""
+        """Returns the result of a call. Raises what the other end raised, by class; UnavailableError where it is gone
+        or does not read."""
         if self._writer is None:
             raise _gone()
         if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
@@ -93,7 +93,7 @@ class PeerLink:
             del self._waiting[call_id]
 
     def tell(self, method: str, *args: Any) -> None:
-        """A call that nobody waits for. Nothing happens where the other side is gone."""
+        """Sends a call without waiting for its result. Does nothing where the other end is gone."""
         self._send(PeerMessage(0, method, PARENT, args))
 
     def _send(self, message: PeerMessage) -> None:
@@ -108,7 +108,7 @@ class PeerLink:
             return
         future = self._waiting.get(message.call_id)
         if future is None or future.done():
-            return  # whoever asked has given up
+            return  # its caller has given up
         if message.error:
             future.set_exception(make_error(message.error_type, message.error, ServerError))
         else:
@@ -130,7 +130,7 @@ def _gone() -> UnavailableError:
 
 
 class FleetPeers(Peers):
-    """Those behind a link to the parent, which passes calls on."""
+    """The other processes of the server, reached through the parent, which passes calls on."""
 
     def __init__(self, link: PeerLink) -> None:
         self._link = link

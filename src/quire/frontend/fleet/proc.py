@@ -1,7 +1,7 @@
 """One API process of several: `python -m quire.frontend.fleet.proc`, started by `ApiProcess`.
 
 It accepts connections from the sockets it has inherited, attaches to the core its parent has started, and serves like
-any server. It ends when it is asked to, and with its parent.
+any server. It ends on request, and with its parent.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ logger = init_logger("quire.frontend.fleet.proc")  # as a process this module is
 
 
 class ApiServer:
-    """Composition root of an API process: the engine it attaches to, and what it shares with the others."""
+    """Composition root of an API process: the engine it attaches to, and the state it shares with the others."""
 
     def __init__(self, launch: ApiLaunch) -> None:
-        """Blocks until the core is ready. Raises what keeps this process from serving."""
+        """Blocks until the core is ready. Raises the error that keeps this process from serving."""
         self._launch = launch
         self._config = decode_server_config(launch.server_config)
         engine_config = decode_config(launch.engine_config)
@@ -60,12 +60,12 @@ class ApiServer:
         self._counts.share_admission(self.engine.admission)
         self._recent = RecentRequests(clock=_now_us)
         self.engine.pipeline.stat_loggers.add(self._recent)
-        self.engine.pipeline.stat_loggers.drop(LoggingStatLogger)  # the parent's speaks for all
+        self.engine.pipeline.stat_loggers.drop(LoggingStatLogger)  # the parent's covers all processes
         self._stop = StopSignals()
         self._services: PeerServices | None = None
 
     async def run(self, connection: socket.socket) -> None:
-        """Serve until asked to end. Ends the process at once where the parent is gone."""
+        """Serves until asked to end. Ends the process at once if the parent is gone."""
         link = PeerLink(self._handle)
         await link.connect(connection)
         reading = asyncio.create_task(link.run())
@@ -101,7 +101,7 @@ class ApiServer:
 
     @contextlib.asynccontextmanager
     async def _exchanging_metrics(self, link: PeerLink, metrics: ServerMetrics) -> AsyncIterator[None]:
-        """The parent gathers the metrics of this process meanwhile, and has its last report afterwards."""
+        """Lets the parent gather this process's metrics meanwhile, and sends it the last report afterwards."""
         if self.engine.pipeline.stats.metrics is None:
             yield
             return
@@ -146,17 +146,17 @@ class ApiServer:
         return Listeners(main, admin, *launch.urls, make_tls_context(self._config))
 
     async def _handle(self, call: PeerMessage) -> Any:
-        assert self._services is not None  # nobody is asked before it has joined
+        assert self._services is not None  # there are no calls before this process has joined
         return await self._services.handle(call)
 
 
 def _now_us() -> int:
-    """A clock that all processes of this machine share, and that never goes back."""
+    """Returns the time of a clock that all processes of this machine share, and that never goes back."""
     return time.monotonic_ns() // 1000
 
 
 def read_launch(connection: socket.socket) -> ApiLaunch:
-    """The first message. Raises EOFError without one, ConfigError from another version of Quire."""
+    """Returns the first message. Raises EOFError without one, ConfigError from another version of Quire."""
     (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
     launch = msgspec.msgpack.decode(_read(connection, length), type=ApiLaunch)
     check_protocol_version(launch.protocol_version, "the server")
@@ -174,8 +174,8 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def main() -> int:
-    """The process's body; its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to decide on
+    """Runs the process. Returns its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     connection = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     launch = read_launch(connection)
     die_with_parent(launch.parent_pid)
@@ -189,7 +189,7 @@ def main() -> int:
             server.engine.shutdown()
     except QuireError as e:
         logger.error("API process %d cannot serve: %s", launch.index, e)
-        with contextlib.suppress(OSError):  # closed where the parent has been told already
+        with contextlib.suppress(OSError):  # closed if the error has been reported already
             connection.sendall(encode_peer(PeerMessage(0, "failed", args=(error_name(e), str(e)))))
         return 1
     return 0

@@ -1,7 +1,7 @@
-"""One API process as its parent sees it: started, spoken with, ended.
+"""One API process as its parent sees it.
 
-The child is a plain command, `python -m quire.frontend.fleet.proc`. It inherits the listening sockets, the
-environment but for keys, standard error, and as its standard input one end of a socket pair: what that ends, ends it.
+The child is a plain command, `python -m quire.frontend.fleet.proc`. It inherits the listening sockets, the environment
+without keys, standard error, and as its standard input one end of a socket pair: when the pair is closed, it ends.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from quire.wire.process import search_path
 
 API_MODULE = "quire.frontend.fleet.proc"
 KILL_TIMEOUT_S = 10.0
-"""How long a process may take to end once its connection has ended, and once more after SIGKILL."""
+"""Time for a process to end once its connection has ended, and again after SIGKILL."""
 _LOOK_S = 0.02
 
 
 class ApiProcess:
-    """Belongs to the thread that makes it, which must live as long: the system kills the process with it."""
+    """A running API process. Belongs to the thread that makes it: when that thread ends, the system kills it."""
 
     def __init__(self, launch: ApiLaunch) -> None:
         """Raises ServerError if the system refuses to start it."""
         self.index = launch.index
         self.connection, theirs = socket.socketpair()
-        """To the process; whoever speaks with it closes it."""
+        """Connection to the process. Its user closes it."""
         try:
             self._process = _spawn(launch, theirs)
         except BaseException:
@@ -45,20 +45,20 @@ class ApiProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     def signal(self, number: int) -> None:
-        """Send it a signal; nothing happens where it has ended."""
+        """Sends a signal. Does nothing if the process has ended."""
         self._process.send_signal(number)
 
     def kill(self) -> int:
-        """End it, whatever it does; its exit code, negative for a signal."""
+        """Kills the process. Returns its exit code, negative for a signal."""
         self._process.kill()
         return self._process.wait(KILL_TIMEOUT_S)
 
     async def wait_end(self, timeout_s: float) -> int:
-        """The exit code of a process that is about to end; after `timeout_s` it is killed."""
+        """Waits for the process to end, and kills it after `timeout_s`. Returns its exit code."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while (code := self._process.poll()) is None:
             if asyncio.get_running_loop().time() > deadline:
@@ -81,7 +81,7 @@ def _spawn(launch: ApiLaunch, standard_input: socket.socket) -> subprocess.Popen
             stdin=standard_input.fileno(),
             pass_fds=listeners,
             env=environment,
-            start_new_session=True,  # Ctrl-C in the user's terminal is for the parent to decide on
+            start_new_session=True,  # the parent handles Ctrl-C in the user's terminal
         )
     except OSError as e:
         raise ServerError(f"no API process can be started: {e}") from e

@@ -1,4 +1,4 @@
-"""What an API process does for the others of its server, and for the parent."""
+"""Calls that an API process answers for the other processes of its server and for the parent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.wire.peers import PeerMessage
 
 
 class PeerServices:
-    """The table of calls. Arguments are what the callers, in this package and in `responses/`, send."""
+    """The table of calls. Arguments are those that the callers, in this package and in `responses/`, send."""
 
     def __init__(self, state: ServerState, client: AsyncMPClient, stop: StopRequests) -> None:
         self._state = state
@@ -46,7 +46,7 @@ class PeerServices:
         }
 
     async def handle(self, call: PeerMessage) -> Any:
-        """Carry out a call. Raises NotFoundError for one that is none."""
+        """Carries out a call. Raises NotFoundError for an unknown one."""
         method = self._table.get(call.method)
         if method is None:
             raise NotFoundError(f"an API process has no call {call.method!r}")
@@ -85,7 +85,7 @@ class PeerServices:
     @property
     def _link(self) -> MemberLink:
         link = self._client.link
-        assert isinstance(link, MemberLink)  # the parent has given it such addresses
+        assert isinstance(link, MemberLink)  # made with addresses of a member
         return link
 
     async def _end(self, is_hurried: bool) -> None:

@@ -1,4 +1,4 @@
-"""The table of routes, and what they share.
+"""The table of routes and the state that they share.
 
 A new endpoint is a file under `routes/` with its `ENDPOINTS`, and a row in `ROUTERS`.
 """
@@ -46,11 +46,12 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     pages.ENDPOINTS,
     admin.ENDPOINTS,
 )
-"""Every endpoint there is, one row per file of `routes/`."""
+"""All endpoints, one row per file of `routes/`."""
 
 
 def add_parts(state: ServerState) -> ServerState:
-    """Adds to `state` what the routes share, and returns it. Raises ConfigError for flags that do not fit the model."""
+    """Adds the objects that the routes share to `state`, and returns it. Raises ConfigError for flags that do not fit
+    the model."""
     engine, config, member = state.engine, state.config, state.member
     templates = engine.tokenizer.chat_templates if engine.tokenizer is not None else {}
     state.add_part(PromptRenderer(engine, config))

@@ -1,4 +1,4 @@
-"""Pooling requests behind one HTTP request, and what all their answers have in common."""
+"""Pooling requests behind one HTTP request, and the common parts of their answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quire.pooling_params import PoolingParams
 
 @contextmanager
 def naming(field: str, name: str = "prompt") -> Iterator[None]:
-    """What is wrong with the engine's `name` is wrong with `field` of the body."""
+    """Renames the engine's parameter `name` to `field` of the body in errors."""
     try:
         yield
     except ClientError as e:
@@ -66,8 +66,7 @@ async def pool_input(exchange: Exchange, body: InputBody, params: PoolingParams)
 async def pool_texts(
     exchange: Exchange, body: PoolingBody, texts: Sequence[Prompt], params: PoolingParams
 ) -> list[PoolingRequestOutput]:
-    """Returns the results of some prompts, in order. Raises as `AsyncLLM.add_request`, and what the engine failed
-    with."""
+    """Returns the results of some prompts, in order. Raises as `AsyncLLM.add_request`, and the engine's errors."""
     with exchange.state.admit(exchange.owner, list(map(estimate_num_tokens, texts)), params) as admitted:
         submission = await _submit_texts(exchange, admitted, body, texts, params)
     return await pooled_outputs(exchange, submission)
@@ -100,7 +99,7 @@ async def pooled_outputs(exchange: Exchange, submission: Submission) -> list[Poo
 
 
 def answer_head(exchange: Exchange, body: PoolingBody, prefix: str, model: str) -> dict[str, Any]:
-    """How an answer with a list of data begins."""
+    """Returns the beginning of an answer with a list of data."""
     return {
         "id": f"{prefix}-{body.request_id or exchange.request_id}",
         "object": "list",
@@ -110,7 +109,7 @@ def answer_head(exchange: Exchange, body: PoolingBody, prefix: str, model: str) 
 
 
 def count_tokens(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The usage of a request that generates nothing."""
+    """Returns the usage of a request that generates nothing."""
     num_tokens = sum(map(len, prompts))
     return {
         "prompt_tokens": num_tokens,
@@ -121,7 +120,7 @@ def count_tokens(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def encode_array(data: npt.NDArray[np.float32], encoding_format: str) -> Any:
-    """As numbers in lists, or as base64 of little-endian float32."""
+    """Returns an array as lists of numbers, or as base64 of little-endian float32."""
     if encoding_format == "base64":
         return base64.b64encode(np.ascontiguousarray(data, dtype="<f4").tobytes()).decode()
     return data.tolist()

@@ -1,4 +1,4 @@
-"""From a request's text or messages to token ids."""
+"""Rendering: from a request's text or messages to token ids."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class _Output:
 
 
 class RequestLog:
-    """The lines of one HTTP request, which have its id as a fact of theirs."""
+    """Logs one HTTP request: --enable-log-requests, --enable-log-outputs. Lines hold text only with --max-log-len."""
 
     def __init__(
         self, http_id: str, engine: AsyncLLM, max_len: int, *, with_requests: bool, with_outputs: bool
@@ -45,11 +45,11 @@ class RequestLog:
         self._with_requests = with_requests
         self._with_outputs = with_outputs
         self._outputs: dict[tuple[str, int], _Output] = {}
-        """Of requests that have not ended: no more text than is to be shown."""
+        """Outputs of requests that have not ended, with no more text than is logged."""
 
     @classmethod
     def from_config(cls, config: ServerConfig, http_id: str, engine: AsyncLLM) -> RequestLog | None:
-        """None where neither requests nor their ends are logged."""
+        """Returns a log; None where neither requests nor outputs are logged."""
         with_requests, with_outputs = config.enable_log_requests, config.enable_log_outputs
         if not with_requests and not with_outputs:
             return None
@@ -67,7 +67,7 @@ class RequestLog:
         logger.info("%s", line, extra=self._facts)
 
     def note_output(self, output: RequestOutput | PoolingRequestOutput) -> None:
-        """The engine has given something for a request: deltas, or all at once."""
+        """Adds an output, a delta or a whole one, and logs it at its end."""
         if not self._with_outputs or isinstance(output, PoolingRequestOutput):
             return
         for completion in output.outputs:
@@ -85,7 +85,7 @@ class RequestLog:
                 logger.info("%s", line, extra=self._facts)
 
     def _prompt_text(self, prompt: ParsedPrompt) -> str:
-        """Its start: as it came, or decoded from no more tokens than can be shown."""
+        """Returns the start of a prompt: as it came, or decoded from no more tokens than can be shown."""
         text = prompt.text
         if text is not None:
             return _shown(text[: self._max_len], len(text))
@@ -99,7 +99,7 @@ class RequestLog:
 
 
 def _shown(text: str, length: int, unit: str = "characters") -> str:
-    """A text that is perhaps only the start of one of `length`."""
+    """Returns a quoted text, which may be only the start of one of `length`."""
     return f'"{text}"' if length <= len(text) else f'"{text}"... ({length} {unit})'
 
 
@@ -177,9 +177,9 @@ class Submission:
         await self.close()
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(index of the prompt, its output) as they come. Raises what the engine failed with.
+        """Yields (index of the prompt, its output) as they come. Raises the engine's errors.
 
-        A request that the server's end has cut off raises UnavailableError, so that nobody takes it for an answer.
+        A request that the server's shutdown has cut off raises UnavailableError: its output is no answer.
         """
         if len(self._collectors) == 1:
             async for output in self._collectors[0]:
@@ -189,7 +189,7 @@ class Submission:
             yield index, output
 
     async def _read_all(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Of several, whichever has something, in turn."""
+        """Yields the outputs of several requests, in turn among those that have some."""
         ready = deque(range(len(self._collectors)))
         has_ready = asyncio.Event()
 
@@ -214,7 +214,7 @@ class Submission:
             yield index, self._checked(output)
 
     def _checked(self, output: Output) -> RequestOutput:
-        """A request to pool has one output, which `pooled_outputs` takes for what it is."""
+        """Returns an output after checking it for errors. `pooled_outputs` restores the type of a pooling output."""
         if self._log is not None:
             self._log.note_output(output)
         for completion in (output,) if isinstance(output, PoolingRequestOutput) else output.outputs:
@@ -229,19 +229,19 @@ class Submission:
         return cast("RequestOutput", output)
 
     async def final_outputs(self) -> list[RequestOutput]:
-        """The last output of every prompt, in order."""
+        """Returns the last output of every prompt, in order."""
         last = {index: output async for index, output in self.outputs()}
         return [last[index] for index in range(len(self._collectors))]
 
     async def pooled_outputs(self) -> list[PoolingRequestOutput]:
-        """The result of every prompt that was to be pooled, in order."""
+        """Returns the result of every prompt of a pooling request, in order."""
         outputs = cast("list[PoolingRequestOutput]", await self.final_outputs())
         if any(output.outputs.data is None for output in outputs):
             raise GenerationError("the request was ended before there was a result; it may be sent again")
         return outputs
 
     async def close(self) -> None:
-        """Abort what still runs. Idempotent."""
+        """Aborts the requests that still run. Idempotent."""
         running = [collector.request_id for collector in self._collectors if not collector.is_final]
         if running:
             await self._engine.abort(running, internal=True)
@@ -257,7 +257,7 @@ def stream_response(
     encode_error: Callable[[BaseException], bytes] = error_event,
     shape_error: ErrorShape = error_body,
 ) -> EventStream:
-    """`chunks` as server-sent events; when they end, however they end, what still runs of `submission` is aborted."""
+    """Returns `chunks` as server-sent events. At every end the requests of `submission` that still run are aborted."""
     state = exchange.state
     return EventStream(
         chunks,

@@ -1,7 +1,7 @@
 """An assistant's answer as blocks, one after the other: text, reasoning, calls.
 
-OpenAI's responses and Anthropic's messages are made of blocks that open, grow and close. A `BlockReader` makes them of
-what a `ChatParser` says; how a block is written is its callers' business.
+OpenAI's responses and Anthropic's messages consist of blocks that open, grow and close. A `BlockReader` makes them from
+the deltas of a `ChatParser`; its callers write them.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ Kind = Literal["text", "reasoning", "call"]
 
 
 class Block:
-    """One block. `text` is what it says; of a call, its arguments."""
+    """One block. `text` is its text; for a call, its arguments."""
 
     def __init__(self, index: int, kind: Kind, name: str = "", call_id: str = "") -> None:
         self.index = index
         self.kind = kind
         self.name = name
-        """Of the function that is called."""
+        """Name of the called function."""
         self.call_id = call_id
         self._parts: list[str] = []
 
     def append(self, text: str) -> None:
-        """It says more."""
+        """Appends a delta to the open block."""
         self._parts.append(text)
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The text so far."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
 
 class BlockEvent(msgspec.Struct, frozen=True, gc=False):
-    """Something happens to a block. It has `text` when it grows."""
+    """A block opens, grows by `text`, or closes."""
 
     step: Literal["open", "grow", "close"]
     block: Block
     text: str = ""
     is_last: bool = False
-    """The answer ends with it."""
+    """True: the answer ends with this event."""
 
 
 Events = Iterator[BlockEvent]
-"""To be read to their end, one by one: each block is as it was at its event only until the next one is asked for."""
+"""Events to be read to their end, one by one: a block is in the state of its event until the next one is read."""
 
 
 class BlockReader:
-    """Reads one choice. One block is open at a time, and an answer that says nothing is one empty text."""
+    """Reads one choice. One block is open at a time. An empty answer is one empty text."""
 
     def __init__(self, parser: ChatParser) -> None:
         self.blocks: list[Block] = []
@@ -62,11 +62,11 @@ class BlockReader:
         self._open: Block | None = None
 
     def feed(self, text: str, token_ids: Sequence[int]) -> Events:
-        """What the new text adds."""
+        """Yields the events of new text."""
         return self._read(self._parser.feed(text, token_ids))
 
     def finish(self) -> Events:
-        """What was held back, and the last block's end."""
+        """Yields the events of text that was held back, and the last block's end."""
         yield from self._read(self._parser.finish())
         if not self.blocks:
             yield from self._begin("text")
@@ -74,20 +74,20 @@ class BlockReader:
 
     @property
     def has_calls(self) -> bool:
-        """Whether anything is called."""
+        """True if the answer has calls."""
         return any(block.kind == "call" for block in self.blocks)
 
     @property
     def reasoning(self) -> str:
-        """What the model has thought so far, shown or not."""
+        """The reasoning so far, shown or not."""
         return self._parser.reasoning
 
     def text_of(self, kind: Kind) -> str:
-        """What all blocks of a kind say."""
+        """Returns the text of all blocks of a kind."""
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
     def message(self) -> dict[str, Any]:
-        """The answer as a message of the conversation that goes on."""
+        """Returns the answer as a message of the conversation that goes on."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text_of("text")}
         reasoning = self.text_of("reasoning")
         if reasoning:
@@ -129,5 +129,5 @@ class BlockReader:
 
 
 def call_object(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as messages of a conversation have it."""
+    """Returns a call in the form of a message of a conversation."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

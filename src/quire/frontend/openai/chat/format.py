@@ -1,7 +1,7 @@
-"""How the served model writes reasoning and tool calls, and what that means for one request.
+"""The format in which the served model writes reasoning and tool calls, and its plan for one request.
 
-A server has one `ChatFormat`, chosen at its start by flags or, where there is no doubt, by the chat template. It makes
-a `ChatPlan` of each request: which tools the template is shown, what the engine must be told, how the answer is read.
+A server has one `ChatFormat`, chosen at its start by flags or, if it is unambiguous, by the chat template. It makes a
+`ChatPlan` of each request: the tools for the template, the parameters for the engine, the parser of the answer.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from quire.structured_outputs import ReasoningTokens, StructuredOutputsParams
 logger = init_logger(__name__)
 
 OFF = "none"
-"""As a parser's name: none, whatever the chat template says."""
+"""Name of a parser that turns parsing off, whatever the chat template is."""
 
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """What one request's tools and the model's format ask for."""
+    """The plan for one request, from its tools and the model's format."""
 
     tools: list[dict[str, Any]] | None = None
-    """For the chat template."""
+    """Tools for the chat template."""
     program: Program | None = None
-    """What reads the calls; None if none are wanted."""
+    """Parser of the calls; None if calls are not wanted."""
     tool_spec: ToolParserSpec | None = None
     reasoning_spec: ReasoningParserSpec | None = None
     max_num_calls: int | None = None
     shows_reasoning: bool = True
     repeats_reasoning: bool = False
     schema: dict[str, Any] | None = None
-    """The JSON schema that the answer is held to."""
+    """JSON schema that the answer must match."""
     is_named: bool = False
-    """The function was the request's choice."""
+    """True: the request has named the function."""
 
     @property
     def is_plain(self) -> bool:
-        """All of the answer is text for the user."""
+        """True if all of the answer is text for the user."""
         return self.program is None and self.reasoning_spec is None
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether there may be reasoning in the answer, told apart from the rest."""
+        """True if reasoning in the answer is separated from the rest."""
         return self.reasoning_spec is not None or (self.tool_spec is not None and self.tool_spec.reads_reasoning)
 
     def adjust(self, params: SamplingParams) -> None:
-        """Have the engine leave in the text what the parsers look for, and force what was asked for.
+        """Makes the engine leave the parsers' markers in the text, and sets the form of a forced call.
 
-        Raises ValidationError for a form that cannot be had.
+        Raises ValidationError for a form that is not possible.
         """
         if any(spec is not None and spec.keeps_special_tokens for spec in (self.tool_spec, self.reasoning_spec)):
             params.skip_special_tokens = False
@@ -81,9 +81,10 @@ class ChatPlan:
     def place_form(
         self, params: SamplingParams, prompts: Sequence[str], find_id: Callable[[str], int | None]
     ) -> ChatPlan:
-        """Once the prompts are there: have a form begin behind the reasoning, if the model's tokens tell where that is.
+        """Makes the form of an answer begin after the reasoning, if single tokens mark the reasoning's end.
 
-        Else it holds from the first token on, and there is no reasoning to be read. `find_id`: of a token's text.
+        Otherwise the form holds from the first token on, and no reasoning is read. `find_id` returns the id of a
+        token's text. Returns the plan to go on with.
         """
         form = params.structured_outputs
         if form is None or self.reasoning_spec is None or form.structural_tag is not None:
@@ -103,9 +104,10 @@ class ChatPlan:
         find_id: Callable[[str], int | None],
         wish: int | None = None,
     ) -> None:
-        """Once the prompts are there: tell the engine between which tokens `thinking_token_budget` counts.
+        """Sets the tokens between which `thinking_token_budget` counts.
 
-        `wish` is a budget, too, without effect where that cannot be told. Raises ValidationError where it must be.
+        `wish` is a budget that has no effect where these tokens are unknown; with `thinking_token_budget` that is a
+        ValidationError.
         """
         budget = params.thinking_token_budget
         if budget is None and wish is None:
@@ -125,18 +127,18 @@ class ChatPlan:
             )
 
     def _is_over(self, prompts: Sequence[str]) -> bool:
-        """Whether all prompts have closed the reasoning."""
+        """Returns whether all prompts have closed the reasoning."""
         tags = None if self.reasoning_spec is None else self.reasoning_spec.tags
         return tags is not None and all(map(tags.is_over, prompts))
 
     def _find_tokens(self, prompts: Sequence[str], find_id: Callable[[str], int | None]) -> ReasoningTokens | None:
-        """What stands around the reasoning in answers to these prompts; None if that cannot be told, or differs."""
+        """Returns the tokens around the reasoning in answers to these prompts; None if they are unknown or differ."""
         tags = None if self.reasoning_spec is None else self.reasoning_spec.tags
         found = {None if tags is None or tags.is_over(text) else tags.find_tokens(text, find_id) for text in prompts}
         return found.pop() if len(found) == 1 else None
 
     def make_parser(self, prompt: str | None) -> ChatParser:
-        """The parser of one choice of the answer to `prompt`."""
+        """Returns the parser of one choice of the answer to `prompt`."""
         if self.is_plain:
             return PlainText()
         reasoning = self.reasoning_spec.make_program(prompt or "") if self.reasoning_spec is not None else None
@@ -155,7 +157,7 @@ class ChatFormat:
     """The parsers of one server. Either may be None."""
 
     def __init__(self, config: ServerConfig, template: str | None) -> None:
-        """`template` is the chat template. Raises ConfigError for a parser that does not exist."""
+        """`template` is the chat template. Raises ConfigError for an unknown parser."""
         tool_name = config.tool_call_parser or tool_registry.recognize(template)
         reasoning_name = config.reasoning_parser or reasoning_registry.recognize(template)
         self.tool_spec = None if tool_name in (None, OFF) else tool_parser(tool_name)
@@ -171,7 +173,7 @@ class ChatFormat:
             logger.info("tool calls are read as %s, reasoning as %s", tool_name or OFF, reasoning_name or OFF)
 
     def plan(self, body: ChatBody) -> ChatPlan:
-        """Raises ValidationError for tools, or a choice among them, that cannot be had."""
+        """Returns the plan for a request. Raises ValidationError for impossible tools, or a choice among them."""
         choice = body.tool_choice
         if not body.tools:
             if choice not in (None, "none", "auto"):

@@ -1,8 +1,8 @@
 """From the text a model writes to the parts of an assistant's message.
 
-A `ChatParser` is made for each choice of a request. It is fed the text as it comes and says what of it is content,
-reasoning or a tool call. Whole answers are parsed by the same parser, fed in one piece: so a stream and a whole answer
-never disagree. `format.ChatPlan` makes it, of a row of parsers/tools.py and one of parsers/reasoning.py.
+A `ChatParser` reads one choice of a request. It is fed the text as it comes and separates content, reasoning and tool
+calls. Whole answers go through the same parser in one piece, so a stream and a whole answer never differ.
+`format.ChatPlan` makes it from a row of parsers/tools.py and one of parsers/reasoning.py.
 """
 
 from __future__ import annotations
@@ -17,42 +17,39 @@ Delta = dict[str, Any]
 
 
 class ChatParser(Protocol):
-    """Reads one choice. Linear in the text, and takes whatever a model may write."""
+    """Reads one choice, in linear time, whatever the model writes."""
 
     def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
-        """What the new text adds, in order; nothing while it may still become something else."""
+        """Returns the deltas of new text, in order. Text that may still become something else is held back."""
 
     def finish(self) -> list[Delta]:
-        """What was held back, now that the text is at its end."""
+        """Returns the deltas of text that was held back, at the end of the text."""
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """What to say where the engine says `reason`: a tool call ends in "tool_calls"."""
+        """Returns the answer's finish reason for the engine's: "tool_calls" after a call."""
 
     @property
     def reasoning(self) -> str:
-        """What the model has thought so far, shown or not."""
+        """The reasoning so far, shown or not."""
 
 
 class PlainText:
-    """All of it is content."""
+    """Parser of an answer that is all content."""
 
     reasoning = ""
 
     def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
-        """The text itself."""
         return [{"content": text}] if text else []
 
     def finish(self) -> list[Delta]:
-        """Nothing is ever held back."""
         return []
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The engine's."""
         return reason
 
 
 class MessageParser:
-    """Reasoning first, if the model reasons; calls in what is left of the text, if there are tools."""
+    """Reads reasoning first, if the model reasons, then calls in the rest, if there are tools."""
 
     def __init__(
         self,
@@ -65,7 +62,7 @@ class MessageParser:
         repeats_reasoning: bool = False,
         ends_in_tool_calls: bool = True,
     ) -> None:
-        """Calls beyond `max_num_calls` are dropped. `repeats_reasoning`: as reasoning_content, its former name, too."""
+        """Calls beyond `max_num_calls` are dropped. `repeats_reasoning`: also as reasoning_content, the former name."""
         self._reasoning = reasoning
         self._tools = tools
         self._make_call_id = make_call_id
@@ -76,14 +73,12 @@ class MessageParser:
         self._thoughts: list[str] = []
 
     def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
-        """What the new text adds, in order."""
         if not text:
             return []
         events: list[Event] = [Content(text)] if self._reasoning is None else self._reasoning.feed(text)
         return self._deltas(self._read_calls(events))
 
     def finish(self) -> list[Delta]:
-        """What was held back."""
         events = [] if self._reasoning is None else self._reasoning.finish()
         events = self._read_calls(events)
         if self._tools is not None:
@@ -91,12 +86,11 @@ class MessageParser:
         return self._deltas(events)
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """ "tool_calls" where the model stopped after a call; a text that was cut off stays "length"."""
+        """Returns "tool_calls" if the model stopped after a call. A text that was cut off keeps "length"."""
         return "tool_calls" if reason == "stop" and self._num_calls and self._ends_in_tool_calls else reason
 
     @property
     def reasoning(self) -> str:
-        """What the model has thought so far, shown or not."""
         return "".join(self._thoughts)
 
     def _read_calls(self, events: list[Event]) -> list[Event]:
@@ -129,7 +123,7 @@ class MessageParser:
 
 
 def make_message(role: str, deltas: Sequence[Delta]) -> dict[str, Any]:
-    """The message that a stream of `deltas` makes."""
+    """Returns the message that a stream of `deltas` makes."""
     content = "".join(delta["content"] for delta in deltas if delta.get("content"))
     reasoning = "".join(delta["reasoning"] for delta in deltas if delta.get("reasoning"))
     calls = _join_calls([call for delta in deltas for call in delta.get("tool_calls") or ()])
@@ -148,7 +142,7 @@ def make_message(role: str, deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def _join_calls(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tool calls from their pieces, by index: the first piece has id and name, the others more of the arguments."""
+    """Returns the tool calls of pieces, by index. The first piece has id and name, the others more arguments."""
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
         call = calls.setdefault(part["index"], {"id": None, "type": "function", "function": {"arguments": ""}})

@@ -1,4 +1,4 @@
-"""The way of every conversation to the engine, by whichever route it came: plan, admit, render, submit."""
+"""The path of a conversation of any route to the engine: plan, admit, render, submit."""
 
 from __future__ import annotations
 

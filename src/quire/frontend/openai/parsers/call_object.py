@@ -9,7 +9,7 @@ from quire.frontend.openai.parsers.events import EventSink
 from quire.frontend.openai.parsers.source import SPACE, Step, TextSource, decode_string
 
 NAME = re.compile(r"[\w.:/-]*", re.ASCII)
-"""What the name of a tool is made of."""
+"""Characters of the name of a tool."""
 MAX_NAME_CHARS = 128
 MAX_KEY_CHARS = 64
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -17,22 +17,22 @@ _CLOSING = re.compile(r"[ \t\r\n,}\]]*")
 
 
 class Found(Enum):
-    """What an object turned out to be."""
+    """Result of reading an object."""
 
     NO_CALL = auto()
-    """All that was read of it has become content."""
+    """No call. All that was read of it has become content."""
     CALL = auto()
     BROKEN_CALL = auto()
-    """A call that the text does not end properly. What is no part of its arguments has become content."""
+    """A call without a proper end. The text after its arguments has become content."""
 
 
 def read_call(source: TextSource, sink: EventSink, *, is_marked: bool = True, is_open: bool = False) -> Step[Found]:
     """Reads one object; the caller has begun to record, and with `is_open` has read its "{". After a CALL its end is
     recorded, too.
 
-    The call starts as soon as its name and the beginning of its arguments are known; from there on they are passed on
-    as they come. Keys may stand in any order, and others are passed over. Arguments are an object, or text that
-    holds one, which is unpacked; null is {}. Where the format marks its calls (`is_marked`) they may be left out.
+    The call starts as soon as its name and the beginning of its arguments are known; from then on arguments are passed
+    on as they come. Keys may be in any order, and other keys are skipped. Arguments are an object, or text that holds
+    one, which is unpacked; null is {}. Where the format marks its calls (`is_marked`) they may be missing.
     """
     reader = _CallReader(source, sink, is_marked)
     is_whole = yield from reader.read_object(is_open)
@@ -40,7 +40,7 @@ def read_call(source: TextSource, sink: EventSink, *, is_marked: bool = True, is
         return Found.CALL
     rest = source.roll_back()
     if reader.has_started and source.is_closed and _CLOSING.fullmatch(rest):
-        rest = ""  # the end of the text has cut off the end of a call: nothing that a reader would miss
+        rest = ""  # the end of the text has cut off only closing brackets of the call
     sink.content(rest)
     return Found.BROKEN_CALL if reader.has_started else Found.NO_CALL
 
@@ -54,7 +54,7 @@ class _CallReader:
         self._name: str | None = None
         self._has_arguments = False
         self._early: list[str] | None = None
-        """Arguments that stand before the name."""
+        """Arguments that come before the name."""
 
     def read_object(self, is_open: bool) -> Step[bool]:
         """Reads the object. Returns False where it breaks off or is no call."""
@@ -117,7 +117,7 @@ class _CallReader:
         return True
 
     def _write(self, text: str) -> None:
-        """Arguments, which wait for a name."""
+        """Passes arguments on, or holds them back until the name is known."""
         if self._early is not None:
             self._early.append(text)
         elif self._name is not None:
@@ -133,12 +133,12 @@ class _CallReader:
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` may be the name of a tool."""
+    """Returns whether `text` may be the name of a tool."""
     return 0 < len(text) <= MAX_NAME_CHARS and NAME.fullmatch(text) is not None
 
 
 def read_string(source: TextSource, limit: int) -> Step[str | None]:
-    """Read a JSON string. None if it is none, or longer than `limit`."""
+    """Reads a JSON string. Returns None for anything else, and for more than `limit` characters."""
     parts: list[str] = []
     if (yield from source.peek()) != '"' or not (yield from source.copy_json(parts.append)):
         return None
@@ -162,7 +162,7 @@ def read_calls(
 
 
 def read_call_array(source: TextSource, sink: EventSink) -> Step[None]:
-    """[call, call, ...], up to and with its end; the caller has begun to record."""
+    """Reads [call, call, ...] with its end; the caller has begun to record."""
     if not (yield from source.match("[")):
         sink.content(source.roll_back())
         return
@@ -182,9 +182,10 @@ def read_call_array(source: TextSource, sink: EventSink) -> Step[None]:
 
 
 def read_bare_call(source: TextSource, sink: EventSink, name: str, call_id: str | None = None) -> Step[bool]:
-    """The arguments of a call whose name stands outside of them; the caller has begun to record.
+    """Reads the arguments of a call whose name is not part of the object; the caller has begun to record.
 
-    True: records from their end on, for `read_end`. False: there are none, or they break off; nothing is recorded.
+    Returns True if they are complete: records from their end on, for `read_end`. Returns False if they are missing or
+    break off; nothing is recorded then.
     """
     if (yield from source.peek()) != "{":
         sink.content(source.roll_back())
@@ -198,7 +199,7 @@ def read_bare_call(source: TextSource, sink: EventSink, name: str, call_id: str 
 
 
 def read_end(source: TextSource, sink: EventSink, literal: str) -> Step[None]:
-    """What closes a CALL, after white space. If it is missing, what was read is content."""
+    """Reads the end of a CALL, after white space. If it is missing, the text that was read is content."""
     source.forget()
     source.begin()
     yield from source.skip_space()
@@ -208,4 +209,4 @@ def read_end(source: TextSource, sink: EventSink, literal: str) -> Step[None]:
 
 
 def _drop(text: str) -> None:
-    """Of no interest."""
+    """Drops text."""

@@ -10,24 +10,24 @@ from quire.frontend.openai.parsers.events import EventSink
 from quire.frontend.openai.parsers.source import Step, TextSource
 
 MAX_CALLS = 64
-"""In one answer: a model that finds no end is given one."""
+"""Maximum number of calls in one answer, for models that do not stop."""
 _SCHEMA_KEYS = ("additionalProperties", "anyOf", "items", "prefixItems")
 _SCHEMA_MAP_KEYS = ("$defs", "definitions", "patternProperties", "properties")
 _MEETING = frozenset(
     {"$dynamicRef", "allOf", "contains", "dependentRequired", "dependentSchemas", "if", "minProperties", "not", "oneOf"}
 )
-"""Where these are, the same object is judged by several schemas, or by how much it holds."""
+"""Keywords by which several schemas, or the number of properties, judge one object."""
 
 
 def parse_required(source: TextSource, sink: EventSink) -> Step[None]:
-    """[{"name": "f", "parameters": {...}}, ...] and nothing else."""
+    """Reads [{"name": "f", "parameters": {...}}, ...] and nothing else."""
     source.begin()
     yield from source.skip_space()
     yield from read_call_array(source, sink)
 
 
 def required_schema(functions: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> dict[str, Any]:
-    """The JSON schema of what `parse_required` reads: one or more calls of `functions`, arguments closed."""
+    """Returns the JSON schema of what `parse_required` reads: calls of `functions` with closed arguments."""
     parameters = {
         f"function_{i}": closed({"type": "object", **(function.get("parameters") or {})})
         for i, function in enumerate(functions)
@@ -51,9 +51,12 @@ def required_schema(functions: Sequence[Mapping[str, Any]], *, is_parallel: bool
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without properties that it does not name, unless it speaks of them: a model that forgets to end an
-    object would write them until it may write no more. Where schemas meet in one object it stays as it is, since
-    closing one would forbid what another asks for; what is allowed afterwards was allowed before."""
+    """Returns the schema without additional properties, unless it mentions them.
+
+    A model that forgets to end an object would otherwise write properties up to its token limit. Where several schemas
+    apply to one object it stays unchanged, because closing one would forbid what another requires. The result allows
+    nothing that `schema` does not allow.
+    """
     meets = any(
         _MEETING & node.keys() or ({"$ref", "anyOf"} & node.keys() and {"properties", "required"} & node.keys())
         for node in _objects(schema)
@@ -85,7 +88,7 @@ def _strings(value: Any) -> set[str]:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a JSON value."""
+    """Yields every object in a JSON value."""
     if isinstance(value, dict):
         yield value
         value = list(value.values())
@@ -95,7 +98,7 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema that stood alone, as a part of another one at `root`: its references follow."""
+    """Returns a schema as a part of another one, at `root`, with its references adjusted."""
     if isinstance(schema, list):
         return [_moved(part, root) for part in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""What a model's text is made of, as parsers tell it: content, reasoning and tool calls, in order."""
+"""Events of a parser: the content, reasoning and tool calls of a model's text, in order; and one run of a parser."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """Text the model wrote for itself."""
+    """Reasoning, which the user need not see."""
 
     text: str
 
 
 class CallStart(msgspec.Struct, frozen=True, gc=False):
-    """A tool call begins. All `Arguments` up to the next `CallStart` are its own."""
+    """A tool call begins. The `Arguments` up to the next `CallStart` belong to it."""
 
     name: str
     call_id: str | None = None
-    """The id the model gave it, if the format has one."""
+    """Id that the model wrote, if the format has one."""
 
 
 class Arguments(msgspec.Struct, frozen=True, gc=False):
@@ -40,23 +40,23 @@ Event = Content | Reasoning | CallStart | Arguments
 
 
 class EventSink:
-    """Where a parser writes. `take` gives what came since the last time, pieces of one kind joined.
+    """Collects the events of a parser. `take` returns the new ones, with pieces of one kind joined.
 
-    With `trims`, white space that only sets calls apart belongs to the format: at the start and after a call it is
-    held until something follows, and dropped if that is a call. At the end it is dropped after a call only.
+    With `trims`, white space that only separates calls belongs to the format: at the start and after a call it is held
+    until something follows, and dropped if that is a call. At the end it is dropped after a call only.
     """
 
     def __init__(self, *, trims: bool = False) -> None:
         self._trims = trims
         self._held: list[str] | None = [] if trims else None
-        """White space whose fate is open; None while content is passed on at once."""
+        """White space that may be dropped; None while content is passed on at once."""
         self._has_calls = False
         self._events: list[Event] = []
         self._kind: type[Content | Reasoning | Arguments] | None = None
         self._parts: list[str] = []
 
     def content(self, text: str) -> None:
-        """Text for the user."""
+        """Adds text for the user."""
         if self._held is None:
             self._add(Content, text)
         elif text.isspace():
@@ -66,11 +66,11 @@ class EventSink:
             self._held = None
 
     def reasoning(self, text: str) -> None:
-        """Text the model wrote for itself."""
+        """Adds reasoning."""
         self._add(Reasoning, text)
 
     def start(self, name: str, call_id: str | None = None) -> None:
-        """A call begins."""
+        """Begins a call."""
         self._join()
         self._events.append(CallStart(name, call_id))
         self._has_calls = True
@@ -78,17 +78,17 @@ class EventSink:
             self._held = []
 
     def arguments(self, text: str) -> None:
-        """More of the latest call's arguments."""
+        """Adds to the latest call's arguments."""
         self._add(Arguments, text)
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Ends the text."""
         if self._held and not self._has_calls:
             self._add(Content, "".join(self._held))
         self._held = None
 
     def take(self) -> list[Event]:
-        """What is new."""
+        """Returns the new events."""
         self._join()
         events, self._events = self._events, []
         return events
@@ -108,7 +108,7 @@ class EventSink:
 
 
 Program: TypeAlias = Callable[[TextSource, EventSink], Step[None]]
-"""Reads a source and writes to a sink. What it leaves unread when it ends is content."""
+"""Reads a source and writes to a sink. Text that it leaves unread is content."""
 
 
 class StreamParser:
@@ -125,7 +125,7 @@ class StreamParser:
         yield from self.source.copy_rest(self._sink.content)
 
     def feed(self, text: str) -> list[Event]:
-        """What the new text adds."""
+        """Returns the events of new text."""
         if not text:
             return []
         self.source.append(text)
@@ -133,7 +133,7 @@ class StreamParser:
         return self._sink.take()
 
     def finish(self) -> list[Event]:
-        """What was held back, now that the text is at its end."""
+        """Returns the events of text that was held back, at the end of the text."""
         self.source.close()
         for _ in self._run:
             raise AssertionError("a parser waits for text that cannot come")

@@ -25,7 +25,7 @@ _FUNCTION = re.compile(r"\bto=functions\.([^\s<]*)")
 
 
 def parse_harmony(source: TextSource, sink: EventSink, *, has_tools: bool = True) -> Step[None]:
-    """Messages one after another. Without tools, calls are content. What has no channel is content."""
+    """Reads messages one after another. Text without a channel is content."""
     marker: str | None = None
     while True:
         if marker != _START:
@@ -45,7 +45,7 @@ parse_harmony_text = partial(parse_harmony, has_tools=False)
 
 
 def _read_header(source: TextSource, marker: str) -> Step[str | None]:
-    """Everything up to and with <|message|>. None if that is missing: what was read is recorded."""
+    """Reads a header with its <|message|>. Returns None if that is missing; the text is recorded then."""
     source.begin(marker)
     header = [marker]
     num_chars = 0
@@ -64,7 +64,7 @@ def _read_header(source: TextSource, marker: str) -> Step[str | None]:
 
 
 def _read_body(source: TextSource, sink: EventSink, header: str, has_tools: bool) -> Step[str | None]:
-    """The message. The marker that ended it; None at the text's end."""
+    """Reads the message. Returns the marker that ended it; None at the text's end."""
     function = _FUNCTION.search(header)
     channel = _CHANNEL.search(header)
     emit = sink.content
@@ -77,5 +77,5 @@ def _read_body(source: TextSource, sink: EventSink, header: str, has_tools: bool
 
 
 def is_harmony(template: str) -> bool:
-    """Whether a chat template writes this format."""
+    """Returns whether a chat template writes this format."""
     return all(sign in template for sign in (_START, "<|channel|>", _MESSAGE, "functions."))

@@ -33,7 +33,7 @@ _HERMES_OPEN = Markers("<tool_call>")
 
 
 def parse_hermes(source: TextSource, sink: EventSink) -> Step[None]:
-    """Calls anywhere in the text, each between its tags. A tag around anything else is content."""
+    """Reads calls anywhere in the text, each between its tags. A tag around anything else is content."""
     while (marker := (yield from source.copy_until(_HERMES_OPEN, sink.content))) is not None:
         source.begin(marker)
         yield from source.skip_space()
@@ -42,19 +42,19 @@ def parse_hermes(source: TextSource, sink: EventSink) -> Step[None]:
 
 
 def is_hermes(template: str) -> bool:
-    """Whether a chat template asks for this format: the tag, and JSON within it."""
+    """Returns whether a chat template asks for this format: the tag with JSON in it."""
     others = ("<function=", "<arg_key>", "<parameter=", "<｜tool")
     return "<tool_call>" in template and "arguments" in template and not any(sign in template for sign in others)
 
 
 _LLAMA_SEPARATORS = re.compile(r"[ \t\r\n;,]*")
 _INSIDE_OBJECT = tuple('" \t\r\n')
-"""What may follow the "{" of a call."""
+"""Characters that may follow the "{" of a call."""
 _LLAMA_MARKERS = Markers("<|python_tag|>", "{")
 
 
 def parse_llama(source: TextSource, sink: EventSink) -> Step[None]:
-    """Calls anywhere in the text, with the tag or without it. An object that is no call is content."""
+    """Reads calls anywhere in the text, with the tag or without it. An object that is no call is content."""
     marker: str | None = ""
     while marker is not None:
         source.begin(marker)
@@ -73,12 +73,12 @@ _MISTRAL_ID_CHARS = string.ascii_letters + string.digits
 
 
 def make_mistral_id() -> str:
-    """Nine letters and digits: Mistral's templates take no other id back."""
+    """Returns an id of nine letters and digits: Mistral's templates accept no other."""
     return "".join(secrets.choice(_MISTRAL_ID_CHARS) for _ in range(9))
 
 
 def parse_mistral(source: TextSource, sink: EventSink) -> Step[None]:
-    """Calls after each marker, in any of the three ways to write them."""
+    """Reads calls after each marker, in any of the three forms."""
     while (marker := (yield from source.copy_until(_MISTRAL_OPEN, sink.content))) is not None:
         source.begin(marker)
         yield from source.skip_space()
@@ -114,7 +114,7 @@ _FENCE = "```"
 
 
 def parse_deepseek(source: TextSource, sink: EventSink) -> Step[None]:
-    """Blocks of calls anywhere in the text."""
+    """Reads blocks of calls anywhere in the text."""
     while (marker := (yield from source.copy_until(_DEEPSEEK_CALLS, sink.content))) is not None:
         source.begin(marker)
         yield from source.skip_space()
@@ -133,7 +133,7 @@ def parse_deepseek(source: TextSource, sink: EventSink) -> Step[None]:
 
 
 def _read_deepseek_call(source: TextSource, sink: EventSink) -> Step[bool]:
-    """One call, up to and with its end tag; what is recorded when it returns False is content."""
+    """Reads one call with its end tag. Returns False if it is none; the recorded text is content then."""
     name = yield from source.take_while(NAME, MAX_NAME_CHARS)
     if not (yield from source.match(_SEPARATOR)):
         return False

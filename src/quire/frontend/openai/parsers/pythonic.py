@@ -30,7 +30,7 @@ Emit = Callable[[str], None]
 
 
 def parse_pythonic(source: TextSource, sink: EventSink) -> Step[None]:
-    """One list of calls at the very start. Anything else is content."""
+    """Reads one list of calls at the start of the text. Anything else is content."""
     source.begin()
     yield from source.skip_space()
     if not (yield from source.match("[")):
@@ -50,18 +50,19 @@ def parse_pythonic(source: TextSource, sink: EventSink) -> Step[None]:
 
 
 class _Call:
-    """name(keyword=value, ...). It starts with the first value that is one."""
+    """Reads name(keyword=value, ...). The call starts with the first valid value."""
 
     def __init__(self, source: TextSource, sink: EventSink) -> None:
         self._source = source
         self._sink = sink
         self._name = ""
         self._waiting = "{"
-        """JSON that goes before the next value; the first has the call before it."""
+        """JSON before the next value. The first value starts the call, too."""
         self._has_started = False
 
     def read_through(self) -> Step[bool]:
-        """Up to its closing parenthesis. False where it is no call, or breaks off: what is recorded is content."""
+        """Reads up to the closing parenthesis. Returns False where it is no call, or breaks off: the recorded text is
+        content then."""
         source = self._source
         self._name = yield from source.take_while(NAME, MAX_NAME_CHARS)
         if not is_name(self._name) or not (yield from source.match("(")):
@@ -96,11 +97,11 @@ class _Call:
 
 
 def _copy_literal(source: TextSource, emit: Emit) -> Step[bool]:
-    """Hand a Python literal to `emit` as JSON. False at what is none; what is recorded then was not handed on."""
+    """Hands a Python literal to `emit` as JSON. Returns False at anything else; the recorded text was not handed on."""
     closes: list[str] = []
     is_first = True
     while True:
-        # At the place of a value, or at the end of a list that is empty or has a comma at its end.
+        # A value is expected, or the end of a list that is empty or ends with a comma.
         source.begin()
         yield from source.skip_space()
         sign = yield from source.peek()
@@ -187,7 +188,7 @@ def _copy_string(source: TextSource, emit: Emit) -> Step[bool]:
 
 
 def _read_escape(source: TextSource) -> Step[str | None]:
-    """What follows a backslash, as JSON; None if it is nothing that Python knows."""
+    """Reads what follows a backslash. Returns it as JSON; None if Python has no such escape."""
     sign = yield from source.peek()
     if not sign:
         return None

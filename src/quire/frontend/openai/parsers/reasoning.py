@@ -1,4 +1,4 @@
-"""The table of reasoning parsers: a new family is a row here, and a file if it is not written between two tags."""
+"""The table of reasoning parsers. A new family is a row, and a file if its reasoning is not between two tags."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parse_tags(tags: ReasoningTags, is_inside: bool, source: TextSource, sink: E
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """What stands around reasoning. With `begins_inside` a prompt need not end with the opening tag to be in it."""
+    """Tags around reasoning. With `begins_inside` an answer begins with reasoning even without the opening tag."""
 
     open: str
     close: str
@@ -48,20 +48,20 @@ class ReasoningTags:
     """Opening tag of a tool call that ends reasoning without a closing tag, which the model may forget; "": none."""
 
     def is_inside(self, prompt: str) -> bool:
-        """Whether an answer to `prompt` begins with reasoning that need not be opened."""
+        """Returns whether an answer to `prompt` begins with reasoning that need not be opened."""
         end = self._end_of(prompt)
         return end.endswith(self.open) or (self.begins_inside and not end.endswith(self.close))
 
     def is_over(self, prompt: str) -> bool:
-        """Whether the prompt has closed it: an answer has none."""
+        """Returns whether the prompt has closed the reasoning, so that an answer has none."""
         return self._end_of(prompt).endswith(self.close)
 
     def make_program(self, prompt: str) -> Program:
-        """The program for an answer to `prompt`, which may have opened the reasoning, or closed it, already."""
+        """Returns the program for an answer to `prompt`, which may have opened or closed the reasoning."""
         return partial(parse_tags, self, self.is_inside(prompt))
 
     def find_tokens(self, prompt: str, find_id: Callable[[str], int | None]) -> ReasoningTokens | None:
-        """The tokens around reasoning in an answer to `prompt`; None unless each tag that comes is a token."""
+        """Returns the tokens around reasoning in an answer to `prompt`; None unless each tag is a single token."""
         close_id, open_id = find_id(self.close), find_id(self.open)
         is_inside = self.is_inside(prompt)
         if close_id is None or (open_id is None and not is_inside):
@@ -74,16 +74,16 @@ class ReasoningTags:
 
 @dataclass(frozen=True)
 class ReasoningParserSpec:
-    """How a family of models writes its reasoning."""
+    """Format in which a family of models writes its reasoning."""
 
     make_program: Callable[[str], Program]
-    """The program for an answer to a prompt, of which it sees the text ("" where there is none)."""
+    """Makes the program for an answer to a prompt from the prompt's text ("" where there is none)."""
     keeps_special_tokens: bool = False
-    """Its markers may be special tokens, which must not be left out of the text."""
+    """True: markers may be special tokens, so special tokens must stay in the text."""
     recognizes: Callable[[str], bool] = lambda template: False
-    """Whether a chat template's answers are unreadable without it; then no flag is needed."""
+    """Returns whether answers to a chat template are unreadable without this parser; then no flag is needed."""
     tags: ReasoningTags | None = None
-    """What it stands between, if that is all there is to it."""
+    """Tags around the reasoning; None for a format without tags."""
 
 
 def _tags(
@@ -112,11 +112,11 @@ REASONING_PARSERS: Mapping[str, ReasoningParserSpec] = MappingProxyType(
         ),
     }
 )
-"""By the names of vLLM's --reasoning-parser."""
+"""Rows by the names of vLLM's --reasoning-parser."""
 
 
 def reasoning_parser(name: str) -> ReasoningParserSpec:
-    """The row called `name`. Raises ConfigError."""
+    """Returns the row called `name`. Raises ConfigError."""
     spec = REASONING_PARSERS.get(name)
     if spec is None:
         raise ConfigError(f"--reasoning-parser {name!r} is not one of {', '.join(REASONING_PARSERS)}")
@@ -124,7 +124,7 @@ def reasoning_parser(name: str) -> ReasoningParserSpec:
 
 
 def recognize(template: str | None) -> str | None:
-    """The name of the family that a chat template is of, if there is no doubt."""
+    """Returns the name of the family that a chat template belongs to; None if no row recognizes it."""
     if template is None:
         return None
     return next((name for name, spec in REASONING_PARSERS.items() if spec.recognizes(template)), None)

@@ -1,9 +1,8 @@
 """Text that comes in pieces, read as if it were all there.
 
-A parser is a generator: it asks its `TextSource` for what it needs with `yield from`, and stands still while that has
-not come. So a format reads from top to bottom, and the events cannot depend on how the text was cut. What has been
-looked at is never looked at again, but for the few characters of a marker that may be incomplete: the work is linear
-in the text.
+A parser is a generator: it asks its `TextSource` for text with `yield from`, and waits while there is none. So a format
+reads from top to bottom, and the events cannot depend on how the text was cut. No character is examined twice, except
+the few of a marker that may be incomplete: the work is linear in the text.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _STRING = re.compile(r'[^"\\]*')
 
 
 class _Expects(Enum):
-    """What may follow in a JSON value, after white space."""
+    """Next element of a JSON value, after white space."""
 
     VALUE = auto()
     VALUE_OR_END = auto()
-    """Behind a "[": a value, or the array's end."""
+    """After "[": a value, or the array's end."""
     KEY = auto()
     KEY_OR_END = auto()
-    """Behind a "{": a key, or the object's end."""
+    """After "{": a key, or the object's end."""
     COLON = auto()
     COMMA_OR_END = auto()
 
@@ -36,24 +35,24 @@ class _Expects(Enum):
 class JsonScanner:
     """Finds the end of one JSON value in text that comes in pieces, without recursion.
 
-    A character that JSON does not allow at its place ends the value before it, an invalid word ends it behind the word.
-    What stands within strings is not checked: models write line breaks and odd escapes into them.
+    A character that JSON does not allow at its place ends the value before it; an invalid word ends it after the word.
+    Text within strings is not checked: models write line breaks and odd escapes into them.
     """
 
     def __init__(self) -> None:
         self.is_over = False
-        """The value has ended, or can have no end."""
+        """True once the value has ended, or cannot end."""
         self.is_broken = False
-        """The value ended at something that is not JSON."""
+        """True once the value has ended at something that is not JSON."""
         self.is_scalar = False
-        """The value is a number or a word, whose end is seen only in what follows."""
+        """True: the value is a number or a word, whose end is visible only in what follows."""
         self._open: list[str] = []
-        """The brackets that are open."""
+        """Open brackets."""
         self._expects = _Expects.VALUE
         self._in_string = False
         self._is_escaped = False
         self._scalar: list[str] | None = None
-        """The pieces of the number or word that is being read."""
+        """Pieces of the number or word that is being read."""
 
     def advance(self, text: str, start: int) -> int:
         """Goes on at `start`. Returns the index up to which `text` belongs to the value."""
@@ -133,7 +132,8 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def decode_string(raw: str) -> str | None:
-    """What a JSON string says; None if it is none. Line breaks within are taken, half a surrogate pair becomes "?"."""
+    """Returns the text of a JSON string; None for anything else. Line breaks within are accepted, half a surrogate pair
+    becomes "?"."""
     try:
         value = json.loads(raw, strict=False) if raw.startswith('"') else None
     except ValueError:
@@ -142,17 +142,17 @@ def decode_string(raw: str) -> str | None:
 
 
 def escape_string(text: str) -> str:
-    """What stands between the quotes of a JSON string that says `text`."""
+    """Returns `text` as it is between the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 Result = TypeVar("Result")
 Step: TypeAlias = Generator[None, None, Result]
-"""A piece of a parser. It yields when it needs more text."""
+"""Part of a parser. It yields when it needs more text."""
 
 
 class Markers:
-    """Literal texts to look for. None may begin another one."""
+    """Literal texts to search for. None may be the beginning of another."""
 
     def __init__(self, *literals: str) -> None:
         self.pattern = re.compile("|".join(map(re.escape, literals)))
@@ -160,7 +160,7 @@ class Markers:
         self._beginnings = frozenset(literal[:i] for literal in literals for i in range(1, len(literal)))
 
     def num_open(self, text: str, start: int) -> int:
-        """How many characters at the end of `text[start:]` may be the beginning of a marker."""
+        """Returns the number of characters at the end of `text[start:]` that may be the beginning of a marker."""
         for length in range(min(self.longest - 1, len(text) - start), 0, -1):
             if text[-length:] in self._beginnings:
                 return length
@@ -168,40 +168,40 @@ class Markers:
 
 
 class TextSource:
-    """The text still to be read. One reader."""
+    """Text that is still to be read, by one reader."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._record: list[str] | None = None
         self.is_closed = False
-        """No more text will come."""
+        """True: no more text will come."""
         self.num_examined = 0
-        """Characters that were copied or searched so far; tests hold it against the text's length."""
+        """Number of characters copied or searched so far; tests compare it with the text's length."""
 
     def append(self, text: str) -> None:
-        """More text."""
+        """Adds text."""
         self._text = self._text[self._at :] + text
         self._at = 0
         self.num_examined += len(self._text)
 
     def close(self) -> None:
-        """There is no more."""
+        """Ends the text."""
         self.is_closed = True
 
-    # -- what was read, for the case that it is no call after all ---------------------------------------------------
+    # -- a record of what was read, in case it is no call ----------------------------------------------------------
 
     def begin(self, text: str = "") -> None:
-        """Remember what is read from here on, after `text`, unless that is being done already."""
+        """Begins to record what is read, after `text`. Does nothing if it records already."""
         if self._record is None:
             self._record = [text]
 
     def forget(self) -> None:
-        """It was what it seemed."""
+        """Drops the record: the text was a call."""
         self._record = None
 
     def roll_back(self) -> str:
-        """All that was remembered: it is content. Reading goes on where it is."""
+        """Returns the record, which is content, and ends it. Reading goes on where it is."""
         text = "".join(self._record or ())
         self._record = None
         return text
@@ -213,7 +213,7 @@ class TextSource:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def take(self, end: int) -> str:
-        """Read up to index `end` of the present piece."""
+        """Reads up to index `end` of the present piece."""
         piece = self._text[self._at : end]
         self.num_examined += len(piece)
         self._at = end
@@ -222,11 +222,11 @@ class TextSource:
         return piece
 
     def take_char(self) -> None:
-        """Read the one character that `peek` showed."""
+        """Reads the character that `peek` has returned."""
         self.take(self._at + 1)
 
     def peek(self) -> Step[str]:
-        """The next character; "" at the end."""
+        """Returns the next character; "" at the end."""
         while self._at >= len(self._text):
             if self.is_closed:
                 return ""
@@ -234,7 +234,7 @@ class TextSource:
         return self._text[self._at]
 
     def match(self, literal: str, *, or_end: bool = False) -> Step[bool]:
-        """Read `literal` if it comes next; nothing otherwise. With `or_end`, the text's end may have cut it off."""
+        """Reads `literal` if it comes next. Returns whether it does. With `or_end` the text's end may cut it off."""
         while True:
             self.num_examined += len(literal)
             if self._text.startswith(literal, self._at):
@@ -249,7 +249,7 @@ class TextSource:
             yield
 
     def take_while(self, pattern: re.Pattern[str], limit: int = 1 << 62) -> Step[str]:
-        """Read what `pattern`, a repeated set of characters, matches. More than `limit` is more than is looked at."""
+        """Reads what `pattern`, a repeated set of characters, matches: at most one character more than `limit`."""
         parts: list[str] = []
         while True:
             found = pattern.match(self._text, self._at, min(len(self._text), self._at + limit + 1))
@@ -261,7 +261,7 @@ class TextSource:
             yield
 
     def copy_while(self, pattern: re.Pattern[str], emit: Callable[[str], None]) -> Step[None]:
-        """Hand what `pattern`, a repeated set of characters, matches to `emit` as it comes."""
+        """Hands what `pattern`, a repeated set of characters, matches to `emit` as it comes."""
         while True:
             found = pattern.match(self._text, self._at)
             emit(self.take(found.end() if found is not None else self._at))
@@ -270,11 +270,12 @@ class TextSource:
             yield
 
     def skip_space(self) -> Step[None]:
-        """Read white space."""
+        """Reads white space."""
         yield from self.take_while(SPACE)
 
     def copy_until(self, markers: Markers, emit: Callable[[str], None]) -> Step[str | None]:
-        """Hand everything before the next marker to `emit` as it comes. The marker, which is read; None at the end."""
+        """Hands everything before the next marker to `emit` as it comes, and reads the marker. Returns it; None at the
+        end."""
         while True:
             found = markers.pattern.search(self._text, self._at)
             if found is not None:
@@ -288,7 +289,7 @@ class TextSource:
             yield
 
     def copy_rest(self, emit: Callable[[str], None]) -> Step[None]:
-        """Hand everything to `emit`."""
+        """Hands everything to `emit`."""
         while True:
             emit(self.take(len(self._text)))
             if self.is_closed:
@@ -296,7 +297,7 @@ class TextSource:
             yield
 
     def copy_json(self, emit: Callable[[str], None]) -> Step[bool]:
-        """Hand one JSON value to `emit` as it comes. False if it is none, or breaks off; reading stops there."""
+        """Hands one JSON value to `emit` as it comes. Returns False, and stops, if it is none or breaks off."""
         scanner = JsonScanner()
         while True:
             emit(self.take(scanner.advance(self._text, self._at)))

@@ -1,9 +1,9 @@
-"""Calls whose arguments stand in tags, one by one: Qwen3-Coder's and GLM 4.5's.
+"""Calls with each argument between tags: Qwen3-Coder's and GLM 4.5's.
 
     <tool_call><function=f><parameter=city>Oslo</parameter></function></tool_call>
     <tool_call>f<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>
 
-Values are bare text. What they mean is in the parameters of the function: a text for a string, else JSON.
+Values are bare text. The function's parameters give their types: text for a string, otherwise JSON.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from quire.frontend.openai.parsers.source import Markers, Step, TextSource, esca
 _KEY = re.compile(r"[^<>\s]*")
 _MAX_KEY_CHARS = 256
 _MAX_JSON_CHARS = 1 << 16
-"""A longer value is a text, whatever it looks like."""
+"""Maximum length of a value that is read as JSON. A longer one is text."""
 _CALL = "<tool_call>"
 _CALL_END = "</tool_call>"
 _FUNCTION = "<function="
 _CALL_OR_FUNCTION, _CALL_ONLY = Markers(_CALL, _FUNCTION), Markers(_CALL)
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Python's, which models mix up with JSON's."""
+"""Python's words for JSON's, which models confuse."""
 _JSON_TYPES: Mapping[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"
 }  # fmt: skip
@@ -41,23 +41,23 @@ _OTHER_NAMES = {
 
 Types = frozenset[str]
 ANY: Types = frozenset()
-"""Nothing is known: JSON if it is that, else a text."""
+"""Unknown types: the value is JSON if it is valid, otherwise text."""
 TypesOf = Callable[[str, str], Types]
-"""Of a function's parameter, by their names."""
+"""Returns the types of a function's parameter, by their names."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """What stands around the parts of a call."""
+    """Tags around the parts of a call."""
 
     key: str
     key_end: str
     value: str
     value_end: Markers
-    """Ends a value. Models forget the closing tag: what opens the next key or ends the call does it, too."""
+    """End of a value: its closing tag or, because models forget that, the next key or the end of the call."""
     call_end: str
     wraps_lines: bool
-    """A value begins and ends with a line break that is not its own."""
+    """True: a value is between line breaks that are not part of it."""
 
 
 _QWEN = _Layout(
@@ -67,7 +67,7 @@ _GLM = _Layout("<arg_key>", "</arg_key>", "<arg_value>", Markers("</arg_value>")
 
 
 def parse_qwen_coder(types_of: TypesOf, source: TextSource, sink: EventSink) -> Step[None]:
-    """Calls anywhere in the text. The outer tags may be missing."""
+    """Reads calls anywhere in the text. The outer tags may be missing."""
     while (marker := (yield from source.copy_until(_CALL_OR_FUNCTION, sink.content))) is not None:
         source.begin(marker)
         if marker == _CALL:
@@ -83,7 +83,7 @@ def parse_qwen_coder(types_of: TypesOf, source: TextSource, sink: EventSink) -> 
 
 
 def parse_glm(types_of: TypesOf, source: TextSource, sink: EventSink) -> Step[None]:
-    """Calls anywhere in the text, each between its tags."""
+    """Reads calls anywhere in the text, each between its tags."""
     while (marker := (yield from source.copy_until(_CALL_ONLY, sink.content))) is not None:
         source.begin(marker)
         yield from source.skip_space()
@@ -95,7 +95,7 @@ def parse_glm(types_of: TypesOf, source: TextSource, sink: EventSink) -> Step[No
 
 
 class _Call:
-    """The arguments of one call, behind its name. It starts with the first of them, or with its end."""
+    """Reads the arguments of one call, after its name. The call starts with the first of them, or with its end."""
 
     def __init__(self, name: str, layout: _Layout, types_of: TypesOf, source: TextSource, sink: EventSink) -> None:
         self._name = name
@@ -107,7 +107,7 @@ class _Call:
         self._keys: set[str] = set()
 
     def read_through(self) -> Step[bool]:
-        """Up to and with its end. Where it is no call, or breaks off, the rest of it is content: False."""
+        """Reads the arguments and the end. Returns False if it is no call or breaks off; the rest is content."""
         source, layout = self._source, self._layout
         while True:
             source.begin()
@@ -138,7 +138,7 @@ class _Call:
         return (yield from (self._copy_text() if types == {"string"} else self._copy_value(types)))
 
     def _copy_text(self) -> Step[bool]:
-        """A string, handed on as it comes."""
+        """Passes a string on as it comes."""
         self._write('"')
         held = ""
 
@@ -153,7 +153,7 @@ class _Call:
         return is_whole
 
     def _copy_value(self, types: Types) -> Step[bool]:
-        """Something whose kind is seen when all of it is there."""
+        """Passes a value on when it is complete, because its type is visible only then."""
         parts: list[str] = []
         is_whole = yield from self._copy_to_end(parts.append)
         text = "".join(parts)
@@ -177,7 +177,7 @@ class _Call:
 
 
 def _as_json(text: str, types: Types) -> str:
-    """A value as JSON: of one of `types` if that can be, else a string."""
+    """Returns a value as JSON: of one of `types` if possible, otherwise a string."""
     stripped = text.strip()
     word = _WORDS.get(stripped, stripped)
     if len(word) <= _MAX_JSON_CHARS:
@@ -197,7 +197,7 @@ def _refuse(name: str) -> None:
 
 
 def types_in(tools: Iterable[Mapping[str, Any]]) -> TypesOf:
-    """What the parameters of these functions may be."""
+    """Returns the types of the parameters of these functions."""
     found: dict[tuple[str, str], Types] = {}
     for tool in tools:
         function = tool["function"]
@@ -228,25 +228,25 @@ def _types_of_schema(schema: object) -> Types:
 
 
 def _is_choice(schema: object) -> bool:
-    """One within another is not looked into."""
+    """Returns whether a schema is a choice of schemas. Nested choices are not examined."""
     return isinstance(schema, Mapping) and ("anyOf" in schema or "oneOf" in schema)
 
 
 def make_qwen_coder(tools: Iterable[Mapping[str, Any]]) -> Program:
-    """The program for answers to a request with these tools."""
+    """Returns the program for answers to a request with these tools."""
     return partial(parse_qwen_coder, types_in(tools))
 
 
 def make_glm(tools: Iterable[Mapping[str, Any]]) -> Program:
-    """The program for answers to a request with these tools."""
+    """Returns the program for answers to a request with these tools."""
     return partial(parse_glm, types_in(tools))
 
 
 def is_qwen_coder(template: str) -> bool:
-    """Whether a chat template asks for Qwen3-Coder's format."""
+    """Returns whether a chat template asks for Qwen3-Coder's format."""
     return _FUNCTION in template and _QWEN.key in template
 
 
 def is_glm(template: str) -> bool:
-    """Whether a chat template asks for GLM's format."""
+    """Returns whether a chat template asks for GLM's format."""
     return _GLM.key in template and _GLM.value in template

@@ -1,4 +1,4 @@
-"""The table of tool parsers. A new format is a file with a program, and a row (docs/recipes/add_a_tool_parser.md)."""
+"""The table of tool parsers. A new format is a file with a program and a row (docs/recipes/add_a_tool_parser.md)."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from quire.frontend.openai.parsers.tagged_arguments import is_glm, is_qwen_coder
 
 
 def make_call_id() -> str:
-    """An id that no other call has."""
+    """Returns a unique id for a call."""
     return f"chatcmpl-tool-{uuid.uuid4().hex[:16]}"
 
 
 @dataclass(frozen=True)
 class ToolParserSpec:
-    """How a family of models writes its calls."""
+    """Format in which a family of models writes its calls."""
 
     program: Program
     make_call_id: Callable[[], str] = make_call_id
     keeps_special_tokens: bool = False
-    """Its markers are special tokens, which must not be left out of the text."""
+    """True: markers are special tokens, so special tokens must stay in the text."""
     reads_reasoning: bool = False
-    """It tells reasoning, too, so that no reasoning parser may stand before it."""
+    """True: the program reads reasoning, too, and no reasoning parser runs before it."""
     recognizes: Callable[[str], bool] = lambda template: False
-    """Whether a chat template surely asks for this format; then no flag is needed."""
+    """Returns whether a chat template unambiguously asks for this format; then no flag is needed."""
     with_tools: Callable[[Sequence[Mapping[str, Any]]], Program] | None = None
     """Makes the program, for formats that cannot be read without knowing the tools."""
 
     def program_for(self, tools: Sequence[Mapping[str, Any]]) -> Program:
-        """The program for answers to a request with these tools."""
+        """Returns the program for answers to a request with these tools."""
         return self.program if self.with_tools is None else self.with_tools(tools)
 
 
@@ -72,11 +72,11 @@ TOOL_PARSERS: Mapping[str, ToolParserSpec] = MappingProxyType(
         "openai": ToolParserSpec(parse_harmony, keeps_special_tokens=True, reads_reasoning=True, recognizes=is_harmony),
     }
 )
-"""By the names of vLLM's --tool-call-parser."""
+"""Rows by the names of vLLM's --tool-call-parser."""
 
 
 def tool_parser(name: str) -> ToolParserSpec:
-    """The row called `name`. Raises ConfigError."""
+    """Returns the row called `name`. Raises ConfigError."""
     spec = TOOL_PARSERS.get(name)
     if spec is None:
         raise ConfigError(f"--tool-call-parser {name!r} is not one of {', '.join(TOOL_PARSERS)}")
@@ -84,6 +84,6 @@ def tool_parser(name: str) -> ToolParserSpec:
 
 
 def recognize(template: str | None) -> str | None:
-    """The name of the format that a chat template asks for, if exactly one row is sure."""
+    """Returns the name of the format that a chat template asks for; None unless exactly one row recognizes it."""
     found = [name for name, spec in TOOL_PARSERS.items() if template is not None and spec.recognizes(template)]
     return found[0] if len(found) == 1 else None
