@@ -1,4 +1,4 @@
-"""Log-probabilities in the three shapes of the API: of texts, of conversations, of prompts."""
+"""Parts of answers: log-probabilities of texts, conversations and prompts, and counts of tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from quire.frontend.text.tokenizer import Tokenizer
 from quire.outputs import Logprob, PromptLogprobs, RequestOutput
 
 MIN_LOGPROB = -9999.0
-"""What minus infinity is shown as: JSON has none."""
+"""Value shown for minus infinity, which JSON does not have."""
 Position = dict[int, Logprob]
 
 
 class TokenNames:
-    """How tokens are written: their text, or `token_id:N` where a client wants to tell equal texts apart."""
+    """Writes tokens as their text, or as `token_id:N` for clients that must distinguish equal texts."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -24,7 +24,7 @@ class TokenNames:
         return f"token_id:{token_id}" if self._as_ids else self.text(token_id, entry)
 
     def text(self, token_id: int, entry: Logprob) -> str:
-        """What it adds to the text."""
+        """Returns the text that a token adds."""
         if entry.decoded_token is not None or self._tokenizer is None:
             return entry.decoded_token or ""
         return self._tokenizer.token_text(token_id)
@@ -33,10 +33,9 @@ class TokenNames:
 def text_logprobs(
     token_ids: Sequence[int], positions: Iterable[Position | None], name: TokenNames, first_offset: int = 0
 ) -> tuple[dict[str, Any], int]:
-    """(the shape of /v1/completions, the offset of what follows).
+    """Returns (the shape of /v1/completions, the offset of the next token).
 
-    A position of None is the first token of a prompt, which nothing precedes. `first_offset` is how long the texts of
-    the tokens before are.
+    A position of None is the first token of a prompt. `first_offset` is the length of the text before.
     """
     offsets: list[int] = []
     values: list[float | None] = []
@@ -56,10 +55,10 @@ def text_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], positions: Iterable[Position], name: TokenNames, num_top: int
 ) -> dict[str, Any]:
-    """The shape of /v1/chat/completions: at most `num_top` tokens per position, most likely first; -1 for all."""
+    """Returns the shape of /v1/chat/completions: at most `num_top` tokens per position, most likely first; -1: all."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
-        # the sampled token comes first and may be among the top ones, too; its rank tells
+        # the sampled token comes first; its rank shows whether it is a top one, too
         top = [_token(name(i, x), x) for i, x in position.items() if x.rank is not None and 0 <= num_top >= x.rank]
         if num_top == -1:
             top = [_token(name(i, x), x) for i, x in position.items()]
@@ -68,7 +67,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(positions: PromptLogprobs | None) -> list[dict[str, Any] | None] | None:
-    """The shape of the `prompt_logprobs` extension: token id (as text) to log-probability, rank and text."""
+    """Returns the shape of the `prompt_logprobs` extension: token id (as text) to log-probability, rank and text."""
     if positions is None:
         return None
     return [
@@ -83,7 +82,7 @@ def prompt_logprobs(positions: PromptLogprobs | None) -> list[dict[str, Any] | N
 
 
 def shown(logprob: float) -> float:
-    """A finite number."""
+    """Returns a finite number."""
     return max(logprob, MIN_LOGPROB)
 
 
@@ -99,7 +98,7 @@ class TokenCount:
         self.num_completion_tokens = 0
         self.num_cached_tokens = 0
         self.num_reasoning_tokens: int | None = None
-        """Among those of the completions; None where no reasoning is read, and in a stream until its end."""
+        """Number of completion tokens that are reasoning; None without a parser, and in a stream until its end."""
         self._shows_cached = shows_cached
         self._seen: set[int] = set()
 
@@ -120,16 +119,16 @@ class TokenCount:
         self.num_completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 
     def add_reasoning(self, num_tokens: int) -> None:
-        """So many tokens of an output were thoughts."""
+        """Adds the tokens of one output's reasoning."""
         self.num_reasoning_tokens = (self.num_reasoning_tokens or 0) + num_tokens
 
     @property
     def shown_cached_tokens(self) -> int:
-        """How many prompt tokens came from the cache, where the operator lets it be known; 0 otherwise."""
+        """Number of prompt tokens from the cache, with --enable-prompt-tokens-details; otherwise 0."""
         return self.num_cached_tokens if self._shows_cached else 0
 
     def in_chunk(self) -> dict[str, Any]:
-        """As streams show it."""
+        """Returns the counts in the shape of streams."""
         counts: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
@@ -142,7 +141,7 @@ class TokenCount:
         return counts
 
     def in_answer(self) -> dict[str, Any]:
-        """As whole answers show it."""
+        """Returns the counts in the shape of whole answers."""
         counts = self.in_chunk()
         details = {name: counts.pop(name, None) for name in ("prompt_tokens_details", "completion_tokens_details")}
         return counts | details

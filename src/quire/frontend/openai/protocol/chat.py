@@ -14,9 +14,9 @@ from quire.frontend.openai.protocol.sampling import GenerationBody, bound_of
 
 MAX_TOOLS = 1024
 MAX_SCHEMA_DEPTH = 64
-"""Levels of objects and lists in a function's parameters."""
+"""Maximum depth of objects and lists in a function's parameters."""
 MAX_SCHEMA_NODES = 1 << 16
-"""Values in the parameters of all tools of a request."""
+"""Maximum number of values in the parameters of all tools of a request."""
 
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]+$", min_length=1, max_length=128)]
 
@@ -27,13 +27,13 @@ class FunctionDefinition(msgspec.Struct, omit_defaults=True):
     name: FunctionName
     description: Annotated[str, Meta(max_length=1 << 20)] | None = None
     parameters: Object | None = None
-    """A JSON schema of its arguments."""
+    """JSON schema of the arguments."""
     strict: bool | None = None
-    """Taken, and without effect: what the arguments must be is enforced where tool_choice forces a call."""
+    """Accepted without effect: the schema is enforced where tool_choice forces a call."""
 
 
 class Tool(msgspec.Struct):
-    """Something the model may use: functions are the only kind."""
+    """A tool. Functions are the only type."""
 
     function: FunctionDefinition
     type: Literal["function"] = "function"
@@ -46,7 +46,7 @@ class NamedFunction(msgspec.Struct):
 
 
 class NamedToolChoice(msgspec.Struct):
-    """This function must be called."""
+    """Choice of a function that must be called."""
 
     function: NamedFunction
     type: Literal["function"] = "function"
@@ -57,14 +57,14 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools as templates read them: what the request gave, in OpenAI's order. Raises ValidationError."""
+    """Returns the tools in the form of chat templates, in OpenAI's order of keys. Raises ValidationError."""
     found = [{"type": tool.type, "function": msgspec.to_builtins(tool.function)} for tool in tools]
     _check_schemas([tool["function"].get("parameters") for tool in found])
     return found
 
 
 def _check_schemas(schemas: Sequence[Any]) -> None:
-    """Raises ValidationError for parameters that are nested too deeply, or are too many."""
+    """Raises ValidationError for parameters that are nested too deeply or hold too many values."""
     stack = [(schema, 1) for schema in schemas]
     num_nodes = len(stack)
     while stack:
@@ -92,11 +92,11 @@ RESERVED_VARIABLES = frozenset(
         "content_format", "tokenize", "documents",
     }
 )  # fmt: skip
-"""Variables of a template that a request sets by fields of its own, or not at all."""
+"""Variables of a template that chat_template_kwargs may not set."""
 
 
 def check_template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`chat_template_kwargs` as a dict of its own. Raises ValidationError for what a request sets otherwise."""
+    """Returns a copy of `chat_template_kwargs`. Raises ValidationError for reserved variables."""
     reserved = RESERVED_VARIABLES.intersection(given or {})
     if reserved:
         raise ValidationError(
@@ -107,22 +107,22 @@ def check_template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    """A conversation to be answered."""
+    """Body of /v1/chat/completions: a conversation to be answered."""
 
     messages: Messages
     """Objects with role and content; content is text, or a list of text parts."""
     logprobs: bool | None = False
     top_logprobs: Annotated[int, bound_of("logprobs")] | None = 0
-    """So many most likely tokens per position; needs logprobs."""
+    """Number of most likely tokens per position; needs logprobs."""
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
-    """The newer name of max_tokens, and wins."""
+    """The newer name of max_tokens; it takes precedence."""
     echo: bool = False
-    """Give back the last message before its continuation."""
+    """true: the answer begins with the last message of the request."""
     add_generation_prompt: bool = True
-    """Let the chat template open the answer."""
+    """true: the chat template opens the answer."""
     continue_final_message: bool = False
-    """Go on with the last message; with add_generation_prompt false."""
+    """true: the answer continues the last message; needs add_generation_prompt: false."""
     add_special_tokens: bool = False
     documents: Annotated[list[Object], Meta(max_length=4096)] | None = None
     """A variable of the chat template."""
@@ -131,17 +131,17 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: Object | None = None
     """Further variables of the template."""
     include_reasoning: bool = True
-    """False: the answer does not show it."""
+    """false: the answer does not show the reasoning."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     return_prompt_text: bool | None = None
-    """Show the prompt that the chat template made."""
+    """true: the answer shows the prompt that the chat template made."""
 
     tools: Tools | None = None
     """Functions the model may call."""
     tool_choice: ToolChoice | None = None
     """Default: auto where there are tools."""
     parallel_tool_calls: bool | None = True
-    """False: only the first call of an answer counts."""
+    """false: only the first call of an answer is returned."""
     media_io_kwargs: Object | None = None
     mm_processor_kwargs: Object | None = None
 
@@ -163,12 +163,12 @@ class ChatBody(GenerationBody, kw_only=True):
 
     @property
     def output_limit(self) -> int | None:
-        """The most tokens asked for; None for as many as fit."""
+        """Maximum number of output tokens; None: as many as fit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """Log-probabilities per position; None for none. Raises ValidationError."""
+        """Number of log-probabilities per position; None: none. Raises ValidationError."""
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
@@ -176,7 +176,7 @@ class ChatBody(GenerationBody, kw_only=True):
         return None
 
     def template_variables(self) -> dict[str, Any]:
-        """`chat_template_kwargs`, checked. Raises ValidationError."""
+        """Returns the variables of the chat template. Raises ValidationError."""
         variables = check_template_variables(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)

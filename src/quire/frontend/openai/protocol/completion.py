@@ -1,4 +1,4 @@
-"""The body of /v1/completions."""
+"""The body of /v1/completions, and prompts in bodies: one or several, as text or token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Prompts = Text | Annotated[list[Text | TokenId | TokenIds], Meta(max_length=1 <<
 
 
 def as_prompts(value: Any, name: str, max_num_prompts: int) -> list[Prompt]:
-    """Each prompt of the field `name`, which is of the type `Prompts`. Raises ValidationError."""
+    """Returns each prompt of the field `name`, whose type is `Prompts`. Raises ValidationError."""
     if isinstance(value, str):
         return [value]
     if not value:
@@ -38,14 +38,14 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    """A text, or several, to be continued."""
+    """Body of /v1/completions: one or several texts to be continued."""
 
     prompt: Prompts | None = None
     """Text, token ids, or a list of either."""
     echo: bool | None = False
-    """Give the prompt back before the answer."""
+    """true: the answer begins with the prompt."""
     logprobs: Annotated[int, bound_of("logprobs")] | None = None
-    """So many most likely tokens per position."""
+    """Number of most likely tokens per position."""
     max_tokens: Count | None = DEFAULT_MAX_TOKENS
     """0 is allowed together with echo."""
     suffix: Text | None = None
@@ -57,5 +57,5 @@ class CompletionBody(GenerationBody, kw_only=True):
     NEUTRAL = {**GenerationBody.NEUTRAL, "suffix": ("",), "prompt_embeds": ([],), "thinking_token_budget": (-1,)}  # noqa: RUF012
 
     def prompts(self, max_num_prompts: int) -> list[Prompt]:
-        """Each prompt as text or token ids. Raises ValidationError."""
+        """Returns each prompt as text or token ids. Raises ValidationError."""
         return as_prompts(self.prompt, "prompt", max_num_prompts)

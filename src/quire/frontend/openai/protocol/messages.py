@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's /v1/messages and /v1/messages/count_tokens, and the same requests in OpenAI's words."""
+"""The bodies of Anthropic's /v1/messages and /v1/messages/count_tokens, and their conversion to a chat request."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Content = str | Sequence[Mapping[str, Any]]
 
 
 def conversation_of(system: Content | None, turns: Sequence[tuple[str, Content]]) -> list[Message]:
-    """The system's words, if there are any, and all turns. Raises ValidationError for what is no text.
+    """Returns the system prompt, if there is one, and all turns as messages. Raises ValidationError for images.
 
-    Turns of one role that follow one another are one: many templates know no others.
+    Consecutive turns of one role become one message, because many templates accept no others.
     """
     messages: list[Message] = []
     if system is not None:
@@ -61,7 +61,7 @@ def _system(where: str, content: Content) -> list[Message]:
 
 
 def _user(where: str, content: Content) -> list[Message]:
-    """What the user says, with results of tools as messages of their own, in order."""
+    """Returns the user's text as messages, with the results of tools as separate messages, in order."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     messages: list[Message] = []
@@ -86,7 +86,7 @@ def _result(where: str, block: Mapping[str, Any]) -> Message:
 
 
 def _assistant(where: str, content: Content) -> list[Message]:
-    """What the model said, thought and called, in one message."""
+    """Returns the model's text, reasoning and calls as one message."""
     if isinstance(content, str):
         return [{"role": "assistant", "content": content}]
     parts: list[Message] = []
@@ -98,7 +98,7 @@ def _assistant(where: str, content: Content) -> list[Message]:
             thoughts.append(_word(place, block, "thinking"))
         elif kind == "tool_use":
             calls.append(_call(place, block))
-        elif kind != "redacted_thinking":  # which nobody here can read
+        elif kind != "redacted_thinking":  # encrypted
             parts.append(_text_part(place, block))
     message: Message = {"role": "assistant", "content": parts or ""}
     if thoughts:
@@ -152,21 +152,21 @@ class Turn(msgspec.Struct):
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
-    """Text, or blocks: text, tool_use, tool_result, thinking."""
+    """Text, or blocks of type text, tool_use, tool_result or thinking."""
 
 
 class AnthropicTool(msgspec.Struct):
-    """A function the model may call. Tools that would run on the server are refused in words."""
+    """A function the model may call. Tools that would run on the server are refused."""
 
     name: FunctionName
     input_schema: Object | None = None
-    """A JSON schema of its input; required."""
+    """JSON schema of the input; required."""
     description: Annotated[str, Meta(max_length=1 << 20)] | None = None
     type: Name | None = None
     strict: bool | None = None
 
     def as_tool(self) -> Tool:
-        """The same in OpenAI's words. Raises ValidationError."""
+        """Returns the same in OpenAI's form. Raises ValidationError."""
         if self.type not in (None, "custom"):
             raise ValidationError(
                 f"tools holds one of type {str(self.type)[:60]!r}; this server runs no tools, and takes those with an "
@@ -179,14 +179,14 @@ class AnthropicTool(msgspec.Struct):
 
 
 class AnthropicToolChoice(msgspec.Struct):
-    """Whether a tool must be used: any of them, or the one that is named."""
+    """Choice among the tools: any of them, one by name, or none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
     disable_parallel_tool_use: bool | None = None
 
     def as_choice(self) -> ToolChoice:
-        """The same in OpenAI's words. Raises ValidationError."""
+        """Returns the same in OpenAI's form. Raises ValidationError."""
         if self.type != "tool":
             return "required" if self.type == "any" else self.type
         if self.name is None:
@@ -195,38 +195,38 @@ class AnthropicToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """Whether the model is to reason: variables of the chat template, enable_thinking and thinking."""
+    """Switch of the model's reasoning: the variables enable_thinking and thinking of the chat template."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: PositiveCount | None = None
-    """With enabled: close it after so many tokens, where the server knows the tokens around it."""
+    """With enabled: maximum number of reasoning tokens, where the server knows the tokens around reasoning."""
     display: Literal["summarized", "omitted"] | None = None
-    """omitted: no blocks of it are given."""
+    """omitted: the answer has no blocks of reasoning."""
 
 
 class OutputFormat(msgspec.Struct):
-    """The form of the text."""
+    """Form of the text."""
 
     type: Literal["json_schema"]
     schema: Object
 
 
 class OutputConfig(msgspec.Struct):
-    """What the answer is to be."""
+    """Form and effort of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """A variable of the chat template, reasoning_effort."""
+    """The variable reasoning_effort of the chat template."""
     format: OutputFormat | None = None
 
 
 class ConversationBody(RequestBody, kw_only=True):
-    """What both routes read."""
+    """Common fields of both routes."""
 
     model: Name
     messages: Annotated[list[Turn], Meta(max_length=MAX_MESSAGES)]
-    """Where the last one is the assistant's, the answer goes on from it."""
+    """Messages in order. If the last one is the assistant's, the answer continues it."""
     system: Blocks | None = None
-    """What stands before the conversation."""
+    """Text before the conversation."""
     chat_template_kwargs: Object | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None = None
     """Functions the model may call."""
@@ -237,7 +237,7 @@ class ConversationBody(RequestBody, kw_only=True):
     EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "What is a quire?"}]}  # noqa: RUF012
 
     def as_chat(self) -> ChatBody:
-        """The same request as /v1/chat/completions would read it. Raises ValidationError."""
+        """Returns the request as a chat request. Raises ValidationError."""
         if not self.messages:
             raise ValidationError("messages is empty; a conversation needs at least one message", param="messages")
         messages = conversation_of(self.system, [(turn.role, turn.content) for turn in self.messages])
@@ -260,7 +260,7 @@ class ConversationBody(RequestBody, kw_only=True):
 
     @property
     def thinking_budget(self) -> int | None:
-        """How long the model may reason."""
+        """Maximum number of reasoning tokens; None: unlimited."""
         thinking = self.thinking
         return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
@@ -273,15 +273,15 @@ class ConversationBody(RequestBody, kw_only=True):
 
 
 class CountTokensBody(ConversationBody, kw_only=True):
-    """A conversation whose length is wanted."""
+    """Body of /v1/messages/count_tokens: a conversation whose tokens are counted."""
 
 
 class MessagesBody(ConversationBody, kw_only=True):
-    """A conversation to be answered."""
+    """Body of /v1/messages: a conversation to be answered."""
 
     max_tokens: PositiveCount
     stream: bool | None = False
-    """Answer with server-sent events, as the text comes."""
+    """true: the answer is a stream of server-sent events."""
     stop_sequences: Annotated[list[Word], Meta(max_length=1024)] | None = None
     temperature: Annotated[float, bound_of("temperature")] | None = None
     top_k: Annotated[int, bound_of("top_k")] | None = None
@@ -309,7 +309,7 @@ class MessagesBody(ConversationBody, kw_only=True):
     }
 
     def as_chat(self) -> ChatBody:
-        """The same request as /v1/chat/completions would read it. Raises ValidationError."""
+        """Returns the request as a chat request. Raises ValidationError."""
         chat = super().as_chat()
         chat.max_tokens = self.max_tokens
         chat.stream = self.stream

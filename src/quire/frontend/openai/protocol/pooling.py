@@ -1,4 +1,4 @@
-"""The bodies of the routes of pooling models: embeddings, classes, scores."""
+"""The bodies of the routes for pooling models: embeddings, classes, scores."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ EncodingFormat = Literal["float", "base64"]
 
 
 class PoolingBody(RequestBody, kw_only=True):
-    """What all of them read."""
+    """Common fields of all bodies for pooling models."""
 
     model: Name | None = None
     """One of /v1/models; may be left out."""
     user: Name | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
-    """Cut longer texts to so many tokens; -1: to as many as the model takes. Otherwise they are refused."""
+    """Length in tokens to which longer texts are cut; -1: as many as the model takes. Default: they are refused."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where they are cut; default: right."""
+    """Side on which longer texts are cut; default: right."""
     use_activation: bool | None = None
-    """Normalise embeddings, or turn scores into probabilities; default: as the model's files say."""
+    """true: embeddings are normalised, scores become probabilities. Default: as the model's files say."""
     priority: Int64 = 0
     """Smaller is served first, where the server schedules by priority."""
     request_id: Name | None = None
@@ -39,11 +39,11 @@ class PoolingBody(RequestBody, kw_only=True):
 
     @property
     def adds_special_tokens(self) -> bool:
-        """Whether the tokenizer adds those that begin and end a text."""
+        """True: the tokenizer adds the special tokens at both ends of a text."""
         return True
 
     def tokenization(self) -> dict[str, Any]:
-        """The `tokenization_kwargs` of the request."""
+        """Returns the `tokenization_kwargs` of the request."""
         options: dict[str, Any] = {"add_special_tokens": self.adds_special_tokens}
         for name in ("truncate_prompt_tokens", "truncation_side"):
             if getattr(self, name) is not None:
@@ -51,17 +51,17 @@ class PoolingBody(RequestBody, kw_only=True):
         return options
 
     def params(self, task: str) -> PoolingParams:
-        """What the engine is asked for."""
+        """Returns the parameters for the engine."""
         return PoolingParams(task=task, use_activation=self.use_activation)
 
 
 class InputBody(PoolingBody, kw_only=True):
-    """Texts one by one, or a conversation: one of `input` and `messages`."""
+    """Fields of bodies with texts or a conversation: one of `input` and `messages`."""
 
     input: Prompts | None = None
     """Text, token ids, or a list of either."""
     messages: Messages | None = None
-    """A conversation instead, through the model's chat template: one prompt."""
+    """A conversation instead, which becomes one prompt through the model's chat template."""
     add_special_tokens: bool | None = None
     """Default: true for texts, false for a conversation, whose template writes them."""
     add_generation_prompt: bool = False
@@ -78,11 +78,10 @@ class InputBody(PoolingBody, kw_only=True):
 
     @property
     def adds_special_tokens(self) -> bool:
-        """See PoolingBody."""
         return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
 
     def check_form(self) -> None:
-        """Raises ValidationError unless there is one of the two."""
+        """Raises ValidationError unless exactly one of `input` and `messages` is set."""
         if self.input is None and self.messages is None:
             raise ValidationError("input is missing; give it (texts or token ids), or messages", param="input")
         if self.input is not None and self.messages is not None:
@@ -90,18 +89,18 @@ class InputBody(PoolingBody, kw_only=True):
 
 
 class EmbeddingBody(InputBody, kw_only=True):
-    """Texts to be embedded."""
+    """Body of /v1/embeddings."""
 
     encoding_format: EncodingFormat = "float"
-    """base64: of little-endian float32 numbers."""
+    """base64: encodes little-endian float32 numbers."""
     dimensions: PositiveCount | None = None
     """Cut embeddings to so many numbers, where the model was trained for it."""
     normalize: bool | None = None
     """The older name of use_activation."""
     embed_dtype: Name | None = None
-    """float32 is the only one."""
+    """float32 is the only value."""
     endianness: Name | None = None
-    """Of base64: little is the only one."""
+    """Byte order of base64; little is the only value."""
 
     NEUTRAL = {  # noqa: RUF012
         **InputBody.NEUTRAL,
@@ -110,24 +109,23 @@ class EmbeddingBody(InputBody, kw_only=True):
     }
 
     def params(self, task: str) -> PoolingParams:
-        """See PoolingBody."""
         activates = self.normalize if self.use_activation is None else self.use_activation
         return PoolingParams(task=task, use_activation=activates, dimensions=self.dimensions)
 
 
 class PoolBody(EmbeddingBody, kw_only=True):
-    """Texts to be pooled in any way the model does."""
+    """Body of /pooling: texts for any task of the model."""
 
     task: Literal["embed", "token_embed", "classify", "token_classify", "score"] | None = None
-    """Default: what the model does."""
+    """Task; default: the model's first."""
 
 
 class ClassifyBody(InputBody, kw_only=True):
-    """Texts to be put into classes."""
+    """Body of /classify."""
 
 
 class TextPart(msgspec.Struct):
-    """A part of a text, as messages have them."""
+    """Part of a text, in the form of messages."""
 
     type: Literal["text"]
     text: Text
@@ -144,7 +142,7 @@ Items = Annotated[list[Text | TextItem], Meta(max_length=1 << 20)]
 
 
 def texts_of(items: Sequence[str | TextItem], name: str) -> list[str]:
-    """The text of each. Raises ValidationError for an object that has none, or two."""
+    """Returns the text of each item. Raises ValidationError for an object with no text, or two."""
     return [item if isinstance(item, str) else _text_of(item, name) for item in items]
 
 
@@ -155,18 +153,17 @@ def _text_of(item: TextItem, name: str) -> str:
 
 
 class PairBody(PoolingBody, kw_only=True):
-    """Texts in pairs."""
+    """Common fields of bodies with pairs of texts."""
 
     add_special_tokens: bool = True
 
     @property
     def adds_special_tokens(self) -> bool:
-        """See PoolingBody."""
         return self.add_special_tokens
 
 
 class ScoreBody(PairBody, kw_only=True):
-    """Pairs of texts: one and several, or as many of each."""
+    """Body of /score: one text and several, or as many of each."""
 
     text_1: Text | TextItem | Items | None = None
     """A text, an object with one, or a list of either."""
@@ -179,7 +176,7 @@ class ScoreBody(PairBody, kw_only=True):
     EXAMPLE = {"text_1": "What is a quire?", "text_2": ["A gathering of pages.", "A song."]}  # noqa: RUF012
 
     def texts(self) -> tuple[list[str], list[str]]:
-        """Both sides. Raises ValidationError where one is missing."""
+        """Returns both sides. Raises ValidationError where one is missing."""
         first = self.data_1 if self.text_1 is None else self.text_1
         second = self.data_2 if self.text_2 is None else self.text_2
         for name, given in (("text_1", first), ("text_2", second)):
@@ -192,35 +189,35 @@ class ScoreBody(PairBody, kw_only=True):
 
 
 class RerankBody(PairBody, kw_only=True):
-    """A question, and documents to be put in order."""
+    """Body of /rerank: a query, and documents to be ordered."""
 
     query: Text | TextItem
     """A text, or an object with one."""
     documents: Items
     """Texts, or objects with a text."""
     top_n: Annotated[int, Meta(ge=0, le=INT64_MAX)] | None = None
-    """Only so many of the best; 0 or none: all."""
+    """Number of best documents to return; 0 or null: all."""
     return_documents: bool | None = True
 
     EXAMPLE = {"query": "What is a quire?", "documents": ["A gathering of pages.", "A song."]}  # noqa: RUF012
 
     def question(self) -> str:
-        """The query's text."""
+        """Returns the query's text."""
         return texts_of([self.query], "query")[0]
 
     def texts(self) -> list[str]:
-        """The documents' texts."""
+        """Returns the documents' texts."""
         return texts_of(self.documents, "documents")
 
 
 class CohereInput(msgspec.Struct):
-    """One input as a list of parts."""
+    """An input as a list of parts."""
 
     content: Annotated[list[TextPart], Meta(max_length=1 << 16)]
 
 
 class CohereEmbedBody(RequestBody, kw_only=True):
-    """Texts to be embedded, in the words of Cohere's API: one of `texts` and `inputs`."""
+    """Body of /v2/embed, Cohere's API: one of `texts` and `inputs`."""
 
     model: Name | None = None
     """One of /v1/models; may be left out."""
@@ -229,22 +226,22 @@ class CohereEmbedBody(RequestBody, kw_only=True):
     """Objects with content: parts of text, which become one text."""
     images: Annotated[list[Text], Meta(max_length=1 << 10)] | None = None
     input_type: Name | None = None
-    """What the texts are for: search_document, search_query, classification, clustering. Chooses what is written before
-    each, where the model's config_sentence_transformers.json has `prompts`; their names are taken, too."""
+    """Purpose of the texts: search_document, search_query, classification, clustering. It selects the prefix of each
+    text where the model's config_sentence_transformers.json has `prompts`, whose names are accepted, too."""
     embedding_types: (
         Annotated[
             list[Literal["float", "base64", "binary", "ubinary", "int8", "uint8"]], Meta(min_length=1, max_length=16)
         ]
         | None
     ) = None
-    """float (the default), base64 of little-endian float32, or a bit per number, set where it is above 0, the first in
-    a byte's highest bit: bytes with a sign (binary, 128 less) or without (ubinary). int8 and uint8 are refused."""
+    """float (default); base64 of little-endian float32; ubinary: one bit per number, set if it is above 0, the first in
+    a byte's highest bit; binary: the same bytes minus 128. int8 and uint8 are refused."""
     output_dimension: PositiveCount | None = None
     """Cut embeddings to so many numbers, where the model was trained for it."""
     max_tokens: PositiveCount | None = None
-    """Cut texts that have more tokens; default: as many as the model takes."""
+    """Length in tokens to which longer texts are cut; default: as many as the model takes."""
     truncate: Literal["NONE", "START", "END"] = "END"
-    """Which end of a text that is too long is cut off. NONE: it is refused."""
+    """End at which a text that is too long is cut; NONE: it is refused."""
     priority: Int64 = 0
     """Smaller is served first, where the server schedules by priority."""
 
@@ -252,7 +249,7 @@ class CohereEmbedBody(RequestBody, kw_only=True):
     NEUTRAL = {"images": ([],)}  # noqa: RUF012
 
     def given_texts(self) -> list[str]:
-        """Raises ValidationError unless there is one of the two, and not empty."""
+        """Returns the texts. Raises ValidationError unless exactly one of the two is set, and not empty."""
         if (self.texts is None) == (self.inputs is None):
             raise ValidationError("give either texts or inputs", param="texts")
         texts = self.texts or ["\n".join(part.text for part in item.content) for item in self.inputs or ()]
@@ -262,7 +259,7 @@ class CohereEmbedBody(RequestBody, kw_only=True):
         return texts
 
     def kinds(self) -> list[str]:
-        """The forms of the embeddings. Raises ValidationError for those that cannot be made."""
+        """Returns the forms of the embeddings. Raises ValidationError for unsupported ones."""
         for kind in self.embedding_types or ():
             if kind in ("int8", "uint8"):
                 raise ValidationError(
@@ -274,7 +271,7 @@ class CohereEmbedBody(RequestBody, kw_only=True):
         return [*(self.embedding_types or ["float"])]
 
     def as_embedding(self, max_model_len: int) -> EmbeddingBody:
-        """All but the texts in our own words. Raises ValidationError."""
+        """Returns the other fields as an `EmbeddingBody`. Raises ValidationError."""
         if self.truncate == "NONE" and self.max_tokens is not None:
             raise ValidationError('max_tokens cuts texts, and truncate "NONE" forbids it', param="max_tokens")
         keep = -1 if self.max_tokens is None or self.max_tokens >= max_model_len else self.max_tokens

@@ -1,4 +1,4 @@
-"""Input items of /v1/responses, as messages of a conversation."""
+"""Conversion of the input items of /v1/responses to messages of a conversation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from quire.errors import ValidationError
 
 Message = dict[str, Any]
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-"""Roles of messages, and what chat templates call them."""
+"""Roles of messages, and their names in chat templates."""
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Parts of content that are text, and the field that holds it."""
 
 
 def messages_of(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """What the items say. Raises ValidationError."""
+    """Returns the items as messages. Raises ValidationError."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     reader = _ItemReader()
@@ -25,7 +25,7 @@ def messages_of(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def with_instructions(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
-    """The conversation with what the system says before it in one message: many templates know no second."""
+    """Returns the conversation with one message of the system at its start; many templates accept no second."""
     num_leading = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     texts = [*([instructions] if instructions else []), *(m["content"] for m in messages[:num_leading])]
     system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
@@ -33,12 +33,12 @@ def with_instructions(instructions: str | None, messages: Sequence[Message]) -> 
 
 
 def _is_only_reasoning(message: Message) -> bool:
-    """Whether nothing was said after the reasoning: no template has a place for it."""
+    """Returns whether a message is only reasoning, which no template accepts."""
     return "reasoning" in message and not message["content"] and "tool_calls" not in message
 
 
 class _ItemReader:
-    """Collects messages. What an assistant says, reasons and calls without a break is one message."""
+    """Collects messages. Consecutive text, reasoning and calls of the assistant become one message."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -50,7 +50,7 @@ class _ItemReader:
         }
 
     def read(self, where: str, item: Mapping[str, Any]) -> None:
-        """One item."""
+        """Reads one item."""
         kind = item.get("type", "message" if "role" in item else None)
         read = self._kinds.get(kind) if isinstance(kind, str) else None
         if read is None:
@@ -83,7 +83,7 @@ class _ItemReader:
     def _reasoning(self, where: str, item: Mapping[str, Any]) -> None:
         content = item.get("content")
         if content is None:
-            return  # a summary, or something encrypted: not what the model reads
+            return  # a summary, or encrypted: not part of the model's input
         if not isinstance(content, list) or any(not _is_reasoning(part) for part in content):
             raise _refusal(f"{where}.content must be a list of parts of type reasoning_text")
         message = self._assistant()
@@ -92,7 +92,7 @@ class _ItemReader:
         message["reasoning"] = "".join(part["text"] for part in content)
 
     def _assistant(self) -> Message:
-        """The assistant's message that is being made."""
+        """Returns the assistant's open message."""
         if self.messages and self.messages[-1]["role"] == "assistant":
             return self.messages[-1]
         return self._begin_assistant()

@@ -1,4 +1,4 @@
-"""The body of OpenAI's /v1/responses, and the same request in the words of /v1/chat/completions."""
+"""The body of OpenAI's /v1/responses, and its conversion to a chat request."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ Include = Literal[
 
 
 class ResponseTool(msgspec.Struct):
-    """Something the model may use: functions are the only kind, others are refused in words."""
+    """A tool. Functions are the only type; others are refused."""
 
     type: Name
     name: FunctionName | None = None
     description: Annotated[str, Meta(max_length=1 << 20)] | None = None
     parameters: Object | None = None
-    """A JSON schema of its arguments."""
+    """JSON schema of the arguments."""
     strict: bool | None = None
-    """Taken, and without effect: what the arguments must be is enforced where tool_choice forces a call."""
+    """Accepted without effect: the schema is enforced where tool_choice forces a call."""
 
 
 class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
@@ -69,7 +69,7 @@ class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
-    """The form of the text."""
+    """Form of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -79,60 +79,60 @@ class TextFormat(msgspec.Struct, omit_defaults=True):
 
 
 class TextConfig(msgspec.Struct, omit_defaults=True):
-    """What the text is to be."""
+    """Form and length of the text."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """A variable of the chat template."""
+    """The variable verbosity of the chat template."""
 
 
 class ReasoningConfig(msgspec.Struct, omit_defaults=True):
-    """How the model is to reason."""
+    """Settings of the model's reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """A variable of the chat template, `reasoning_effort`."""
+    """The variable reasoning_effort of the chat template."""
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Taken, and without effect: reasoning is given as it is."""
+    """Accepted without effect: reasoning is returned as it is."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesBody(RequestBody, kw_only=True):
-    """A conversation to be answered, in items."""
+    """Body of /v1/responses: a conversation to be answered in items."""
 
     input: Text | Annotated[list[Object], Meta(max_length=MAX_ITEMS)]
-    """Text, or items: messages, calls of functions, their outputs, reasoning."""
+    """Text, or items: messages, function calls, their outputs, reasoning."""
     model: Name | None = None
     instructions: Text | None = None
-    """Of the system, before all items. Not taken over by responses that follow this one."""
+    """Instructions of the system before all items. Responses that follow this one do not inherit them."""
     previous_response_id: Name | None = None
-    """A stored response whose conversation goes on."""
+    """Id of a stored response whose conversation is continued."""
     store: bool | None = True
-    """Keep it for a while, so that it can be asked for, and followed by another."""
+    """true: the response is stored for a while, and can be read and continued."""
     background: bool | None = False
-    """Answer at once, work on, and let the response be asked for."""
+    """true: the request returns at once, and the response is read later."""
     stream: bool | None = False
-    """Answer with server-sent events, as the text comes."""
+    """true: the answer is a stream of server-sent events."""
     metadata: (
         Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
         | None
     ) = None
     include: Annotated[list[Include], Meta(max_length=64)] | None = None
-    """message.output_text.logprobs has an effect; what the others name never occurs here."""
+    """message.output_text.logprobs has an effect; the others name items that do not occur here."""
     top_logprobs: Annotated[int, bound_of("logprobs")] | None = 0
-    """So many most likely tokens per position, where log-probabilities are included."""
+    """Number of most likely tokens per position, where log-probabilities are included."""
     max_output_tokens: PositiveCount | None = None
     max_tool_calls: PositiveCount | None = None
     text: TextConfig | None = None
-    """Its form and length."""
+    """Form and length of the text."""
     reasoning: ReasoningConfig | None = None
     include_reasoning: bool = True
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     """Functions the model may call."""
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = "auto"
     parallel_tool_calls: bool | None = True
-    """False: only the first call of an answer counts."""
+    """false: only the first call of an answer is returned."""
     truncation: Literal["auto", "disabled"] | None = "disabled"
-    """auto: of a conversation that does not fit, the end is kept."""
+    """auto: a conversation that does not fit is cut at its start."""
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = "auto"
     user: Name | None = None
     prompt_cache_key: Name | None = None
@@ -153,7 +153,7 @@ class ResponsesBody(RequestBody, kw_only=True):
     min_tokens: Count = 0
     skip_special_tokens: bool = True
     structured_outputs: Object | None = None
-    """As at /v1/chat/completions; not together with text.format."""
+    """Form of the output, as in /v1/chat/completions; not together with text.format."""
     chat_template_kwargs: Object | None = None
     priority: Int64 = 0
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
@@ -199,11 +199,11 @@ class ResponsesBody(RequestBody, kw_only=True):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are to be given."""
+        """True if the answer includes log-probabilities."""
         return LOGPROBS in (self.include or ())
 
     def as_chat(self, messages: list[dict[str, Any]]) -> ChatBody:
-        """The same request as /v1/chat/completions would read it, of a conversation. Raises ValidationError."""
+        """Returns the request as a chat request with these messages. Raises ValidationError."""
         tools = _chat_tools(self.tools or ())
         choice: ToolChoice | None = None
         if isinstance(self.tool_choice, ResponseToolChoice):
@@ -262,7 +262,7 @@ _FIELDS = {
     "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning",
 }
-"""Fields of a chat request that have another name here."""
+"""Names of a chat request's fields that differ here."""
 
 
 def _chat_tools(tools: Sequence[ResponseTool]) -> list[Tool]:
@@ -281,7 +281,7 @@ def _chat_tools(tools: Sequence[ResponseTool]) -> list[Tool]:
 
 
 def _chosen(choice: ResponseToolChoice, tools: list[Tool]) -> tuple[list[Tool], ToolChoice]:
-    """(the tools that may be called, whether they must be)."""
+    """Returns (the tools that may be called, the tool_choice of a chat request)."""
     if choice.type == "function" and choice.name is not None:
         return tools, NamedToolChoice(NamedFunction(choice.name))
     if choice.type == "allowed_tools" and choice.tools is not None:

@@ -1,4 +1,8 @@
-"""The fields that every generating route has, and `SamplingParams` of them."""
+"""Fields of every generating route, and their conversion to `SamplingParams`.
+
+A form of the output can be asked for in three ways: OpenAI's `response_format`, vLLM's `structured_outputs`, and vLLM's
+older `guided_*` fields.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ from quire.structured_outputs import StructuredOutputsParams, make_structured_ou
 
 
 class FormBody(RequestBody, kw_only=True):
-    """Fields that say what form the output must have. At most one of them may be set."""
+    """Fields for the form of the output. At most one of them may be set."""
 
     response_format: Object | None = None
     """{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}}, or
@@ -43,13 +47,13 @@ class FormBody(RequestBody, kw_only=True):
     structured_outputs: Object | None = None
     """One of json, regex, choice, grammar, json_object, structural_tag; see docs/structured_output.md."""
     guided_json: Object | Text | None = None
-    """As structured_outputs.json."""
+    """Older name of structured_outputs.json."""
     guided_regex: Annotated[str, Meta(max_length=1 << 16)] | None = None
-    """As structured_outputs.regex."""
+    """Older name of structured_outputs.regex."""
     guided_choice: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=4096)] | None = None
-    """As structured_outputs.choice."""
+    """Older name of structured_outputs.choice."""
     guided_grammar: Text | None = None
-    """As structured_outputs.grammar."""
+    """Older name of structured_outputs.grammar."""
 
     @property
     def own_names(self) -> Mapping[str, str]:
@@ -57,7 +61,7 @@ class FormBody(RequestBody, kw_only=True):
         return {"structured_outputs": given[0]} if given else {}
 
     def form(self) -> StructuredOutputsParams | None:
-        """What was asked for; None for any text. Raises ValidationError."""
+        """Returns the form; None for any text. Raises ValidationError."""
         forms: dict[str, Any] = {
             "response_format": _of_response_format(self.response_format),
             "structured_outputs": self.structured_outputs or None,
@@ -110,7 +114,7 @@ _BOUNDS = {bound.name: bound for bound in SAMPLING_FIELDS}
 
 
 def bound_of(name: str) -> Meta:
-    """The range of a field of `SamplingParams`, as an annotation."""
+    """Returns the range of a field of `SamplingParams` as an annotation."""
     bound = _BOUNDS[name]
     low = min((bound.minimum, *bound.special), key=lambda v: -1e39 if v is None else v)
     high = MAX_FLOAT if bound.maximum is None else bound.maximum
@@ -120,16 +124,16 @@ def bound_of(name: str) -> Meta:
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream holds beside the text."""
+    """Further content of a stream."""
 
     include_usage: bool | None = False
-    """One more chunk at the end, without choices, that counts the tokens."""
+    """true: the stream ends with a chunk without choices that counts the tokens."""
     continuous_usage_stats: bool | None = False
-    """Counts in every chunk, too; only with include_usage."""
+    """true: every chunk counts the tokens, too; only with include_usage."""
 
 
 class RepetitionDetection(msgspec.Struct):
-    """A pattern of tokens, repeated at the end of the answer, ends it."""
+    """Limits of a repeated pattern of tokens that ends the answer."""
 
     max_pattern_size: Count = 0
     min_pattern_size: Count = 0
@@ -142,16 +146,16 @@ class GenerationBody(FormBody, kw_only=True):
     model: Name | None = None
     """One of /v1/models; may be left out."""
     stream: bool | None = False
-    """Answer with server-sent events, as the text comes."""
+    """true: the answer is a stream of server-sent events."""
     stream_options: StreamOptions | None = None
     """Only with stream."""
     frequency_penalty: Annotated[float, bound_of("frequency_penalty")] | None = None
     presence_penalty: Annotated[float, bound_of("presence_penalty")] | None = None
     repetition_penalty: Annotated[float, bound_of("repetition_penalty")] | None = None
     logit_bias: Annotated[dict[Name, Finite], Meta(max_length=65536)] | None = None
-    """Token id (as text) to what is added to its logit, limited to [-100, 100]."""
+    """Token id (as text) to the number added to its logit, limited to [-100, 100]."""
     n: Annotated[int, bound_of("n")] | None = 1
-    """Outputs per prompt."""
+    """Number of outputs per prompt."""
     seed: Int64 | None = None
     stop: Word | Annotated[list[Word], Meta(max_length=1024)] | None = None
     temperature: Annotated[float, bound_of("temperature")] | None = None
@@ -166,7 +170,7 @@ class GenerationBody(FormBody, kw_only=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
-    """Keep only so many tokens of the prompt; -1: as many as fit."""
+    """Number of prompt tokens that are kept; -1: as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Annotated[int, bound_of("prompt_logprobs")] | None = None
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
@@ -175,17 +179,17 @@ class GenerationBody(FormBody, kw_only=True):
     priority: Int64 = 0
     """Smaller is served first, where the server schedules by priority."""
     request_id: Name | None = None
-    """Part of the answer's id; as the header X-Request-Id."""
+    """Part of the answer's id, like the header X-Request-Id."""
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     """Only requests with the same salt share cached prefixes."""
     return_tokens_as_token_ids: bool | None = None
-    """Show tokens in log-probabilities as token_id:N."""
+    """true: log-probabilities show tokens as token_id:N."""
     return_token_ids: bool | None = None
-    """Show the token ids of prompt and answer."""
+    """true: the answer shows the token ids of prompt and answer."""
     repetition_detection: RepetitionDetection | None = None
-    """End an answer that repeats itself."""
+    """Ends an answer that repeats itself."""
     stream_interval: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
-    """Send a chunk at most every so many tokens."""
+    """Minimum number of tokens per chunk."""
 
     vllm_xargs: Object | None = None
     session_id: Name | None = None
@@ -198,7 +202,7 @@ class GenerationBody(FormBody, kw_only=True):
     kv_transfer_params: Object | None = None
     ec_transfer_params: Object | None = None
     thinking_token_budget: Annotated[int, bound_of("thinking_token_budget")] | None = None
-    """Close the model's reasoning after so many tokens; -1 for never. In conversations."""
+    """Maximum number of reasoning tokens in conversations; -1: unlimited."""
     return_token_offsets: bool | None = False
 
     NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base class
@@ -214,7 +218,7 @@ class GenerationBody(FormBody, kw_only=True):
         "session_id": "requests of a session are served like others; equal prefixes are found by their content",
         "mm_payload": "no answer has processed media",
         "return_mm_kwargs": "no answer has processed media",
-        "routed_experts_prompt_start": "no answer tells of routed experts",
+        "routed_experts_prompt_start": "no answer shows routed experts",
     }
 
     def wants_usage(self, *, is_forced: bool) -> tuple[bool, bool]:
@@ -236,9 +240,9 @@ _TAKEN_OVER = (
 def make_sampling_params(
     body: GenerationBody, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """What the engine is asked for. `defaults` are the model's, for fields the request leaves out.
+    """Returns the parameters for the engine. `defaults` are the model's, for fields that the request leaves out.
 
-    Raises ValidationError. Streams are asked for in deltas, other answers as one.
+    Streams get deltas, other answers one final output. Raises ValidationError.
     """
     if body.stream_options is not None and not body.stream:
         raise ValidationError("stream_options needs stream: true", param="stream_options")

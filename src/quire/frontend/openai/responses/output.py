@@ -1,4 +1,4 @@
-"""What OpenAI's responses hold: items of output, and the log-probabilities of their text."""
+"""Parts of OpenAI's responses: items of output, and the log-probabilities of their text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quire.frontend.openai.protocol.answer_parts import TokenNames, chat_logprob
 from quire.outputs import CompletionOutput
 
 Entry = dict[str, Any]
-"""The log-probabilities of one token."""
+"""Log-probabilities of one token."""
 _ID_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
 
 class ResponseItem:
-    """One item of a response's output, made of a block."""
+    """One item of a response's output, made from a block."""
 
     def __init__(self, block: Block, *, shows_logprobs: bool) -> None:
         self.block = block
@@ -27,25 +27,25 @@ class ResponseItem:
         self.logprobs: list[Entry] = []
         self._shows_logprobs = shows_logprobs
         self.part_kind = {"text": "output_text", "reasoning": "reasoning_text"}.get(block.kind, "")
-        """The type of its only part; a call has none."""
+        """Type of the only part; empty for a call."""
         self.grown_kind = self.part_kind or "function_call_arguments"
-        """What its deltas are called."""
+        """Name of the deltas' events."""
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where events about it are."""
+        """Fields of events that name the item's place."""
         place = {"item_id": self.id, "output_index": self.block.index}
         return {"content_index": 0, **place} if self.part_kind else place
 
     def part(self) -> dict[str, Any]:
-        """Its only part."""
+        """Returns the only part."""
         if self.block.kind == "reasoning":
             return {"text": self.block.text, "type": "reasoning_text"}
         logprobs = self.logprobs if self._shows_logprobs else None
         return {"annotations": [], "text": self.block.text, "type": "output_text", "logprobs": logprobs}
 
     def as_object(self) -> dict[str, Any]:
-        """It as it is now. A part that says nothing yet is not shown before its own event."""
+        """Returns the item in its current state. An empty part is not shown before its own event."""
         is_new = self.status == "in_progress" and not self.block.text
         if self.block.kind == "call":
             return {
@@ -77,10 +77,10 @@ class ResponseItem:
 
 
 class TextLogprobs:
-    """Log-probabilities on their way to the text they belong to. Those of reasoning, calls and markers are dropped."""
+    """Assigns log-probabilities to the text they belong to. Those of reasoning, calls and markers are dropped."""
 
     def __init__(self, name: TokenNames, num_top: int, *, is_wanted: bool, is_plain: bool) -> None:
-        """With `is_plain` all of the answer is text."""
+        """`is_plain`: all of the answer is text."""
         self.is_wanted = is_wanted
         self._name = name
         self._num_top = num_top
@@ -88,7 +88,7 @@ class TextLogprobs:
         self._held: list[Entry] = []
 
     def split(self, completion: CompletionOutput) -> Iterator[tuple[str, Sequence[int], list[Entry]]]:
-        """An output token by token, each with the text it added; in one piece if nothing depends on it."""
+        """Yields an output token by token, each with the text it added; in one piece where tokens do not matter."""
         if not self.is_wanted or not completion.logprobs:
             yield completion.text, completion.token_ids, []
             return
@@ -103,23 +103,24 @@ class TextLogprobs:
             start = end
 
     def hold(self, entries: Sequence[Entry]) -> None:
-        """Those of the latest token."""
+        """Adds the log-probabilities of the latest token."""
         self._held += entries
 
     def take_rest(self) -> list[Entry]:
-        """What is left at the end of an answer that is all text: tokens that add nothing to it."""
+        """Returns the rest at the end of an answer that is all text: tokens that add no text."""
         if not self._is_plain:
             return []
         held, self._held = self._held, []
         return held
 
     def take(self, text: str) -> list[Entry]:
-        """Those of `text`, which comes now. What stands before them was of a marker, unless all is text."""
+        """Returns the log-probabilities of new `text`. Earlier ones belonged to a marker, unless all of the answer is
+        text."""
         if self._is_plain:
             return self.take_rest()
         ends = list(itertools.accumulate(len(entry["token"]) for entry in self._held))
         start = "".join(entry["token"] for entry in self._held).rfind(text)
-        if start < 0:  # tokens that are no whole characters: the latest ones will be it
+        if start < 0:  # tokens that are no whole characters: take the latest ones
             start = max(0, (ends[-1] if ends else 0) - len(text))
         first, end = bisect.bisect_right(ends, start), bisect.bisect_left(ends, start + len(text)) + 1
         found, self._held = self._held[first:end], self._held[end:]

@@ -20,42 +20,42 @@ from quire.errors import NotFoundError, OverloadedError, ValidationError
 from quire.frontend.http.membership import Membership
 
 OVERHEAD = 1024
-"""Bytes an entry is taken to need beside what it holds."""
+"""Bytes that are counted for an entry beside its content."""
 EVENTS_WAIT_S = 10.0
-"""How long another process waits for the next event before it asks again."""
+"""Time for which another process waits for the next event before it asks again."""
 _HOME = re.compile(r"resp_([0-9]{1,3})_")
 
 
 class StoredResponse:
-    """One response. While it runs it is told by `describe`, and what it has come to is not known yet."""
+    """One response. While it runs `describe` returns its state; `body` and `conversation` are set at its end."""
 
     def __init__(self, owner: bytes, response_id: str) -> None:
         self.owner = owner
         self.response_id = response_id
         self.is_background = False
         self.body = b""
-        """The response, as JSON, once it has ended."""
+        """The response as JSON, once it has ended."""
         self.conversation = b""
-        """Messages up to and with its answer, as JSON; empty where nothing can follow it."""
+        """Messages up to and with the answer, as JSON; empty if the response cannot be continued."""
         self.events: list[bytes] | None = None
-        """Of a stream in the background; the index is the sequence number."""
+        """Events of a background stream, by sequence number; None for other responses."""
         self.describe: Callable[[], dict[str, Any]] | None = None
-        """What it is now, while it runs."""
+        """Returns the current state of a running response; None once it has ended."""
         self.task: asyncio.Task[None] | None = None
-        """What it runs in, of one in the background."""
+        """Task of a background response."""
         self._news = asyncio.Event()
 
     @property
     def size(self) -> int:
-        """In bytes, about."""
+        """Approximate size in bytes."""
         return OVERHEAD + len(self.body) + len(self.conversation) + sum(map(len, self.events or ()))
 
     def as_json(self) -> bytes:
-        """The response as it is now."""
+        """Returns the response in its current state."""
         return self.body if self.describe is None else msgspec.json.encode(self.describe())
 
     def get_conversation(self) -> bytes:
-        """The conversation, to go on with. Raises ValidationError if it cannot."""
+        """Returns the conversation. Raises ValidationError if the response cannot be continued."""
         if not self.conversation:
             raise ValidationError(
                 f"the response {self.response_id} has not come to an answer, so nothing can follow it; wait for it, or "
@@ -64,12 +64,12 @@ class StoredResponse:
         return self.conversation
 
     def note_news(self) -> None:
-        """There is another event, or the end."""
+        """Wakes the readers: there is another event, or the end."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     async def wait_events(self, start: int, wait_s: float) -> None:
-        """Until there is an event of number `start`, there will be none, or the time is up."""
+        """Waits until there is an event of number `start`, or the end, or the time is up."""
         assert self.events is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -77,7 +77,7 @@ class StoredResponse:
                     await self._news.wait()
 
     async def follow(self, start: int = 0) -> AsyncGenerator[bytes, None]:
-        """Events from number `start` on, as they come, up to the last one."""
+        """Yields the events from number `start` on, as they come, up to the last one."""
         assert self.events is not None
         while True:
             while start < len(self.events):
@@ -89,7 +89,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Knows all responses that are kept. Belongs to the event loop's thread."""
+    """Holds all stored responses. Belongs to the event loop's thread."""
 
     def __init__(self, max_num: int, max_bytes: int) -> None:
         self.max_num = max_num
@@ -97,18 +97,18 @@ class ResponseStore:
         self.num_bytes = 0
         self._running: dict[tuple[bytes, str], StoredResponse] = {}
         self._finished: dict[bytes, dict[str, StoredResponse]] = {}
-        """Of each owner, oldest first."""
+        """Finished responses of each owner, oldest first."""
         self._bytes_of: dict[bytes, int] = {}
-        """Of each owner's finished ones."""
+        """Bytes of each owner's finished responses."""
         self._bytes_of_running: dict[str, int] = {}
 
     @property
     def num_responses(self) -> int:
-        """How many there are."""
+        """Number of stored responses."""
         return len(self._running) + sum(map(len, self._finished.values()))
 
     def get(self, owner: bytes, response_id: str) -> StoredResponse:
-        """Raises NotFoundError for what is not kept, or another's."""
+        """Returns a response. Raises NotFoundError if it is not stored, or belongs to another owner."""
         found = self._running.get((owner, response_id)) or self._finished.get(owner, {}).get(response_id)
         if found is None:
             raise NotFoundError(
@@ -118,7 +118,7 @@ class ResponseStore:
         return found
 
     def begin(self, response: StoredResponse) -> None:
-        """A response that will run in the background. Raises OverloadedError where all places are taken by such."""
+        """Adds a response that runs in the background. Raises OverloadedError if running ones take all places."""
         if not self._make_room(1, OVERHEAD):
             raise OverloadedError(
                 f"{len(self._running)} responses are under way in the background, and no more can be kept "
@@ -130,9 +130,9 @@ class ResponseStore:
         self.num_bytes += OVERHEAD
 
     def grow(self, response: StoredResponse, num_bytes: int) -> bool:
-        """More of a running one is kept; False if there is no room for it."""
+        """Counts more bytes of a running response. Returns False if there is no room."""
         if response.response_id not in self._bytes_of_running:
-            return True  # deleted: it is nobody's any more
+            return True  # deleted meanwhile
         if not self._make_room(0, num_bytes):
             return False
         self._bytes_of_running[response.response_id] += num_bytes
@@ -140,14 +140,14 @@ class ResponseStore:
         return True
 
     def finish(self, response: StoredResponse) -> bool:
-        """A running one has ended; it may be dropped from now on. False if it is too large to be kept."""
+        """Moves an ended response to the finished ones, which may be dropped. Returns False if it is too large."""
         if self._running.pop((response.owner, response.response_id), None) is None:
             return True
         self.num_bytes -= self._bytes_of_running.pop(response.response_id)
         return self.put(response)
 
     def put(self, response: StoredResponse) -> bool:
-        """Keep a response that has ended. False if it is too large, or nothing is kept."""
+        """Stores a response that has ended. Returns False if it is too large, or there is no room."""
         owner, size = response.owner, response.size
         if size > self.max_bytes or not self._make_room(1, size):
             return False
@@ -157,7 +157,7 @@ class ResponseStore:
         return True
 
     def delete(self, owner: bytes, response_id: str) -> StoredResponse:
-        """Forget a response. Raises NotFoundError."""
+        """Removes a response and returns it. Raises NotFoundError."""
         response = self.get(owner, response_id)
         if self._running.pop((owner, response_id), None) is not None:
             self.num_bytes -= self._bytes_of_running.pop(response_id)

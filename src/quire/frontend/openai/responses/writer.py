@@ -1,6 +1,6 @@
 """Writes OpenAI's responses: whole, or as events with sequence numbers.
 
-Both are made by the same reading of the answer, so what a stream's events add up to is what the whole answer says.
+Both read the answer in the same way, so the events of a stream add up to the whole answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from quire.frontend.openai.submission import Submission
 from quire.outputs import RequestOutput
 
 _ENDINGS = {"stop": "completed", "length": "incomplete"}
-"""Reasons to end, as the status of a response; any other is a failure."""
+"""Finish reasons and the statuses of a response; other reasons are failures."""
 
 
 class ResponseWriter:
-    """One response, from its first event to its last word."""
+    """Writes one response."""
 
     def __init__(
         self, state: ServerState, body: ResponsesBody, model: str, response_id: str, chat: PreparedChat
@@ -55,14 +55,14 @@ class ResponseWriter:
     # -- whole --------------------------------------------------------------------------------------------------------
 
     async def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """The answer as one object."""
+        """Returns the answer as one object."""
         for _ in self._read(output):
             pass
         await self._end(output.outputs[0].finish_reason)
         return self.snapshot()
 
     def snapshot(self) -> dict[str, Any]:
-        """The response as it is now."""
+        """Returns the response in its current state."""
         is_over = self.status not in ("queued", "in_progress")
         is_cut = self.status == "incomplete"
         return {
@@ -77,11 +77,11 @@ class ResponseWriter:
         }
 
     def message(self) -> dict[str, Any]:
-        """What the model has said, as a message of the conversation that goes on."""
+        """Returns the model's answer as a message of the conversation that goes on."""
         return self._reader.message()
 
     def fail(self, error: BaseException) -> None:
-        """It ends here, because of `error`."""
+        """Ends the response because of `error`."""
         self._stop("failed")
         code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
         if isinstance(error, OverloadedError):
@@ -89,7 +89,7 @@ class ResponseWriter:
         self._error = {"code": code, "message": words_of(error)}
 
     def cancel(self) -> None:
-        """It ends here, because somebody wants it."""
+        """Ends the response because a client has cancelled it."""
         self._stop("cancelled")
 
     def _usage_object(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class ResponseWriter:
     async def events(
         self, submission: Submission, keep: Callable[[dict[str, Any]], None] = lambda response: None
     ) -> AsyncGenerator[bytes, None]:
-        """The answer as events. `keep` gets the response once it is whole, before anybody is told."""
+        """Yields the answer as events. `keep` gets the whole response before the last event."""
         yield self._state_event("created")
         if self.status == "queued":
             yield self._state_event("queued")
@@ -133,12 +133,12 @@ class ResponseWriter:
         yield self.last_event()
 
     def failure(self, error: BaseException) -> bytes:
-        """The last event of a stream that fails."""
+        """Returns the last event of a stream that fails."""
         self.fail(error)
         return self.last_event()
 
     def last_event(self) -> bytes:
-        """The event of the response's end."""
+        """Returns the event of the response's end."""
         return self._state_event("incomplete" if self.status == "cancelled" else self.status)
 
     def _state_event(self, kind: str) -> bytes:
@@ -152,7 +152,7 @@ class ResponseWriter:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _read(self, output: RequestOutput) -> Iterator[bytes]:
-        """The events of one output."""
+        """Yields the events of one output."""
         self._usage.add(0, output)
         (completion,) = output.outputs
         for text, token_ids, entries in self._logprobs.split(completion):
@@ -214,7 +214,7 @@ class ResponseWriter:
 
 
 def _head(body: ResponsesBody, model: str, chat: PreparedChat) -> dict[str, Any]:
-    """What the request asked for, and what became of it: the fields of a response that do not change."""
+    """Returns the fields of a response that do not change: the settings of the request."""
     params = chat.params
     return {
         "instructions": body.instructions,

@@ -1,6 +1,6 @@
 """Control of the engine, for its operator: on the admin listener, where --enable-admin makes one.
 
-Parameters come in the query, as vLLM's clients send them; in a JSON body where they are larger.
+Parameters are in the query, as vLLM's clients send them; larger ones in a JSON body.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.wire.engine_core import PauseMode
 
 
 class AbortBody(RequestBody, kw_only=True):
-    """Requests to be aborted, by the ids of their answers."""
+    """Body of /abort_requests: requests by the ids of their answers."""
 
     request_ids: Annotated[list[Name], Meta(max_length=65536)]
 
@@ -28,30 +28,30 @@ class AbortBody(RequestBody, kw_only=True):
 
 
 class UpdateWeightsBody(RequestBody, kw_only=True):
-    """Where new weights are."""
+    """Body of /update_weights: where the new weights are."""
 
     path: Word
-    """A checkpoint directory of the server's machine."""
+    """Checkpoint directory on the server's machine."""
     version: Name | None = None
-    """What /weight_info is to say from then on."""
+    """Version that /weight_info returns afterwards."""
 
     EXAMPLE = {"path": "/models/new"}  # noqa: RUF012
 
 
 class CollectiveRpcBody(RequestBody, kw_only=True):
-    """A call of a method of every worker."""
+    """Body of /collective_rpc: a call of a method of every worker."""
 
     method: Name
     args: Annotated[list[Any], Meta(max_length=1024)] | None = None
     kwargs: Object | None = None
     timeout: Annotated[float, Meta(gt=0, le=86400)] | None = None
-    """In seconds."""
+    """Timeout in seconds."""
 
     EXAMPLE = {"method": "check_health"}  # noqa: RUF012
 
 
 class ProfileBody(RequestBody, kw_only=True):
-    """What the profiler is to record; nothing of it is needed."""
+    """Body of /start_profile. All fields are optional."""
 
     profile_prefix: Name | None = None
     delay_iterations: PositiveCount | None = None
@@ -96,7 +96,7 @@ def _mode(exchange: Exchange) -> PauseMode:
 
 
 async def sleep(exchange: Exchange) -> Response:
-    """Pause, and give memory back: ?level=0 none, 1 the KV cache, 2 the weights, too; ?mode= as for /pause."""
+    """Pauses and releases memory: ?level=0 none, 1 the KV cache, 2 the weights, too; ?mode= as for /pause."""
     level = exchange.request.query_params.get("level", "1")
     if level not in ("0", "1", "2"):
         raise ValidationError(f"level must be 0, 1 or 2, got {level[:60]!r}", param="level")
@@ -105,19 +105,19 @@ async def sleep(exchange: Exchange) -> Response:
 
 
 async def wake_up(exchange: Exchange) -> Response:
-    """Take memory again: all of it, or what ?tags= name (may be repeated)."""
+    """Allocates memory again: all of it, or that of ?tags= (may be repeated)."""
     tags = exchange.request.query_params.getlist("tags")
     await exchange.state.engine.wake_up(tags or None)
     return Response()
 
 
 async def is_sleeping(exchange: Exchange) -> Response:
-    """Between sleep and the wake_up that ends it."""
+    """Returns whether the engine sleeps."""
     return json_response({"is_sleeping": await exchange.state.engine.is_sleeping()})
 
 
 async def pause(exchange: Exchange) -> Response:
-    """Stop generating. ?mode=abort ends all requests, wait lets them end, keep freezes them."""
+    """Stops generating. ?mode=abort ends all requests, wait lets them end, keep freezes them."""
     await exchange.state.engine.pause_generation(
         mode=_mode(exchange), clear_cache=exchange.query_switch("clear_cache", True)
     )
@@ -125,18 +125,18 @@ async def pause(exchange: Exchange) -> Response:
 
 
 async def resume(exchange: Exchange) -> Response:
-    """Generate again."""
+    """Generates again."""
     await exchange.state.engine.resume_generation()
     return json_response({"status": "resumed"})
 
 
 async def is_paused(exchange: Exchange) -> Response:
-    """Whether new requests wait."""
+    """Returns whether new requests wait."""
     return json_response({"is_paused": await exchange.state.engine.is_paused()})
 
 
 async def reset_prefix_cache(exchange: Exchange) -> Response:
-    """Forget all cached prefixes; success is false if running requests held blocks and nothing was done."""
+    """Drops all cached prefixes; success is false if running requests held blocks and nothing was done."""
     done = await exchange.state.engine.reset_prefix_cache(
         exchange.query_switch("reset_running_requests", False), exchange.query_switch("reset_external", False)
     )
@@ -144,25 +144,25 @@ async def reset_prefix_cache(exchange: Exchange) -> Response:
 
 
 async def reset_mm_cache(exchange: Exchange) -> Response:
-    """Forget processed images and sounds."""
+    """Drops processed images and sounds."""
     await exchange.state.engine.reset_mm_cache()
     return Response()
 
 
 async def reset_encoder_cache(exchange: Exchange) -> Response:
-    """Forget encoder outputs."""
+    """Drops encoder outputs."""
     await exchange.state.engine.reset_encoder_cache()
     return Response()
 
 
 async def release_kv_cache_memory(exchange: Exchange) -> Response:
-    """Pause, and give back the KV cache only; wake_up takes it again."""
+    """Pauses and releases only the KV cache; wake_up allocates it again."""
     await exchange.state.engine.release_kv_cache_memory(_mode(exchange))
     return Response()
 
 
 async def abort_requests(exchange: Exchange) -> Response:
-    """Abort requests by the ids of their answers; unknown ones are ignored."""
+    """Aborts requests by the ids of their answers. Unknown ids are ignored."""
     request_ids = (await exchange.read(ABORT)).request_ids
     await exchange.state.engine.abort(request_ids)
     await exchange.state.member.peers.gather("abort", request_ids)
@@ -170,18 +170,18 @@ async def abort_requests(exchange: Exchange) -> Response:
 
 
 async def update_weights(exchange: Exchange) -> Response:
-    """Replace the weights by those of another checkpoint directory."""
+    """Replaces the weights by those of another checkpoint directory."""
     body = await exchange.read(UPDATE_WEIGHTS)
     return json_response({"weight_version": await exchange.state.engine.update_weights(body.path, body.version)})
 
 
 async def weight_info(exchange: Exchange) -> Response:
-    """The version of the weights that are loaded."""
+    """Returns the version of the loaded weights."""
     return json_response({"weight_version": await exchange.state.engine.get_weight_version()})
 
 
 async def collective_rpc(exchange: Exchange) -> Response:
-    """Call a method on every worker; one result each."""
+    """Calls a method of every worker. Returns one result per worker."""
     body = await exchange.read(COLLECTIVE_RPC)
     results = await exchange.state.engine.collective_rpc(
         body.method, body.timeout, tuple(body.args or ()), body.kwargs or {}
@@ -194,7 +194,7 @@ def _plain(result: Any) -> Any:
 
 
 async def start_profile(exchange: Exchange) -> Response:
-    """Start the workers' profiler."""
+    """Starts the workers' profiler."""
     has_body = exchange.request.headers.get("content-length", "0") != "0"
     body = await exchange.read(PROFILE) if has_body else ProfileBody()
     await exchange.state.engine.start_profile(
@@ -204,13 +204,13 @@ async def start_profile(exchange: Exchange) -> Response:
 
 
 async def stop_profile(exchange: Exchange) -> Response:
-    """Stop the workers' profiler."""
+    """Stops the workers' profiler."""
     await exchange.state.engine.stop_profile()
     return Response()
 
 
 async def debug_trace(exchange: Exchange) -> Response:
-    """What the engine did in the last ?seconds= (default 10), as JSON for Perfetto (ui.perfetto.dev)."""
+    """Returns a trace of the last ?seconds= (default 10) as JSON for Perfetto (ui.perfetto.dev)."""
     text = exchange.request.query_params.get("seconds", "10")
     try:
         seconds = float(text)

@@ -21,10 +21,10 @@ from quire.outputs import RequestOutput
 
 
 class BatchChatBody(ChatBody, kw_only=True):
-    """Conversations to be answered, each as /v1/chat/completions would; no streams and no tools."""
+    """Body with several conversations and the fields of /v1/chat/completions once; no streams and no tools."""
 
     messages: Annotated[list[Messages], Meta(max_length=MAX_MESSAGES)]  # type: ignore[assignment]  # read, never passed on
-    """One list of messages for each conversation."""
+    """A list of messages for each conversation."""
 
     EXAMPLE = {  # noqa: RUF012 - a ClassVar of the base class
         "messages": [[{"role": "user", "content": "What is a quire?"}], [{"role": "user", "content": "And a choir?"}]],
@@ -39,7 +39,7 @@ class BatchChatBody(ChatBody, kw_only=True):
     }
 
     def conversations(self, max_num: int) -> list[ChatBody]:
-        """Each conversation as a request of its own. Raises ValidationError for none, or too many."""
+        """Returns each conversation as a separate request. Raises ValidationError for none, or too many."""
         if not 0 < len(self.messages) <= max_num:
             raise ValidationError(
                 f"messages holds {len(self.messages)} conversations; a batch has 1 to {max_num} "
@@ -54,7 +54,7 @@ BATCH = BodyReader(BatchChatBody)
 
 
 async def create_chat_completions(exchange: Exchange) -> Response:
-    """Answer several conversations in one object. The outputs of conversation i are the choices from n·i on."""
+    """Answers several conversations in one object. The outputs of conversation i are the choices from n·i on."""
     body = await exchange.read(BATCH)
     model = exchange.state.check_model(body.model)
     bodies = body.conversations(exchange.state.config.max_prompts_per_request)
@@ -73,7 +73,7 @@ async def _whole(
     chats: PreparedChat,
     outputs: Sequence[RequestOutput],
 ) -> dict[str, Any]:
-    """All answers as one. What an answer tells of its prompt, its choices do."""
+    """Returns all answers as one. Fields of an answer about its prompt move to its choices."""
     usage = TokenCount(shows_cached=exchange.state.config.enable_prompt_tokens_details)
     choices: list[dict[str, Any]] = []
     answer: dict[str, Any] = {}

@@ -25,7 +25,7 @@ CHAT = BodyReader(ChatBody)
 
 
 async def create_chat_completion(exchange: Exchange) -> Response:
-    """Answer a conversation."""
+    """Answers a conversation."""
     body = await exchange.read(CHAT)
     model = exchange.state.check_model(body.model)
     request_id = f"chatcmpl-{body.request_id or exchange.request_id}"
@@ -77,7 +77,7 @@ class ChatWriter:
     # -- whole --------------------------------------------------------------------------------------------------------
 
     async def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """The answer as one object."""
+        """Returns the answer as one object."""
         self._usage.add(self._prompt_index, output)
         parsers = [self._plan.make_parser(self._prompt_text) for _ in output.outputs]
         choices = [self._choice(parser, completion) for parser, completion in zip(parsers, output.outputs, strict=True)]
@@ -113,11 +113,11 @@ class ChatWriter:
         }
 
     async def _count_reasoning(self, parsers: Iterable[ChatParser]) -> None:
-        """How much of the answer was thoughts: the tokens of their text, which may be one more or less than came."""
+        """Counts the tokens of the reasoning's text, which may differ by one from those that were generated."""
         if self._plan.reads_reasoning:
             for parser in parsers:
-                thoughts = parser.reasoning
-                self._usage.add_reasoning(await self._count_tokens(thoughts) if thoughts else 0)
+                text = parser.reasoning
+                self._usage.add_reasoning(await self._count_tokens(text) if text else 0)
 
     def _echo(self) -> list[Delta]:
         return [{"content": self._echoed}] if self._echoed else []
@@ -125,7 +125,7 @@ class ChatWriter:
     # -- in chunks ----------------------------------------------------------------------------------------------------
 
     async def chunks(self, submission: Submission) -> AsyncGenerator[bytes, None]:
-        """The answer as events."""
+        """Yields the answer as events."""
         self._head = {"id": self._head["id"], "object": "chat.completion.chunk"} | self._head
         head = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
         parsers: dict[int, ChatParser] = {}
@@ -159,7 +159,7 @@ class ChatWriter:
         return b',"usage":' + encode_json(self._usage.in_chunk()) + b"}\n\n" if self._counts_always else b"}\n\n"
 
     def _first_choice(self, output: RequestOutput, index: int) -> bytes:
-        """The chunk that opens a choice, up to the end of its object's fields."""
+        """Returns the chunk that opens a choice, up to the end of its object's fields."""
         body = self._body
         more: dict[str, Any] = {
             "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
@@ -176,7 +176,7 @@ class ChatWriter:
         return encode_json(choice) + b"]," + encode_json(more)[1:-1]
 
     def _chunk_choices(self, parser: ChatParser, completion: CompletionOutput) -> list[bytes]:
-        """The choices that tell of one output: one per delta, the last of which has what belongs to all of it."""
+        """Returns the choices of one output: one per delta. The last one has the fields of the whole output."""
         body = self._body
         is_last = completion.finish_reason is not None
         deltas = parser.feed(completion.text, completion.token_ids)
@@ -206,7 +206,7 @@ def _choice_chunk(
     *,
     is_last: bool = False,
 ) -> bytes:
-    """One choice of a chunk. Written by hand: this is every token's way."""
+    """Returns one choice of a chunk. Joined from pieces for speed: every token passes here."""
     return b"".join(
         (
             b'{"index":%d,"delta":' % index,

@@ -29,7 +29,7 @@ COMPLETION = BodyReader(CompletionBody)
 
 
 async def create_completion(exchange: Exchange) -> Response:
-    """Continue one or more texts."""
+    """Continues one or more texts."""
     body = await exchange.read(COMPLETION)
     model = exchange.state.check_model(body.model)
     request_id = f"cmpl-{body.request_id or exchange.request_id}"
@@ -117,7 +117,7 @@ class CompletionWriter:
     def _logprobs(
         self, index: int, output: RequestOutput, completion: CompletionOutput, offset: int, *, is_first: bool
     ) -> tuple[dict[str, Any] | None, int]:
-        """(log-probabilities, the offset of what follows)."""
+        """Returns (log-probabilities, the offset of the next text)."""
         if self._body.logprobs is None or completion.logprobs is None:
             return None, offset
         token_ids, positions = list(completion.token_ids), list(completion.logprobs)
@@ -132,7 +132,7 @@ class CompletionWriter:
     # -- whole --------------------------------------------------------------------------------------------------------
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer as one object."""
+        """Returns the answer as one object."""
         choices = []
         for index, output in enumerate(outputs):
             self._usage.add(index, output)
@@ -165,7 +165,7 @@ class CompletionWriter:
     # -- in chunks ----------------------------------------------------------------------------------------------------
 
     async def chunks(self, submission: Submission) -> AsyncGenerator[bytes, None]:
-        """The answer as events."""
+        """Yields the answer as events."""
         head = encode_json(self._head)[:-1] + b',"choices":['
         offsets: dict[int, int] = {}
         async for index, output in submission.outputs():
@@ -187,7 +187,8 @@ class CompletionWriter:
     def _chunk_choice(
         self, index: int, output: RequestOutput, completion: CompletionOutput, offsets: dict[int, int]
     ) -> bytes | None:
-        """One choice of a chunk; None where there is nothing to tell. Written by hand: this is every token's way."""
+        """Returns one choice of a chunk; None if it would be empty. Joined from pieces for speed: every token passes
+        here."""
         body = self._body
         number = index * self._num_outputs + completion.index
         is_first = number not in offsets

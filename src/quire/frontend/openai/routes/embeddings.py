@@ -24,13 +24,13 @@ CLASSIFY = BodyReader(ClassifyBody)
 
 
 async def create_embeddings(exchange: Exchange) -> Response:
-    """Embed one or more texts."""
+    """Embeds one or more texts."""
     body = await exchange.read(EMBEDDING)
     return await _answer(exchange, body, "embed", "embd", "embedding", "embedding")
 
 
 async def pool(exchange: Exchange) -> Response:
-    """Pool one or more texts, in any way the model does: also per token."""
+    """Pools one or more texts for any task of the model, also per token."""
     body = await exchange.read(POOL)
     tasks = exchange.state.supported_tasks
     if body.task is not None and body.task not in tasks:
@@ -53,7 +53,7 @@ async def _answer(exchange: Exchange, body: EmbeddingBody, task: str, prefix: st
 
 
 async def classify(exchange: Exchange) -> Response:
-    """Say how probable each class is, for one or more texts."""
+    """Returns the probability of each class for one or more texts."""
     body = await exchange.read(CLASSIFY)
     state = exchange.state
     model = state.check_model(body.model)
@@ -76,11 +76,11 @@ PROMPT_NAMES: Mapping[str, tuple[str, ...]] = {
     "classification": (),
     "clustering": (),
 }
-"""Cohere's words for what a text is for, and what models call the same."""
+"""Cohere's names for the purpose of a text, and models' names for the same."""
 
 
 async def embed(exchange: Exchange) -> Response:
-    """Embed texts, as Cohere's clients ask for it."""
+    """Embeds texts, in Cohere's form."""
     body = await exchange.read(EMBED)
     state = exchange.state
     state.check_model(body.model)
@@ -110,7 +110,7 @@ async def embed(exchange: Exchange) -> Response:
 
 
 def prefix_of(input_type: str | None, prompts: Mapping[str, str]) -> str:
-    """What is written before a text: nothing, of a model without prefixes. Raises ValidationError for other words."""
+    """Returns the prefix of a text; "" for a model without prefixes. Raises ValidationError for unknown types."""
     if input_type is None:
         return ""
     for name in (input_type, *PROMPT_NAMES.get(input_type, ())):
@@ -125,7 +125,7 @@ def prefix_of(input_type: str | None, prompts: Mapping[str, str]) -> str:
 
 
 def encode_vectors(vectors: Sequence[npt.NDArray[np.float32]], kind: str) -> list[Any]:
-    """Each vector as `kind` of embedding_types has it: numbers, base64 of them, or the signs of eight in a byte."""
+    """Returns each vector in the form `kind` of embedding_types: numbers, base64, or the signs of eight in a byte."""
     if kind not in ("binary", "ubinary"):
         return [encode_array(vector, kind) for vector in vectors]
     packed = [np.packbits(vector > 0).astype(np.int16) for vector in vectors]

@@ -14,24 +14,24 @@ from quire.version import __version__
 
 
 async def health(exchange: Exchange) -> Response:
-    """200 as long as the engine serves; vLLM's probe. 503 once it is gone for good."""
+    """Answers 200 as long as the engine serves, also while its core restarts; 503 once it is gone for good."""
     if exchange.state.engine.errored:
         raise UnavailableError("the engine is gone for good; restart the server")
     return Response()
 
 
 async def ping(exchange: Exchange) -> Response:
-    """The same, for those who call it so."""
+    """Answers as /health."""
     return await health(exchange)
 
 
 async def live(exchange: Exchange) -> Response:
-    """200 as long as this process answers."""
+    """Answers 200 as long as this process runs."""
     return Response()
 
 
 async def ready(exchange: Exchange) -> Response:
-    """200 if a request would be worked on now: not while the core restarts, nor while the server shuts down."""
+    """Answers 200 if a request would be processed now: not while the core restarts or the server shuts down."""
     if exchange.state.lifecycle.is_draining:
         raise UnavailableError("the server is shutting down")
     if not exchange.state.engine.is_ready:
@@ -40,17 +40,17 @@ async def ready(exchange: Exchange) -> Response:
 
 
 async def version(exchange: Exchange) -> Response:
-    """The version of Quire."""
+    """Returns the version of Quire."""
     return json_response({"version": __version__})
 
 
 async def load(exchange: Exchange) -> Response:
-    """How many requests are under way, in all processes of the server."""
+    """Returns the number of requests under way in all processes of the server."""
     return json_response({"server_load": exchange.state.lifecycle.server_load})
 
 
 async def metrics(exchange: Exchange) -> Response:
-    """All metrics of this server in Prometheus' text format, or OpenMetrics where the Accept header asks."""
+    """Returns all metrics of this server in Prometheus' text format, or OpenMetrics if the Accept header asks."""
     format = choose_format(exchange.request.headers.get("accept", ""))
     try:
         text = await exchange.state.metrics.write(format)

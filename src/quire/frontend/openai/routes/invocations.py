@@ -1,4 +1,4 @@
-"""POST /invocations: SageMaker's one route for all work. The body's fields say which route is meant."""
+"""POST /invocations: SageMaker's one route for all work. The body's fields select the route."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ROUTES: tuple[tuple[str, str], ...] = (
     ("input", "/classify"),
     ("input", "/pooling"),
 )
-"""A field that only such bodies have, and where they go; the first that is served wins."""
+"""A field that only one kind of body has, and its route. The first route that is served wins."""
 
 
 async def invocations(exchange: Exchange) -> Response:
-    """A request of any kind: a conversation, a text to continue, and what else the model is for."""
+    """Answers a request of any kind that the model supports."""
     try:
         fields = msgspec.json.decode(await exchange.read_bytes(), type=dict[str, msgspec.Raw]).keys()
     except (msgspec.DecodeError, UnicodeDecodeError) as e:

@@ -37,7 +37,7 @@ _ERROR_KINDS = {
 
 
 async def create_message(exchange: Exchange) -> Response:
-    """Answer a conversation in Anthropic's form."""
+    """Answers a conversation in Anthropic's form."""
     body = await exchange.read(MESSAGES)
     model = exchange.state.check_model(body.model)
     conversation, budget = await exchange.convert(body.as_chat), body.thinking_budget
@@ -53,7 +53,7 @@ async def create_message(exchange: Exchange) -> Response:
 
 
 async def count_tokens(exchange: Exchange) -> Response:
-    """How many tokens a conversation has, tools included."""
+    """Counts the tokens of a conversation, tools included."""
     body = await exchange.read(COUNT_TOKENS)
     exchange.state.check_model(body.model)
     chat = await exchange.convert(body.as_chat)
@@ -81,14 +81,14 @@ class MessageWriter:
         return {**head, **ending, "usage": self._usage()}
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """The answer as one object."""
+        """Returns the answer as one object."""
         for _ in self._read(output):
             pass
         content = [_block(block) for block in self._reader.blocks]
         return self._message(content, self._ending(output.outputs[0]))
 
     async def events(self, submission: Submission) -> AsyncGenerator[bytes, None]:
-        """The answer as Anthropic's events."""
+        """Yields the answer as Anthropic's events."""
         ending, has_begun = _NO_ENDING, False
         async for _, output in submission.outputs():
             events = b"".join(map(_block_event, self._read(output)))
@@ -125,14 +125,14 @@ _NO_ENDING: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
 
 def _block(block: Block) -> dict[str, Any]:
-    """A block as whole answers show it."""
+    """Returns a block in the form of whole answers."""
     if block.kind == "call":
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
     return _new_block(block) | {"thinking" if block.kind == "reasoning" else "text": block.text}
 
 
 def _new_block(block: Block) -> dict[str, Any]:
-    """A block before its first delta."""
+    """Returns a block before its first delta."""
     if block.kind == "call":
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
     if block.kind == "reasoning":
@@ -141,7 +141,7 @@ def _new_block(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object; what is none is shown under the key that Anthropic's documents name."""
+    """Returns the arguments of a call as an object; anything else under the key that Anthropic documents."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
@@ -154,7 +154,7 @@ _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""Of each kind of block, the type of its deltas, and the field that holds the text."""
+"""Type of the deltas of each kind of block, and the field that holds their text."""
 
 
 def _block_event(event: BlockEvent) -> bytes:
@@ -172,7 +172,7 @@ def _event(kind: str, data: dict[str, Any]) -> bytes:
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """An error in Anthropic's shape."""
+    """Returns an error in Anthropic's shape."""
     kind = _ERROR_KINDS.get(status_of(error), "api_error")
     return {"type": "error", "error": {"type": kind, "message": words_of(error)}}
 

@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served."""
+"""GET /v1/models: the served models."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from quire.frontend.http.state import ServerState, hash_model
 
 
 async def list_models(exchange: Exchange) -> Response:
-    """The models that requests may name."""
+    """Lists the models that requests may name."""
     cards = [model_card(exchange.state, name) for name in exchange.state.model_names]
     return json_response({"object": "list", "data": cards})
 
 
 async def show_model(exchange: Exchange) -> Response:
-    """One of them."""
+    """Returns one model."""
     name = exchange.state.check_model(exchange.request.path_params["model"])
     return json_response(model_card(exchange.state, name))
 
 
 def model_card(state: ServerState, name: str) -> dict[str, Any]:
-    """A model as OpenAI describes one, with vLLM's further fields; `root` tells no path."""
+    """Returns a model in OpenAI's form, with vLLM's further fields. `root` is no path."""
     permission = {
         "id": f"modelperm-{hash_model(state.engine.model_config)}",
         "object": "model_permission",

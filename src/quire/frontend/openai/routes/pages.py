@@ -47,7 +47,7 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-"""Scripts and styles from here only, none in the page itself, and no text that becomes markup."""
+"""Allows scripts and styles only from this server, none inline, and no text as markup."""
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -57,12 +57,12 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
-"""no-cache: kept, and asked for anew each time, which the ETag answers in a few bytes."""
+"""Headers of every file. no-cache: browsers store it and validate it by its ETag each time."""
 
 
 @dataclass(frozen=True)
 class Asset:
-    """One file as it is sent."""
+    """A file as it is sent."""
 
     content: bytes
     media_type: str
@@ -71,7 +71,7 @@ class Asset:
 
 @cache
 def load_assets() -> dict[str, Asset]:
-    """Every file of the pages, by name."""
+    """Returns every file of the pages, by name."""
     assets = {}
     for path in sorted(DIRECTORY.iterdir()):
         if path.suffix in MEDIA_TYPES:
@@ -82,7 +82,7 @@ def load_assets() -> dict[str, Asset]:
 
 
 def send_asset(exchange: Exchange, name: str) -> Response:
-    """A file, or 304 for one that the browser has. Raises NotFoundError."""
+    """Returns a file, or 304 if the browser has it. Raises NotFoundError."""
     asset = load_assets().get(name)
     if asset is None:
         raise NotFoundError(f"the pages have no part {name[:60]!r}")
@@ -94,22 +94,22 @@ def send_asset(exchange: Exchange, name: str) -> Response:
 
 
 async def chat_page(exchange: Exchange) -> Response:
-    """A page to talk to the model."""
+    """Returns the page to chat with the model."""
     return send_asset(exchange, "chat.html")
 
 
 async def home(exchange: Exchange) -> Response:
-    """Who opens the server's address in a browser wants the first page."""
+    """Redirects a browser to the first page."""
     return Response(status_code=307, headers={"location": f"{exchange.request.scope['root_path']}/ui"})
 
 
 async def dashboard_page(exchange: Exchange) -> Response:
-    """A page to watch the engine."""
+    """Returns the page to watch the engine."""
     return send_asset(exchange, "dashboard.html")
 
 
 async def page_part(exchange: Exchange) -> Response:
-    """A script, a style sheet or an image of the pages."""
+    """Returns a script, a style sheet or an image of the pages."""
     name = str(exchange.request.path_params["name"])
     if name.endswith(".html"):
         raise NotFoundError(f"the pages have no part {name[:60]!r}")
@@ -122,24 +122,24 @@ def _encode_openapi(endpoints: tuple[Endpoint, ...]) -> bytes:
 
 
 async def openapi(exchange: Exchange) -> Response:
-    """This API as an OpenAPI document."""
+    """Returns this API as an OpenAPI document."""
     endpoints = tuple(exchange.request.app.state.endpoints)
     document = await exchange.state.engine.pipeline.text_thread.run_aside(lambda: _encode_openapi(endpoints))
     return Response(document, media_type="application/json")
 
 
 async def docs_page(exchange: Exchange) -> Response:
-    """A page that shows this API."""
+    """Returns the page that shows this API."""
     return send_asset(exchange, "docs.html")
 
 
 async def redoc(exchange: Exchange) -> Response:
-    """The same page under its other name."""
+    """Redirects to /docs."""
     return Response(status_code=307, headers={"location": f"{exchange.request.scope['root_path']}/docs"})
 
 
 async def server_info(exchange: Exchange) -> Response:
-    """What runs here: versions, the model, limits. No paths and no secrets."""
+    """Returns versions, the model and limits. No paths and no secrets."""
     state = exchange.state
     model = state.engine.model_config
     limits = state.engine.admission
@@ -172,8 +172,8 @@ AFTER = QueryParameter(
 
 
 async def debug_state(exchange: Exchange) -> Response:
-    """Which blocks are free, cached and in use by whom, where every request stands, and which ended last (?after=N:
-    after number N). Ids and counts only, no text."""
+    """Returns the state of blocks and requests, and the requests that ended last (?after=N: after number N). Ids and
+    counts only, no text."""
     state = exchange.state
     after = exchange.request.query_params.get("after", "0")
     if not (after.isascii() and after.isdigit() and len(after) <= MAX_DIGITS):
@@ -196,7 +196,7 @@ async def debug_state(exchange: Exchange) -> Response:
 
 
 def _abort_place(exchange: Exchange) -> str:
-    """Where requests can be aborted: "here" (/abort_requests of this listener), "admin" (of the other one) or "off"."""
+    """Returns where requests can be aborted: "here" (on this listener), "admin" (on the other) or "off"."""
     endpoints: list[Endpoint] = exchange.request.app.state.endpoints
     if any(endpoint.path == "/abort_requests" for endpoint in endpoints):
         return "here"
@@ -204,7 +204,7 @@ def _abort_place(exchange: Exchange) -> str:
 
 
 def has_pages(config: ServerConfig) -> bool:
-    """Whether people may watch (--disable-ui)."""
+    """Returns whether the pages are served (--disable-ui)."""
     return not config.disable_ui
 
 

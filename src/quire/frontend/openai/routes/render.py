@@ -1,7 +1,6 @@
-"""The render routes: what a request would ask the engine for, as token ids and sampling parameters.
+"""The render routes: a request as token ids and sampling parameters, without generating anything.
 
-Nothing is generated. For routers that look for cached prefixes, and for servers that take token ids from others; with
---enable-scale-out only.
+For routers that look for cached prefixes, and for servers that take token ids; only with --enable-scale-out.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Renderer = Callable[[Exchange], Awaitable[Any]]
 
 
 async def render_completion(exchange: Exchange) -> list[dict[str, Any]]:
-    """What /v1/completions would generate from: one request for each prompt."""
+    """Returns the engine requests of a body of /v1/completions, one for each prompt."""
     body = await exchange.read(COMPLETION)
     model = exchange.state.check_model(body.model)
     request_id = f"cmpl-{body.request_id or exchange.request_id}"
@@ -47,19 +46,19 @@ async def render_completion(exchange: Exchange) -> list[dict[str, Any]]:
 
 
 async def render_chat_completion(exchange: Exchange) -> dict[str, Any]:
-    """What /v1/chat/completions would generate from."""
+    """Returns the engine request of a body of /v1/chat/completions."""
     body = await exchange.read(CHAT)
     return await _render_chat(exchange, body, f"chatcmpl-{body.request_id or exchange.request_id}")
 
 
 async def render_message(exchange: Exchange) -> dict[str, Any]:
-    """What /v1/messages would generate from."""
+    """Returns the engine request of a body of /v1/messages."""
     chat = await exchange.convert((await exchange.read(MESSAGES)).as_chat)
     return await _render_chat(exchange, chat, f"msg_{exchange.request_id}")
 
 
 async def render_response(exchange: Exchange) -> dict[str, Any]:
-    """What /v1/responses would generate from. It knows no stored responses."""
+    """Returns the engine request of a body of /v1/responses, without stored responses."""
     body = await exchange.read(RESPONSES)
     if body.previous_response_id is not None:
         raise ValidationError(
@@ -86,7 +85,7 @@ def _request(
     *,
     params: SamplingParams,
 ) -> dict[str, Any]:
-    """A request in vLLM's form of tokens in, tokens out."""
+    """Returns a request in vLLM's form of tokens in, tokens out."""
     token_ids = prompt.token_ids or []
     sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__ if name not in _OUR_OWN}
     if params.max_tokens is None:

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: conversations answered in items, kept for a while, and gone on from."""
+"""OpenAI's /v1/responses: conversations answered in items, stored for a while, continued, or run in the background."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHOW_QUERY = (
 
 
 async def create_response(exchange: Exchange) -> Response:
-    """Answer a conversation in items; with stream, as events with sequence numbers."""
+    """Answers a conversation in items; with stream, as events with sequence numbers."""
     body = await exchange.read(RESPONSES)
     model = exchange.state.check_model(body.model)
     _check_background(exchange, body)
@@ -63,7 +63,7 @@ async def create_response(exchange: Exchange) -> Response:
 
 
 async def show_response(exchange: Exchange) -> Response:
-    """A stored response; with ?stream=true the events of one in the background, those after ?starting_after=."""
+    """Returns a stored response; with ?stream=true the events of a background response after ?starting_after=."""
     responses, response_id = exchange.state.part(ServerResponses), _response_id(exchange)
     with _in_path():
         if not exchange.query_switch("stream", False):
@@ -77,7 +77,7 @@ async def show_response(exchange: Exchange) -> Response:
 
 
 async def delete_response(exchange: Exchange) -> Response:
-    """Forget a stored response; one that is under way is cancelled."""
+    """Deletes a stored response, after cancelling it if it is under way."""
     response_id = _response_id(exchange)
     with _in_path():
         await exchange.state.part(ServerResponses).delete(exchange.owner, response_id)
@@ -85,7 +85,7 @@ async def delete_response(exchange: Exchange) -> Response:
 
 
 async def cancel_response(exchange: Exchange) -> Response:
-    """End a response in the background where it is; one that has ended stays as it is."""
+    """Cancels a background response. One that has ended does not change."""
     with _in_path():
         body = await exchange.state.part(ServerResponses).cancel(exchange.owner, _response_id(exchange))
     return Response(body, media_type="application/json")
@@ -93,7 +93,7 @@ async def cancel_response(exchange: Exchange) -> Response:
 
 @contextlib.contextmanager
 def _in_path() -> Iterator[None]:
-    """Errors inside are of the id in the path, unless they say something else."""
+    """Attributes errors to the id in the path, unless they name another field."""
     try:
         yield
     except ClientError as e:
@@ -115,7 +115,7 @@ def _response_id(exchange: Exchange) -> str:
 
 
 async def _conversation(exchange: Exchange, body: ResponsesBody) -> list[Message]:
-    """All that was said, without the instructions."""
+    """Returns the whole conversation, without the instructions."""
     before = b"[]"
     if body.previous_response_id is not None:
         try:
@@ -128,10 +128,10 @@ async def _conversation(exchange: Exchange, body: ResponsesBody) -> list[Message
 
 
 def _check_background(exchange: Exchange, body: ResponsesBody) -> None:
-    """Raises ValidationError where nobody could ever see the response."""
+    """Raises ValidationError for a background response that could never be read."""
     if body.background and (body.store is False or not _store(exchange).max_num):
         why = "store: true" if body.store is False else "a server that keeps responses (--max-stored-responses)"
-        raise ValidationError(f"background needs {why}, or nobody can ask for the response", param="background")
+        raise ValidationError(f"background needs {why}, or the response can never be read", param="background")
 
 
 async def _answer_later(
@@ -167,7 +167,7 @@ ENDPOINTS = (
 
 
 class BackgroundRun:
-    """One response under way. It counts as load, is kept by the store, and ends with its task, however that ends."""
+    """A response that runs in the background. It counts as load, is in the store, and ends with its task."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class BackgroundRun:
         submission: Submission,
         messages: list[dict[str, Any]],
     ) -> None:
-        """`messages` is the conversation that is answered. The store knows `stored` already."""
+        """`messages` is the conversation that is answered. `stored` is in the store already."""
         self._stored = stored
         self._store = store
         self._lifecycle = lifecycle
@@ -187,7 +187,7 @@ class BackgroundRun:
         self._messages = messages
 
     async def start(self) -> None:
-        """Begin; back as soon as a cancellation would be noticed."""
+        """Starts the task. Returns as soon as the task can handle a cancellation."""
         self._stored.task = asyncio.create_task(self._run())
         await asyncio.sleep(0)
 
@@ -212,7 +212,7 @@ class BackgroundRun:
     def _keep(self, events: bytes) -> None:
         self._append(events)
         if self._stored.events is None or self._writer.status != "in_progress":
-            return  # nothing is kept, or nothing follows
+            return  # events are not stored, or have ended
         if not self._store.grow(self._stored, len(events)):
             raise OverloadedError(
                 "the events of this response are more than can be kept now (--max-stored-response-bytes); ask without "

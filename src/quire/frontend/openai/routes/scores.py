@@ -1,4 +1,4 @@
-"""POST /score and /rerank, under every path that clients know: texts in pairs."""
+"""POST /score and /rerank, under every path that clients use: texts in pairs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TASKS = ("score", "embed")
 
 
 async def score(exchange: Exchange) -> Response:
-    """Say how well pairs of texts go together."""
+    """Returns a score for each pair of texts."""
     body = await exchange.read(SCORE)
     model = exchange.state.check_model(body.model)
     with naming("text_2"):
@@ -45,7 +45,7 @@ async def score(exchange: Exchange) -> Response:
 
 
 async def rerank(exchange: Exchange) -> Response:
-    """Put documents in the order in which they go with a query, the best first."""
+    """Orders documents by their relevance to a query, the best first."""
     body = await exchange.read(RERANK)
     model = exchange.state.check_model(body.model)
     texts = body.texts()

@@ -17,13 +17,13 @@ from quire.frontend.text.tokenizer import Tokenizer
 
 
 class TokenizeBody(RequestBody, kw_only=True):
-    """A text, or a conversation: one of `prompt` and `messages`."""
+    """Body of /tokenize: a text or a conversation, one of `prompt` and `messages`."""
 
     model: Name | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    """Offered in the conversation."""
+    """Tools offered in the conversation."""
     add_special_tokens: bool | None = None
     """Default: true for a text, false for a conversation, whose template writes them."""
     return_token_strs: bool | None = False
@@ -38,13 +38,13 @@ class TokenizeBody(RequestBody, kw_only=True):
     NEUTRAL = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}  # noqa: RUF012
 
     def check_form(self) -> None:
-        """Raises ValidationError unless there is one of the two."""
+        """Raises ValidationError unless exactly one of the two is set."""
         if (self.prompt is None) == (self.messages is None):
             raise ValidationError("give either prompt or messages", param="prompt")
 
 
 class DetokenizeBody(RequestBody, kw_only=True):
-    """Token ids whose text is wanted."""
+    """Body of /detokenize: token ids."""
 
     model: Name | None = None
     tokens: TokenIds
@@ -55,11 +55,11 @@ class DetokenizeBody(RequestBody, kw_only=True):
 TOKENIZE = BodyReader(TokenizeBody)
 DETOKENIZE = BodyReader(DetokenizeBody)
 LONG_LIST = 4096
-"""Ids that take about as long to decode as others should wait."""
+"""Number of ids above which decoding runs on the text thread."""
 
 
 async def tokenize(exchange: Exchange) -> Response:
-    """The token ids of a text, or of a conversation as the model would see it."""
+    """Returns the token ids of a text, or of a conversation as the model would see it."""
     body = await exchange.read(TOKENIZE)
     body.check_form()
     state = exchange.state
@@ -87,7 +87,7 @@ async def tokenize(exchange: Exchange) -> Response:
 
 
 async def detokenize(exchange: Exchange) -> Response:
-    """The text of token ids."""
+    """Returns the text of token ids."""
     body = await exchange.read(DETOKENIZE)
     state = exchange.state
     state.check_model(body.model)
@@ -105,12 +105,12 @@ async def detokenize(exchange: Exchange) -> Response:
 
 
 async def tokenizer_info(exchange: Exchange) -> Response:
-    """What the tokenizer is; served with --enable-tokenizer-info-endpoint."""
+    """Returns the tokenizer's configuration; served with --enable-tokenizer-info-endpoint."""
     return json_response(describe(await exchange.state.engine.get_tokenizer(), exchange.state.max_model_len))
 
 
 def describe(tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
-    """A tokenizer in the words of its configuration files. No path is told."""
+    """Returns a tokenizer in the form of its configuration files, without paths."""
     return {
         "tokenizer_class": type(tokenizer).__name__,
         "backend": "tokenizers",
