@@ -303,7 +303,10 @@ class OutputProcessor:
         num_before = len(token_ids)
         stop_string = None
         try:
-            stop_string = state.update_text(output, stop_terminated)
+            if state.logprobs is None and not stop_terminated:  # nearly every output
+                stop_string = state.detokenizer.update(output.new_token_ids)
+            else:
+                stop_string = state.update_text(output, stop_terminated)
         finally:
             num_taken = len(token_ids) - num_before
             self._ledger.num_delivered_tokens += num_taken
