@@ -1,12 +1,14 @@
-"""Admission: how much may wait, and how much may be promised. What does not fit is refused before any work is done.
+"""Admission: limits on what may wait and on what may be promised. A request beyond them is refused before any work.
 
-A request *waits* from the moment it is handed in until its first token is there, or its end; it *lives* until its end.
-While it waits its prompt counts against the queue's limits; while it lives its prompt and all the output it may have
-count against what the server promises. Each of the n outputs of a prompt counts as a request with a prompt of its own,
-as the engine core sees them. Room is reserved before the prompt is tokenized, by an estimate that is corrected
-afterwards; the correction refuses nobody, so the limits may be passed by what the estimates of prompts in the tokenizer
-were wrong. A request is never refused for its own size: where nothing is taken it is admitted, or a prompt above the
-limit could never be served.
+A request *waits* from its arrival until its first token or its end; it *lives* until its end. While it waits, its
+prompt counts against the queue's limits. While it lives, its prompt and all the output it may have count against the
+tokens that the server promises. Each of the n outputs of a prompt counts as a request with a prompt of its own, as the
+engine core sees them.
+
+A reservation is made before the prompt is tokenized, by an estimate that is corrected afterwards. A correction refuses
+nothing, so the limits may be exceeded by the error of the estimates of prompts in the tokenizer. A request is never
+refused for its own size: while nothing else is reserved it is admitted, or a prompt above the limit could never be
+served.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ from quire.wire.peers import SharedCount
 
 ASCII_CHARS_PER_TOKEN = 4
 OTHER_CHARS_PER_TOKEN = 2
-"""Of texts that are not all ASCII: between Cyrillic words and Chinese characters."""
+"""For texts that are not all ASCII: between Cyrillic words and Chinese characters."""
 DRAIN_MEMORY_S = 10.0
-"""How long back the speed is looked at with which room comes free."""
+"""Time constant of the release rate that `retry_after_s` is computed from."""
 MAX_RETRY_AFTER_S = 60
 
 Clock = Callable[[], float]
 
 
 class SharedRoom:
-    """What several processes take of one room, and have given back so far."""
+    """Amounts of one quota that several processes have taken, and have released so far."""
 
     __slots__ = ("_freed", "_freed_by_us", "_freed_seen", "_taken")
 
@@ -50,11 +52,12 @@ class SharedRoom:
         self._freed.put(self._freed_by_us)
 
     def taken_by_others(self) -> int:
-        """What they have."""
+        """Returns the amount that the other processes hold."""
         return self._taken.others()
 
     def take_freed_by_others(self) -> int:
-        """What they have given back since this was last asked. Those who were killed take back their word."""
+        """Returns the amount the others have released since the last call. A killed process resets its counter, so the
+        difference can be negative: it counts as 0."""
         seen, self._freed_seen = self._freed_seen, self._freed.others()
         return max(0, self._freed_seen - seen)
 
@@ -74,20 +77,20 @@ class Room:
         self._shared: SharedRoom | None = None
         self._clock = clock
         self._freed = 0.0
-        """What came free, where what is `DRAIN_MEMORY_S` ago counts 1/e."""
+        """Amount released, decayed: what was released `DRAIN_MEMORY_S` ago counts 1/e."""
         self._since = self._stamp = clock()
 
     def share(self, shared: SharedRoom) -> None:
-        """The limit is for all who keep `shared` together. Before anything is taken."""
+        """Makes the limit one of all processes that keep `shared` together. Called before anything is taken."""
         self._shared = shared
 
     @property
     def taken(self) -> int:
-        """By all who share the room."""
+        """Amount taken, by all processes that share the quota."""
         return self._ours if self._shared is None else self._ours + self._shared.taken_by_others()
 
     def shortage(self, more: int) -> int:
-        """By how much `more` would be too much now; 0 if it is taken."""
+        """Returns the amount by which `more` would exceed the limit now; 0 if it would be admitted."""
         if self.limit is None or not (taken := self.taken):
             return 0
         return max(0, taken + more - self.limit)
@@ -143,7 +146,7 @@ class AdmissionControl:
         self._tokens = Room(max_num_tokens, clock)
         self._reserved = Room(max_num_reserved_tokens, clock)
         self.rejections: Counter[str] = Counter()
-        """How many user requests were refused, by the name of the limit."""
+        """Number of refused user requests, by the name of the limit."""
 
     def share(self, reqs: SharedRoom, tokens: SharedRoom, reserved: SharedRoom) -> None:
         """The limits are for all processes that keep these together. Before anything is admitted."""
@@ -152,17 +155,17 @@ class AdmissionControl:
 
     @property
     def max_num_reqs(self) -> int | None:
-        """That may wait; None for no limit."""
+        """Maximum number of queued requests; None: unlimited."""
         return self._reqs.limit
 
     @property
     def max_num_tokens(self) -> int | None:
-        """Of prompts that may wait."""
+        """Maximum number of prompt tokens of queued requests; None: unlimited."""
         return self._tokens.limit
 
     @property
     def max_num_reserved_tokens(self) -> int | None:
-        """Of prompts and outputs of all live requests."""
+        """Maximum number of prompt and output tokens of all live requests; None: unlimited."""
         return self._reserved.limit
 
     @property
@@ -172,12 +175,12 @@ class AdmissionControl:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompts that wait now."""
+        """Number of prompt tokens of waiting requests."""
         return self._tokens.taken
 
     @property
     def num_reserved_tokens(self) -> int:
-        """Of the prompts of live requests, and of the outputs they may have."""
+        """Number of prompt tokens of live requests, and of the output tokens they may have."""
         return self._reserved.taken
 
     def check_admission(self, num_reqs: int = 1, num_tokens: int = 1, num_output_tokens: int = 0) -> None:
@@ -226,7 +229,8 @@ class AdmissionControl:
 
 
 def refusal(kind: type[OverloadedError], room: Room, more: int, name: str, words: str) -> OverloadedError:
-    """The error for whom `room` has no place: what is taken, the flag and its limit, when to come again."""
+    """Returns the error of a request that exceeds `room`: the amount taken, the flag and its limit, when to try
+    again."""
     retry_after_s = room.retry_after_s(room.shortage(more))
     return kind(
         f"{room.taken} {words}, {more} more are too many for --{name.replace('_', '-')} {room.limit}; try again in "
@@ -311,7 +315,7 @@ class Reservation:
 
 
 def estimate_num_tokens(prompt: Any) -> int:
-    """How long a prompt of any form will be, without reading it; at least 1."""
+    """Returns the estimated number of tokens of a prompt of any form, without reading it; at least 1."""
     if isinstance(prompt, EngineCoreRequest):
         prompt = prompt.prompt_token_ids
     elif isinstance(prompt, Mapping):
@@ -325,12 +329,13 @@ def estimate_num_tokens(prompt: Any) -> int:
 
 
 def estimate_text_tokens(texts: Iterable[str]) -> int:
-    """How many tokens the parts of one text will be; at least 1."""
+    """Returns the estimated number of tokens of the parts of one text; at least 1."""
     return 1 + sum(len(text) // (ASCII_CHARS_PER_TOKEN if text.isascii() else OTHER_CHARS_PER_TOKEN) for text in texts)
 
 
 def count_requests(params: Any) -> int:
-    """How many core requests a user request becomes; what is no valid number is refused later, by its name."""
+    """Returns the number of core requests that a user request becomes. An invalid number is refused later, by its
+    name."""
     n = params.n if isinstance(params, SamplingParams) else 1
     return n if isinstance(n, int) and n > 0 else 1
 

@@ -118,13 +118,13 @@ class AsyncLLM:
         timeout_s: float | None = None,
         reservation: Reservation | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a request as they come: whole so far, what is new, or the end only (`output_kind`).
+        """Yields the outputs of a request as they come: whole so far, what is new, or the end only (`output_kind`).
 
         A reader that is slower than the model gets fewer, longer outputs. Ending the iteration in any way (break, an
-        exception, cancellation, dropping the iterator) aborts the request. The iterator raises what `add_request`
-        does, at its first step; later GenerationError if the engine fails on this request, EngineDeadError if it dies
-        for good, DeadlineExceededError after `timeout_s` (default: --request-timeout-s), and SlowClientError if nobody
-        has taken output that lay ready for --slow-client-timeout-s.
+        exception, cancellation, dropping the iterator) aborts the request. The first step of the iterator raises what
+        `add_request` does. Later steps raise GenerationError if the engine fails on this request, EngineDeadError if it
+        dies for good, DeadlineExceededError after `timeout_s` (default: --request-timeout-s), and SlowClientError if
+        output was not taken for --slow-client-timeout-s.
 
         `prompt` may be an async generator of `StreamingInput`: a session, whose inputs are answered one after the other
         (`frontend/session.py`). It lasts until the generator ends and the last answer is given.
@@ -240,15 +240,15 @@ class AsyncLLM:
         return self.get_default_sampling_params() if params is None else params
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Abort by the user's id, or several, or internal ones. Unknown and finished ids are ignored.
+        """Aborts requests by the user's id, or several, or internal ones. Unknown and finished ids are ignored.
 
-        Whoever reads such a request gets its last output, with finish reason "abort".
+        A reader of such a request gets its last output, with finish reason "abort".
         """
         await self._intake.abort([request_id] if isinstance(request_id, str) else request_id, internal)
 
     @property
     def admission(self) -> AdmissionControl:
-        """What waits, and the limits on it. A server reserves room here before it renders a prompt."""
+        """The queue of waiting requests and its limits. A server reserves room here before it renders a prompt."""
         return self._intake.admission
 
     def check_admission(self, num_reqs: int = 1, num_tokens: int = 1, num_output_tokens: int = 0) -> None:
@@ -270,17 +270,17 @@ class AsyncLLM:
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why the engine serves nobody any more; None while it does."""
+        """The error of an engine that serves no requests any more; None while it does."""
         return self._output_handler.dead_error
 
     @property
     def errored(self) -> bool:
-        """Whether the engine is gone for good."""
+        """True once the engine is gone for good."""
         return self.dead_error is not None or self.engine_core.engine_dead
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken."""
+        """True while requests are taken."""
         return not self.errored
 
     @property
@@ -290,7 +290,7 @@ class AsyncLLM:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be worked on now: False while a core that died is being started again."""
+        """True if the engine would work on a request now; False while a core that died is being started again."""
         return not self.errored and self.engine_core.is_ready
 
     async def check_health(self) -> None:
@@ -313,11 +313,11 @@ class AsyncLLM:
         return self.pipeline.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses without parameters."""
+        """Returns the parameters `generate` uses without any."""
         return self.pipeline.input_processor.get_default_sampling_params()
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model is for: ("generate",) or pooling tasks."""
+        """Returns the tasks of the model: ("generate",) or pooling tasks."""
         return self.engine_core.ready_response.supported_tasks
 
     async def do_log_stats(self) -> None:
@@ -325,7 +325,8 @@ class AsyncLLM:
         self.pipeline.stat_loggers.log()
 
     async def get_snapshot(self) -> EngineSnapshot:
-        """The blocks and requests of the core at this moment, for people who watch. Waits for the step that runs."""
+        """Returns the blocks and requests of the core at this moment, for dashboards. Waits for the step in
+        progress."""
         snapshot: EngineSnapshot = await self.engine_core.call_utility_async("get_snapshot")
         return snapshot
 
@@ -351,7 +352,7 @@ class AsyncLLM:
         await self.engine_core.call_utility_async("resume_scheduler")
 
     async def is_paused(self) -> bool:
-        """Whether new requests wait."""
+        """Returns True while new requests wait for `resume_generation`."""
         return bool(await self.engine_core.call_utility_async("is_scheduler_paused"))
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
@@ -389,11 +390,12 @@ class AsyncLLM:
             return str(await self.engine_core.call_utility_async("update_weights", os.path.abspath(path), version))
 
     async def get_weight_version(self) -> str:
-        """Of the weights that are loaded; "0" for those of start-up."""
+        """Returns the version of the weights that are loaded; "0" for those of start-up."""
         return str(await self.engine_core.call_utility_async("get_weight_version"))
 
     async def get_trace(self, seconds: float = 10.0) -> bytes:
-        """What happened in the last `seconds`, as JSON for Perfetto. Raises ValidationError without --trace-events."""
+        """Returns the events of the last `seconds`, as JSON for Perfetto. Raises ValidationError without
+        --trace-events."""
         return self.pipeline.encode_trace(await self.engine_core.call_utility_async("get_trace", seconds))
 
     async def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
@@ -411,7 +413,7 @@ class AsyncLLM:
         return bool(await self.engine_core.call_utility_async("remove_lora", lora_id))
 
     async def list_loras(self) -> set[int]:
-        """Ids of the adapters that are loaded."""
+        """Returns the ids of the adapters that are loaded."""
         return set(await self.engine_core.call_utility_async("list_loras"))
 
     async def pin_lora(self, lora_id: int) -> bool:

@@ -50,7 +50,7 @@ class BatchRunner:
         self._engine = engine
         self._request_counter = itertools.count()
         self._outputs: dict[str, Output | None] = {}
-        """Of every request that was added and not yet given back; None until it is finished."""
+        """Outputs of the requests that were added and not yet returned; None until a request is finished."""
 
     def prepare(
         self,
@@ -80,7 +80,7 @@ class BatchRunner:
         *,
         use_tqdm: UseTqdm = False,
     ) -> list[PreparedRequest]:
-        """The same of requests to pool for `task`; None: as the parameters say, or what the model does."""
+        """Returns the same for requests to pool for `task`; None: the task of the parameters, or the model's first."""
         params = _one_per_prompt("pooling_params", pooling_params, prompt_list := as_prompt_list(prompts))
         for given in params:
             if task is not None and given.task not in (None, task):
@@ -146,7 +146,7 @@ class BatchRunner:
         return outputs
 
     def pool(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm = False) -> list[PoolingRequestOutput]:
-        """The same of requests to pool. One that fails fails them all: nothing can stand in an embedding's place."""
+        """Runs requests to pool. One that fails fails them all: nothing can stand in an embedding's place."""
         with self._all_or_none([request.request_id for request, _ in requests]):
             outputs = cast("list[PoolingRequestOutput]", self._run(self.add(requests), use_tqdm))
         for output in outputs:

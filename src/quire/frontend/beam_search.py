@@ -90,7 +90,7 @@ class BeamState:
 
 
 def score(cum_logprob: float, length: int, length_penalty: float) -> float:
-    """What beams are ranked by. `length` counts generated tokens, the end-of-sequence token among them."""
+    """Returns the rank of a beam. `length` counts generated tokens, the end-of-sequence token among them."""
     return cum_logprob / math.pow(length, length_penalty)
 
 

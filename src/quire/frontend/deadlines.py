@@ -46,7 +46,7 @@ class Deadlines(Generic[T]):
 
     @property
     def next_due(self) -> float | None:
-        """When to look again; None: never."""
+        """Time of the earliest deadline; None: there is none."""
         while self._heap and self._is_over(self._heap[0][2]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
@@ -62,7 +62,7 @@ class Deadlines(Generic[T]):
 
 
 def deadline_error(timeout_s: float) -> DeadlineExceededError:
-    """What the reader of a request is told whose time is up."""
+    """Returns the error that the reader of an overdue request gets."""
     return DeadlineExceededError(
         f"deadline_exceeded: the request was not finished within {timeout_s:g} s; it was ended there "
         "(timeout_s, --request-timeout-s)"
@@ -70,16 +70,16 @@ def deadline_error(timeout_s: float) -> DeadlineExceededError:
 
 
 SWEEPS_PER_TIMEOUT = 10
-"""How often stalled readers are looked for: a reader is cut at most two tenths of its time late."""
+"""Number of looks for stalled readers per timeout: a reader is cut at most two tenths of its time late."""
 
 Expired = list[tuple[RequestOutputCollector, QuireError]]
 
 
 class RequestTimers:
-    """Tells `on_expired` which requests have to end, and why. Requests that end by themselves need no word.
+    """Calls `on_expired` with the requests that must end, and why. Requests that end by themselves need no call.
 
-    A reader is stalled when output lay ready and it took none for `slow_client_timeout_s` (0: readers may take their
-    time). Belongs to the loop that is running at the first `watch`.
+    A reader is stalled when output was ready and it took none for `slow_client_timeout_s` (0: no limit). The timers
+    belong to the loop that is running at the first `watch`.
     """
 
     def __init__(self, slow_client_timeout_s: float, on_expired: Callable[[Expired], None]) -> None:
@@ -88,11 +88,12 @@ class RequestTimers:
         self._deadlines: Deadlines[tuple[RequestOutputCollector, float]] = Deadlines(lambda item: item[0].is_final)
         """Requests and the time they were given."""
         self._readers: dict[RequestOutputCollector, tuple[int, float] | None] = {}
-        """Live requests; of those whose output lies: what their reader had taken when that was first seen, and when."""
+        """Live requests. With output ready: how many outputs their reader had taken when that was first seen, and
+        when."""
         self._next_sweep = 0.0
         self._timer: asyncio.Handle | None = None
         self._rings_at = 0.0
-        """When; uvloop's timers do not say, and one that is due is none."""
+        """Time the timer is set to: timers of uvloop do not show it."""
 
     def watch(self, collector: RequestOutputCollector, start: float = 0.0, timeout_s: float | None = None) -> None:
         """A request has been added. It has `timeout_s` (None: all the time it needs) from `start`, on the loop's clock,

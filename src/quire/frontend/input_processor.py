@@ -1,6 +1,6 @@
-"""From a prompt and its parameters to an `EngineCoreRequest`: the one validation door of generation and pooling.
+"""Turns a prompt and its parameters into an `EngineCoreRequest`: the one validation door of generation and pooling.
 
-Everything a request may hold is checked here, before the engine core hears of it. Nothing is sent.
+Everything a request may hold is checked here, before it is sent to the engine core. This module sends nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TOKENIZATION_KWARGS = (
     FieldBound("truncation_side", "str"),
 )
 MAX_SHOWN_ID_CHARS = 64
-"""Of the user's id, how much shows in the internal one."""
+"""Number of characters of the user's id that show in the internal one."""
 MAX_CHARS_PER_TOKEN = 256
-"""More than any token of the vocabularies in use stands for."""
+"""More characters than any token of the vocabularies in use stands for."""
 MAX_CONTEXTS_TO_CUT = 4
-"""Of a text of which only a part is kept, how many times what could fit is looked at."""
+"""A text that will be cut may be this many times as long as one that fits."""
 _SEED_BITS = 62
 """Seeds given here leave room below 2**63 for `seed + index` of the n outputs of a prompt."""
 
@@ -132,7 +132,7 @@ class InputProcessor:
 
     @staticmethod
     def assign_request_id(request: EngineCoreRequest) -> None:
-        """Keep the user's id as the external one and make an internal id of it (checklist S2-IN-014).
+        """Moves the user's id to `external_req_id` and makes an internal id of it.
 
         The internal id is unique by 128 random bits (promise P19), and short: it travels with every token.
         """
@@ -147,9 +147,9 @@ class InputProcessor:
     def _text_ids(
         self, pooling: PoolingConfig, text: str, second: str | None, kwargs: Mapping[str, Any]
     ) -> tuple[list[int], int | None]:
-        """(ids of a text, or of a pair, to be pooled; where the second text begins, if that is to be told).
+        """Returns (ids of a text or a pair to be pooled, where the second text begins if the model has segments).
 
-        One that is cut keeps its special tokens.
+        A text that is cut keeps its special tokens.
         """
         texts = [text] if second is None else [text, second]
         for part in texts:
@@ -273,7 +273,7 @@ class InputProcessor:
         return f"call LLM.{self._supported_tasks[0]}, or the server's routes for it"
 
     def _sampling_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
-        """A copy of `params` with everything the model decides filled in (checklist S2-IN-008…011)."""
+        """Returns a copy of `params` with everything the model decides filled in."""
         if "generate" not in self._supported_tasks:
             raise self._task_error("generate", "SamplingParams")
         params = params.clone()
@@ -324,7 +324,7 @@ class InputProcessor:
         return frozenset(i for i in (self._eos_token_id, *self._more_eos_ids) if i is not None)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own defaults from generation_config.json, over SamplingParams' (checklist S2-LLM-006)."""
+        """Returns the model's own defaults from generation_config.json, over those of SamplingParams."""
         return SamplingParams(**self._sampling_defaults)
 
 

@@ -188,7 +188,8 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """As `generate`, but only queue the requests; their ids. `wait_for_completion` runs them."""
+        """Queues requests and returns their ids. `wait_for_completion` runs them. The arguments are those of
+        `generate`."""
         requests = self._batch.prepare(
             prompts, sampling_params, lora_request, priority, tokenization_kwargs, use_tqdm=use_tqdm
         )
@@ -250,9 +251,9 @@ class LLM:
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """What a pooling model makes of each prompt, as float32 arrays, in the order of the prompts.
+        """Returns the float32 arrays that a pooling model computes, in the order of the prompts.
 
-        `pooling_task` is one of those the model does: "embed", "token_embed" (an embedding per token), "classify",
+        `pooling_task` is one of the model's tasks: "embed", "token_embed" (an embedding per token), "classify",
         "token_classify", "score"; None is the first of them. A request that fails raises GenerationError.
         """
         params = PoolingParams() if pooling_params is None else pooling_params
@@ -301,10 +302,11 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well each pair of texts goes together: one of `data_1` with each of `data_2`, or each with its own.
+        """Returns how well the texts of each pair match: one of `data_1` with each of `data_2`, or each with its
+        counterpart.
 
         A classifier with one class reads both texts at once; `chat_template` makes a prompt of the roles query and
-        document. Of an embedding model it is the cosine. Raises ValidationError of any other.
+        document. The score of an embedding model is the cosine. Other models raise ValidationError.
         """
         scorer = PairScorer(self.llm_engine.input_processor, self.llm_engine.tokenizer, self.get_supported_tasks())
         job = scorer.plan(pair_texts(data_1, data_2), pooling_params, tokenization_kwargs, chat_template)
@@ -316,7 +318,7 @@ class LLM:
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model is for: ("generate",), or tasks of pooling."""
+        """Returns the tasks of the model: ("generate",), or pooling tasks."""
         return self.llm_engine.get_supported_tasks()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -324,7 +326,8 @@ class LLM:
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses without parameters: the model's generation_config.json over the usual defaults."""
+        """Returns the parameters `generate` uses without any: the model's generation_config.json over the usual
+        defaults."""
         return self.llm_engine.input_processor.get_default_sampling_params()
 
     def get_metrics(self) -> list[Metric]:
@@ -358,7 +361,7 @@ class LLM:
         return self.llm_engine.is_sleeping()
 
     def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
-        """As `sleep`, for the KV cache alone."""
+        """Pauses and gives back the memory of the KV cache alone."""
         self.llm_engine.release_kv_cache_memory(mode)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -378,7 +381,7 @@ class LLM:
         return self.llm_engine.update_weights(path, version)
 
     def get_weight_version(self) -> str:
-        """Of the weights that are loaded; "0" for those of start-up."""
+        """Returns the version of the weights that are loaded; "0" for those of start-up."""
         return self.llm_engine.get_weight_version()
 
     def collective_rpc(
@@ -388,9 +391,10 @@ class LLM:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of the worker class on every worker; one result per worker.
+        """Calls a method of the worker class on every worker. Returns one result per worker.
 
-        With the engine in this process also a function, whose first argument is the worker; elsewhere ValidationError.
+        With the engine in this process also a function, with the worker as its first argument; elsewhere
+        ValidationError.
         """
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 

@@ -73,7 +73,7 @@ class LLMEngine:
         """Requests and the seconds they were given."""
         self._undelivered: list[RequestOutput | PoolingRequestOutput] = []
         self.pause_mode: PauseMode | None = None
-        """How this engine was paused or sent to sleep; None while it runs."""
+        """Mode in which this engine was paused or sent to sleep; None while it runs."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage: str = "offline") -> LLMEngine:
@@ -166,7 +166,7 @@ class LLMEngine:
     def _submit(
         self, request: EngineCoreRequest, text: str | None, receipt: Receipt, limit: tuple[float, float] | None
     ) -> None:
-        """Registers a request here, then sends it to the core (checklist S2-LE-002); on failure neither knows it.
+        """Registers a request here, then sends it to the core. If that fails, neither keeps it.
 
         `limit` is (when its time began, how many seconds it has).
         """
@@ -208,9 +208,10 @@ class LLMEngine:
                 self.engine_core.abort_requests(aborted)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
-        """Run one step; the outputs it gave (checklist S2-LE-006).
+        """Runs one step. Returns its outputs.
 
-        Ctrl-C takes effect between the core's work and ours, or after it; then the next step gives the outputs.
+        Ctrl-C takes effect between the core's work and the frontend's, or after it; then the next step returns the
+        outputs.
         """
         if not self._undelivered or self.output_processor.has_unfinished_requests():
             self._take_outputs()
@@ -244,7 +245,7 @@ class LLMEngine:
         return self.output_processor.get_num_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool:
-        """Is there anything to step for?"""
+        """Returns True if there is anything to step for."""
         return self.output_processor.has_unfinished_requests() or bool(self._undelivered)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
@@ -254,7 +255,7 @@ class LLMEngine:
         return self.pipeline.get_tokenizer()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model is for: ("generate",) or pooling tasks."""
+        """Returns the tasks of the model: ("generate",) or pooling tasks."""
         return self.engine_core.ready_response.supported_tasks
 
     # -- control ------------------------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ class LLMEngine:
         self.pause_mode = None
 
     def is_paused(self) -> bool:
-        """Whether new requests wait."""
+        """Returns True while new requests wait for `resume_generation`."""
         return bool(self.engine_core.call_utility("is_scheduler_paused"))
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
@@ -323,11 +324,12 @@ class LLMEngine:
             return str(self.engine_core.call_utility("update_weights", os.path.abspath(path), version))
 
     def get_trace(self, seconds: float = 10.0) -> bytes:
-        """What happened in the last `seconds`, as JSON for Perfetto. Raises ValidationError without --trace-events."""
+        """Returns the events of the last `seconds`, as JSON for Perfetto. Raises ValidationError without
+        --trace-events."""
         return self.pipeline.encode_trace(self.engine_core.call_utility("get_trace", seconds))
 
     def get_weight_version(self) -> str:
-        """Of the weights that are loaded; "0" for those of start-up."""
+        """Returns the version of the weights that are loaded; "0" for those of start-up."""
         return str(self.engine_core.call_utility("get_weight_version"))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -339,7 +341,7 @@ class LLMEngine:
         return bool(self.engine_core.call_utility("remove_lora", lora_id))
 
     def list_loras(self) -> set[int]:
-        """Ids of the adapters that are loaded."""
+        """Returns the ids of the adapters that are loaded."""
         return set(self.engine_core.call_utility("list_loras"))
 
     def pin_lora(self, lora_id: int) -> bool:
@@ -369,7 +371,8 @@ class LLMEngine:
     ) -> list[Any]:
         """Calls a method of the worker class on every worker. Returns one result per worker.
 
-        With the engine in this process also a function, whose first argument is the worker; elsewhere ValidationError.
+        With the engine in this process also a function, with the worker as its first argument; elsewhere
+        ValidationError.
         """
         return list(self.engine_core.call_utility("collective_rpc", method, timeout, args, kwargs or {}))
 

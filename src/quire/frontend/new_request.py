@@ -97,7 +97,7 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
 
 
 def is_token_ids(value: Any) -> bool:
-    """Is `value` a sequence of integers (a list, tuple, or 1-d array of any library)?"""
+    """Returns True for a sequence of integers: a list, a tuple, or a 1-d array of any library."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(type(i) is int for i in value)

@@ -30,15 +30,15 @@ from quire.version import __version__
 Attribute = str | int | float | bool | tuple[str, ...]
 
 END_S = 2.0
-"""How long the end may wait for a collector."""
+"""Longest wait for a collector when the engine ends."""
 SEMCONV_SWITCH = "OTEL_SEMCONV_STABILITY_OPT_IN"
 LATEST = "gen_ai_latest_experimental"
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 HTTP, GRPC = "http/protobuf", "grpc"
 GRPC_EXPORTER = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter:OTLPSpanExporter"
-"""By name: gRPC is loaded where it is used."""
+"""Dotted name of the gRPC exporter: gRPC is loaded only where it is used."""
 _CHAT_IDS = ("chatcmpl-", "resp_", "msg_")
-"""What the server's ids of conversations begin with."""
+"""Prefixes of the server's ids of conversations."""
 
 
 class SpanSender:
@@ -114,7 +114,7 @@ class SpanSender:
 
 
 def _route_log() -> None:
-    """What the SDK has to say of the collector goes where our messages go, unless the application sees to it."""
+    """Sends log messages of the SDK about the collector where ours go, unless the application handles them."""
     log = logging.getLogger("opentelemetry")
     if not log.handlers and not logging.getLogger().handlers:
         log.handlers = list(logging.getLogger("quire").handlers)
@@ -122,7 +122,7 @@ def _route_log() -> None:
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
-    """What sends to `endpoint`, over the protocol that the environment names. Raises ConfigError."""
+    """Returns the exporter to `endpoint`, for the protocol that the environment names. Raises ConfigError."""
     protocol = protocol_of(endpoint)
     if protocol == HTTP:
         return OTLPSpanExporter(endpoint=traces_url(endpoint))
@@ -150,7 +150,7 @@ def protocol_of(endpoint: str) -> str:
 
 
 def traces_url(endpoint: str) -> str:
-    """Where the traces of `endpoint` go: OTLP over HTTP has a path of its own. Raises ConfigError."""
+    """Returns the URL for the traces of `endpoint`: OTLP over HTTP has a path of its own. Raises ConfigError."""
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(
@@ -172,7 +172,7 @@ def grpc_address(endpoint: str) -> tuple[str, bool]:
 
 
 def operation_of(record: RequestRecord) -> str:
-    """The gen_ai.operation.name: what the request's id and parameters tell."""
+    """Returns the gen_ai.operation.name that follows from the id and the parameters of a request."""
     if record.params is None:
         return "embeddings"
     return "chat" if record.request_id.startswith(_CHAT_IDS) else "text_completion"

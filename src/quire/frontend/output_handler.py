@@ -1,4 +1,4 @@
-"""From the engine core's outputs to the readers of an `AsyncLLM`.
+"""The outputs of the engine core on their way to the readers of an `AsyncLLM`.
 
 `OutputHandler` is the task that processes what the core sends. `RequestOutputCollector` is the queue between that task
 and the coroutine that awaits a request's outputs; a `Backlog` holds what that coroutine has not taken yet.
@@ -32,7 +32,7 @@ nothing else was better; with 8 it waited as long (docs/performance.md)."""
 class OutputHandler:
     """One task, started with the first request. An error in one batch of outputs costs the others nothing.
 
-    When the core is gone for good it ends, and every reader is told.
+    When the core is gone for good the task ends, and every reader gets the error.
     """
 
     def __init__(self, engine_core: AsyncEngineCoreClient, pipeline: RequestPipeline) -> None:
@@ -133,7 +133,7 @@ class RequestOutputCollector:
         self.request_id = request_id
         """The internal id of what is awaited: of the parent, where there are n outputs."""
         self.num_taken = 0
-        """How often the reader took something: a reader that reads makes it grow."""
+        """Number of outputs the reader has taken."""
         self.is_final = False
         """The end has been put in, whether or not the reader has taken it."""
         self.on_end: Callable[[], None] | None = None
@@ -142,19 +142,19 @@ class RequestOutputCollector:
         self._output: Output | None = None
         """The latest that was not taken."""
         self._backlog: Backlog | None = None
-        """That and those before it, if there are any."""
+        """`_output` and those before it, if there are any."""
         self._ended: deque[Output] = deque()
-        """Of a session: the last outputs of segments before that of `_output`."""
+        """In a session: the last outputs of segments before that of `_output`."""
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def has_output(self) -> bool:
-        """Whether something waits for the reader."""
+        """True if an output waits for the reader."""
         return self._output is not None
 
     def put(self, output: Output | Exception) -> None:
-        """Make an output available; merges it with one nobody has taken yet. Ignored after the end."""
+        """Makes an output available; merges it with one that was not taken yet. Ignored after the end."""
         if self.is_final:
             return
         if isinstance(output, Exception):
@@ -191,7 +191,7 @@ class RequestOutputCollector:
         return output
 
     def wait(self) -> asyncio.Future[None]:
-        """Done when something is put in. For a reader whom `get_nowait` has just told that there is nothing."""
+        """Returns a future that is done when something is put in. Called after `get_nowait` has returned None."""
         if self.is_final or (self._waiter is not None and not self._waiter.done()):
             why = "its last output was taken" if self.is_final else "another coroutine awaits it"
             raise RuntimeError(f"request {self.request_id} has no output to await: {why}")
@@ -219,7 +219,7 @@ class RequestOutputCollector:
 
 
 def _is_next_segment(held: RequestOutput, new: RequestOutput) -> bool:
-    """Whether `new` says more where `held` has come to an end: a session has gone on."""
+    """Returns True if `new` has output after the end of `held`: a session has gone on."""
     ended = {completion.index for completion in held.outputs if completion.finish_reason is not None}
     return bool(ended) and any(completion.index in ended for completion in new.outputs)
 
@@ -228,10 +228,10 @@ JOIN_TEXTS_AT = 64
 
 
 class Backlog:
-    """Says at the end what the outputs it was given said one after the other; the n outputs of a prompt by index.
+    """The outputs of a request that were not taken yet, as one output; the n outputs of a prompt by index.
 
     Deltas are joined; of cumulative outputs the latest counts. However many there are, one more costs the same, and a
-    token takes a few bytes: readers that stand still slow nobody down (promise P10).
+    token takes a few bytes: readers that take nothing slow nothing down (promise P10).
     """
 
     def __init__(self, first: RequestOutput, is_delta: bool) -> None:
@@ -243,7 +243,7 @@ class Backlog:
         self.add(first)
 
     def add(self, output: RequestOutput) -> None:
-        """One more."""
+        """Adds an output."""
         self._latest = output
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
@@ -261,7 +261,7 @@ class Backlog:
 
 
 class _Delta:
-    """What grows of one of the n outputs."""
+    """The parts of one of the n outputs that grow."""
 
     __slots__ = ("_logprobs", "_texts", "_token_ids")
 

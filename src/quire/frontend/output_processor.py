@@ -1,9 +1,9 @@
-"""From `EngineCoreOutputs` to `RequestOutput`s: the only loop over what the core sends (checklist S2-OUT-001…022).
+"""Turns `EngineCoreOutputs` into `RequestOutput`s: the only loop over what the core sends.
 
-Text, log-probabilities, the n outputs of a prompt and request statistics are made here; the core knows none of them.
-A stop string is found here, too: the core learns of it as an abort. A request that failed in the engine
-(FinishReason.ERROR) is a GenerationError for whoever awaits it through a queue; in the list that a synchronous caller
-takes, it is an output with finish reason "error", its message, and the tokens it had.
+Text, log-probabilities, the n outputs of a prompt and request statistics are made here; the core has none of them. A
+stop string is found here, too: the core gets an abort. A request that failed in the engine (FinishReason.ERROR) raises
+GenerationError in a reader that awaits it through a queue; in the list that a synchronous caller takes, it is an output
+with finish reason "error", its message, and the tokens it had.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = init_logger(__name__)
 
 @dataclass(slots=True)
 class OutputProcessorOutput:
-    """What one batch of core outputs gave."""
+    """Results of one batch of core outputs."""
 
     request_outputs: list[RequestOutput | PoolingRequestOutput] = field(default_factory=list)
-    """Of requests nobody awaits through a queue."""
+    """Outputs of requests without a queue."""
     reqs_to_abort: list[str] = field(default_factory=list)
-    """Internal ids the core must be told to abort: a stop string ended them here."""
+    """Internal ids of requests that the core must abort: a stop string ended them here."""
     reqs_to_add: list[EngineCoreRequest] = field(default_factory=list)
     """Further requests of sessions, to be sent to the core."""
 
@@ -56,7 +56,7 @@ class OutputProcessor:
         self._tracer = tracer
         self._ledger = RequestLedger() if ledger is None else ledger
         self.log_stats = log_stats
-        """Of requests that come from now on."""
+        """Applies to requests that come from now on."""
         self._stream_interval = stream_interval
         self._max_model_len = max_model_len
         self.request_states: dict[str, RequestState] = {}
@@ -71,7 +71,7 @@ class OutputProcessor:
         return len(self.request_states) - len(self.resting_sessions)
 
     def has_unfinished_requests(self) -> bool:
-        """Is an output of any request to come?"""
+        """Returns True if any request has an output to come."""
         return len(self.request_states) > len(self.resting_sessions)
 
     def find_session(self, external_req_id: str) -> RequestState | None:
@@ -83,7 +83,7 @@ class OutputProcessor:
         return None
 
     def is_live(self, request_id: str) -> bool:
-        """Is a request, or any of a parent's children, unfinished? By internal id."""
+        """Returns True if a request, or any of a parent's children, is unfinished. By internal id."""
         return request_id in self.request_states or request_id in self.parent_requests
 
     def add_request(
@@ -95,10 +95,11 @@ class OutputProcessor:
         queue: OutputQueue | None = None,
         place: QueuePlace | None = None,
     ) -> None:
-        """Remember a request. Must happen before the core hears of it, or its first output would find nobody.
+        """Registers a request. Must happen before it is sent to the core, or its first output would belong to no
+        request.
 
-        `queue` is where its outputs go if somebody awaits them, `place` what it takes up. Raises ValueError where the
-        id is in use.
+        `queue` takes its outputs, if a reader awaits them; `place` is its reservation. Raises ValueError for an id in
+        use.
         """
         if request.request_id in self.request_states:
             raise ValueError(f"request id {request.request_id} is in use; ids of live requests are unique")
@@ -176,10 +177,10 @@ class OutputProcessor:
     def abort_requests(
         self, request_ids: Iterable[str], *, internal: bool = False, iteration_stats: IterationStats | None = None
     ) -> list[str]:
-        """Forget requests; the internal ids the core must abort. Unknown and finished ids are ignored.
+        """Forgets requests. Returns the internal ids that the core must abort. Unknown and finished ids are ignored.
 
-        `request_ids` are the users' (each may stand for several requests), or internal ones, of parents too. Whoever
-        awaits such a request through a queue gets its last output, with finish reason "abort".
+        `request_ids` are the users' (each may stand for several requests), or internal ones, of parents too. A reader
+        that awaits such a request through a queue gets its last output, with finish reason "abort".
         """
         aborted = []
         for state in self._states(request_ids, internal):
@@ -198,8 +199,8 @@ class OutputProcessor:
         reason: FinishReason = FinishReason.ERROR,
         iteration_stats: IterationStats | None = None,
     ) -> OutputProcessorOutput:
-        """End requests (internal ids) with `error`. Whoever awaits one through a queue gets the error, others an output
-        with finish reason "error" and its words. `reason` is for the statistics."""
+        """Ends requests (internal ids) with `error`. A queue gets the error; without a queue there is an output with
+        finish reason "error" and its message. `reason` is for the statistics."""
         result = OutputProcessorOutput()
         for state in self._states(request_ids, internal=True):
             result.reqs_to_abort.append(state.request_id)
@@ -327,7 +328,7 @@ class OutputProcessor:
         iteration_stats: IterationStats | None,
         result: OutputProcessorOutput,
     ) -> None:
-        """Whoever awaits the request gets the error; the other outputs of its prompt end with it."""
+        """Sends the error to the request's queue, or as an output; the other outputs of its prompt end with it."""
         if state.queue is not None:
             error = make_error(output.error_type, message, GenerationError)
             params = state.request.sampling_params

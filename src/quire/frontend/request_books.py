@@ -1,4 +1,4 @@
-"""What the statistics of an iteration are told of outputs and of finished requests."""
+"""Statistics of outputs and of finished requests."""
 
 from __future__ import annotations
 

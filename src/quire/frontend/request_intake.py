@@ -1,6 +1,7 @@
-"""How a request enters the engine from asyncio: admission, tokenizing, a reader, a deadline, the core. And how it ends.
+"""The way of a request into the engine from asyncio: admission, tokenizing, a reader, a deadline, the core. And its
+end.
 
-`SessionFeed` sends the inputs of a streaming-input session as its user's generator gives them.
+`SessionFeed` sends the inputs of a streaming-input session as its user's generator yields them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from quire.wire.engine_core import EngineCoreRequest, FinishReason
 Inputs = AsyncGenerator[StreamingInput, None]
 
 CHILDREN_PER_TURN = 64
-"""Of a request with many outputs, how many are sent before the loop may do something else."""
+"""Requests of a prompt with many outputs that are sent before the loop may do something else."""
 
 
 class RequestIntake:
@@ -54,7 +55,7 @@ class RequestIntake:
         self._request_timeout_s = frontend.request_timeout_s
         self._timers = RequestTimers(frontend.slow_client_timeout_s, self._expire)
         self._aborts: set[asyncio.Task[None]] = set()
-        """Of expired requests, on their way to the core."""
+        """Tasks that abort expired requests in the core."""
 
     async def add(self, new: NewRequest) -> RequestOutputCollector:
         """Queues a request, or begins a streaming-input session. Returns the collector of its outputs."""
@@ -94,7 +95,7 @@ class RequestIntake:
         return max_output_tokens(params, self._pipeline.input_processor.max_model_len, num_prompt_tokens)
 
     async def _add_session(self, new: NewRequest, inputs: Inputs, start: float) -> RequestOutputCollector:
-        """The same for a session: its time begins with the wait for the first of `inputs`, whose size is admitted."""
+        """Queues a session: its time begins with the wait for the first of `inputs`, whose size is admitted."""
         feed = SessionFeed(
             self._pipeline, self._engine_core, inputs, new.params, new.tokenization_kwargs, self._read_prompt
         )
@@ -133,7 +134,7 @@ class RequestIntake:
         collector: RequestOutputCollector,
         reservation: Reservation,
     ) -> None:
-        """Register a request here, then tell the core (checklist S2-LE-002); on failure neither knows it."""
+        """Registers a request here, then sends it to the core. If that fails, neither keeps it."""
         self._pipeline.input_processor.assign_request_id(request)
         collector.request_id = request.request_id
         parent, children = fan_out(request)
@@ -160,7 +161,7 @@ class RequestIntake:
             await self._engine_core.abort_requests_async(request_ids)
 
     def _expire(self, expired: Expired) -> None:
-        """End requests whose deadline has passed, or whose reader does not read: their readers are told why."""
+        """Ends requests whose deadline has passed, or whose reader is stalled: their readers get the error."""
         aborts: list[str] = []
         for collector, error in expired:
             reason = FinishReason.ABORT if isinstance(error, SlowClientError) else FinishReason.ERROR
@@ -170,15 +171,15 @@ class RequestIntake:
         task.add_done_callback(self._aborts.discard)
 
     def close(self) -> None:
-        """Every reader gets its last output, with finish reason "abort". The core is not told: it ends, too."""
+        """Ends all requests: every reader gets its last output, with finish reason "abort". The core ends, too."""
         self._pipeline.forget(list(self._pipeline.output_processor.request_states), internal=True)
         self._timers.stop()
         self._pipeline.text_thread.close()
 
 
 class SessionFeed:
-    """One task per session, from its second input to its last one, or to its end. What goes wrong with an input, in the
-    user's generator or here, ends the session, and its reader is told."""
+    """One task per session, from its second input to its last one, or to its end. An error of an input, in the user's
+    generator or here, ends the session, and its reader gets it."""
 
     def __init__(
         self,

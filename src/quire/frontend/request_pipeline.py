@@ -1,6 +1,6 @@
-"""What `LLMEngine` and `AsyncLLM` have in common: a request on its way down, its outputs on their way up.
+"""The common part of `LLMEngine` and `AsyncLLM`: a request on its way down, its outputs on their way up.
 
-Everything but the engine core and the loop around it: validation, the state of live requests, statistics.
+It has everything but the engine core and the loop around it: validation, the state of live requests, statistics.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class RequestPipeline:
         return result
 
     def forget(self, request_ids: Iterable[str], *, internal: bool) -> list[str]:
-        """Forget requests that are aborted; the internal ids the core must be told. Unknown ids are ignored."""
+        """Forgets requests that are aborted. Returns the internal ids to abort in the core. Unknown ids are ignored."""
         stats = self.stats.open_iteration()
         aborted = self.output_processor.abort_requests(request_ids, internal=internal, iteration_stats=stats)
         if aborted:
@@ -158,7 +158,8 @@ class RequestPipeline:
     def fail(
         self, request_ids: Iterable[str], error: Exception, reason: FinishReason = FinishReason.ERROR
     ) -> OutputProcessorOutput:
-        """End requests (internal ids) with `error`: what to tell the core, and those who await no queue."""
+        """Ends requests (internal ids) with `error`. Returns what to abort in the core, and outputs that no queue
+        takes."""
         stats = self.stats.open_iteration()
         failed = self.output_processor.fail_requests(request_ids, error, reason=reason, iteration_stats=stats)
         if failed.reqs_to_abort:
@@ -168,7 +169,7 @@ class RequestPipeline:
     # -- up -----------------------------------------------------------------------------------------------------------
 
     def open_step(self, outputs: EngineCoreOutputs) -> StepStats:
-        """Where the processing of `outputs`, which begins now, is to be counted."""
+        """Returns the counter for the outputs of a step, whose processing begins now."""
         if self._batch_times is not None:
             self._step_start = time.monotonic()
         if self._startup is not None and outputs.outputs:
@@ -177,12 +178,12 @@ class RequestPipeline:
         return self.stats.open_step(outputs)
 
     def note_processed(self, outputs: EngineCoreOutputs) -> None:
-        """What `open_step` has begun is done: for traces."""
+        """Records for traces that the processing of these outputs is done."""
         if self._batch_times is not None and outputs.outputs:
             self._batch_times.append((outputs.timestamp, self._step_start, time.monotonic()))
 
     def encode_trace(self, window: TraceWindow) -> bytes:
-        """What the core did, and this frontend with its outputs, as JSON for Perfetto."""
+        """Returns the steps of the core, and the processing of their outputs, as JSON for Perfetto."""
         batches = [times for times in self._batch_times or () if times[2] >= window.start]
         facts = {"model": self._model_name, "quire": __version__, "seconds": round(window.end - window.start, 3)}
         return encode_window(window, batches, **facts, kv_cache_blocks=window.num_blocks)

@@ -26,13 +26,13 @@ _DELTA, _FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
 class OutputQueue(Protocol):
-    """Where the outputs of one request go when somebody awaits them."""
+    """Queue that takes the outputs of one request, if a reader awaits them."""
 
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None: ...
 
 
 class QueuePlace(Protocol):
-    """What a request takes up: one thing until its first token, another until its end."""
+    """Reservation of a request: one part ends with its first token, the other with its end."""
 
     def release_one(self) -> None: ...
 
@@ -74,7 +74,7 @@ class RequestState:
     last_token_ts: float = 0.0
     """On the core's clock, if there are statistics."""
     session: SessionState | None = None
-    """Of a streaming-input session; the rest is the state of its present segment."""
+    """Set for a streaming-input session; the other fields are the state of its present segment."""
     num_context_tokens: int = 0
     """Prompt tokens that earlier segments have brought."""
 
@@ -92,7 +92,7 @@ class RequestState:
         log_stats: bool,
         stream_interval: int,
     ) -> RequestState:
-        """The state of a request the core has not heard of yet (checklist S2-OUT-002)."""
+        """Returns the state of a request that is about to be sent to the core."""
         params, prompt_ids = request.sampling_params, request.prompt_token_ids or []
         if params is not None and not params.detokenize:
             tokenizer = None
@@ -141,8 +141,8 @@ class RequestState:
 
     @property
     def stats(self) -> RequestStateStats | None:
-        """What its user is shown of its times and counts: always the same object, brought up to date. None where
-        statistics are off."""
+        """Times and counts that the user sees: always the same object, brought up to date. None where statistics are
+        off."""
         stats = self.shown_stats
         if stats is not None:
             stats.last_token_ts = self.last_token_ts
@@ -171,7 +171,7 @@ class RequestState:
             self.num_cached_tokens = output.prefill_stats.num_cached_tokens
 
     def give_up_place(self) -> None:
-        """It has ended."""
+        """Releases the reservation of a request that has ended."""
         if self.place is not None:
             self.place.end_one(waits=self.is_prefilling)
             self.place = None
@@ -204,7 +204,7 @@ class RequestState:
         error_message: str | None = None,
         error_type: str = "",
     ) -> RequestOutput | None:
-        """What there is to show now; None when there is nothing (checklist S2-OUT-013…018)."""
+        """Returns the output to show now; None if there is nothing to show."""
         finished = finish_reason is not None
         if not finished and (self.output_kind is _FINAL_ONLY or not self._interval_is_over()):
             return None
@@ -235,7 +235,7 @@ class RequestState:
         return self.make_request_output(finish_reason, None, error_message)
 
     def make_error_output(self, message: str) -> RequestOutput | PoolingRequestOutput | None:
-        """The end of a request whose text cannot be made: no text, no tokens, `message`."""
+        """Returns the end of a request whose text cannot be made: no text, no tokens, `message`."""
         if self.is_pooling:
             return self._show_pooled(None, FinishReason.ERROR, message)
         return self._show(CompletionOutput(self.index, "", [], None, None, "error", error_message=message))
@@ -291,7 +291,7 @@ _INT64_RANGE = 1 << 64
 
 
 class ParentRequest:
-    """What the user asked for once and the core sees n times. Its id is internal, like its children's."""
+    """The user's request, of which the core sees n children. Its id is internal, like theirs."""
 
     def __init__(self, request: EngineCoreRequest) -> None:
         assert request.sampling_params is not None
@@ -304,7 +304,7 @@ class ParentRequest:
 
     @property
     def n(self) -> int:
-        """How many outputs were asked for."""
+        """Number of outputs that were asked for."""
         return self.sampling_params.n
 
     def get_child_info(self, index: int) -> tuple[str, SamplingParams]:
@@ -318,7 +318,7 @@ class ParentRequest:
         return child_id, params
 
     def get_outputs(self, child_id: str, output: CompletionOutput) -> tuple[list[CompletionOutput], bool]:
-        """What a child's output gives the user: (outputs to show now, is the whole request finished).
+        """Returns (the outputs to show now, whether the whole request is finished) after an output of a child.
 
         FINAL_ONLY collects the children and shows all of them, in order, with the last one; otherwise each output is
         passed on as it comes.

@@ -26,13 +26,13 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """What is to be pooled, and for which pairs. Without `pairs` each prompt is a pair of its own."""
+    """Prompts to be pooled, and the pairs they belong to. Without `pairs` each prompt is a pair of its own."""
 
     task: str
     prompts: list[PromptType]
     params: list[PoolingParams]
     pairs: list[tuple[int, int]] | None = None
-    """Of an embedding model: two prompts each."""
+    """For an embedding model: two prompts each."""
 
     def results(self, outputs: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
         """The score of every pair, from the results of the prompts."""

@@ -86,7 +86,7 @@ class SessionInput(NamedTuple):
 
 
 class SessionState:
-    """What the frontend remembers of a session besides its present segment."""
+    """State of a session besides its present segment."""
 
     __slots__ = ("end", "is_open", "queued", "stats")
 
@@ -106,7 +106,7 @@ class SessionState:
 
     @property
     def closes_next(self) -> bool:
-        """Whether nothing but the empty input at the end is left."""
+        """True if only the empty input at the end is left."""
         return bool(self.queued) and not self.queued[0].token_ids
 
     def goes_on_after(self, finish_reason: FinishReason) -> bool:

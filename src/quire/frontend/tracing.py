@@ -1,4 +1,4 @@
-"""Reports of an engine's start and of finished requests: log line, start-up file, and spans (checklist S3-TR-001).
+"""Reports of an engine's start and of finished requests: log line, start-up file, and spans.
 
 A finished request gives one record, however many outputs its prompt has. Time stamps of the core and of this process
 are put on the wall clock with one look at both clocks: both processes run on one machine. `otel.py` exports the
@@ -49,9 +49,10 @@ class StartPhase:
 
 
 def make_start_phases(frontend: Sequence[Stamp], core: Sequence[Stamp]) -> StartPhase:
-    """One process after the other, each phase from one stamp to the next; both lists begin with the process.
+    """Returns the phases of a start, one process after the other, each phase from one stamp to the next.
 
-    `core` is empty where the core lives in the frontend's process, whose list then has the core's stamps, too.
+    Both lists begin with the process. `core` is empty where the core lives in the frontend's process, whose list then
+    has the core's stamps, too.
     """
     to_wall = time.time() - time.monotonic()
     whole = _make_process("engine start", frontend, to_wall)
@@ -111,7 +112,7 @@ class StartupReport:
         part = Path(f"{name}.{os.getpid()}.part")
         try:
             part.write_bytes(msgspec.json.encode(startup))
-            part.replace(name)  # whoever waits for it finds it whole
+            part.replace(name)  # a reader that waits for the file finds it whole
         except OSError as e:
             logger.warning("%s=%s cannot be written: %s", envs.STARTUP_REPORT.name, name, e.strerror or e)
             with contextlib.suppress(OSError):
@@ -150,29 +151,30 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
     error: str | None = None
     to_wall: float = field(default_factory=lambda: time.time() - time.monotonic())
-    """What makes a monotonic stamp one of the wall clock."""
+    """Offset from monotonic stamps to the wall clock."""
     time_to_first_token: float | None = None
     queue: tuple[float, float] | None = None
-    """When it waited, prefilled, generated: start and end by the wall clock."""
+    """Times of waiting, prefill and generation: start and end by the wall clock."""
     prefill: tuple[float, float] | None = None
     decode: tuple[float, float] | None = None
 
 
 class SpanSender(Protocol):
-    """Where records go."""
+    """Destination of records."""
 
     def send(self, record: RequestRecord) -> None:
-        """Take a record in, without waiting for anybody."""
+        """Takes a record. Never blocks."""
 
     def send_start(self, start: StartPhase) -> None:
-        """Take in how the engine's start went, without waiting for anybody."""
+        """Takes the phases of the engine's start. Never blocks."""
 
     def close(self) -> None:
         """Send what is left, in bounded time."""
 
 
 def make_span_sender(config: ObservabilityConfig) -> SpanSender | None:
-    """As --otlp-traces-endpoint says. Raises ConfigError without the extra `otel`, or for an endpoint that is none."""
+    """Returns the sender that --otlp-traces-endpoint asks for. Raises ConfigError without the extra `otel`, or for an
+    invalid endpoint."""
     if config.otlp_traces_endpoint is None:
         return None
     try:
@@ -194,7 +196,7 @@ class RequestTracer:
         self._model = model
         self._send = send
         self._parts: dict[str, RequestRecord] = {}
-        """Of requests some of whose outputs are finished, by internal id."""
+        """Finished outputs of requests with unfinished ones, by internal id."""
         self._has_failed = False
 
     def note_finished(self, state: RequestState, reason: FinishReason, error: str | None = None) -> None:
@@ -255,7 +257,7 @@ def _add_times(record: RequestRecord, stats: RequestStateStats) -> None:
 
 
 def _span(before: tuple[float, float] | None, to_wall: float, start: float, end: float) -> tuple[float, float] | None:
-    """From the earliest start to the latest end, over the outputs of a request."""
+    """Returns (earliest start, latest end) over the outputs of a request."""
     if not start or not end:
         return before
     start, end = start + to_wall, max(start, end) + to_wall

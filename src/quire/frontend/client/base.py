@@ -1,4 +1,4 @@
-"""How the frontend speaks to an engine core, wherever that lives."""
+"""The interface of the frontend to an engine core, in this process or in another."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CLIENTS: dict[tuple[bool, bool], str] = {
     (True, True): "quire.frontend.client.mp:AsyncMPClient",
     (True, False): "quire.frontend.client.inproc:AsyncInprocClient",
 }
-"""(for asyncio, core in a process of its own) to the client (checklist S2-CL-006)."""
+"""(for asyncio, core in a process of its own) to the client."""
 
 
 class _CoreClient(ABC):
-    """What clients of both kinds know of their core."""
+    """The common part of clients of both kinds."""
 
     ready_response: EngineCoreReadyResponse
-    """What the core discovered at start-up."""
+    """Values the core discovered at start-up."""
 
     @property
     def engine_dead(self) -> bool:
@@ -54,7 +54,7 @@ class _CoreClient(ABC):
 
 
 class EngineCoreClient(_CoreClient):
-    """One engine core. Only `EngineCoreRequest`s, ids and control calls go down; only outputs come up (S2-CL-026)."""
+    """One engine core. Only `EngineCoreRequest`s, ids and control calls go down; only outputs come up."""
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -77,7 +77,7 @@ class EngineCoreClient(_CoreClient):
 
 
 class AsyncEngineCoreClient(_CoreClient):
-    """The same engine core for a caller on an asyncio event loop. All coroutines belong to that one loop.
+    """An engine core for a caller on an asyncio event loop. All coroutines belong to that one loop.
 
     A core that dies is started again behind this interface: readers of outputs wait a little longer, and only
     `is_ready` shows it.
@@ -100,7 +100,7 @@ class AsyncEngineCoreClient(_CoreClient):
 
     @abstractmethod
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """As `EngineCoreClient.call_utility`."""
+        """Calls a control verb, as `EngineCoreClient.call_utility` does."""
 
     def expect_shutdown(self) -> None:  # a core without a process of its own cannot die alone
         """Announces that `shutdown` follows once the live requests have ended: no core is started for others. From any
@@ -137,7 +137,7 @@ def make_async_client(
     client_count: int = 1,
     meanwhile: Callable[[], object] | None = None,
 ) -> AsyncEngineCoreClient:
-    """The same for asyncio. Needs no running loop yet; blocks until the core is ready."""
+    """Returns a client for asyncio. Needs no running loop yet; blocks until the core is ready."""
     client: AsyncEngineCoreClient = _make_client(
         True, config, log_stats, multiprocess, client_addresses, client_count, meanwhile
     )

@@ -33,7 +33,7 @@ UtilityCall = tuple[str, tuple[Any, ...]]
 """A control verb and its arguments."""
 
 MAX_ATTEMPTS = 2
-"""How often a call may be sent to a core."""
+"""Maximum number of cores that a call is sent to."""
 REPEATABLE_VERBS = frozenset(name for name, spec in UTILITIES.items() if spec.is_repeatable)
 REMEMBERED_VERBS = frozenset(name for name, spec in UTILITIES.items() if spec.is_remembered)
 
@@ -91,7 +91,7 @@ MAX_PROBES = 8
 
 
 class Answer(NamedTuple):
-    """Of a control call: what the core said, or why it never will."""
+    """Result of a control call, or why there will be none."""
 
     call_id: int
     output: UtilityOutput | EngineDeadError
@@ -127,7 +127,7 @@ class ControlCalls:
 
     @property
     def is_restored(self) -> bool:
-        """Whether the core is in the state of the one before it."""
+        """True once the core is in the state of the one before it."""
         return not self._count(Purpose.RESTORE)
 
     def _count(self, purpose: Purpose) -> int:
@@ -149,21 +149,21 @@ class ControlCalls:
         return [self.begin(method, args, Purpose.RESTORE) for method, args in self._state.calls()]
 
     def begin_admission(self) -> int:
-        """The call that tells a core in its state to let its other clients begin."""
+        """Returns the id of a call that makes a restored core admit its other clients."""
         return self.begin("admit_clients", (), Purpose.ADMISSION)
 
     def ids(self) -> list[int]:
-        """Of the calls without an answer, oldest first."""
+        """Returns the ids of the calls without an answer, oldest first."""
         return list(self._pending)
 
     def make_payload(self, call_id: int) -> tuple[int, int, str, tuple[Any, ...]]:
-        """What is sent, once more perhaps (S2-CL-027)."""
+        """Returns what is sent for a call, for the first time or again."""
         call = self._pending[call_id]
         call.num_attempts += 1
         return self._client_index, call_id, call.method, call.args
 
     def take_answer(self, output: UtilityOutput) -> Answer | None:
-        """The core has answered; None if nobody waits for it.
+        """Takes in an answer of the core. Returns None if no caller waits for it.
 
         Raises KeyError for a call that is not pending, EngineDeadError if the core cannot be brought into its state.
         """

@@ -49,7 +49,7 @@ class InprocClient(EngineCoreClient):
         return (outputs or {}).get(0) or EngineCoreOutputs()
 
     def has_work(self) -> bool:
-        """Whether `get_output` would run a step, or has outputs to give."""
+        """Returns True if `get_output` would run a step, or has outputs to give."""
         return bool(self.engine_core.has_work())
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -61,7 +61,7 @@ class InprocClient(EngineCoreClient):
             self.engine_core.abort_requests(request_ids)
 
     def call_utility(self, method: str, *args: Any) -> Any:
-        """As the base class says; `collective_rpc` takes functions, too: they cross no process."""
+        """Calls a verb of the core. `collective_rpc` takes functions, too: they cross no process."""
         if method == "collective_rpc" and callable(args[0]):
             return list(self.engine_core.executor.collective_rpc(*args))
         return self._run_utility(self.engine_core, method, args)
@@ -73,7 +73,7 @@ class InprocClient(EngineCoreClient):
 MAX_UNTAKEN_STEPS = 8
 """The core waits when the loop is this many steps behind."""
 SHUTDOWN_TIMEOUT_S = 30.0
-"""How long a shutdown waits for the step that is running."""
+"""Longest wait of a shutdown for the step in progress."""
 
 _Command = Callable[[InprocClient | None], None]
 """Done on the core's thread; None instead of a core: it is gone."""
@@ -105,7 +105,6 @@ class AsyncInprocClient(AsyncEngineCoreClient):
         return self._dead_error is not None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """As the base class says; a request the core refuses is answered with an output of FinishReason.ERROR."""
         self._post(lambda core: self._add(core, request))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
@@ -176,7 +175,8 @@ class AsyncInprocClient(AsyncEngineCoreClient):
             self._refuse_commands()
 
     def _run_commands(self, core: InprocClient) -> bool:
-        """Do what was asked for; wait while there is no step to run or nobody takes what they give. False: the end."""
+        """Runs the commands that have come; waits while there is no step to run or the mailbox is full. Returns False
+        at the end."""
         while True:
             try:
                 if not core.has_work():

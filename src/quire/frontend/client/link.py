@@ -1,7 +1,7 @@
 """The protocol between a frontend and its engine core, over any number of deaths of that core, without a socket.
 
-`EngineLink` is a state machine: calls and messages go in, and it says what to send, what to hand to the caller and
-which control calls are answered. Whoever drives it owns sockets and threads (`mp.py`).
+`EngineLink` is a state machine: calls and messages go in; what to send, what to deliver to the caller and which control
+calls are answered come out. The thread that drives it owns the sockets (`link_thread.py`).
 
 ::
 
@@ -39,7 +39,7 @@ logger = init_logger(__name__)
 
 
 class LinkState(Enum):
-    """Where the link stands."""
+    """States of the link, as drawn above."""
 
     DOWN = "down"
     """No core is connected; one is expected."""
@@ -58,7 +58,7 @@ class Message(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A request that kills the core, and what its user is told."""
+    """A request that kills the core, and the message its user gets."""
 
     request_id: str
     message: str
@@ -81,7 +81,7 @@ class EngineLink:
         self.counts: Counter[str] = Counter()
         self.gone_reason = ""
         self.is_closing = False
-        """The caller ends the engine: a core that gives up its requests does as it is told."""
+        """The caller ends the engine: a core that gives up its requests does what it was asked to do."""
         self._journal = Journal()
         self._quarantine = Quarantine(is_shared)
         self._calls = ControlCalls(client_index)
@@ -95,7 +95,7 @@ class EngineLink:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a core that dies is to be followed by another although the server ends."""
+        """True if a core that dies must be followed by another although the server ends."""
         return self.num_live_requests > 0
 
     # -- the caller -----------------------------------------------------------------------------------------------
@@ -178,7 +178,8 @@ class EngineLink:
             self._on_answer(outputs.utility_output)
 
     def on_corrupt_message(self) -> None:
-        """A message could not be decoded. Was it one of the core's? The number of its next message will tell."""
+        """Handles a message that could not be decoded: the number of the next message shows whether it came from this
+        core."""
         self.counts["corrupt"] += 1
         if self.state is LinkState.UP and (call_id := self._calls.begin_probe()) is not None:
             self._send_call(call_id)
@@ -194,7 +195,7 @@ class EngineLink:
         self.answers += self._calls.end_unrepeatable(death)
 
     def _judge(self, death: CoreDeath) -> Verdict | None:
-        """Find out whose fault it was; the verdict that has been carried out, if there is one."""
+        """Finds the suspects of a death. Returns the verdict that has been carried out, if there is one."""
         guilty = self._quarantine.judge(death, self._journal)
         if guilty is None:
             return None
@@ -229,7 +230,7 @@ class EngineLink:
             self.messages.append(Message(EngineCoreRequestType.ABORT, wire_ids))
 
     def _send_held(self) -> None:
-        """Send what may be with the core now: everything, or the one suspect whose turn it is."""
+        """Sends what may be with the core now: every request, or the one suspect that is tried next."""
         if self.state is not LinkState.UP or self._quarantine.on_trial is not None:
             return
         tried = self._quarantine.begin_trial(self._journal)
@@ -294,7 +295,8 @@ class EngineLink:
     # -- messages -------------------------------------------------------------------------------------------------
 
     def _is_next(self, sequence: int) -> bool:
-        """Whether a message is new. If there is a gap before it, every request is sent again: tokens are missing."""
+        """Returns True for a new message. If there is a gap before it, every request is sent again: tokens are
+        missing."""
         num_lost = sequence - self._last_sequence - 1
         if num_lost < 0:
             self.counts["repeated"] += 1
@@ -349,7 +351,8 @@ class EngineLink:
 
 
 def _is_farewell(output: EngineCoreOutput) -> bool:
-    """Whether a core gives up a request because it is shutting down. Unless we told it to, the next core goes on."""
+    """Returns True if a core gives up a request because it is shutting down. Unless we asked it to, the next core
+    resumes it."""
     return output.finish_reason is FinishReason.ABORT and output.error_message is not None
 
 

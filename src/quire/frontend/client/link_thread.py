@@ -1,7 +1,7 @@
-"""The thread that owns a client's sockets and its `EngineLink` (checklist S2-CL-017, S2-CL-018).
+"""The thread that owns a client's sockets and its `EngineLink`.
 
-Nobody else touches either: other threads post commands. What the link says is to be sent, handed on or answered is
-done after every turn.
+No other thread touches either: other threads post commands. After every turn the thread sends, delivers and answers
+what the link has produced.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ logger = init_logger(__name__)
 MESSAGES_PER_TURN = 64
 """Messages of the core taken in before commands are looked at again."""
 _LOOK_INTERVAL_MS = 250
-"""How often an attached client looks whether its core is still connected."""
+"""Interval at which an attached client checks that its core is still connected."""
 
 
 class OutputSink(Protocol):
-    """Where outputs go. Called on the link's thread; must not block."""
+    """Destination of outputs. Called on the link's thread; must not block."""
 
     def put_outputs(self, outputs: EngineCoreOutputs) -> None:
         """The outputs of a step."""
@@ -77,7 +77,7 @@ class LinkThread(threading.Thread):
         self._encoded: tuple[EngineCoreRequest, list[Frame]] | None = None
         """The request being added, as its caller has encoded it."""
         self._has_ended = False
-        """The sink was told that the engine is gone."""
+        """The sink has been given the end of the engine."""
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
@@ -87,13 +87,13 @@ class LinkThread(threading.Thread):
         self._wakeup.set()
 
     def post_call(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Have the thread make a control call; its result, converted by nobody."""
+        """Makes a control call on the thread. Returns a future of its result, as it comes off the wire."""
         future: Future[Any] = Future()
         self.post(lambda: self._futures.__setitem__(self.link.call_utility(method, args), future))
         return future
 
     def was_connected(self, incarnation: int) -> bool:
-        """Whether the core of this number has said that it is ready."""
+        """Returns True if the core of this number has sent its ready frame."""
         ready = self.link.ready_response
         return ready is not None and ready.incarnation == incarnation
 
@@ -122,7 +122,7 @@ class LinkThread(threading.Thread):
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """The thread's body. An error in it would be a bug: it ends the engine, in words (S2-CL-018)."""
+        """The thread's body. An error in it is a bug: it ends the engine, with a message."""
         try:
             self._work()
         except Exception as e:
@@ -162,7 +162,7 @@ class LinkThread(threading.Thread):
             self._flush()
 
     def _sources(self) -> list[Any]:
-        """What ends a wait."""
+        """Returns the descriptors and sockets that end a wait."""
         return [self._wakeup.fd, self._output, self._input]
 
     def _take_turn(self) -> int | None:
@@ -266,7 +266,7 @@ class LinkThread(threading.Thread):
 
 
 class AttachedLinkThread(LinkThread):
-    """The thread of a client whose core another process looks after: it hears of a death from the connection only.
+    """The thread of a client whose core another process supervises: it learns of a death from the connection only.
 
     If no core is there for `patience_s`, none is expected any more.
     """
@@ -319,7 +319,7 @@ class AttachedLinkThread(LinkThread):
         super()._close()
 
     def _note_farewell(self) -> None:
-        self._lose_core("said that it is dead")  # S2-CL-019
+        self._lose_core("said that it is dead")
 
     def _lose_core(self, how: str) -> None:
         if self.link.state is not LinkState.DOWN:

@@ -1,4 +1,4 @@
-"""Where a client's thread puts the outputs it receives: a queue for a thread, a mailbox for an event loop."""
+"""Destinations of the outputs that a client's thread receives: a queue for a thread, a mailbox for an event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.errors import EngineDeadError
 from quire.wire.engine_core import EngineCoreOutputs
 
 MAX_TURN_S = 0.005
-"""How long outputs that lie ready are handed out before the rest of the loop has its turn."""
+"""Longest time that outputs which are ready are handed out before the rest of the loop has its turn."""
 
 
 class QueueSink:
@@ -32,14 +32,14 @@ class QueueSink:
 
 
 class LoopMailbox:
-    """One thread puts in and never blocks; coroutines of one loop, that of the first `take`, take out.
+    """Outputs from one thread, which never blocks, for coroutines of one loop: that of the first `take`.
 
-    Whatever comes while the loop is busy wakes it once. `on_room` is called, on the loop, when a mailbox that was full
-    (`capacity` outputs; it takes more all the same) is so no longer.
+    Outputs that come while the loop is busy wake it once. `on_room` is called, on the loop, when a mailbox that was
+    full (`capacity` outputs; it takes more all the same) is no longer.
 
-    A core may put in faster than the loop takes out. What lay ready when a turn began is handed out at once, so that
-    readers who are behind get one merged output; then the rest of the loop has its turn, whatever came meanwhile.
-    Without it nobody would read a new request, or write an answer, until the core is slower again.
+    A core may put in faster than the loop takes out. What was ready when a turn began is handed out at once, so that
+    slow readers get one merged output; then the rest of the loop has its turn, whatever came meanwhile. Without it no
+    new request would be read, and no answer written, until the core is slower again.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LoopMailbox:
         self._on_room = on_room
         self._held: deque[EngineCoreOutputs] = deque()
         self._num_left_in_turn = 0
-        """Of those held, how many the present turn hands out, if there is time."""
+        """Number of outputs the present turn still hands out, if there is time."""
         self._turn_end = 0.0
         self._clock = clock
         self._end: EngineDeadError | None = None
@@ -62,7 +62,7 @@ class LoopMailbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether whoever puts in should wait. From any thread."""
+        """True if the thread should wait before it puts in more. From any thread."""
         return 0 < self._capacity <= len(self._held)
 
     def put_outputs(self, outputs: EngineCoreOutputs) -> None:
@@ -79,7 +79,7 @@ class LoopMailbox:
         if self._loop is None or self._wake_is_under_way:
             return
         self._wake_is_under_way = True
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no coroutine waits any more
             self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:

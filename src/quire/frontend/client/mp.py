@@ -46,14 +46,14 @@ ControlRelay = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
 """Calls a control verb in another process; its result."""
 
 IO_THREADS = 2
-"""Of the zmq context (checklist S2-CL-007)."""
+"""I/O threads of the zmq context."""
 THREAD_END_S = 5.0
 LOOK_INTERVAL_S = 1.0
-"""How often it is looked at, while a core starts, whether the thread that sees to it is there."""
+"""Interval at which a client that waits for a start checks that the supervising thread is alive."""
 
 
 class BackgroundResources:
-    """What must be given back when a client ends, however it ends. Knows nothing of the client (S2-CL-028)."""
+    """Threads, sockets and processes that must end with a client. Holds no reference to the client."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -164,7 +164,7 @@ class MPClient(ABC):
     def _launch(
         self, config: EngineConfig, sink: OutputSink, log_stats: bool, client_count: int, link: EngineLink | None
     ) -> LinkThread:
-        """Bind everything, and make the supervisor that will start the core (S2-CL-009)."""
+        """Binds all sockets, and makes the supervisor that will start the core."""
         host, context = config.parallel_config.engine_host, self.resources.context
         if host is not None and client_count > 1:
             raise ConfigError(f"--engine-host {host}: an engine core that is reached over TCP has one client")
@@ -208,21 +208,23 @@ class MPClient(ABC):
         return thread
 
     def _attach(self, addresses: ClientAddresses, sink: OutputSink) -> LinkThread:
-        """Bind what the core has been told to connect to (S2-CL-008)."""
+        """Binds the sockets that the core has orders to connect to."""
         context = self.resources.context
         input_socket = make_zmq_socket(context, addresses.input_address, zmq.ROUTER, bind=True)
         output_socket = make_zmq_socket(context, addresses.output_address, zmq.PULL, bind=True)
         index = addresses.client_index
-        if addresses.is_judged:  # we are told when there is none any more; until then others' suspects may be tried
+        if (
+            addresses.is_judged
+        ):  # the owner reports that there is no core any more; until then others' suspects may be tried
             return AttachedLinkThread(MemberLink(index), input_socket, output_socket, sink, math.inf)
         link = EngineLink(index, is_shared=True)
         return AttachedLinkThread(link, input_socket, output_socket, sink, envs.ENGINE_READY_TIMEOUT_S.number())
 
     def _wait_started(self) -> None:
-        """Until the core is ready (S2-CL-011). Raises what keeps it from that.
+        """Waits until the core is ready. Raises what keeps it from that.
 
-        Whoever looks after the core keeps the time, and knows why it is up. A clock of our own would race with theirs,
-        and win where the whole machine stood still.
+        The supervisor enforces the start-up timeout; a second timer here could fire first when the machine is
+        suspended.
         """
         started, watcher = self._link_thread.started, self.resources.supervisor or self._link_thread
         while watcher.is_alive() and not started.done():
@@ -239,7 +241,8 @@ class MPClient(ABC):
             self.resources.supervisor.set_engine_config(encode_config(pinned))
 
     def get_client_addresses(self, client_index: int) -> ClientAddresses:
-        """What client `client_index` (from 1) attaches to this core with. The core must know of it: `client_count`."""
+        """Returns the addresses with which client `client_index` (from 1) attaches to this core, made for
+        `client_count` clients."""
         directory = self.resources.directory
         if directory is None:
             raise ConfigError("only the client that starts the core knows the addresses of the others")
@@ -249,7 +252,7 @@ class MPClient(ABC):
 
     @property
     def ready_response(self) -> EngineCoreReadyResponse:
-        """What the core that was connected last discovered at its start-up."""
+        """Values that the core which was connected last discovered at its start-up."""
         ready = self._link_thread.link.ready_response
         assert ready is not None  # the constructor has waited for it
         return ready
@@ -266,7 +269,7 @@ class MPClient(ABC):
 
     @property
     def core_pid(self) -> int | None:
-        """Of the core process that lives now; None between two, and where another process looks after it."""
+        """Process id of the core that lives now; None between two, and where another process supervises it."""
         supervisor = self.resources.supervisor
         return None if supervisor is None else supervisor.core_pid
 
@@ -277,7 +280,7 @@ class MPClient(ABC):
 
     @property
     def counts(self) -> Counter[str]:
-        """What has happened so far, as `EngineLink.counts` has it: deaths, resumed requests, dropped messages."""
+        """Events so far, as `EngineLink.counts` has them: deaths, resumed requests, dropped messages."""
         return self._link_thread.link.counts.copy()
 
     @property
@@ -314,7 +317,7 @@ class MPClient(ABC):
         return future
 
     def note_gone(self, reason: str) -> None:
-        """Whoever looks after the core says that there will be none any more. From any thread."""
+        """Handles the supervising process's report that there will be no core any more. From any thread."""
         thread = self._link_thread
         thread.post(lambda: thread.fail(EngineDeadError(reason)))
 
@@ -339,7 +342,7 @@ class MPClient(ABC):
         return self._link_thread.post_call(method, args)
 
     def _encode(self, value: Any) -> list[Frame]:
-        """Now, so that whoever gave the value hears of it, not the thread that sends it."""
+        """Encodes on the thread of the caller, so that the caller gets the error, not the thread that sends."""
         try:
             with self._encoder_lock:
                 return self._encoder.encode(value)
@@ -402,7 +405,8 @@ class AsyncMPClient(MPClient, AsyncEngineCoreClient):  # type: ignore[override] 
 
 
 def make_client_addresses(directory: SocketDirectory, client_index: int, *, is_judged: bool = False) -> ClientAddresses:
-    """Where client `client_index` of the core in this directory listens. Raises ConfigError for too long a path."""
+    """Returns the addresses of client `client_index` of the core in this directory. Raises ConfigError for too long a
+    path."""
     return ClientAddresses(
         client_index,
         directory.endpoint(f"input-{client_index}"),

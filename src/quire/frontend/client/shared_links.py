@@ -1,10 +1,10 @@
-"""The two ends of a server whose API processes share a core: who killed it is found out in one place (promise P2).
+"""The links of a server whose API processes share a core: one process finds the request that killed it (promise P2).
 
 A process knows its own requests only, so it cannot try a suspect alone: the others' would be with the core, too. The
-process that starts the core can, because a restarted core speaks with nobody else until it is told to admit its other
-clients. So every death goes this way::
+process that starts the core can, because a restarted core serves no other client until it has orders to admit them. So
+every death goes this way::
 
-    OwnerLink.on_death ──on_report──▶ MemberLink.report_death in each process: who is suspected
+    OwnerLink.on_death ──on_report──▶ MemberLink.report_death in each process: the suspects
                                                      │
     all are admitted ◀── trials, one after the other ◀── OwnerLink.try_suspects
 
@@ -24,14 +24,14 @@ from quire.frontend.supervision.quarantine import CoreDeath
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, EngineCoreRequestType
 
 TRIAL_SUFFIX = "~t"
-"""Of the name a suspect is tried under: what comes of its trial is not taken for an output when it is sent again."""
+"""Suffix of the id a suspect is tried under: outputs of its trial are not taken for those of the request sent again."""
 
 
 class DeathReport(NamedTuple):
-    """What the other processes are to hear of a death."""
+    """Report of a death to the other processes."""
 
     incarnation: int
-    """Of the core that died."""
+    """Number of the core that died."""
     death: CoreDeath
     verdict: Verdict | None
     """On the request that was being tried."""
@@ -46,10 +46,10 @@ class Suspect(NamedTuple):
 
 
 class OwnerLink(EngineLink):
-    """Of a process that starts a core for other clients and makes no requests itself: it tries those of the others.
+    """Link of the process that starts a core for other clients and makes no requests itself: it tries their suspects.
 
-    `are_others_busy` says whether requests of theirs are under way. `on_report`, where there is one, is called with
-    every death, on the link's thread; each call is to be followed by one of `try_suspects`. Nobody is admitted before.
+    `are_others_busy` returns whether requests of theirs are in progress. `on_report`, if set, is called with every
+    death, on the link's thread; each call must be followed by one of `try_suspects`. No client is admitted before.
     """
 
     def __init__(self, are_others_busy: Callable[[], bool]) -> None:
@@ -64,7 +64,8 @@ class OwnerLink(EngineLink):
         return super().is_needed or self._are_others_busy()
 
     def try_suspects(self, suspects: Iterable[Suspect]) -> None:
-        """The answer to the oldest report: the suspects of all processes. They are tried before anybody is admitted."""
+        """Answers the oldest report with the suspects of all processes. They are tried before any client is
+        admitted."""
         self._num_open_reports -= 1
         if self.state is not LinkState.GONE:
             for suspect in sorted(suspects, key=lambda suspect: suspect.num_acquittals):
@@ -114,23 +115,23 @@ class OwnerLink(EngineLink):
             self._send_call(self._calls.begin_admission())
 
     def _drop_outputs(self) -> None:
-        """Those of trials are for nobody: the next core computes them again."""
+        """Discards outputs produced during a trial; the next core computes them again."""
         self.deliveries = [outputs for outputs in self.deliveries if outputs.scheduler_stats is not None]
         for outputs in self.deliveries:
             outputs.outputs = []
 
 
 class MemberLink(EngineLink):
-    """Of a client that is told how a core died, and whose suspects its owner tries. A connection that ends says nothing
-    of whose fault it was."""
+    """Link of a client whose owner reports each death and tries its suspects. The end of a connection proves nothing
+    about the fault."""
 
     def __init__(self, client_index: int) -> None:
         super().__init__(client_index)
         self._last_judged = -1
 
     def report_death(self, incarnation: int, death: CoreDeath) -> list[Suspect]:
-        """The core of this number is dead: whom of ours that makes a suspect. Nobody if we had nothing to do with it,
-        or with the next one already."""
+        """Takes the death of the core of this number. Returns our suspects: none if we were not, or are no longer,
+        connected to it."""
         ready = self.ready_response
         if self.state is LinkState.GONE or ready is None or ready.incarnation != incarnation:
             return []
@@ -140,7 +141,7 @@ class MemberLink(EngineLink):
             return []
         self._last_judged = incarnation
         guilty = self._quarantine.judge(death, self._journal)
-        assert guilty is None  # nobody is tried here
+        assert guilty is None  # nothing is tried here
         entries = [self._journal.get(request_id) for request_id in self._quarantine.suspects]
         return [_make_suspect(entry) for entry in entries if entry is not None]
 
@@ -154,7 +155,7 @@ class MemberLink(EngineLink):
         self._fail([entry], verdict.message)
 
     def on_ready(self, ready: EngineCoreReadyResponse) -> None:
-        """We are admitted: whoever was suspected has been tried."""
+        """Handles the admission to the next core: every suspect has been tried."""
         if self.ready_response is not None and ready.incarnation > self.ready_response.incarnation:
             for request_id in self._quarantine.suspects:
                 entry = self._journal.get(request_id)

@@ -1,4 +1,4 @@
-"""What a frontend remembers of its live requests, so that a restarted engine core can go on with them.
+"""The live requests of a frontend, as a restarted engine core needs them to go on.
 
 Per request: what was sent, and the output tokens that came back. Stop rules, penalties, random numbers, text and
 log-probabilities all follow from these, so nothing else is kept: 4 bytes per output token of a request, until it ends.
@@ -16,7 +16,7 @@ from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest
 
 
 class Standing(IntEnum):
-    """How a request stands with the connected core."""
+    """State of a request with respect to the connected core."""
 
     SENT = 0
     """With the core; what it answers is taken as it is."""
@@ -42,14 +42,14 @@ class JournalEntry:
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
         self.output_token_ids = array("i")
-        """What the core has generated."""
+        """Tokens the core has generated."""
         self.standing = Standing.HELD
         self.wire_id = request.request_id
-        """What the core calls it: its id, with a number after it if this core has been given it more than once."""
+        """Id of the request at the core: its own, with a number after it if this core was sent it more than once."""
         self.num_sends = 0
         """To the core that is connected now."""
         self.num_deaths = 0
-        """Killed cores whose last step it was in, since its last token."""
+        """Number of killed cores whose last step it was in, since its last token."""
         self.num_acquittals = 0
         """Trials in quarantine it has come through."""
 
@@ -60,7 +60,7 @@ class JournalEntry:
 
     @property
     def has_output(self) -> bool:
-        """Whether its user has seen tokens of it."""
+        """True once its user has seen tokens of it."""
         return bool(self.output_token_ids)
 
     def take_in(self, output: EngineCoreOutput) -> None:
@@ -68,7 +68,7 @@ class JournalEntry:
         self.output_token_ids.fromlist(output.new_token_ids)
 
     def make_request(self) -> EngineCoreRequest:
-        """What a core that knows nothing of it is to be sent."""
+        """Returns the request to send to a core that knows nothing of it."""
         if not self.output_token_ids and self.wire_id == self.request_id:
             return self.request
         output_token_ids = [*self.request.output_token_ids, *self.output_token_ids]
@@ -97,7 +97,7 @@ class Journal:
         return iter(list(self._entries.values()))
 
     def get(self, request_id: str) -> JournalEntry | None:
-        """By internal id; None for one that is not live."""
+        """Returns the entry of a live request, by internal id; None for any other."""
         return self._entries.get(request_id)
 
     def add(self, request: EngineCoreRequest) -> JournalEntry:
@@ -113,7 +113,7 @@ class Journal:
         self.on_core.pop(entry.wire_id, None)
 
     def note_sent(self, entry: JournalEntry, *, first_time: bool) -> None:
-        """It goes to the connected core now; sets the id to use there."""
+        """Records that it goes to the connected core now; sets the id to use there."""
         entry.wire_id = f"{entry.request_id}~{entry.num_sends}" if entry.num_sends else entry.request_id
         entry.num_sends += 1
         entry.standing = Standing.SENT if first_time else Standing.WATCHED

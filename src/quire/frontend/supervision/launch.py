@@ -1,7 +1,7 @@
-"""Starting one engine core process, and ending it (checklist S2-CL-015, S3-EP-014…017).
+"""Starts one engine core process, and ends it.
 
 The child is a plain command, `python -m quire.engine.proc`: no fork of this process, no `__main__` guard in anyone's
-script, nothing inherited but the environment, standard error, and a pipe whose end tells it that we are gone.
+script, nothing inherited but the environment, standard error, and a pipe whose end shows that this process is gone.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ logger = init_logger(__name__)
 
 CORE_MODULE = "quire.engine.proc"
 KILL_TIMEOUT_S = 10.0
-"""How long the system may take to end a process that was sent SIGKILL."""
+"""Longest time the system may take to end a process that was sent SIGKILL."""
 START_LOOK_S = 0.1
-"""How often the progress of a start is looked at."""
+"""Interval at which the progress of a start is checked."""
 
 
 class StalledStartError(EngineDeadError):
@@ -49,7 +49,7 @@ class StalledStartError(EngineDeadError):
 
 @dataclass(frozen=True)
 class CoreLaunch:
-    """What every incarnation of a core is started with."""
+    """Values that every incarnation of a core is started with."""
 
     addresses: EngineZmqAddresses
     engine_config: bytes
@@ -61,9 +61,9 @@ class CoreLaunch:
     preload: tuple[str, ...] = ()
     """Dotted names the core resolves while it shakes hands."""
     working_dir: str = field(default_factory=os.getcwd)
-    """Where relative paths of the configuration begin, wherever this process may go later."""
+    """Directory in which relative paths of the configuration begin, wherever this process may go later."""
     search_path: str = field(default_factory=search_path)
-    """Where we find modules: every core finds the same Quire, and the same plug-ins."""
+    """Search path of modules: every core finds the same Quire, and the same plug-ins."""
 
 
 class CoreProcess:
@@ -80,7 +80,7 @@ class CoreProcess:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Process id of the child."""
         return self._process.pid
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -144,11 +144,11 @@ class CoreProcess:
 
     @property
     def returncode(self) -> int | None:
-        """As subprocess has it: negative for a signal; None while it lives."""
+        """Exit status as subprocess has it: negative for a signal; None while the process lives."""
         return self._process.poll()
 
     def wait(self, timeout_s: float, stop_fd: int | None = None) -> bool:
-        """Until the process has ended or `stop_fd` is readable; whether it has ended."""
+        """Waits until the process has ended or `stop_fd` is readable. Returns whether it has ended."""
         deadline = time.monotonic() + timeout_s
         while self.returncode is None:
             left = deadline - time.monotonic()

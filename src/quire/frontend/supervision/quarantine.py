@@ -1,4 +1,4 @@
-"""How an engine core ended, and poison control: which request killed it, and how the others are spared (promise P2).
+"""The death of an engine core, and poison control: the request that killed it is isolated (promise P2).
 
 * The requests in the last step of a core that crashed or hung are *suspects*.
 * Each suspect runs alone on the restarted core until its first output clears it. All other requests wait: a verdict is
@@ -20,17 +20,17 @@ from typing import Literal, NamedTuple
 from quire.frontend.supervision.journal import Journal, JournalEntry
 
 DeathCause = Literal["crash", "hang", "killed", "start", "lost"]
-"""crash: it ended itself, by an error or a fault. hang: it made no progress and was killed for it. killed: somebody
-else sent it a signal (an operator, the system out of memory). start: it never got ready. lost: the connection to a
-core that another process looks after is gone; nothing more is known."""
+"""crash: ended by an error or a fault of its own. hang: made no progress and was killed for it. killed: another process
+sent it a signal (an operator, the system out of memory). start: never got ready. lost: the connection to a core that
+another process supervises is gone; nothing more is known."""
 
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals no core sends itself: a fault of its own is SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL …"""
 _ASKED_TO_END = frozenset({0, -signal.SIGTERM, -signal.SIGINT})
-"""Exit statuses of a core that somebody asked to end: in good order, or before it could listen to signals."""
+"""Exit statuses of a core that was asked to end: in good order, or before it could handle signals."""
 SAME_SIGNAL_GRACE_S = 0.5
-"""Whoever asks a whole group of processes to end (systemd, kill of a group) asks us, too, but we may hear of the core's
-end first."""
+"""A signal to a whole group of processes (systemd, kill of a group) is for this process, too, but the core's end may be
+seen first."""
 
 
 class CoreDeath(NamedTuple):
@@ -40,27 +40,27 @@ class CoreDeath(NamedTuple):
     description: str
     """For a log line and an error message: "was killed by SIGSEGV in phase EXECUTE"."""
     request_ids: tuple[str, ...] | None = ()
-    """The request being taken in and those of the step, as the core called them; None where nobody can tell."""
+    """Ids at the core of the request being taken in and of those of the step; None where they are unknown."""
     was_asked: bool = False
-    """By a signal to end, and not by us."""
+    """True if a signal that this process did not send asked it to end."""
 
     def calls_for_successor(self, age_s: float, *, is_draining: bool, has_live_requests: bool) -> bool:
-        """Whether another core is to be started now, `age_s` after the death. A server that ends needs one for the
-        requests that still have time, and for nothing else."""
+        """Returns True if another core must be started now, `age_s` after the death. A server that ends needs one only
+        for the requests that still have time."""
         if self.was_asked and age_s < SAME_SIGNAL_GRACE_S:
             return False
         return has_live_requests or not is_draining
 
 
 def cause_of_exit(returncode: int) -> DeathCause:
-    """What the exit status of a core that had been ready says. One that ended in good order was told to by somebody."""
+    """Returns the cause that follows from the exit status of a core that had been ready."""
     if returncode < 0:
         return "killed" if -returncode in _FROM_OUTSIDE else "crash"
     return "crash" if returncode else "killed"
 
 
 def was_asked_to_end(returncode: int) -> bool:
-    """Whether an exit status says so."""
+    """Returns True for an exit status of a core that was asked to end."""
     return returncode in _ASKED_TO_END
 
 
@@ -83,7 +83,7 @@ MAX_NEWCOMERS = 16
 class Quarantine:
     """The suspects, in the order of their trials. Knows requests by internal id; sends nothing.
 
-    `is_shared`: the core has other clients, too, whose requests may be the reason of a death.
+    `is_shared`: the core has other clients, too, and their requests may be the reason of a death.
     """
 
     def __init__(self, is_shared: bool = False) -> None:
@@ -91,11 +91,11 @@ class Quarantine:
         self._suspects: dict[str, None] = {}
         self._on_trial: str | None = None
         self._num_tokens_left = 0
-        """Until the one on trial is cleared."""
+        """Number of tokens until the request on trial is cleared."""
 
     @property
     def is_empty(self) -> bool:
-        """Nobody is suspected."""
+        """True if there are no suspects."""
         return not self._suspects
 
     @property
@@ -131,7 +131,7 @@ class Quarantine:
         return True
 
     def clear(self, request_id: str) -> bool:
-        """It gave an output, or ended: nothing is held against it any more. True if it was the one on trial."""
+        """Drops the suspicion of a request that gave an output or ended. Returns True if it was the one on trial."""
         self._suspects.pop(request_id, None)
         if self._on_trial != request_id:
             return False
@@ -139,7 +139,8 @@ class Quarantine:
         return True
 
     def judge(self, death: CoreDeath, journal: Journal) -> JournalEntry | None:
-        """Take in the death of a core; the request that is found guilty by it, if one is. Nobody is on trial then."""
+        """Takes in the death of a core. Returns the request found guilty by it, if there is one; no request is on trial
+        then."""
         members = _members(death, journal)
         repeaters = _count_deaths(members) if death.cause in ("killed", "lost") else []
         tried, self._on_trial = self._on_trial, None
@@ -161,10 +162,10 @@ class Quarantine:
         members: Sequence[JournalEntry],
         repeaters: Sequence[JournalEntry],
     ) -> bool:
-        """Whether a death during the trial of `tried` proves its guilt.
+        """Returns True if a death during the trial of `tried` proves its guilt.
 
-        Not if a request of another client was, or may have been, the reason. A kill proves it only for one that was
-        accused by kills.
+        It does not if a request of another client was, or may have been, the reason. A kill proves it only for a
+        request that was accused by kills.
         """
         if death.request_ids is not None:
             is_alone = all(wire_id == tried.wire_id for wire_id in death.request_ids)
@@ -175,7 +176,7 @@ class Quarantine:
         return death.cause != "start" and tried in members and tried in repeaters
 
     def accuse(self, entries: Iterable[JournalEntry]) -> None:
-        """They are to be tried, after those who are suspects already."""
+        """Adds suspects, to be tried after those there are."""
         for entry in entries:
             self._suspects[entry.request_id] = None
 
@@ -188,8 +189,8 @@ def _members(death: CoreDeath, journal: Journal) -> list[JournalEntry]:
 
 
 def _candidates(members: Sequence[JournalEntry], journal: Journal) -> list[JournalEntry]:
-    """Whom a crash accuses, those never tried first: the step's members and the newcomers; all, if that was tried
-    before in vain."""
+    """Returns the suspects of a crash among the step's members and the newcomers: untested requests only, or all of
+    them if that found none before."""
     if any(entry.num_acquittals for entry in members):
         everyone = list(journal.on_core.values())
     else:

@@ -35,24 +35,24 @@ from quire.wire.heartbeat import Heartbeat, HeartbeatPage
 logger = init_logger(__name__)
 
 WATCH_INTERVAL_S = 0.5
-"""How often the heartbeat page is looked at."""
+"""Interval at which the heartbeat page is read."""
 NEED_INTERVAL_S = 0.02
-"""How often it is looked at whether a core that has died is to be followed by another."""
+"""Interval at which the supervisor checks whether a core that has died must be followed by another."""
 HANG_FACTOR = 5.0
 """A phase may take this many times what the core expects of it."""
 FIRST_BACKOFF_S = 0.05
 """Before the second restart within the window; doubled for each one more. The first comes at once."""
 MAX_BACKOFF_S = 5.0
 MIN_STAGE_S = 5.0
-"""How long a stage of a start may take however short it was before."""
+"""Least time allowed for a stage of a start, however short it was before."""
 STAGE_FACTOR = 10.0
-"""How many times its longest duration so far a stage of a start may take."""
+"""Allowance of a stage of a start, as a multiple of its longest duration so far."""
 TERMINATE_TIMEOUT_S = 5.0
-"""How long a core that was asked to stop may take, beyond the time it has for its requests."""
+"""Longest time a core that was asked to stop may take, beyond the time it has for its requests."""
 
 
 class RestartBudget:
-    """How many restarts are left, and how long to wait before the next one."""
+    """Restarts that are left, and the wait before the next one."""
 
     def __init__(self, limit: int, window_s: float) -> None:
         self._limit = limit
@@ -74,14 +74,14 @@ class RestartBudget:
 
 
 class HangWatch:
-    """Whether a heartbeat is that of a core that hangs. Time in which we did not run ourselves does not count."""
+    """Decides from its heartbeat whether a core hangs. Time in which this process did not run does not count."""
 
     def __init__(self, timeout_s: float, now: float) -> None:
         self._timeout_s = timeout_s
         self._start = self._last_look = now
         self._phase_start = 0.0
         self._lost_s = 0.0
-        """By how much our looks have come too late in this phase: then the core, perhaps, did not run either."""
+        """Time by which looks came too late in this phase: then, perhaps, the core did not run either."""
 
     def check_hang(self, beat: Heartbeat, now: float) -> float | None:
         """Seconds without progress, if they are too many; None while all is well."""
@@ -105,10 +105,11 @@ class StartWatch:
 
     def __init__(self) -> None:
         self._durations: dict[int, float] = {}
-        """By stage, in seconds: the longest in a start that succeeded, or what an allowance was extended to."""
+        """Longest duration in seconds of each stage, in a start that succeeded, or the allowance after an extension."""
         self._has_succeeded = False
         self._begun: dict[int, float] = {}
-        """By stage of this start: when it began, CLOCK_MONOTONIC, moved by the time in which we did not run."""
+        """Beginning of each stage of this start, CLOCK_MONOTONIC, moved by the time in which this process did not
+        run."""
         self._last_look = 0.0
 
     def begin(self, now: float) -> None:
@@ -143,9 +144,10 @@ class StartWatch:
 class CoreSupervisor(threading.Thread):
     """Runs one core after the other until it is stopped or the restart budget is used up.
 
-    `on_death` hears of each death, `on_gone` why there will be no core any more; both on this thread. An error of the
-    first start is given to `on_gone` as it is: nothing is tried again that has never worked. `was_connected` tells of
-    an incarnation whether the client has heard of it, `has_live_requests` whether anybody waits for a core.
+    `on_death` is called with each death, `on_gone` with the reason why there will be no core any more; both on this
+    thread. `on_gone` gets an error of the first start as it is: a start that has never worked is not repeated.
+    `was_connected` returns whether the client has seen an incarnation ready, `has_live_requests` whether any request
+    waits for a core.
     """
 
     def __init__(
@@ -176,9 +178,9 @@ class CoreSupervisor(threading.Thread):
         self._is_draining = False
         self._has_spawned = threading.Event()
         self.restarts: dict[str, int] = {}
-        """By cause of the death before it."""
+        """Number of restarts by cause of the death before."""
         self.core_pid: int | None = None
-        """Of the core that lives now."""
+        """Process id of the core that lives now."""
 
     @property
     def end_timeout_s(self) -> float:
@@ -200,7 +202,7 @@ class CoreSupervisor(threading.Thread):
         self._wakeup.set()
 
     def wait_spawned(self) -> None:
-        """Until the first core's process runs, or there will be none: work that holds the GIL would delay it."""
+        """Waits until the first core's process runs, or there will be none: work that holds the GIL would delay it."""
         self._has_spawned.wait()
 
     def run(self) -> None:
@@ -298,7 +300,7 @@ class CoreSupervisor(threading.Thread):
             core.kill()
 
     def _wait_for_need(self, death: CoreDeath) -> bool:
-        """Until another core is needed; False if we are to stop first."""
+        """Waits until another core is needed. Returns False if this supervisor is stopped first."""
         start = time.monotonic()
         while not death.calls_for_successor(
             time.monotonic() - start, is_draining=self._is_draining, has_live_requests=self._has_live_requests()

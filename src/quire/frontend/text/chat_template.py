@@ -30,7 +30,7 @@ MAX_RENDERED_CHARS = 1 << 26
 ContentFormat = Literal["auto", "string", "openai"]
 Message = Mapping[str, Any]
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks where a message to be continued ends; its space tells whether the template strips messages."""
+"""Marks where a message to be continued ends; its space shows whether the template strips messages."""
 _TEXT_PARTS = {
     "text": "text",
     "input_text": "text",

@@ -50,7 +50,7 @@ class StopStrings:
         return best
 
     def held_back(self, text: str, start: int = 0) -> int:
-        """How many characters at the end of text[start:] may be the beginning of a stop string: not shown yet."""
+        """Returns how many characters at the end of text[start:] may begin a stop string and are not shown yet."""
         for at in range(max(start, len(text) - self._max_held), len(text)):
             if text[at] in self._first_chars:
                 tail = text[at:]
@@ -63,7 +63,7 @@ MAX_PENDING_TOKENS = 16
 """A character is complete after four bytes: what is still undecodable then is garbage and not held back for ever."""
 
 MAX_KEPT_CHARS = 256
-"""Of a text whose reader has seen it."""
+"""Length beyond which text that a reader of deltas has seen is dropped."""
 
 
 class TextStream:
@@ -285,7 +285,8 @@ class TextDetokenizer(IncrementalDetokenizer):
         return text
 
     def _forget_shown(self) -> None:
-        """Who reads deltas never reads again what was shown: a long text is not kept, nor copied for each token."""
+        """Drops text that was shown: a reader of deltas does not need it, and long texts are not copied for each
+        token."""
         count = min(self._shown, self._decided)
         self._text = self._text[count:]
         self._shown -= count
@@ -310,7 +311,7 @@ class LogprobsProcessor:
     def from_params(
         tokenizer: Tokenizer | None, params: SamplingParams, prompt_ids: Sequence[int]
     ) -> LogprobsProcessor | None:
-        """What a request needs: nothing, if it asks for no log-probabilities."""
+        """Returns the processor that a request needs; None if it asks for no log-probabilities."""
         asks = params.logprobs is not None or params.logprob_token_ids is not None or params.prompt_logprobs is not None
         return LogprobsProcessor(tokenizer, params, prompt_ids) if asks else None
 

@@ -169,7 +169,7 @@ def _guard_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Where templates of repositories and requests are compiled, and run within a `budget`."""
+    """Environment in which templates of repositories and requests are compiled, and run within a `budget`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     concat = staticmethod(_concat)

@@ -17,11 +17,11 @@ from quire.frontend.text.chat_template import ContentFormat, Message, render_cha
 from quire.frontend.text.tokenizer_files import TokenizerFiles, is_panic, read_tokenizer_dir
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no character (yet)."""
+"""Written by decoders for bytes that are no character (yet)."""
 LONG_TEXT_CHARS = 8192
 """A text this long takes about ten milliseconds to tokenize: more than others should wait for."""
 CONTEXT_TOKENS = 4
-"""How many tokens before it can change the text of a token: a UTF-8 character has at most four bytes."""
+"""Number of preceding tokens that can change the text of a token: a UTF-8 character has at most four bytes."""
 
 _FIXED_TEXT_DECODERS = (
     ["ByteLevel"],
@@ -30,7 +30,7 @@ _FIXED_TEXT_DECODERS = (
     ["Replace", "ByteFallback", "Fuse"],
     ["Replace", "ByteFallback", "Fuse", "Strip"],
 )
-"""What Llama, Qwen, GPT-2 / T5 / BERT / Gemma / Llama 2 and Mistral use."""
+"""Decoders of Llama, Qwen, GPT-2 / T5 / BERT / Gemma / Llama 2 and Mistral."""
 
 
 def _decoder_step(state: dict[str, Any]) -> str:
@@ -52,7 +52,7 @@ class Tokenizer:
         self.all_special_tokens = list(dict.fromkeys([*files.special_tokens.values(), *files.extra_special_tokens]))
         self._token_texts: dict[int, str] = {}
         self.plain_texts: dict[int, str] = {}
-        """What `token_text` has found so far of ordinary tokens: not added to the vocabulary, whole characters only."""
+        """Texts that `token_text` has found of ordinary tokens: not added to the vocabulary, whole characters only."""
 
     @classmethod
     def from_dir(cls, directory: Path | str, mode: str = "auto") -> Tokenizer:
@@ -88,9 +88,10 @@ class Tokenizer:
         max_len: int | None = None,
         side: str = "right",
     ) -> tuple[list[int], int | None]:
-        """(the ids of a text or a pair of texts, where the second begins if the tokenizer tells the two apart).
+        """Returns (the ids of a text or a pair of texts, where the second begins if the tokenizer distinguishes the
+        two).
 
-        What is longer than `max_len` is cut at `side`, the longer text first, and keeps its special tokens.
+        A text longer than `max_len` is cut at `side`, the longer text first, and keeps its special tokens.
         """
         texts = [text] if second is None else [text, second]
         try:
@@ -127,7 +128,8 @@ class Tokenizer:
         return [self.backend.token_to_id(token) for token in tokens]
 
     def token_text(self, token_id: int) -> str:
-        """What `token_id` adds to a text in the middle of a line: its leading space is kept, special tokens are shown.
+        """Returns the text that `token_id` adds in the middle of a line: its leading space is kept, special tokens are
+        shown.
 
         Ends in the replacement character when the token ends inside a UTF-8 character.
         """
@@ -142,9 +144,9 @@ class Tokenizer:
 
     @cached_property
     def has_fixed_texts(self) -> bool:
-        """Is `token_text` a token's text after any other token? (Bytes of unfinished characters always excepted.)
+        """True if `token_text` is a token's text after any other token, bytes of unfinished characters excepted.
 
-        True for the decoders in use: they treat tokens one by one, and only the first of a text specially.
+        This holds for the decoders in use: they treat tokens one by one, and only the first of a text specially.
         """
         if self.backend.decoder is None or not self._anchor:
             return False
@@ -179,12 +181,12 @@ class Tokenizer:
 
     @cached_property
     def skipped_ids(self) -> frozenset[int]:
-        """What `decode(..., skip_special_tokens=True)` leaves out."""
+        """Ids that `decode(..., skip_special_tokens=True)` leaves out."""
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Ids of `all_special_tokens`."""
+        """The ids of `all_special_tokens`."""
         return [i for i in self.convert_tokens_to_ids(self.all_special_tokens) if i is not None]
 
     def _named_id(self, name: str) -> int | None:
@@ -266,7 +268,7 @@ def _encode_error(error: BaseException) -> BaseException:
 
 
 def _share_room(lens: list[int], room: int) -> list[int]:
-    """How many tokens of each of one or two texts are kept: the longer is cut first, then both alike."""
+    """Returns the numbers of tokens kept of one or two texts: the longer is cut first, then both alike."""
     if sum(lens) <= room:
         return lens
     if len(lens) == 1:

@@ -30,14 +30,14 @@ NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a tokenizer directory holds."""
+    """Contents of a tokenizer directory."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]
     """Named special tokens: bos_token, eos_token, ... and the model's own (image_token, ...)."""
     extra_special_tokens: list[str] = field(default_factory=list)
     chat_templates: dict[str, str] = field(default_factory=dict)
-    """By name; a repository with one template has `default`."""
+    """Chat templates by name; a repository with one template has `default`."""
 
 
 def read_tokenizer_dir(directory: Path, mode: str = "auto") -> TokenizerFiles:
@@ -182,7 +182,8 @@ def _add_missing_tokens(
 
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """By name. Template files win over tokenizer_config.json, where one template is text and several are a list."""
+    """Returns the chat templates by name. Template files win over tokenizer_config.json, where one template is text and
+    several are a list."""
     files = {path.stem: f"additional_chat_templates/{path.name}" for path in _additional_templates(directory)}
     files["default"] = "chat_template.jinja"
     texts = {name: read_text(directory, file, MAX_TEMPLATE_BYTES) for name, file in files.items()}

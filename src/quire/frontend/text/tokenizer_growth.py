@@ -140,7 +140,7 @@ def _longest_mapping(charsmap: str) -> float:
 
 
 def _count_copies(step: Mapping[str, Any], name: str) -> float:
-    """How often a template writes the text it is given. Raises ValueError for too many special tokens."""
+    """Returns how often a template writes the text it is given. Raises ValueError for too many special tokens."""
     special = step.get("special_tokens") or {}
     copies: dict[str, int] = {}
     num_special = 0
