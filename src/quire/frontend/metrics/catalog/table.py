@@ -17,9 +17,9 @@ from quire.frontend.metrics.catalog.vllm_rows import (
 METRICS: tuple[MetricSpec, ...] = (*ENGINE_GAUGES, *COUNTERS, *HISTOGRAMS, *OPERATIONS, *LEDGER, *HTTP, *LEGACY)
 
 CACHE_CONFIG_INFO = InfoSpec(
-    name="cache_config_info", help="The configuration of the KV cache, and what start-up made of it."
+    name="cache_config_info", help="Configuration of the KV cache, and values found at start-up."
 )
-BUILD_INFO = InfoSpec(name="build_info", help="The version of Quire that runs here.", prefix=QUIRE)
+BUILD_INFO = InfoSpec(name="build_info", help="Version of Quire.", prefix=QUIRE)
 INFOS: tuple[InfoSpec, ...] = (CACHE_CONFIG_INFO, BUILD_INFO)
 
 NOT_APPLICABLE: dict[str, str] = {
@@ -27,8 +27,8 @@ NOT_APPLICABLE: dict[str, str] = {
     "watermark_requests": "outputs are not watermarked",
     "diffusion_*": "no diffusion models are served",
     "estimated_flops_per_gpu_total": "work is measured, not estimated: --enable-mfu-metrics does not exist",
-    "estimated_read_bytes_per_gpu_total": "as estimated_flops_per_gpu_total",
-    "estimated_write_bytes_per_gpu_total": "as estimated_flops_per_gpu_total",
+    "estimated_read_bytes_per_gpu_total": "see estimated_flops_per_gpu_total",
+    "estimated_write_bytes_per_gpu_total": "see estimated_flops_per_gpu_total",
     "kv_offload_*": "KV blocks are not offloaded",
     "simple_kv_offload_*": "KV blocks are not offloaded",
     "nixl_*": "there is no NIXL connector",
@@ -38,11 +38,11 @@ NOT_APPLICABLE: dict[str, str] = {
     "tool_call_parser_invocations_total": "its label values are not documented; http_requests_total counts the calls",
     "websocket_*": "there are no websocket routes",
     "model_forward_time_milliseconds": "the frontend does not see the parts of a step",
-    "model_execute_time_milliseconds": "as model_forward_time_milliseconds",
+    "model_execute_time_milliseconds": "see model_forward_time_milliseconds",
     "gpu_prefix_cache_hit_rate": "a rate: divide prefix_cache_hits by prefix_cache_queries",
     "cpu_prefix_cache_hit_rate": "there is no swap space; see gpu_prefix_cache_hit_rate",
     "spec_decode_draft_acceptance_rate": "a rate: divide spec_decode_num_accepted_tokens by _num_draft_tokens",
-    "spec_decode_efficiency": "a rate: make it of the spec_decode counters",
+    "spec_decode_efficiency": "a rate: compute it from the spec_decode counters",
     "spec_decode_num_emitted_tokens": "it is spec_decode_num_accepted_tokens plus _num_drafts",
 }
 """vLLM's names (without the prefix; `*` for any end) that are not exported, and why."""
@@ -52,7 +52,7 @@ _SECTIONS: tuple[tuple[str, tuple[MetricSpec, ...]], ...] = (
     ("Counters", COUNTERS),
     ("Histograms", HISTOGRAMS),
     ("Control operations", OPERATIONS),
-    ("The ledger, and what vLLM does not have", LEDGER),
+    ("The ledger, and other metrics that vLLM does not have", LEDGER),
     ("HTTP", HTTP),
     ("Older names", LEGACY),
 )
@@ -66,7 +66,7 @@ def make_metrics_page(introduction: str) -> str:
     parts.append(f"## Facts as labels\n\n| metric | kind | meaning |\n|---|---|---|\n{infos}")
     parts.append("## Bounds of histograms\n\n" + _bounds())
     reasons = "\n".join(f"| `{VLLM}{name}` | {reason} |" for name, reason in NOT_APPLICABLE.items())
-    parts.append(f"## What vLLM has and Quire has not\n\n| metric | why |\n|---|---|\n{reasons}")
+    parts.append(f"## Metrics of vLLM that Quire does not export\n\n| metric | why |\n|---|---|\n{reasons}")
     return "\n\n".join(parts) + "\n"
 
 
