@@ -118,7 +118,7 @@ def _luminance(colour: str) -> float:
         *((line, "panel", 3) for line in ("s1", "s2", "s3", "shared", "prompt", "writing")),
     ],
 )  # fmt: skip
-def test_contrast(theme: int, ink: str, ground: str, least: float) -> None:
+def test_colours_have_the_contrast_that_wcag_asks_for(theme: int, ink: str, ground: str, least: float) -> None:
     """WCAG AA: 4.5 to 1 for text, 3 to 1 for what is drawn."""
     style = (UI / "style.css").read_text(encoding="utf-8")
     pairs = dict(re.findall(r"--([\w-]+): light-dark\((#\w+, #\w+)\)", style))

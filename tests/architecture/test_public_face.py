@@ -49,7 +49,7 @@ def _loaded_after(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
-def test_exported_names() -> None:
+def test_every_exported_name_is_there() -> None:
     assert sorted(quire.__all__) == sorted(EXPORTS)
     for name in EXPORTS:
         assert getattr(quire, name) is not None

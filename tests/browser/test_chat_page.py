@@ -119,7 +119,7 @@ def test_the_page_cannot_make_markup_of_text_even_if_it_tried(window: Window) ->
     assert refused
 
 
-def test_stop(window: Window, server: ServerProcess) -> None:
+def test_the_stop_button_ends_the_answer(window: Window, server: ServerProcess) -> None:
     page = window.open("/ui")
     open_all(page)
     page.fill("#schema", json.dumps({"type": "string", "minLength": 5000}))

@@ -108,7 +108,7 @@ def test_a_newcomer_sees_what_the_engine_does(browser: Any, server: ServerProces
     window.context.close()
 
 
-def test_abort(browser: Any, slow_server: ServerProcess) -> None:
+def test_the_abort_button_ends_the_request_on_the_admin_listener_only(browser: Any, slow_server: ServerProcess) -> None:
     """On the admin listener the button ends the request; on the other one there is none."""
     assert slow_server.admin_url is not None
     ends: list[str] = []

@@ -86,7 +86,7 @@ def test_it_shows_what_the_server_can_be_asked(browser: Any, server: ServerProce
     window.context.close()
 
 
-def test_search(window: Window) -> None:
+def test_a_search_shows_the_operations_that_match(window: Window) -> None:
     page = open_docs(window)
     all_shown = page.evaluate(NUM_SHOWN)
     page.fill("#search", "embed_dtype")

@@ -57,7 +57,7 @@ def test_requests_of_a_route_are_those_of_the_table() -> None:
     assert named == {name: row["route"] for name, row in TABLE["request"].items() if "route" in row}
 
 
-def test_routes() -> None:
+def test_a_route_is_served_as_its_row_says() -> None:
     """A route that is there is in the OpenAPI document that is served; one that is not, is not."""
     document = make_openapi(all_endpoints())
     for row in TABLE["route"]:
@@ -69,7 +69,7 @@ def test_routes() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE["request"])
-def test_fields(name: str) -> None:
+def test_a_field_is_taken_as_its_row_says(name: str) -> None:
     """A field that is there is one of its body in the OpenAPI document."""
     row = TABLE["request"][name]
     endpoint = endpoints().get(row.get("route", ""))
@@ -82,7 +82,7 @@ def test_fields(name: str) -> None:
     assert {v.name for v in verdicts if v.word != "not"} <= set(schema["properties"])
 
 
-def test_flags() -> None:
+def test_a_flag_is_taken_as_its_row_says() -> None:
     """A flag that is there is in --help, and any other says what becomes of it."""
     listed = set(re.findall(r"--[a-z0-9-]+", format_help(command_line(), "all")))
     for flag in FLAGS.values():

@@ -47,7 +47,7 @@ def test_folder_is_complete(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == FILES
 
 
-def test_sizes() -> None:
+def test_the_models_are_small() -> None:
     assert folder_size(ASSETS_DIR / "demo") <= 12 * MEGABYTE
     assert folder_size(ASSETS_DIR / "demo-draft") <= folder_size(ASSETS_DIR / "demo") / 3
 

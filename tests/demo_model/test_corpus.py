@@ -112,7 +112,7 @@ def test_extractions_hold_what_the_text_says() -> None:
         assert all(str(value) in item.question for value in (answer.values() if isinstance(answer, dict) else answer))
 
 
-def test_echoes_copy() -> None:
+def test_an_echo_copies_words_it_was_given() -> None:
     rng = random.Random(5)
     for _ in range(200):
         given, copy = draw_echo(rng)

@@ -35,7 +35,7 @@ def test_shipped_template_is_the_trained_one() -> None:
         assert settings["chat_template"] == documents.TEMPLATE_FILE.read_text(encoding="utf-8")
 
 
-def test_plain_turns() -> None:
+def test_a_plain_turn_is_rendered_between_its_marks() -> None:
     text = render([USER], add_generation_prompt=True)
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 

@@ -77,7 +77,7 @@ def assert_same_logprobs(output: RequestOutput, generation: Generation) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
-def test_on_cuda(family: str, checkpoint: Checkpoint, oracle: Oracle) -> None:
+def test_cuda_gives_the_tokens_of_transformers(family: str, checkpoint: Checkpoint, oracle: Oracle) -> None:
     """The same code on a GPU, in whole prompts and in chunks."""
     expected = oracle(family)
     for budget in (4096, 48):
@@ -124,7 +124,9 @@ def test_full_windowed_and_mixed_attention_under_every_schedule(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("flags", [{}, {"max_num_batched_tokens": 40}], ids=["whole_prompts", "chunks"])
-def test_prompt_logprobs(family: str, flags: dict[str, Any], checkpoint: Checkpoint, oracle: Oracle) -> None:
+def test_prompt_logprobs_are_complete_beside_a_warm_prefix_cache(
+    family: str, flags: dict[str, Any], checkpoint: Checkpoint, oracle: Oracle
+) -> None:
     """They are complete although the same prompts are in the prefix cache, and there is none for the first token."""
     expected = [g for g in oracle(family) if len(g.prompt) in (1, 2, 17, 200)]
     with engine(checkpoint(family), max_num_seqs=4, **flags) as llm:

@@ -95,7 +95,9 @@ def test_requests_of_before_a_sleep(inproc_llm: LLM, answers: list[list[list[int
     llm.wake_up()
 
 
-def test_new_weights(llm: LLM, checkpoints: list[Path], answers: list[list[list[int]]]) -> None:
+def test_new_weights_answer_and_survive_a_sleep(
+    llm: LLM, checkpoints: list[Path], answers: list[list[list[int]]]
+) -> None:
     assert tokens(llm) == answers[0]
     assert llm.update_weights(checkpoints[1], "step 1") == "step 1" == llm.get_weight_version()
     assert tokens(llm) == answers[1] != answers[0]
@@ -153,7 +155,7 @@ def test_calls_into_the_workers(inproc_llm: LLM) -> None:
 
 
 @pytest.mark.gpu
-def test_on_cuda(checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleep_frees_the_memory_of_a_gpu(checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Level 1 moves the weights to main memory and back, level 2 reads them again; the device's memory is free."""
     monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
     with make(checkpoints[0], device="cuda", dtype="float32") as llm:

@@ -70,7 +70,7 @@ def test_every_way_of_sampling_keeps_the_form(fields: dict[str, Any], llm: LLM) 
         assert len(output.logprobs) == len(output.token_ids)
 
 
-def test_choice(llm: LLM) -> None:
+def test_an_output_is_one_of_the_choices(llm: LLM) -> None:
     texts = [output.text for output in outputs(llm, {"choice": ["left", "right", "lefty"]}, n=8)]
     assert set(texts) <= {"left", "right", "lefty"}
     assert len(set(texts)) > 1

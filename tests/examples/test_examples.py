@@ -120,7 +120,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_example(path: Path) -> None:
+def test_an_example_shows_what_it_says(path: Path) -> None:
     CHECKS[path.stem](run(str(path.relative_to(ROOT))))
 
 
@@ -154,7 +154,7 @@ def test_kill_the_core_on_a_terminal() -> None:
     assert all(len(re.sub(r"\x1b\[2K", "", line)) <= 100 for line in frames[5].split("\n"))
 
 
-def test_batch_file(tmp_path: Path) -> None:
+def test_the_batch_of_the_examples_is_answered_once(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     for _ in range(2):  # the second time there is nothing left to do
         run("quire", "batch", "examples/batch.jsonl", "-o", str(results))

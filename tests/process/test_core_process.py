@@ -185,7 +185,7 @@ def test_a_request_that_cannot_be_served_fails_alone(peer: Peer) -> None:
     assert client.tokens("neighbour") == expected_tokens([1, 2, 3], 100)
 
 
-def test_control_calls(peer: Peer) -> None:
+def test_a_control_call_is_answered_or_refused_with_the_reason(peer: Peer) -> None:
     peer.start()
     client = peer.client
     assert client.call("get_supported_tasks")[1:3] == [None, ["generate"]]

@@ -517,7 +517,7 @@ async def read_to_the_end(client: AsyncMPClient) -> None:
 # -- asyncio ----------------------------------------------------------------------------------------------------------
 
 
-def test_for_asyncio() -> None:
+def test_the_asyncio_client_serves_as_the_other_does() -> None:
     async def run() -> None:
         client = await asyncio.to_thread(AsyncMPClient, config_with(core_restart_limit=1), log_stats=False)
         try:

@@ -47,7 +47,7 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_openais_client(client: openai.OpenAI, server: ServerProcess) -> None:
+def test_openais_client_is_served(client: openai.OpenAI, server: ServerProcess) -> None:
     (model,) = client.models.list().data
     assert model.id == "demo"
     answer = client.chat.completions.create(model="demo", messages=HI, max_tokens=4)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("num_processes", ["1", "2"])
-def test_https(directory: Path, num_processes: str) -> None:
+def test_https_is_spoken_and_nothing_else(directory: Path, num_processes: str) -> None:
     """Encrypted and authenticated; nothing but TLS 1.2 and later is spoken, and no plain HTTP."""
     files = ("--ssl-certfile", str(directory / "server.pem"), "--ssl-keyfile", str(directory / "server.key"))
     flags = ("--api-key", "secret", "--api-server-count", num_processes)

@@ -25,7 +25,7 @@ def test_a_float_field_accepts_exactly_its_range(value: float) -> None:
             BOUNDS["top_p"].validate(value)
 
 
-def test_range_text() -> None:
+def test_a_range_is_shown_as_an_interval() -> None:
     assert BOUNDS["top_p"].range_text() == "(0, 1]"
     assert BOUNDS["repetition_penalty"].range_text() == "(0, inf)"
     assert BOUNDS["logprobs"].range_text().endswith("or -1")

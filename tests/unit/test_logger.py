@@ -31,7 +31,7 @@ def failed(message: str) -> logging.LogRecord:
     return made
 
 
-def test_text() -> None:
+def test_a_line_of_text_holds_level_name_and_message() -> None:
     line = TextFormatter().format(record("%s of %d", "one", 2))
     assert line.startswith("INFO ")
     assert line.endswith("[quire.x] one of 2")
@@ -48,7 +48,7 @@ def test_json_has_facts_that_are_known() -> None:
     assert "exception" not in found
 
 
-def test_exceptions() -> None:
+def test_an_exception_is_logged_without_secrets() -> None:
     text = TextFormatter().format(failed("password=hunter22"))
     assert "Traceback" in text
     assert "ValueError: password=***" in text
@@ -81,11 +81,11 @@ def test_nothing_a_client_sends_begins_another_line(text: str, formatter: loggin
         ("http://localhost:8000/v1/models", "http://localhost:8000/v1/models"),
     ],
 )
-def test_redaction(text: str, shown: str) -> None:
+def test_secrets_are_replaced(text: str, shown: str) -> None:
     assert redact(text) == shown
 
 
-def test_formats() -> None:
+def test_a_format_has_its_formatter() -> None:
     assert type(make_formatter("json")) is JsonFormatter
     assert type(make_formatter("text")) is TextFormatter
 

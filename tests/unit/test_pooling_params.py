@@ -26,7 +26,7 @@ from quire.sampling_params import RequestOutputKind
         ({"extra_kwargs": {}}, "extra_kwargs"),
     ],
 )
-def test_refusals(fields: dict[str, Any], param: str) -> None:
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ValidationError) as caught:
         PoolingParams(**fields).validate_fields()
     assert caught.value.param == param

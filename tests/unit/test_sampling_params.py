@@ -72,7 +72,7 @@ HOSTILE: list[Any] = [
 
 
 @pytest.mark.parametrize(("name", "value"), DEFAULTS.items())
-def test_defaults(name: str, value: Any) -> None:
+def test_a_default_is_that_of_the_field(name: str, value: Any) -> None:
     assert getattr(SamplingParams(), name) == value
 
 
@@ -275,7 +275,7 @@ def test_clone_is_independent() -> None:
     assert shared.clone() is shared
 
 
-def test_from_optional() -> None:
+def test_from_optional_takes_none_for_the_default() -> None:
     params = SamplingParams.from_optional(temperature=None, top_p=0.5, max_tokens=None, logit_bias={"7": 300, 8: -300})
     assert params.temperature == 1.0
     assert params.top_p == 0.5

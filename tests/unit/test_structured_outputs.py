@@ -30,7 +30,7 @@ def test_a_schema_is_kept_as_text() -> None:
         ({"structural_tag": "{}"}, ("structural_tag", "{}")),
     ],
 )
-def test_sources(fields: dict[str, Any], source: tuple[str, str]) -> None:
+def test_the_source_is_the_field_that_is_set(fields: dict[str, Any], source: tuple[str, str]) -> None:
     assert StructuredOutputsParams(**fields).source == source
 
 

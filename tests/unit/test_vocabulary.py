@@ -29,7 +29,7 @@ def test_the_drawn_tree_is_the_real_one() -> None:
     assert classes <= _tree_names()
 
 
-def test_status_codes() -> None:
+def test_each_error_has_its_status_code() -> None:
     codes = {name: value.status_code for name, value in _classes().items()}
     assert codes["ValidationError"] == codes["PromptTooLongError"] == 400
     assert codes["NotFoundError"] == 404
@@ -54,7 +54,7 @@ def test_env_reads_at_call_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("text", "on"), [("1", True), ("yes", True), ("TRUE", True), ("0", False), ("", False)])
-def test_env_switch(monkeypatch: pytest.MonkeyPatch, text: str, on: bool) -> None:
+def test_a_switch_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, on: bool) -> None:
     monkeypatch.setenv("QUIRE_COMPUTE_NANS_IN_LOGITS", text)
     assert envs.COMPUTE_NANS_IN_LOGITS.flag() is on
 
@@ -88,7 +88,7 @@ def test_a_child_logs_at_the_level_of_its_parent(level: int, name: str) -> None:
         root.setLevel(before)
 
 
-def test_resolve() -> None:
+def test_a_dotted_name_is_resolved_or_refused_with_the_reason() -> None:
     assert resolve("quire.errors:ConfigError") is ConfigError
     for name, message in {
         "quire.errors": "does not name an object",

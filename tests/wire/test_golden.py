@@ -77,7 +77,7 @@ def _default(field: Any) -> Any:
     return field.default_factory()
 
 
-def test_single_frames() -> None:
+def test_single_frames_have_their_bytes() -> None:
     assert [t.value for t in EngineCoreRequestType] == [bytes([i]) for i in range(6)]
     assert ENGINE_CORE_DEAD == b"ENGINE_CORE_DEAD"
     assert engine_identity(0x0102) == b"\x02\x01"

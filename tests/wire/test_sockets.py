@@ -149,7 +149,7 @@ def test_messages_pass_without_a_copy(directory: SocketDirectory, sockets: Socke
     assert np.shares_memory(output.pooling_output, np.frombuffer(frames[1], dtype=np.float32))
 
 
-def test_options(directory: SocketDirectory, sockets: Sockets) -> None:
+def test_sockets_have_the_options_of_their_type(directory: SocketDirectory, sockets: Sockets) -> None:
     """Binding by type, identity, linger, no high-water mark, a bound on what is read."""
     router = sockets.make(directory.endpoint("in"), zmq.ROUTER, linger_ms=5000)
     dealer = sockets.make(directory.endpoint("in"), zmq.DEALER, bind=False, identity=b"\x01\x00")

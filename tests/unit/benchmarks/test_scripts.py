@@ -61,5 +61,5 @@ def test_what_large_bodies_do() -> None:
         pytest.param(("benchmarks/kernel_speed.py", "--shapes=tiny", "--rows=1", "--threads=1"), marks=needs_kernels),
     ],
 )
-def test_others(words: tuple[str, ...]) -> None:
+def test_the_other_benchmarks_run(words: tuple[str, ...]) -> None:
     assert run(*words)

@@ -67,7 +67,7 @@ def batch(tmp_path: Path, model_dir: Path, use_engine: Callable[[ScriptedEngine]
     return Batch(tmp_path, model_dir, use_engine)
 
 
-def test_both_endpoints(batch: Batch, model_dir: Path, capsys: Capture) -> None:
+def test_rows_of_both_endpoints_are_answered(batch: Batch, model_dir: Path, capsys: Capture) -> None:
     batch.write(chat_row("c"), text_row("t", echo=True), text_row("ids", [3, 4]), text_row("many", ["a", "b"], n=2))
     assert batch.run() == 0
     results = batch.results()
@@ -98,7 +98,7 @@ def test_aliases_and_flags(batch: Batch, model_dir: Path, use_engine: Callable[[
     assert set(batch.results()) == {"a"}
 
 
-def test_parameters(batch: Batch) -> None:
+def test_parameters_of_a_row_reach_the_engine(batch: Batch) -> None:
     engine = ScriptedEngine()
     batch.write(
         chat_row("a", temperature=0.1, top_p=None, max_completion_tokens=7, stop="x", logprobs=True, top_logprobs=1),

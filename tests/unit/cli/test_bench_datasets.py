@@ -40,7 +40,7 @@ MATERIAL = Material(tuple(range(300, 400)), tokens_per_word=2.0)
         ("exponential:200", 200, None),
     ],
 )
-def test_lengths(text: str, mean: float, longest: int | None) -> None:
+def test_lengths_are_drawn_from_what_the_text_describes(text: str, mean: float, longest: int | None) -> None:
     lengths, rng = Lengths.parse(text), random.Random(1)
     drawn = [lengths.draw(rng) for _ in range(4000)]
     assert statistics.fmean(drawn) == pytest.approx(mean, rel=0.1)
@@ -69,7 +69,7 @@ def dataset(**options: Any) -> RandomDataset:
 
 
 @given(st.integers(0, 9), st.integers(0, 40), st.integers(1, 4))
-def test_random_requests(seed: int, prefix_len: int, num_prefixes: int) -> None:
+def test_random_requests_are_the_same_for_the_same_seed(seed: int, prefix_len: int, num_prefixes: int) -> None:
     data = dataset(seed=seed, prefix_len=prefix_len, num_prefixes=num_prefixes, max_model_len=128)
     first, again, other = data.requests(40, 0), data.requests(40, 0), data.requests(40, 1)
     assert first == again
@@ -92,7 +92,7 @@ def test_random_texts_are_about_as_long() -> None:
     assert len(request.prompt.split()) == 5 + 50  # two tokens a word
 
 
-def test_sharegpt(tmp_path: Path) -> None:
+def test_sharegpt_conversations_become_requests(tmp_path: Path) -> None:
     path = tmp_path / "share.json"
     talk = [{"from": "human", "value": "question?"}, {"from": "gpt", "value": "a" * 40}]
     path.write_text(
@@ -118,7 +118,7 @@ def custom(tmp_path: Path, *rows: Any) -> FileDataset:
     return read_custom(path, Lengths.parse("9"), 0)
 
 
-def test_custom(tmp_path: Path) -> None:
+def test_rows_of_a_custom_file_become_requests(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     data = custom(tmp_path, {"prompt": "a"}, "", {"prompt": [1, 2], "output_len": 3}, {"prompt": "b", "max_tokens": 4})
     assert list(data.rows) == [LoadRequest("a", 9), LoadRequest([1, 2], 3), LoadRequest("b", 4)]
@@ -152,7 +152,7 @@ def test_custom_rows_that_are_none(tmp_path: Path, row: Any, words: str) -> None
         custom(tmp_path, row)
 
 
-def test_traces(tmp_path: Path) -> None:
+def test_a_trace_becomes_requests_with_shared_blocks(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 3000, "input_length": 2 * TRACE_BLOCK + 5, "output_length": 4, "hash_ids": [7, 8, 9]},

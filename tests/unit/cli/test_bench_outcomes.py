@@ -149,7 +149,7 @@ def test_the_time_of_the_last_answers_is_no_falling_behind() -> None:
         (["e2el:10", "e2el:20"], {"e2el": 20}),
     ],
 )
-def test_service_levels(words: list[str], bounds: dict[str, float]) -> None:
+def test_a_service_level_is_read_from_its_words(words: list[str], bounds: dict[str, float]) -> None:
     assert ServiceLevel.parse(words).bounds_ms == bounds
     assert bool(ServiceLevel.parse(words)) == bool(bounds)
 

@@ -80,7 +80,7 @@ def test_parts_add_up_in_one_process() -> None:
     assert row["frontend_us_per_token"] == pytest.approx(3.0)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_prints_and_writes_the_same_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     words = ["--concurrency", "1,3", "--output-len", "16", "--step-ms", "0", "--reps", "1", "--transport", "inproc"]
     assert main(["bench", "overhead", *words, "--json", "--output-json", str(path)]) == 0

@@ -62,7 +62,7 @@ def test_the_page_fetches_nothing() -> None:
     assert page.count("<svg") == 2
 
 
-def test_files(tmp_path: Path) -> None:
+def test_a_plot_is_written_in_the_format_of_its_name(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("a.html", "b.png"):
         check_plot_path(tmp_path / name)

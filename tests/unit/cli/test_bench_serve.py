@@ -82,7 +82,7 @@ def test_a_command_line_of_vllm(server: FakeServer, capsys: Capture) -> None:
     assert "contradict one another" in capsys.readouterr().err
 
 
-def test_the_table(server: FakeServer, capsys: Capture) -> None:
+def test_the_table_shows_what_was_measured(server: FakeServer, capsys: Capture) -> None:
     assert bench(server, "--num-prompts", "3", "--request-rate", "1000", "--goodput", "tpot:9999") == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"serve of m at {server.url}: completions, random, 256 + 128 tokens\n")
@@ -119,7 +119,7 @@ def test_a_sweep_of_rates(server: FakeServer, capsys: Capture) -> None:
     assert [(load["request_rate"], load["num_requests"]) for load in content["loads"]] == [(500, 5), (1000, 10)]
 
 
-def test_saturation(capsys: Capture) -> None:
+def test_the_search_finds_the_rate_a_server_sustains(capsys: Capture) -> None:
     """A server that takes one request at a time, and 10 ms for it, cannot sustain more than 100 a second."""
     turn: dict[str, asyncio.Lock] = {}
 
@@ -268,7 +268,7 @@ def test_misuse_is_refused_before_anything_is_measured(
     assert server.bodies(COMPLETIONS) == []
 
 
-def test_no_server(capsys: Capture) -> None:
+def test_a_missing_server_is_an_error(capsys: Capture) -> None:
     assert main(["bench", "serve", "--url", "http://127.0.0.1:1"]) == 1
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
 

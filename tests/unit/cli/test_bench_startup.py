@@ -44,7 +44,7 @@ def test_stamps_are_found_by_name_whatever_their_order() -> None:
     assert summarize([RUNS[0], turned])["core"] == summarize(RUNS[:1])["core"]
 
 
-def test_the_table() -> None:
+def test_the_table_shows_the_median_start() -> None:
     facts = {"model": "tiny", "cpu": "a CPU", "cores": 2, "is_cold": True}
     text = format_startup({**facts, **summarize(RUNS)})
     assert text.splitlines()[0] == (

@@ -81,7 +81,7 @@ def test_times_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.params_seen[0].is_greedy
 
 
-def test_percentiles() -> None:
+def test_percentiles_are_in_milliseconds() -> None:
     assert percentiles_ms([]) == {}
     figures = percentiles_ms([i / 1000 for i in range(101)])
     assert (figures["p50"], figures["p90"], figures["p99"], figures["mean"]) == (50, 90, 99, 50)
@@ -114,7 +114,7 @@ def bench(model_dir: Path, use_engine: Callable[[ScriptedEngine], ScriptedEngine
     return run
 
 
-def test_latency(bench: Callable[..., ScriptedEngine], capsys: Capture) -> None:
+def test_the_latency_bench_counts_its_repetitions(bench: Callable[..., ScriptedEngine], capsys: Capture) -> None:
     engine = bench("latency", "--input-len", "7", "--output-len", "3", "--batch-size", "2", "--reps", "4", "--json")
     figures = json.loads(capsys.readouterr().out)
     assert (figures["num_requests"], figures["prompt_tokens"], figures["output_tokens"]) == (2, 14, 6)
@@ -125,7 +125,9 @@ def test_latency(bench: Callable[..., ScriptedEngine], capsys: Capture) -> None:
     assert all(0 <= t < 512 for p in prompts for t in p)  # the model's vocabulary
 
 
-def test_throughput(bench: Callable[..., ScriptedEngine], capsys: Capture, tmp_path: Path) -> None:
+def test_the_throughput_bench_writes_its_figures(
+    bench: Callable[..., ScriptedEngine], capsys: Capture, tmp_path: Path
+) -> None:
     path = tmp_path / "figures.json"
     bench("throughput", "--workload", "W3", "--num-prompts", "3", "--num-iters", "2", "--output-json", str(path))
     out = capsys.readouterr().out
@@ -145,7 +147,7 @@ def test_mixed_and_uniform(bench: Callable[..., ScriptedEngine], capsys: Capture
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == 45
 
 
-def test_mistakes(bench: Callable[..., ScriptedEngine], capsys: Capture, tmp_path: Path) -> None:
+def test_a_wrong_argument_names_the_flag(bench: Callable[..., ScriptedEngine], capsys: Capture, tmp_path: Path) -> None:
     bench("latency", "--num-iters", "0", code=2)
     assert "--num-iters 0 is too small" in capsys.readouterr().err
     bench("latency", "--output-len", "1", "--output-json", str(tmp_path / "none" / "x.json"), code=2)

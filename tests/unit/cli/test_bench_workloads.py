@@ -28,7 +28,7 @@ def test_arrivals_are_those_of_a_poisson_process(rate: float, seed: int) -> None
 
 @settings(derandomize=True)
 @given(st.floats(0.1, 100.0), st.integers(1, 50))
-def test_equal_gaps(rate: float, count: int) -> None:
+def test_even_arrivals_have_equal_gaps(rate: float, count: int) -> None:
     assert gaps(arrival_times(rate, count, 0, EVENLY)) == pytest.approx([1 / rate] * count)
 
 

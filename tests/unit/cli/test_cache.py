@@ -59,7 +59,7 @@ def test_verify_reads_every_byte(cache: PackedCache, capsys: pytest.CaptureFixtu
     assert "damaged in layer/0" in capsys.readouterr().out
 
 
-def test_clear(cache: PackedCache, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clear_removes_every_file_and_says_how_much(cache: PackedCache, capsys: pytest.CaptureFixture[str]) -> None:
     size = put(cache, "a").stat().st_size
     assert main(["cache", "clear", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"freed_bytes": size}

@@ -52,7 +52,7 @@ def test_answers_go_to_stdout_and_history_grows(chat: Callable[..., int], capsys
     ]
 
 
-def test_parameters(chat: Callable[..., int], capsys: Capture) -> None:
+def test_parameters_change_from_turn_to_turn(chat: Callable[..., int], capsys: Capture) -> None:
     engine = ScriptedEngine()
     lines = "a\n/params temperature=0 stop='a b' ignore_eos=true\nb\n/params\n/params top_p=7\nc\n/params xyzzy=1\n"
     assert chat(engine, lines, "--top-k", "5") == 0

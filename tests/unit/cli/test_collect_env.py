@@ -41,7 +41,7 @@ def test_variables_are_shown_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["QUIRE_API_KEY", "QUIRE_HF_TOKEN", "QUIRE_DB_PASSWORD", "quire_secret"])
-def test_redaction(name: str) -> None:
+def test_secrets_are_not_shown(name: str) -> None:
     assert redact(name, "value") == "(redacted)"
 
 
@@ -57,6 +57,6 @@ def test_cpu_of_both_kinds(tmp_path: Path) -> None:
     assert cpu_facts(tmp_path / "none")["instruction_sets"] == []
 
 
-def test_memory() -> None:
+def test_free_memory_is_part_of_all_memory() -> None:
     facts = memory_facts()
     assert 0 < facts["free_bytes"] <= facts["memory_bytes"]

@@ -91,7 +91,7 @@ def test_texts_survive_the_round_trip(text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("auto", -1), ("77", 77)])
-def test_human_numbers(text: str, value: int) -> None:
+def test_a_number_may_have_a_unit(text: str, value: int) -> None:
     assert line().parse(["--max-model-len", text])["max_model_len"] == value
 
 
@@ -121,7 +121,7 @@ def test_mistakes_are_one_line_with_a_remedy(argv: list[str], message: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_no_abbreviations() -> None:
+def test_an_abbreviated_flag_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean --block-size"):
         line().parse(["--block-siz", "4"])
 
@@ -139,7 +139,7 @@ def test_the_last_one_wins_and_repeatables_add_up() -> None:
     assert (args["stop"], args["max_num_seqs"]) == (["a", "b"], 2)
 
 
-def test_dotted_json() -> None:
+def test_dotted_flags_are_merged_into_one_object() -> None:
     argv = ["--hf-overrides.a.b", "1", "--hf_overrides", '{"c": [2]}', "--hf_overrides.rope_theta=x", "--seed", "3"]
     args = line().parse(argv)
     assert args["hf_overrides"] == {"a": {"b": 1}, "c": [2], "rope_theta": "x"}

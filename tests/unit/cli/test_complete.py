@@ -80,13 +80,13 @@ def test_several_prompts_run_at_once_and_print_in_order(
     assert engine.num_steps == 3
 
 
-def test_n_outputs(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
+def test_several_outputs_are_numbered(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
     use_engine(ScriptedEngine())
     assert complete("p", "--n", "2", "--echo") == 0
     assert capsys.readouterr().out == "==> p [1/2] <==\npHello there\n\n==> p [2/2] <==\npHello there\n"
 
 
-def test_reads_stdin(
+def test_prompts_are_read_from_standard_input(
     complete: Callable[..., int], use_engine: UseEngine, stdin: Callable[[str], None], capsys: Capture
 ) -> None:
     engine = use_engine(ScriptedEngine())
@@ -137,7 +137,9 @@ def test_config_file_holds_sampling_and_engine_flags(
     assert (engine.params_seen[0].temperature, engine.params_seen[0].max_tokens) == (0.0, 5)
 
 
-def test_json(complete: Callable[..., int], use_engine: UseEngine, capsys: Capture) -> None:
+def test_json_rows_are_printed_as_they_finish(
+    complete: Callable[..., int], use_engine: UseEngine, capsys: Capture
+) -> None:
     use_engine(ScriptedEngine(by_prompt))
     assert complete("xyz", "a", "--json", "--n", "2", "--logprobs", "1") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -172,7 +172,7 @@ def test_what_cannot_be_converted(
     assert "model.gguf: " in str(caught.value)
 
 
-def test_damaged_files(checkpoints: Mapping[str, Path], tmp_path: Path, capsys: Any) -> None:
+def test_a_damaged_file_is_named(checkpoints: Mapping[str, Path], tmp_path: Path, capsys: Any) -> None:
     write_gguf(checkpoints["llama"], tmp_path / "model.gguf", "llama", F16)
     whole = (tmp_path / "model.gguf").read_bytes()
     for number, content in enumerate((b"", b"GGUF", b"no file of this kind", whole[:200], whole[:2000], whole[:-5000])):

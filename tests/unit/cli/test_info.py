@@ -56,7 +56,7 @@ def info(capsys: Capture, *argv: str, code: int = 0) -> dict[str, Any]:
     return report
 
 
-def test_facts(checkpoint: Path, capsys: Capture) -> None:
+def test_the_report_counts_weights_and_cache(checkpoint: Path, capsys: Capture) -> None:
     report = info(capsys, str(checkpoint), "--kv-cache-memory-bytes", "1M", "--max-num-seqs", "8")
     assert report["model"]["supported"] is True
     assert report["weights"] == {
@@ -123,7 +123,7 @@ def test_dummy_weights_need_no_file(model_dir: Path, capsys: Capture) -> None:
     assert report["capacity"]["blocks"] > 1
 
 
-def test_text_form(checkpoint: Path, capsys: Capture) -> None:
+def test_the_report_can_be_read_as_text(checkpoint: Path, capsys: Capture) -> None:
     assert main(["info", str(checkpoint)]) == 0
     out = capsys.readouterr().out
     assert "  stored bytes            BF16 64.0 KiB, F32 256 B\n" in out

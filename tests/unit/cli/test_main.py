@@ -36,7 +36,7 @@ def test_overview_names_every_command(capsys: Capture) -> None:
     assert "collect-env" not in out
 
 
-def test_version(capsys: Capture) -> None:
+def test_the_version_is_printed(capsys: Capture) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"quire {__version__}\n"
 
@@ -75,14 +75,14 @@ def test_help_names_every_flag(command: main_module.Command, capsys: Capture) ->
     assert text.startswith(f"usage: quire {command.name}")
 
 
-def test_help_topics() -> None:
+def test_a_help_topic_is_found_among_the_words() -> None:
     assert find_help_topic(["a", "--x"]) is None
     assert find_help_topic(["-h"]) == find_help_topic(["--help"]) == ""
     assert find_help_topic(["--x", "--help=ModelConfig"]) == "ModelConfig"
     assert find_help_topic(["--", "--help"]) is None
 
 
-def test_help_search() -> None:
+def test_help_finds_every_flag_by_its_topic() -> None:
     line = lines()["complete"]
     every = format_help(line, "all")
     assert all(spec.option in every for spec in FLAGS.values())
@@ -130,7 +130,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], int]:
     ("error", "code"),
     [(ValidationError("n=0"), 2), (ConfigError("a\n  flag"), 2), (EngineDeadError("dead"), 1), (QuireError("x"), 1)],
 )
-def test_exit_codes(error: QuireError, code: int, failing: Callable[[BaseException], int], capsys: Capture) -> None:
+def test_an_error_has_its_exit_code_and_one_line(
+    error: QuireError, code: int, failing: Callable[[BaseException], int], capsys: Capture
+) -> None:
     assert failing(error) == code
     err = capsys.readouterr().err
     assert err == f"quire: error: {' '.join(str(error).split())}\n"

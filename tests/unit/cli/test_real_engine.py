@@ -30,7 +30,7 @@ def greedy() -> Callable[[str, int], str]:
     return complete
 
 
-def test_complete(greedy: Callable[[str, int], str], capsys: Capture) -> None:
+def test_complete_prints_the_greedy_text(greedy: Callable[[str, int], str], capsys: Capture) -> None:
     assert main(["complete", "The engine keeps", "--temperature", "0", "--max-tokens", "12"]) == 0
     assert capsys.readouterr().out == greedy("The engine keeps", 12) + "\n"
     assert main(["complete", "a", "b c", "--json", "--temperature", "0", "--max-tokens", "5", "--logprobs", "1"]) == 0
@@ -49,7 +49,7 @@ def test_same_seed_same_text(capsys: Capture) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_chat(stdin: Callable[[str], None], capsys: Capture) -> None:
+def test_chat_counts_its_context(stdin: Callable[[str], None], capsys: Capture) -> None:
     stdin("hello\n/stats\nand more of the same\n/stats\n")
     assert main(["chat", "--max-tokens", "20", "--temperature", "0", "--ignore-eos"]) == 0
     err = capsys.readouterr().err
@@ -57,7 +57,7 @@ def test_chat(stdin: Callable[[str], None], capsys: Capture) -> None:
     assert " of 2048 tokens of context used" in err
 
 
-def test_batch(greedy: Callable[[str, int], str], tmp_path: Path) -> None:
+def test_a_batch_equals_its_requests_alone(greedy: Callable[[str, int], str], tmp_path: Path) -> None:
     rows = [
         {"custom_id": str(i), "url": "/v1/completions", "body": {"prompt": "w " * i, "max_tokens": 6, "temperature": 0}}
         for i in range(1, 30)
@@ -78,7 +78,7 @@ def test_batch(greedy: Callable[[str, int], str], tmp_path: Path) -> None:
         assert results[str(i)]["response"]["body"]["choices"][0]["text"] == greedy("w " * i, 6)
 
 
-def test_bench(capsys: Capture) -> None:
+def test_benches_run_on_a_real_engine(capsys: Capture) -> None:
     assert main(["bench", "latency", "--input-len", "8", "--output-len", "4", "--reps", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["output_tokens"] == 4
     assert main(["bench", "throughput", "--workload", "W3", "--num-prompts", "3", "--reps", "1", "--json"]) == 0

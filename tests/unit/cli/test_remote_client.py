@@ -59,7 +59,7 @@ def failure(url: str) -> QuireError:
         ("https://[::1]:8443", "https://[::1]:8443", "::1", 8443, ""),
     ],
 )
-def test_addresses(url: str, shown: str, host: str, port: int, path: str) -> None:
+def test_an_address_is_read_from_its_url(url: str, shown: str, host: str, port: int, path: str) -> None:
     address = ServerAddress.parse(url)
     assert (str(address), address.host, address.port, address.path) == (shown, host, port, path)
 
@@ -89,7 +89,7 @@ def test_a_user_in_an_address_is_refused_and_not_repeated() -> None:
     assert "secret" not in str(raised.value)
 
 
-def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nearest_api_key_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "theirs")
     assert given_api_key(None) == "theirs"
     monkeypatch.setenv("QUIRE_API_KEY", "ours")
@@ -274,7 +274,7 @@ def test_a_server_that_does_not_answer() -> None:
         ask(server.url, lambda client: client.get("/slow", limit_s=0.05))
 
 
-def test_nobody_there() -> None:
+def test_a_refused_connection_says_how_to_start_a_server() -> None:
     with socket.socket() as probe:  # bound, and not listening: nobody else can take the port
         probe.bind(("127.0.0.1", 0))
         raised = failure(f"http://127.0.0.1:{probe.getsockname()[1]}")
@@ -322,7 +322,9 @@ def tls_server(certificate: tuple[Path, Path]) -> FakeServer:
     return FakeServer(answer=saying("safe"), tls=context)
 
 
-def test_tls(tls_server: FakeServer, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_is_trusted_when_it_is_named(
+    tls_server: FakeServer, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(tls_server):
         raised = failure(tls_server.url)
         assert kind_of(raised) == "TLS"

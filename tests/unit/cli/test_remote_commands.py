@@ -101,7 +101,7 @@ def test_complete_runs_prompts_at_once_and_prints_them_in_order(capsys: Capture)
     assert err.startswith("10 prompt tokens (4 cached), 2 generated; TTFT ")
 
 
-def test_complete_json(capsys: Capture) -> None:
+def test_a_remote_answer_becomes_a_json_row(capsys: Capture) -> None:
     top = {"token_id:5": -0.5, "token_id:9": -1.5}
     event = {"choices": [{"index": 0, "text": "w", "token_ids": [9], "logprobs": {"top_logprobs": [top]}}]}
     with serving(FakeServer(answer=saying(event, "x"))) as server:
@@ -188,7 +188,7 @@ def test_flags_of_an_engine_and_bad_values_are_refused_here(server: FakeServer, 
     assert server.bodies(COMPLETIONS) == []
 
 
-def test_nobody_there(capsys: Capture) -> None:
+def test_a_missing_server_is_an_error(capsys: Capture) -> None:
     for command in (["complete", "p"], ["chat"]):
         assert main([*command, "--url", "http://127.0.0.1:1"]) == 1
         assert "no server answers at http://127.0.0.1:1 (connection refused); is it running?" in capsys.readouterr().err
@@ -206,7 +206,7 @@ def chat(stdin: Callable[[str], None]) -> Callable[..., int]:
     return run
 
 
-def test_a_conversation(server: FakeServer, chat: Callable[..., int], capsys: Capture) -> None:
+def test_a_remote_conversation_keeps_its_context(server: FakeServer, chat: Callable[..., int], capsys: Capture) -> None:
     lines = "one\ntwo\n/stats\n/params temperature=0.5\nthree\n/params top_p=7\n"
     assert chat(server, lines, "--system", "Be brief.", "--top-k", "5") == 0
     out, err = capsys.readouterr()

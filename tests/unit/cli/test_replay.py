@@ -32,7 +32,7 @@ def test_a_recording_is_replayed_and_predicted(recording: Path, capsys: Capture)
     assert text.splitlines()[4].split() == ["recorded", "predicted"]
 
 
-def test_what_if(recording: Path, capsys: Capture) -> None:
+def test_a_changed_setting_is_predicted_and_reported(recording: Path, capsys: Capture) -> None:
     code = main(["replay", str(recording), "--json", "--max-num-seqs", "2", "--num-gpu-blocks-override", "30"])
     assert code == 0
     report = json.loads(capsys.readouterr().out)
@@ -74,7 +74,7 @@ def test_a_torn_recording_is_used_as_far_as_it_goes(recording: Path, capsys: Cap
         (["{rec}", "--model", "demo"], "unknown flag --model"),
     ],
 )
-def test_mistakes(arguments: list[str], message: str, recording: Path, capsys: Capture) -> None:
+def test_a_wrong_argument_is_explained(arguments: list[str], message: str, recording: Path, capsys: Capture) -> None:
     (recording.parent / "text").write_text("no recording")
     words = [word.format(tmp=recording.parent, rec=recording) for word in arguments]
     assert main(["replay", *words]) == 2

@@ -77,7 +77,7 @@ def test_a_taken_port_is_told_of_before_anything_is_loaded(capsys: pytest.Captur
     assert f"--port {port}" in capsys.readouterr().err
 
 
-def test_listeners(tmp_path: Path) -> None:
+def test_listeners_are_bound_where_they_are_asked_for(tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     listeners = Listeners.bind(ServerConfig(uds=path, enable_admin=True, admin_port=0))
     assert listeners.url == f"unix:{path}"

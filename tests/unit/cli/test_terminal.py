@@ -34,10 +34,10 @@ def test_a_model_cannot_steer_the_terminal() -> None:
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**50, "1024.0 TiB")]
 )
-def test_bytes(count: int, text: str) -> None:
+def test_bytes_are_shown_with_a_unit(count: int, text: str) -> None:
     assert human_bytes(count) == text
 
 
 @pytest.mark.parametrize(("count", "text"), [(999, "999"), (54321, "54,321"), (1.236e9, "1.24 B"), (7e6, "7.00 M")])
-def test_counts(count: float, text: str) -> None:
+def test_counts_are_shown_with_a_unit(count: float, text: str) -> None:
     assert human_count(count) == text

@@ -91,7 +91,7 @@ def server() -> Iterator[Canned]:
         thread.join()
 
 
-def test_once(server: Canned, capsys: Capture) -> None:
+def test_one_look_shows_the_server(server: Canned, capsys: Capture) -> None:
     assert main(["top", "--once", "--interval", "0.2", "--url", server.url + "/", "--api-key", "k"]) == 0
     out = capsys.readouterr().out
     assert server.keys == {"Bearer k"}
@@ -131,7 +131,7 @@ def test_a_server_that_loads_is_waited_for(server: Canned, capsys: Capture) -> N
     assert err.count("is not ready (503): it loads its model") == 1
 
 
-def test_no_server(server: Canned, capsys: Capture) -> None:
+def test_a_missing_server_is_an_error(server: Canned, capsys: Capture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     assert main(["top", "--url", f"http://127.0.0.1:{port}"]) == 2

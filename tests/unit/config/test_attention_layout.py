@@ -43,7 +43,9 @@ def config(architecture: str, **raw: Any) -> HFConfig:
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1] * 6, "layer_types": TYPES}, [None, W, W, None, None, None]),
     ],
 )
-def test_windows(architecture: str, raw: dict[str, Any], expected: list[int | None]) -> None:
+def test_windows_follow_from_the_architecture(
+    architecture: str, raw: dict[str, Any], expected: list[int | None]
+) -> None:
     assert attention_windows(config(architecture, **raw)) == expected
 
 

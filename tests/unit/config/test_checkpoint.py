@@ -50,7 +50,7 @@ def refusal(folder: Path) -> str:
     return message
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_a_file_is_indexed_from_its_header(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", GOOD, 32)
     index = CheckpointIndex.from_dir(tmp_path)
     assert {n: (t.dtype, t.shape, t.offset, t.nbytes) for n, t in index.tensors.items()} == {
@@ -62,7 +62,7 @@ def test_one_file(tmp_path: Path) -> None:
     assert index.tensors["a"].file == tmp_path / "model.safetensors"
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_shards_are_indexed_together(tmp_path: Path) -> None:
     write(tmp_path / "one.safetensors", {"a": ("F16", [2], 0, 4)}, 4)
     write(tmp_path / "two.safetensors", {"b": ("F16", [3], 0, 6)}, 6)
     write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
@@ -124,7 +124,9 @@ BAD_HEADERS: list[tuple[Tensors | bytes, int, str]] = [
 
 
 @pytest.mark.parametrize(("tensors", "data_bytes", "message"), BAD_HEADERS, ids=[b[2] for b in BAD_HEADERS])
-def test_bad_header(tensors: Tensors | bytes, data_bytes: int, message: str, tmp_path: Path) -> None:
+def test_a_damaged_header_names_its_file(
+    tensors: Tensors | bytes, data_bytes: int, message: str, tmp_path: Path
+) -> None:
     write(tmp_path / "model.safetensors", tensors, data_bytes)
     with pytest.raises(ModelLoadError, match=message):
         CheckpointIndex.from_dir(tmp_path)
@@ -146,7 +148,7 @@ def test_huge_header_is_not_read(tmp_path: Path) -> None:
     assert f"the limit is {MAX_HEADER_BYTES}" in refusal(tmp_path)
 
 
-def test_missing_shard(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write_index(tmp_path, {"a": "one.safetensors"})
     assert "one.safetensors is missing" in refusal(tmp_path)
 

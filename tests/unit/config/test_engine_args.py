@@ -131,7 +131,7 @@ def test_budget_below_seqs_is_refused(checkpoint: Path) -> None:
         make(checkpoint, max_num_batched_tokens=4, max_num_seqs=8)
 
 
-def test_model_section(checkpoint: Path) -> None:
+def test_the_model_section_is_read_from_the_checkpoint(checkpoint: Path) -> None:
     model = make(checkpoint).model_config
     assert model.model_dir == checkpoint.resolve() == model.tokenizer_dir
     assert model.hf_config.architecture == "LlamaForCausalLM"
@@ -154,7 +154,7 @@ def test_generation_config_sources(checkpoint: Path, tmp_path: Path) -> None:
         make(checkpoint)
 
 
-def test_hf_overrides(checkpoint: Path) -> None:
+def test_hf_overrides_replace_fields(checkpoint: Path) -> None:
     assert make(checkpoint, hf_overrides={"vocab_size": 7}).model_config.hf_config.vocab_size == 7
 
 
@@ -205,7 +205,7 @@ def test_unreachable_hub_names_both_remedies(monkeypatch: pytest.MonkeyPatch) ->
         resolve_model_dir("some/model")
 
 
-def test_hub_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_name_is_downloaded_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
     asked: dict[str, Any] = {}

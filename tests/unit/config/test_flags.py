@@ -22,7 +22,7 @@ class Example:
     derived: int = 0
 
 
-def test_declaration() -> None:
+def test_a_documented_field_declares_its_flag() -> None:
     size, loud, kind = flags_of(Example)
     assert (size.name, size.option, size.default, size.is_switch) == ("size", "--size", 3, False)
     assert loud.is_switch
@@ -46,7 +46,7 @@ def test_range_and_choices() -> None:
     ("text", "value"),
     [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2G", 2 * 2**30), ("auto", -1), ("-1", -1)],
 )
-def test_human_int(text: str, value: int) -> None:
+def test_an_integer_may_have_a_unit(text: str, value: int) -> None:
     assert parse_human_int(text) == value
 
 

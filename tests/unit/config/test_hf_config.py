@@ -52,7 +52,7 @@ def test_null_and_absence() -> None:
     assert not config(model_type="llama").tie_word_embeddings
 
 
-def test_derived_sizes() -> None:
+def test_sizes_that_are_left_out_are_derived() -> None:
     hf = config(hidden_size=64, num_attention_heads=4)
     assert (hf.head_dim, hf.num_key_value_heads) == (16, 4)
     assert config(hidden_size=64, num_attention_heads=4, head_dim=32).head_dim == 32
@@ -173,7 +173,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 131072),
     ],
 )
-def test_context_len(raw: dict[str, Any], expected: int) -> None:
+def test_the_context_length_follows_from_the_config(raw: dict[str, Any], expected: int) -> None:
     assert config(**raw).context_len == expected
     assert ModelConfig(hf_config=config(**raw)).model_len == expected
     assert HFConfig(raw, Path(), max_model_len=77).context_len == 77

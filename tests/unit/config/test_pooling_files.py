@@ -90,7 +90,7 @@ def test_flags_that_do_not_fit(architecture: str, flags: dict[str, Any], message
         resolve(architecture, **flags)
 
 
-def test_tasks() -> None:
+def test_tasks_follow_from_the_head() -> None:
     assert must("BertModel").tasks == ("embed", "token_embed")
     assert must("BertForSequenceClassification").tasks == ("classify",)
     assert must("BertForSequenceClassification", id2label={"0": "fits"}).tasks == ("classify", "score")
@@ -117,7 +117,7 @@ def test_labels_and_their_activation() -> None:
         resolve("BertForSequenceClassification", id2label={"first": "x"})
 
 
-def test_reward_models(tmp_path: Path) -> None:
+def test_a_reward_model_has_one_score_per_token_or_step(tmp_path: Path) -> None:
     """One score per token unless the file names more; of steps two, at the token that the tokenizer has for them."""
     assert must("Qwen2ForRewardModel").labels == ("reward",)
     assert must("Qwen2ForRewardModel", id2label={"0": "a", "1": "b"}).labels == ("a", "b")

@@ -38,7 +38,7 @@ def press_ctrl_c(_: Any = None) -> None:
 # -- start-up --------------------------------------------------------------------------------------------------
 
 
-def test_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_core_starts_its_executor_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.core.gc", gc)
     called = []
     core = EngineCore(make_config(), ScriptedExecutor, True, executor_fail_callback=lambda: called.append(1))

@@ -94,7 +94,7 @@ def test_an_answer_of_another_make_is_refused_in_words(
         handshake.hello(None, 30.0)
 
 
-def test_nobody_answers(handshake: CoreHandshake) -> None:
+def test_a_missing_frontend_is_an_error(handshake: CoreHandshake) -> None:
     with pytest.raises(ServerError, match=r"no frontend answered within 0\.01 s"):
         handshake.hello(None, 0.01)
 

@@ -28,7 +28,7 @@ def test_a_step_in_one_line_without_a_token_of_it() -> None:
     assert line == ("8 tokens of 2 requests (computed+scheduled) [a: 3+2, b (new): 0+6], finished [], preempted []")
 
 
-def test_an_iteration() -> None:
+def test_an_iteration_is_described_in_one_line() -> None:
     assert describe_iteration(7, make_step(), 0.0123) == (
         "Iteration(7): 1 context requests, 6 context tokens, 1 generation requests, 2 generation tokens, "
         "elapsed 12.30 ms"

@@ -242,7 +242,7 @@ def test_nothing_is_lost_or_given_back_twice(seed: int) -> None:
         (7, 1),
     ],
 )
-def test_estimates(prompt: Any, estimate: int) -> None:
+def test_tokens_are_estimated_from_the_prompt(prompt: Any, estimate: int) -> None:
     assert estimate_num_tokens(prompt) == estimate
 
 

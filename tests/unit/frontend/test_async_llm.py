@@ -23,7 +23,7 @@ from .async_setting import Setting, check, last
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
-def test_output_kinds(model_dir: Path) -> None:
+def test_each_output_kind_delivers_its_part(model_dir: Path) -> None:
     async def test(s: Setting) -> None:
         kinds = {"all": RequestOutputKind.CUMULATIVE, "new": DELTA, "end": FINAL}
         tasks = [s.reader(name, SamplingParams(max_tokens=3, output_kind=kind)) for name, kind in kinds.items()]
@@ -320,7 +320,7 @@ def test_shutdown_from_another_thread(model_dir: Path) -> None:
     check(model_dir, test)
 
 
-def test_one_loop(model_dir: Path) -> None:
+def test_an_engine_belongs_to_one_loop(model_dir: Path) -> None:
     setting = Setting(model_dir)
 
     async def first() -> None:
@@ -353,7 +353,7 @@ def test_large_batches_leave_room_for_others(model_dir: Path) -> None:
     check(model_dir, test)
 
 
-def test_control_calls(model_dir: Path) -> None:
+def test_control_calls_reach_the_core(model_dir: Path) -> None:
     async def test(s: Setting) -> None:
         llm, results = s.llm, s.client.core.utility_results
         results.update(

@@ -105,7 +105,7 @@ def test_a_full_context_ends_beams() -> None:
     assert {len(tokens) for tokens in run(1, [[1, 2]], BeamSearchParams(2, 50), set(), room=6)[0]} == {4}
 
 
-def test_score() -> None:
+def test_the_score_is_divided_by_the_penalized_length() -> None:
     assert score(-6.0, 3, 1.0) == -2.0
     assert score(-6.0, 3, 0.0) == -6.0
     assert score(-6.0, 2, -1.0) == -12.0

@@ -47,7 +47,7 @@ def sampling(request: EngineCoreRequest) -> SamplingParams:
 # -- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def test_prompt_forms(tokenizer: Tokenizer) -> None:
+def test_every_form_of_prompt_is_taken(tokenizer: Tokenizer) -> None:
     p = processor(tokenizer)
     ids = tokenizer.encode("the fox")
     assert ids[0] == tokenizer.bos_token_id
@@ -110,7 +110,7 @@ def test_a_prompt_must_leave_room_for_a_token(tokenizer: Tokenizer) -> None:
         process(p, [5] * MAX_MODEL_LEN)
 
 
-def test_tokenization_kwargs(tokenizer: Tokenizer) -> None:
+def test_tokenization_kwargs_change_the_tokens(tokenizer: Tokenizer) -> None:
     p = processor(tokenizer)
     ids = tokenizer.encode("one two three")
 
@@ -145,7 +145,7 @@ def test_lora_ids_priorities_and_types_are_checked(tokenizer: Tokenizer) -> None
         p.process_inputs(NewRequest(request_id=5, prompt="a", params=SamplingParams()))  # type: ignore[arg-type]
 
 
-def test_tasks(tokenizer: Tokenizer) -> None:
+def test_a_task_that_the_model_does_not_support_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValidationError, match="this model supports generate only; --runner pooling"):
         process(processor(tokenizer), "a", PoolingParams())
     pooling = InputProcessor(model_config(), tokenizer, MAX_MODEL_LEN, ("embed",))
@@ -181,7 +181,9 @@ def test_max_tokens_defaults_to_the_room_that_is_left(tokenizer: Tokenizer) -> N
         (None, False, 40, []),  # config.json's first
     ],
 )
-def test_eos_tokens(tokenizer: Tokenizer, listed: Any, with_tokenizer: bool, primary: int, more: list[int]) -> None:
+def test_eos_tokens_come_from_model_and_tokenizer(
+    tokenizer: Tokenizer, listed: Any, with_tokenizer: bool, primary: int, more: list[int]
+) -> None:
     assert tokenizer.eos_token_id == 1
     p = processor(tokenizer if with_tokenizer else None, {} if listed is None else {"eos_token_id": listed})
     params = sampling(process(p, [5], SamplingParams(stop_token_ids=[3])))
@@ -289,7 +291,9 @@ def test_default_sampling_params(tokenizer: Tokenizer) -> None:
 # -- ids --------------------------------------------------------------------------------------------------------------
 
 
-def test_internal_ids(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_ids_are_unique_and_hold_the_external_one(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     p = processor(tokenizer)
     first, second = process(p, "a"), process(p, "a")
     for request in (first, second):

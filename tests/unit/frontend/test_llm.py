@@ -48,7 +48,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=2)
 # -- generate ---------------------------------------------------------------------------------------------------------
 
 
-def test_prompt_forms(llm: LLM) -> None:
+def test_every_form_of_prompt_is_taken(llm: LLM) -> None:
     text = llm.get_tokenizer().decode([50])
     for prompts in (text, [text], {"prompt": text}, [{"prompt": text}], (text,)):
         (output,) = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -136,7 +136,7 @@ def test_defaults_are_the_models(llm: LLM, client: FakeClient) -> None:
     assert (sent.temperature, sent.max_tokens) == (0.5, 16)
 
 
-def test_priorities(llm: LLM, client: FakeClient) -> None:
+def test_priorities_are_given_one_by_one_or_for_all(llm: LLM, client: FakeClient) -> None:
     llm.generate([[50], [51]], GREEDY, priority=[3, -1], use_tqdm=False)
     llm.generate([[50], [51]], GREEDY, priority=7, use_tqdm=False)
     assert [r.priority for r in client.added] == [3, -1, 7, 7]
@@ -278,7 +278,7 @@ def test_chat_renders_tokenizes_and_answers(llm: LLM) -> None:
     assert output.prompt_token_ids[:2] != [0, 0]  # one BOS: the template's
 
 
-def test_chat_options(llm: LLM) -> None:
+def test_chat_options_change_the_prompt(llm: LLM) -> None:
     def prompts(messages: Any, **options: Any) -> list[str | None]:
         return [output.prompt for output in llm.chat(messages, GREEDY, use_tqdm=False, **options)]
 
@@ -300,7 +300,7 @@ def test_chat_options(llm: LLM) -> None:
 # -- beam search ------------------------------------------------------------------------------------------------------
 
 
-def test_beam_search(llm: LLM, client: FakeClient) -> None:
+def test_beam_search_keeps_the_likeliest_sequences(llm: LLM, client: FakeClient) -> None:
     """Three choices per step, -0.5 for +1, -1 for +2, -2 for +3."""
     params = BeamSearchParams(beam_width=3, max_tokens=2)
     (result,) = llm.beam_search([{"prompt_token_ids": [50]}], params)

@@ -186,7 +186,7 @@ def test_without_statistics_nothing_is_recorded(model_dir: Path) -> None:
     assert engine.pipeline.stat_loggers.loggers == []
 
 
-def test_abort(model_dir: Path) -> None:
+def test_an_abort_ends_all_outputs_of_a_request(model_dir: Path) -> None:
     engine, client, recorder = make_engine(model_dir)
     engine.add_request("a", [50], SamplingParams(n=2))
     engine.add_request("b", [50], SamplingParams())

@@ -24,7 +24,7 @@ from quire.frontend.new_request import ParsedPrompt, as_prompt_list, parse_promp
         ({"prompt": "hi", "multi_modal_data": None}, ParsedPrompt(text="hi")),
     ],
 )
-def test_forms(prompt: Any, parsed: ParsedPrompt) -> None:
+def test_every_form_of_prompt_is_parsed(prompt: Any, parsed: ParsedPrompt) -> None:
     assert parse_prompt(prompt) == parsed
 
 

@@ -266,7 +266,7 @@ def test_without_statistics_what_is_known_is_sent(model_dir: Path) -> None:
         ("http://h/mine", "http://h/mine"),
     ],
 )
-def test_endpoints(endpoint: str, url: str) -> None:
+def test_the_url_of_traces_follows_from_the_endpoint(endpoint: str, url: str) -> None:
     assert traces_url(endpoint) == url
 
 
@@ -312,7 +312,7 @@ def test_grpc_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         make_exporter("grpc://h:4317")
 
 
-def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_flags_of_tracing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_span_sender(ObservabilityConfig()) is None
     with pytest.raises(ConfigError, match="none of all, model, worker"):
         ObservabilityConfig(otlp_traces_endpoint="http://h", collect_detailed_traces="some")
@@ -331,7 +331,7 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         make_span_sender(ObservabilityConfig(otlp_traces_endpoint="http://h"))
 
 
-def test_operations() -> None:
+def test_the_operation_follows_from_the_id() -> None:
     def record(request_id: str, params: SamplingParams | None) -> RequestRecord:
         return RequestRecord(request_id, "m", 0.0, 1.0, params, 1, False, {}, 1, 0)
 

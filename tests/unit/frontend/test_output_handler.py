@@ -112,7 +112,7 @@ def test_nothing_comes_after_the_end() -> None:
     asyncio.run(run())
 
 
-def test_one_reader() -> None:
+def test_a_collector_has_one_reader() -> None:
     async def run() -> None:
         collector = RequestOutputCollector(RequestOutputKind.DELTA)
         reader = asyncio.create_task(collector.get())

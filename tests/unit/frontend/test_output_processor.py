@@ -128,7 +128,7 @@ def test_metrics_only_with_statistics(log_stats: bool) -> None:
         assert (shown.metrics.arrival_time, shown.metrics.first_token_ts) == (1000.0, 5.0)
 
 
-def test_output_kinds(tokenizer: Tokenizer) -> None:
+def test_each_output_kind_delivers_its_part(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one two", add_special_tokens=False)
     texts: dict[RequestOutputKind, list[str]] = {}
     counts: dict[RequestOutputKind, list[int]] = {}
@@ -210,7 +210,7 @@ def test_stop_strings_are_held_back_until_the_end_in_deltas(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("from_request", [True, False])
-def test_stream_interval(tokenizer: Tokenizer, from_request: bool) -> None:
+def test_outputs_wait_for_the_stream_interval(tokenizer: Tokenizer, from_request: bool) -> None:
     """First token at once, then every third, then the end."""
     p = processor(tokenizer, stream_interval=1 if from_request else 3)
     p.add_request(make_request(output_kind=DELTA, logprobs=0, stream_interval=3 if from_request else None), None)
@@ -236,7 +236,7 @@ def test_prompt_logprobs_in_every_cumulative_output_and_in_one_delta() -> None:
         assert [o.prompt_logprobs for o in shown] == seen
 
 
-def test_pooling_output() -> None:
+def test_a_pooling_output_is_delivered_with_its_counts() -> None:
     p = processor()
     request = EngineCoreRequest("e-1", [1, 2], None, PoolingParams(task="embed"), 0.0, external_req_id="e")
     p.add_request(request, None)

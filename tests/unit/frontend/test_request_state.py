@@ -27,7 +27,7 @@ def test_one_output_is_one_request() -> None:
     assert fan_out(pooling) == (None, [pooling])
 
 
-def test_children() -> None:
+def test_a_request_of_n_outputs_has_n_children() -> None:
     original = request(n=3, seed=10, temperature=0.5, stop=["x"])
     parent, children = fan_out(original)
     assert parent is not None

@@ -64,7 +64,7 @@ def test_inputs_are_answered_one_after_the_other() -> None:
         context += right.token_ids[:-1]
 
 
-def test_a_conversation() -> None:
+def test_a_conversation_waits_for_each_answer() -> None:
     """The next input is written when the last answer has been read."""
 
     async def run() -> list[list[int]]:

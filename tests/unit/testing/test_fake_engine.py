@@ -85,7 +85,7 @@ def engine(frontend: Frontend) -> Iterator[FakeEngine]:
         yield engine
 
 
-def test_the_handshake(frontend: Frontend) -> None:
+def test_the_handshake_is_that_of_a_core(frontend: Frontend) -> None:
     with FakeHandshake(frontend.handshake_address, engine_index=3) as handshake:
         handshake.say(EngineStatus("HELLO"))
         identity, frame = frontend.hear(frontend.handshake)
@@ -149,7 +149,7 @@ def test_control_calls_are_answered(frontend: Frontend, engine: FakeEngine) -> N
     assert (answer.call_id, answer.result, answer.failure_message) == (77, True, None)
 
 
-def test_misdeeds(frontend: Frontend, engine: FakeEngine) -> None:
+def test_a_fake_engine_can_send_what_no_core_does(frontend: Frontend, engine: FakeEngine) -> None:
     engine.send_frames([b"\xc1", b"junk"])
     assert frontend.hear(frontend.outputs[0]) == [b"\xc1", b"junk"]
     engine.send_tokens("r", [5])
@@ -166,7 +166,7 @@ def test_misdeeds(frontend: Frontend, engine: FakeEngine) -> None:
     assert frontend.hear(frontend.outputs[1]) == [ENGINE_CORE_DEAD]
 
 
-def test_serving(frontend: Frontend, engine: FakeEngine) -> None:
+def test_a_fake_engine_serves_what_a_function_answers(frontend: Frontend, engine: FakeEngine) -> None:
     seen: list[FromFrontend] = []
 
     def answer(message: FromFrontend) -> list[EngineCoreOutputs]:

@@ -213,7 +213,7 @@ def test_a_step_takes_its_time_on_the_injected_clock() -> None:
         (merge(cached("a", 6, 1), cached("a", 6, 1)), "data is given for|computed tokens"),
     ],
 )
-def test_breaches(executor: FakeExecutor, step: SchedulerOutput, message: str) -> None:
+def test_a_breach_of_the_protocol_is_an_error(executor: FakeExecutor, step: SchedulerOutput, message: str) -> None:
     run(executor, new("a", [1, 2], 6))
     with pytest.raises(ProtocolError, match=message):
         run(executor, step)

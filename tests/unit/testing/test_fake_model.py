@@ -19,7 +19,7 @@ def ask(max_model_len: int = 100, model: FakeModel = MODEL, **params: Any) -> Ex
     return expected_output(model, PROMPT, SamplingParams(**params), max_model_len)
 
 
-def test_length() -> None:
+def test_an_output_ends_at_its_length() -> None:
     assert len(ask(max_tokens=7).token_ids) == 7
     assert ask(max_tokens=7).finish_reason is FinishReason.LENGTH
     assert len(ask(max_tokens=None, max_model_len=30).token_ids) == 25
@@ -39,7 +39,7 @@ def test_stop_tokens_and_min_tokens() -> None:
     assert ask(max_tokens=first, eos_token_id=token).finish_reason is FinishReason.STOP
 
 
-def test_repetition() -> None:
+def test_an_output_ends_at_a_repetition() -> None:
     rule = RepetitionDetectionParams(max_pattern_size=2, min_pattern_size=1, min_count=2)
     stopped = ask(max_tokens=200, max_model_len=1000, model=FakeModel(vocab_size=4), repetition_detection=rule)
     assert stopped.finish_reason is FinishReason.REPETITION
@@ -56,7 +56,7 @@ def test_every_prompt_token_matters(position: int) -> None:
         assert expected_output(model, other, params, 100) != expected_output(model, PROMPT, params, 100)
 
 
-def test_identity() -> None:
+def test_salts_and_adapters_change_the_identity_of_the_cache() -> None:
     assert kv_identity(None, None) == kv_identity(SamplingParams(), None) == 0
     salted = SamplingParams(extra_args={KV_IDENTITY: ""})
     ids = {kv_identity(salted, None), kv_identity(None, LoRARequest("a", 1)), kv_identity(None, LoRARequest("b", 1)), 0}

@@ -17,7 +17,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def test_is_complete(checkpoint: Path) -> None:
+def test_a_tiny_checkpoint_has_every_file(checkpoint: Path) -> None:
     assert {
         "config.json",
         "generation_config.json",

@@ -29,7 +29,7 @@ from quire.wire.stats import PrefillStats, PrefixCacheStats, SchedulerStats
 STRUCTS = [EngineCoreRequest, EngineCoreOutput, EngineCoreOutputs, EngineCoreEvent, UtilityOutput, SchedulerOutput]
 
 
-def test_finish_reasons() -> None:
+def test_finish_reasons_keep_their_numbers_and_words() -> None:
     assert FINISH_REASON_STRINGS == ("stop", "length", "abort", "error", "repetition")
     assert [str(r) for r in FinishReason] == list(FINISH_REASON_STRINGS)
     assert [int(r) for r in FinishReason] == [0, 1, 2, 3, 4]
@@ -39,7 +39,7 @@ def test_request_types_are_single_bytes() -> None:
     assert [t.value for t in EngineCoreRequestType] == [b"\x00", b"\x01", b"\x02", b"\x03", b"\x04", b"\x05"]
 
 
-def test_events() -> None:
+def test_an_event_has_a_monotonic_stamp() -> None:
     assert [int(t) for t in EngineCoreEventType] == [1, 2, 3]
     before = time.monotonic()
     event = EngineCoreEvent.new_event(EngineCoreEventType.QUEUED)
@@ -75,17 +75,17 @@ def test_outputs_are_stamped_with_monotonic_time() -> None:
     assert EngineCoreOutputs(timestamp=7.0).timestamp == 7.0
 
 
-def test_output_finished() -> None:
+def test_an_output_with_a_finish_reason_is_finished() -> None:
     assert not EngineCoreOutput("a", [1]).finished
     assert EngineCoreOutput("a", [], finish_reason=FinishReason.STOP).finished
 
 
-def test_logprobs_rows() -> None:
+def test_rows_of_logprobs_can_be_sliced() -> None:
     rows = LogprobsLists([[1], [2], [3]], [[-1.0], [-2.0], [-3.0]], [1, 2, 3])
     assert rows.slice_rows(1, 3) == LogprobsLists([[2], [3]], [[-2.0], [-3.0]], [2, 3])
 
 
-def test_prefill_stats() -> None:
+def test_cached_tokens_are_local_and_remote_ones() -> None:
     stats = PrefillStats(10, 4, 5, 1)
     assert stats.num_cached_tokens == 6
 

@@ -29,7 +29,9 @@ def test_threads_stay_within_the_quota_unless_told(
 @pytest.mark.parametrize(
     ("name", "has_cuda", "expected"), [("auto", False, "cpu"), ("auto", True, "cuda"), ("cpu", True, "cpu")]
 )
-def test_device(monkeypatch: pytest.MonkeyPatch, name: str, has_cuda: bool, expected: str) -> None:
+def test_the_device_follows_from_flag_and_machine(
+    monkeypatch: pytest.MonkeyPatch, name: str, has_cuda: bool, expected: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     assert platform.choose_device(name).type == expected
 

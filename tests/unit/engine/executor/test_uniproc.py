@@ -95,7 +95,7 @@ def test_it_brings_its_worker_up_in_order(executor: UniProcExecutor) -> None:
     assert executor.max_concurrent_batches == 1
 
 
-def test_steps(executor: UniProcExecutor) -> None:
+def test_a_step_runs_in_the_worker(executor: UniProcExecutor) -> None:
     output = SchedulerOutput()
     assert executor.execute_model(output) is None
     assert executor.sample_tokens(None) is EMPTY_MODEL_RUNNER_OUTPUT

@@ -21,7 +21,7 @@ def test_blocks_are_added_group_by_group() -> None:
     assert left.get_block_ids() == ([1, 2], [3])  # unchanged
 
 
-def test_is_empty() -> None:
+def test_blocks_of_no_group_are_empty() -> None:
     assert KVCacheBlocks(([], [])).is_empty
     assert not KVCacheBlocks(([], _blocks(1))).is_empty
 

@@ -68,13 +68,13 @@ def test_null_block_is_never_free() -> None:
     assert _free_ids(pool) == [1, 2, 3]
 
 
-def test_smallest_pools() -> None:
+def test_a_pool_needs_room_for_the_null_block() -> None:
     assert BlockPool(1).get_usage() == 0.0
     with pytest.raises(ValueError, match="no room for the null block"):
         BlockPool(0)
 
 
-def test_usage() -> None:
+def test_usage_leaves_out_the_null_block() -> None:
     pool = BlockPool(5)
     pool.get_new_blocks(3)
     assert pool.get_usage() == 0.75
@@ -124,7 +124,7 @@ def test_touch_takes_a_block_out_of_the_queue_once() -> None:
     assert _free_ids(pool) == [2, 3, 4, 1]
 
 
-def test_double_free() -> None:
+def test_a_block_is_not_freed_twice() -> None:
     pool = BlockPool(4)
     blocks = pool.get_new_blocks(1)
     pool.free_blocks(blocks)

@@ -26,7 +26,7 @@ def test_starts_in_id_order() -> None:
     assert queue.num_free_blocks == NUM_BLOCKS
 
 
-def test_empty_queue() -> None:
+def test_an_empty_queue_gives_nothing() -> None:
     _, queue = _make(0)
     queue.check_integrity()
     assert _ids(queue) == []

@@ -22,7 +22,7 @@ LORA = LoRARequest("sql", 1, "/adapters/sql")
 GOLDEN = "5aebc9818935889216730ad770951c01ec6c793492a06bdb844d568f58f956b7"
 
 
-def test_chain_example() -> None:
+def test_full_blocks_are_chained_and_the_rest_is_not_hashed() -> None:
     """S1-KV-008: block size 4, thirteen tokens: three hashes, none for the partial fourth block."""
     request = ModelRequest("r", letters("ABCDEFGHIJKLM"))
     first = hash_block(None, letters("ABCD"), None)

@@ -157,7 +157,7 @@ def test_salts_survive_collisions() -> None:
         assert _hit(manager, "ABCDEFGHI", cache_salt=salt, hash_function=_one_bit) == 8
 
 
-def test_caching_off() -> None:
+def test_nothing_is_cached_when_caching_is_off() -> None:
     manager = make_manager(20, enable_caching=False)
     request = ModelRequest("0", letters("ABCDEFGHI"))
     assert admit(manager, request) == 0
@@ -348,7 +348,7 @@ def test_sharing_what_nobody_will_compute_is_an_error() -> None:
         manager.free(first)
 
 
-def test_reset() -> None:
+def test_a_reset_waits_until_no_block_is_used() -> None:
     manager = make_manager(20)
     request = ModelRequest("0", letters("ABCDEFGHI"))
     admit(manager, request)
@@ -440,7 +440,7 @@ def test_reserved_blocks_do_not_stop_who_needs_none() -> None:
     assert manager.allocate_slots(request, 1, reserved_blocks=5) is manager.empty_kv_cache_blocks
 
 
-def test_misuse() -> None:
+def test_misuse_is_an_error() -> None:
     manager = make_manager(20)
     request = ModelRequest("0", letters("ABCDEFGHI"))
     admit(manager, request)

@@ -241,7 +241,7 @@ TestKVCacheMachine = KVCacheMachine.TestCase
 
 @pytest.mark.parametrize("weak_hash", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["full", "window", "window of 1", "full+window", "full+windows"])
-def test_long_runs(layout: tuple[AnyKVCacheSpec, ...], weak_hash: bool) -> None:
+def test_long_runs_keep_every_invariant(layout: tuple[AnyKVCacheSpec, ...], weak_hash: bool) -> None:
     """3000 operations from a seed: long enough for pools to fill, and for content to outlive its parents."""
     rng = random.Random(f"{layout} {weak_hash}")
     smallest = 1 + len(layout) * MAX_MODEL_LEN // BLOCK_SIZE

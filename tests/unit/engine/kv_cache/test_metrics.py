@@ -49,7 +49,7 @@ def test_blocks_that_are_not_followed_make_no_event() -> None:
 
 
 @pytest.mark.parametrize("sample_rate", [0.1, 0.5])
-def test_sample_rate(sample_rate: float) -> None:
+def test_the_sample_rate_is_kept(sample_rate: float) -> None:
     def sample(seed: int) -> int:
         collector = KVCacheMetricsCollector(sample_rate, _Clock(), seed)
         for block_id in range(4000):

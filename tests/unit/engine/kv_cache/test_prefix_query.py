@@ -22,7 +22,7 @@ def _query(text: str, salt: str | None = None) -> PrefixQuery:
     return PrefixQuery(ModelRequest("r", letters(text), cache_salt=salt), BLOCK_SIZE)
 
 
-def test_equal_chain() -> None:
+def test_an_equal_chain_is_a_prefix() -> None:
     query = _query("ABCDEFGHIJ")
     assert query.is_prefix(_chain("ABCD"), 0)
     assert query.is_prefix(_chain("ABCD", "EFGH"), 1)
@@ -41,11 +41,11 @@ def test_equal_chain() -> None:
         (_chain("ABCD", "EFGH", salt="x"), 1),
     ],
 )
-def test_unequal_chain(content: BlockContent, index: int) -> None:
+def test_an_unequal_chain_is_no_prefix(content: BlockContent, index: int) -> None:
     assert not _query("ABCDEFGHIJ").is_prefix(content, index)
 
 
-def test_salt() -> None:
+def test_another_salt_is_no_prefix() -> None:
     assert _query("ABCDE", salt="").is_prefix(_chain("ABCD", salt=""), 0)
     assert not _query("ABCDE", salt="").is_prefix(_chain("ABCD"), 0)
 

@@ -79,7 +79,7 @@ def test_five_to_one_makes_equal_groups() -> None:
         ("f" * 3 + "s", [1, 1, 1, 1]),
     ],
 )
-def test_group_sizes(pattern: str, sizes: list[int]) -> None:
+def test_layers_are_grouped_by_kind(pattern: str, sizes: list[int]) -> None:
     groups = make_kv_cache_groups(_specs(pattern))
     assert [len(group.layer_names) for group in groups] == sizes
     assert sorted(name for group in groups for name in group.layer_names) == sorted(_specs(pattern))
@@ -112,7 +112,9 @@ def test_block_sizes_must_be_equal() -> None:
         (SLIDING, 500, 1, 32),
     ],
 )
-def test_blocks_needed(spec: AnyKVCacheSpec, num_tokens: int, max_step_tokens: int | None, expected: int) -> None:
+def test_the_blocks_of_a_request_are_counted(
+    spec: AnyKVCacheSpec, num_tokens: int, max_step_tokens: int | None, expected: int
+) -> None:
     assert blocks_needed(spec, num_tokens, max_step_tokens) == expected
 
 

@@ -58,7 +58,9 @@ def test_the_watermark_is_a_share_of_the_blocks_rounded_down() -> None:
         (30, 29, 8, False, 29),
     ],
 )
-def test_chunks(missing: int, budget: int, threshold: int, chunked: bool, expected: int) -> None:
+def test_a_chunk_is_capped_by_budget_and_threshold(
+    missing: int, budget: int, threshold: int, chunked: bool, expected: int
+) -> None:
     limits = make_limits(long_prefill_token_threshold=threshold, enable_chunked_prefill=chunked)
     assert limits.cap_chunk(missing, budget) == expected
 

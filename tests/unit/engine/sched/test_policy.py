@@ -118,7 +118,7 @@ def test_queues_agree_with_a_list(name: str, operations: list[tuple[Any, ...]]) 
 
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 2)), min_size=1, max_size=12))
-def test_victims(rows: list[tuple[int, int]]) -> None:
+def test_the_last_or_the_least_urgent_is_preempted(rows: list[tuple[int, int]]) -> None:
     running = make_requests([p for p, _ in rows], [float(a) for _, a in rows])
     assert running[last_admitted(running)] is running[-1]
     assert running[least_urgent(running)] is sorted(running, key=priority_key)[-1]

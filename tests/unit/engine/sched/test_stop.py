@@ -48,7 +48,7 @@ def test_stop_token_ids_are_reported() -> None:
     assert verdict([1, EOS], stop_token_ids=[EOS], ignore_eos=True) == Stop(STOPPED, EOS)
 
 
-def test_max_tokens() -> None:
+def test_max_tokens_ends_a_request() -> None:
     assert verdict([1, 2], max_tokens=3) is None
     assert verdict([1, 2, 3], max_tokens=3) == Stop(LENGTH)
     assert verdict([1, 2, 3], max_tokens=None) is None
@@ -105,7 +105,7 @@ def test_repetition_looks_at_outputs_only() -> None:
         ([], (1, 3), 2, False),
     ],
 )
-def test_repetition_examples(tokens: list[int], size: tuple[int, int], count: int, expected: bool) -> None:
+def test_a_repeated_pattern_is_found(tokens: list[int], size: tuple[int, int], count: int, expected: bool) -> None:
     smallest, largest = size
     assert ends_in_repetition(tokens, RepetitionDetectionParams(largest, smallest, count)) is expected
 

@@ -51,7 +51,7 @@ def forced_text(grammar: Grammar, tokenizer: tokenizers.Tokenizer) -> str:
     return str(tokenizer.decode(token_ids))
 
 
-def test_forced_tokens(backend: LLGuidanceBackend, tokenizer: tokenizers.Tokenizer) -> None:
+def test_tokens_without_a_choice_are_forced(backend: LLGuidanceBackend, tokenizer: tokenizers.Tokenizer) -> None:
     grammar = backend.compile(StructuredOutputsParams(choice=["left of the house", "right of the house"]))
     assert grammar.forced_token() is None
     (left,) = tokenizer.encode("l", add_special_tokens=False).ids
@@ -96,7 +96,7 @@ def test_a_long_forced_text_is_not_looked_at_for_every_token(
         ),
     ],
 )
-def test_what_fits(
+def test_texts_are_taken_exactly_when_they_fit(
     fields: dict[str, Any],
     good: list[str],
     bad: list[str],

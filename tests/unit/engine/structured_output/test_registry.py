@@ -29,5 +29,7 @@ def make_config(vocab_size: int, **model: Any) -> EngineConfig:
         (PRELOAD_VOCAB_SIZE, {"tokenizer_dir": Path("nowhere")}, False),
     ],
 )
-def test_who_preloads(vocab_size: int, model: dict[str, Any], preloads: bool) -> None:
+def test_grammars_are_loaded_early_for_large_vocabularies_only(
+    vocab_size: int, model: dict[str, Any], preloads: bool
+) -> None:
     assert make_structured_output_manager(make_config(vocab_size, **model))._preloads is preloads

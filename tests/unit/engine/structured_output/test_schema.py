@@ -32,7 +32,7 @@ def bound(schema: Any, **options: bool) -> Any:
         ({"type": [["integer"]]}, {}),
     ],
 )
-def test_integers(schema: dict[str, Any], added: dict[str, int]) -> None:
+def test_bounds_of_integers_are_added(schema: dict[str, Any], added: dict[str, int]) -> None:
     assert bound(schema) == {**schema, **added}
 
 

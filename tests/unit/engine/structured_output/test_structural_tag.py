@@ -97,7 +97,7 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
 @pytest.mark.parametrize(
     ("form", "good", "bad"), CASES, ids=[f"{i}-{form['type']}" for i, (form, _, _) in enumerate(CASES)]
 )
-def test_formats(
+def test_a_format_takes_what_fits_and_nothing_else(
     form: Any, good: list[str], bad: list[str], backend: LLGuidanceBackend, tokenizer: tokenizers.Tokenizer
 ) -> None:
     text = json.dumps({"type": "structural_tag", "format": form})

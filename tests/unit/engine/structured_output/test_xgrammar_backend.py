@@ -69,7 +69,7 @@ def structural(form: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_forms(
+def test_a_form_takes_what_fits_and_nothing_else(
     fields: dict[str, Any], good: list[str], bad: list[str], xgrammar: XGrammarBackend, tokenizer: tokenizers.Tokenizer
 ) -> None:
     params = StructuredOutputsParams(**fields)

@@ -49,7 +49,9 @@ def state_after(*calls: Call) -> list[tuple[str, tuple[Any, ...]]]:
         ),
     ],
 )
-def test_calls(calls: list[Call], expected: list[tuple[str, tuple[Any, ...]]]) -> None:
+def test_calls_leave_what_a_new_core_must_be_told(
+    calls: list[Call], expected: list[tuple[str, tuple[Any, ...]]]
+) -> None:
     assert state_after(*calls) == expected
 
 

@@ -168,7 +168,7 @@ def run(client: AsyncInprocClient, test: Callable[[], Any]) -> Any:
         assert not any(t.name == "quire-engine-core" for t in threading.enumerate())
 
 
-def test_a_request(model_dir: Path) -> None:
+def test_a_request_is_served_in_process(model_dir: Path) -> None:
     client = make(model_dir)
 
     async def test() -> list[EngineCoreOutput]:
@@ -235,7 +235,7 @@ def test_the_core_waits_for_a_loop_that_is_behind(model_dir: Path, gate: Gate) -
     assert run(client, test) == 1 + MAX_UNTAKEN_STEPS
 
 
-def test_control_calls(model_dir: Path) -> None:
+def test_control_calls_are_answered_in_process(model_dir: Path) -> None:
     client = make(model_dir)
 
     async def test() -> None:
@@ -299,7 +299,7 @@ def test_a_step_that_fails_is_the_end(model_dir: Path, caplog: pytest.LogCapture
     run(client, test)
 
 
-def test_shutdown(model_dir: Path) -> None:
+def test_a_shutdown_ends_what_is_running(model_dir: Path) -> None:
     client = make(model_dir)
 
     async def test() -> None:

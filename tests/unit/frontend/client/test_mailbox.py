@@ -104,7 +104,7 @@ def test_a_turn_is_bounded_in_time() -> None:
     assert asyncio.run(run()) == 4
 
 
-def test_room() -> None:
+def test_a_full_mailbox_says_when_it_has_room() -> None:
     async def run() -> None:
         rooms: list[int] = []
         mailbox = LoopMailbox(2, lambda: rooms.append(1))

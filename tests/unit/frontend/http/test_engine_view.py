@@ -34,7 +34,7 @@ def test_runs_are_the_values_again(step: int) -> None:
         assert [values[start] + step * i for start, count in runs for i in range(count)] == values
 
 
-def test_blocks() -> None:
+def test_blocks_are_described_as_runs() -> None:
     blocks = BlockMap(90, 20, 40, 12, 2, bytes([1, 3, 3, 0, 0, 255]), bytes([0, 1, 1, 1, 0, 1]))
     assert describe_blocks(blocks) == {
         "total": 90, "free": 20, "cached": 40, "touched": 12, "stride": 2,
@@ -42,7 +42,7 @@ def test_blocks() -> None:
     }  # fmt: skip
 
 
-def test_a_request() -> None:
+def test_a_request_is_described_with_its_blocks() -> None:
     ids = array("I", [5, 6, 7, 2, 9, 10])
     request = RequestSnapshot("0_a-1", "a", "running", 5, 7, 6, -1, block_ids=ids.tobytes(), num_blocks=6)
     alone = describe_request(request, None, 990.0)

@@ -246,7 +246,7 @@ def fresh_clock() -> None:
     clock.__init__(1)  # type: ignore[misc]
 
 
-def test_one_request() -> None:
+def test_one_request_is_observed_as_it_was() -> None:
     observer = Observer()
     observer.add("a", [5] * 40, max_tokens=6)
     observer.check()
@@ -300,7 +300,7 @@ def test_what_was_computed_adds_up() -> None:
     assert clock.num_computed == prompts + decoded + again
 
 
-def test_a_session() -> None:
+def test_a_session_is_observed_as_it_was() -> None:
     observer = Observer(num_gpu_blocks_override=40)
     observer.add("s", [3] * 10, resumable=True, max_tokens=3)
     while observer.engine.has_unfinished_requests():

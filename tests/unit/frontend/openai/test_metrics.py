@@ -16,7 +16,7 @@ from .serving import Server, check
 BODY = {"prompt": [50, 51, 52], "max_tokens": 4, "ignore_eos": True}
 
 
-def test_a_scrape() -> None:
+def test_every_scrape_adds_up() -> None:
     async def scrape(server: Server) -> None:
         audit = MetricsAudit()
         audit.check(read_exposition((await server.get("/metrics")).text))

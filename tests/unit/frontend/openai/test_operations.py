@@ -26,7 +26,7 @@ KEYS = [hashlib.sha256(key).digest() for key in (b"first", b"second")]
 ALL = [endpoint for router in ROUTERS for endpoint in router]
 
 
-def test_probes() -> None:
+def test_probes_answer_without_a_body() -> None:
     async def test(server: Server) -> None:
         for path in ("/health", "/health/live", "/health/ready", "/ping"):
             response = await server.get(path)
@@ -61,7 +61,7 @@ def test_a_dead_engine_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     check(test)
 
 
-def test_models() -> None:
+def test_the_list_of_models_describes_the_one_served() -> None:
     async def test(server: Server) -> None:
         (card,) = (await server.get("/v1/models")).json()["data"]
         assert list(card) == [

@@ -150,7 +150,7 @@ def test_pooling_of_every_token(serve: Serve) -> None:
     serve("embed", test)
 
 
-def test_classes(serve: Serve) -> None:
+def test_a_classification_names_its_classes(serve: Serve) -> None:
     async def test(server: Server) -> None:
         answer = await server.answer("/classify", input=TEXTS)
         assert answer["id"].startswith("classify-")

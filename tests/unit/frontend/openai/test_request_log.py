@@ -73,7 +73,7 @@ def test_ends_and_outputs(caplog: Log, stream: bool) -> None:
         assert len(shown) <= 3
 
 
-def test_ends_alone(caplog: Log) -> None:
+def test_ends_can_be_logged_alone(caplog: Log) -> None:
     lines = serve(caplog, enable_log_outputs=True)
     assert ["finish_reason" in line.getMessage() for line in lines] == [True, True]
     assert "canary" not in caplog.text

@@ -181,11 +181,11 @@ def test_each_further_trial_takes_twice_as_many_tokens() -> None:
         (-250, "crash", "was killed by signal 250"),
     ],
 )
-def test_exit_status(returncode: int, cause: str, words: str) -> None:
+def test_an_exit_status_is_described_in_words(returncode: int, cause: str, words: str) -> None:
     assert (cause_of_exit(returncode), describe_exit(returncode)) == (cause, words)
 
 
-def test_who_asked() -> None:
+def test_an_end_that_was_asked_for_is_recognized() -> None:
     asked = [0, -signal.SIGTERM, -signal.SIGINT]
     others = [1, 2, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGHUP]
     assert [code for code in asked + others if was_asked_to_end(code)] == asked

@@ -30,7 +30,7 @@ def test_the_wait_grows_and_has_an_end() -> None:
     assert waits[-1] == 5.0
 
 
-def test_no_budget() -> None:
+def test_a_budget_of_zero_allows_no_restart() -> None:
     assert RestartBudget(0, 60.0).take(0.0) is None
 
 

@@ -183,7 +183,7 @@ def test_the_size_of_what_a_template_writes_is_bounded(monkeypatch: pytest.Monke
         render_chat(endless, TURNS)
 
 
-def test_strftime_now() -> None:
+def test_a_template_may_ask_for_the_date() -> None:
     before = datetime.now().strftime("%Y-%m-%d")
     assert render_chat("{{ strftime_now('%Y-%m-%d') }}", TURNS) in (before, datetime.now().strftime("%Y-%m-%d"))
 

@@ -348,7 +348,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
         ("abc", [], 0, None),
     ],
 )
-def test_find(text: str, stops: list[str], start: int, match: StopMatch | None) -> None:
+def test_the_first_stop_string_is_found(text: str, stops: list[str], start: int, match: StopMatch | None) -> None:
     assert StopStrings(stops).find(text, start) == match
 
 

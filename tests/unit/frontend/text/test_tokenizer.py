@@ -263,7 +263,7 @@ def test_list_of_named_templates(tmp_path: Path) -> None:
         tokenizer.select_chat_template()
 
 
-def test_no_template(tmp_path: Path) -> None:
+def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_dir(write_tokenizer("byte_level", tmp_path, chat_template=None))
     assert tokenizer.chat_template is None
     with pytest.raises(ValidationError, match="no default chat template"):

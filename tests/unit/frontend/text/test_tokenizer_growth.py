@@ -95,7 +95,7 @@ def test_normalizer_and_pre_tokenizer_are_one_chain(tmp_path: Path) -> None:
         check(tmp_path, normalizer=sequence(*half), pre_tokenizer=sequence(*half, name="pretokenizers"))
 
 
-def test_templates(tmp_path: Path) -> None:
+def test_a_template_may_not_add_many_tokens(tmp_path: Path) -> None:
     text, bos = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>", "type_id": 0}}
     special = {"<s>": {"id": "<s>", "ids": [1, 2], "tokens": ["<s>", "<s>"]}}
     check(tmp_path, post_processor={"single": [bos, text], "pair": [bos, text, bos], "special_tokens": special})

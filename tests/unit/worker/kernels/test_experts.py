@@ -96,7 +96,7 @@ def test_idle_experts_are_not_touched(make_kernels: MakeKernels) -> None:
     assert not y.isnan().any()
 
 
-def test_no_tokens(make_kernels: MakeKernels) -> None:
+def test_no_tokens_are_no_work(make_kernels: MakeKernels) -> None:
     gate_up, down = make_weights(2, 32, 32, torch.float32)
     kernels = make_kernels(2)
     ids, weights = kernels.router(RouterSpec(num_experts_per_token=1, normalize=True), torch.float32)(torch.empty(0, 2))
@@ -106,7 +106,9 @@ def test_no_tokens(make_kernels: MakeKernels) -> None:
 @pytest.mark.parametrize("in_float32", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("experts", "k"), [(1, 1), (8, 2), (60, 4), (128, 8)])
-def test_router(make_kernels: MakeKernels, experts: int, k: int, normalize: bool, in_float32: bool) -> None:
+def test_the_router_equals_the_reference(
+    make_kernels: MakeKernels, experts: int, k: int, normalize: bool, in_float32: bool
+) -> None:
     spec = RouterSpec(num_experts_per_token=k, normalize=normalize, weights_in_float32=in_float32)
     logits = randn(10, 50, experts) * 3
     ids, weights = make_kernels(3).router(spec, torch.bfloat16)(logits)

@@ -29,7 +29,9 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", NORMS, ids=str)
 @pytest.mark.parametrize("dim", [1, 12, 48, 64, 200, 896])
-def test_rms_norm(make_kernels: MakeKernels, dim: int, spec: NormSpec, dtype: torch.dtype) -> None:
+def test_the_norm_equals_the_reference_alone_and_in_company(
+    make_kernels: MakeKernels, dim: int, spec: NormSpec, dtype: torch.dtype
+) -> None:
     x, weight, residual = randn(1, 40, dim, dtype=dtype), randn(2, dim, dtype=dtype), randn(3, 40, dim, dtype=dtype)
     for r in (None, residual):
         y = make_kernels(3).rms_norm(weight, spec)(x, r)
@@ -52,7 +54,7 @@ def test_rms_norm_of_a_strided_view(make_kernels: MakeKernels, dtype: torch.dtyp
     ("dtype", "table_dtype"), [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2]
 )
 @pytest.mark.parametrize(("head_size", "half"), [(64, 32), (64, 16), (12, 6), (80, 10), (128, 0)])
-def test_rotation(
+def test_the_rotation_equals_the_reference_alone_and_in_company(
     make_kernels: MakeKernels,
     head_size: int,
     half: int,
@@ -85,7 +87,9 @@ def test_rotation(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_activations(make_kernels: MakeKernels, name: str, is_gated: bool, dtype: torch.dtype) -> None:
+def test_activations_equal_the_reference(
+    make_kernels: MakeKernels, name: str, is_gated: bool, dtype: torch.dtype
+) -> None:
     edges = torch.tensor([-1e30, -100.0, -20.0, -1e-3, -0.0, 0.0, 1e-3, 0.624, 0.626, 20.0, 100.0, 1e30, 1e-30, 3.0])
     x = torch.cat([edges.repeat(20, 1), randn(11, 20, 200, dtype=torch.float32) * 4], dim=1).to(dtype)  # [20, 214]
     y = make_kernels(3).activation(name, is_gated)(x)

@@ -30,7 +30,7 @@ def randomize(module: nn.Module) -> None:
         parameter.data.copy_(randn(*parameter.shape))
 
 
-def test_rms_norm() -> None:
+def test_the_rms_norm_equals_that_of_torch() -> None:
     norm, x = RMSNorm(8, 1e-3), randn(5, 8)
     randomize(norm)
     torch.testing.assert_close(norm(x), functional.rms_norm(x, (8,), norm.weight, 1e-3))
@@ -54,7 +54,7 @@ def test_rms_norm_of_large_values_in_float16() -> None:
     assert torch.equal(norm(torch.full((1, 8), 300.0, dtype=torch.float16)), torch.ones(1, 8, dtype=torch.float16))
 
 
-def test_layer_norm() -> None:
+def test_the_layer_norm_equals_that_of_torch() -> None:
     norm, x = LayerNorm(8), randn(5, 8)
     randomize(norm)
     torch.testing.assert_close(norm(x), functional.layer_norm(x, (8,), norm.weight, norm.bias))
@@ -67,7 +67,7 @@ def test_norm_rows_do_not_see_each_other() -> None:
     assert torch.equal(norm(x), torch.cat([norm(row) for row in x.split(1)]))
 
 
-def test_activations() -> None:
+def test_activations_equal_those_of_torch() -> None:
     x = randn(4, 6)
     torch.testing.assert_close(gated(get_activation("silu"), x), functional.silu(x[:, :3]) * x[:, 3:])
     torch.testing.assert_close(get_activation("gelu_pytorch_tanh")(x), functional.gelu(x, approximate="tanh"))
@@ -76,7 +76,7 @@ def test_activations() -> None:
     assert all(callable(f) for f in ACTIVATIONS.values())
 
 
-def test_soft_cap() -> None:
+def test_a_soft_cap_bounds_every_value() -> None:
     x = torch.tensor([-1e9, -1.0, 0.0, 1e-3, 1e9])
     torch.testing.assert_close(soft_cap(x, 5.0), torch.tensor([-5.0, 5 * torch.tanh(torch.tensor(-0.2)), 0, 1e-3, 5.0]))
     assert soft_cap(x, None) is x

@@ -73,7 +73,7 @@ def test_the_order_of_tokens_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
-def test_checkpoint_names(names: tuple[str, str, str]) -> None:
+def test_the_names_of_a_checkpoint_find_their_weights(names: tuple[str, str, str]) -> None:
     gate, up, down = names
     spec = MoESpec(
         num_experts=2,

@@ -41,7 +41,7 @@ def with_dtype(path: Path, folder: Path, **dtype: str) -> Path:
         ("half", "float32", CUDA, torch.float16),
     ],
 )
-def test_table(
+def test_the_type_follows_from_flag_checkpoint_and_device(
     flag: str,
     stored: str,
     device: torch.device,

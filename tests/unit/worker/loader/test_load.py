@@ -109,13 +109,13 @@ def test_each_tensor_is_read_once(llama: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(read) == sorted(wanted)
 
 
-def test_missing_shard(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_shard_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split_into_shards(llama)
     (llama / "shard-1.safetensors").unlink()
     assert "shard-1.safetensors is missing" in refusal(llama, monkeypatch)
 
 
-def test_truncated_shard(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_shard_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split_into_shards(llama)
     shard = llama / "shard-2.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -123,7 +123,7 @@ def test_truncated_shard(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{shard} is truncated: tensor " in message
 
 
-def test_wrong_shape(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_shape_is_explained(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit_weights(llama, lambda t: t.update({QKV: torch.zeros(24, 47)}))
     expected = f"{llama / 'model.safetensors'}: tensor {QKV} has shape [24, 47], but config.json makes it [24, 48]"
     assert refusal(llama, monkeypatch) == expected
@@ -134,7 +134,7 @@ def test_config_of_another_size(llama: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "has shape [80, 48], but config.json makes it [96, 48]" in refusal(llama, monkeypatch)
 
 
-def test_missing_tensor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensor_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit_weights(llama, lambda t: t.pop(QKV))
     assert refusal(llama, monkeypatch) == (f"{llama / 'model.safetensors'} has no tensor {QKV}, which the model needs")
 
@@ -146,17 +146,17 @@ def test_more_layers_than_stored(llama: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "(and 17 more)" in message
 
 
-def test_unexpected_tensor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_tensor_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit_weights(llama, lambda t: t.update({"model.layers.0.self_attn.k_proj.bias": torch.zeros(24)}))
     assert "holds tensor model.layers.0.self_attn.k_proj.bias" in refusal(llama, monkeypatch)
 
 
-def test_integer_weights(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_weights_in_integers_are_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit_weights(llama, lambda t: t.update({QKV: torch.zeros(24, 48, dtype=torch.int8)}))
     assert f"tensor {QKV} is I8" in refusal(llama, monkeypatch)
 
 
-def test_quantized_checkpoint(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_quantization_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit_config(llama, quantization_config={"quant_method": "bitsandbytes"})
     assert "config.json has a quantization_config of method 'bitsandbytes'" in refusal(llama, monkeypatch)
 
@@ -172,7 +172,7 @@ def test_quantized_checkpoint(llama: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ([], "does not name an architecture"),
     ],
 )
-def test_unknown_architecture(
+def test_an_unknown_architecture_is_refused(
     architectures: list[str], message: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edit_config(llama, architectures=architectures)
@@ -270,7 +270,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "opt"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dummy_weights(family: str, dtype: torch.dtype, tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_dummy_weights_follow_the_seed_and_never_overflow(
+    family: str, dtype: torch.dtype, tiny_checkpoint: Make, tmp_path: Path
+) -> None:
     """Random weights need no weight files, follow the seed, and never overflow."""
     shutil.copy(tiny_checkpoint(family) / "config.json", tmp_path)
     model = load(tmp_path, load_format="dummy", dtype=dtype)

@@ -34,7 +34,7 @@ def assert_same_logits(path: Path, *lengths: int, oracle_path: Path | None = Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(family: str, tiny_checkpoint: Make) -> None:
+def test_a_family_has_the_logits_of_transformers(family: str, tiny_checkpoint: Make) -> None:
     assert_same_logits(tiny_checkpoint(family), 1, 5, 33, 200, 600)
 
 
@@ -102,7 +102,9 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "overrides"), [v[1:] for v in VARIANTS], ids=[f"{v[1]}: {v[0]}" for v in VARIANTS])
-def test_variant(family: str, overrides: dict[str, Any], tiny_checkpoint: Make) -> None:
+def test_a_variant_has_the_logits_of_transformers(
+    family: str, overrides: dict[str, Any], tiny_checkpoint: Make
+) -> None:
     assert_same_logits(tiny_checkpoint(family, **overrides), 5, 200)
 
 

@@ -230,7 +230,7 @@ def test_formats_that_cannot_be_read(tiny_checkpoint: Make, tmp_path: Path, conf
         load(stored)
 
 
-def test_static_activations(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_static_scales_of_activations_are_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
     config = compressed_config("int-quantized", 8, "channel", True)
     config["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
     stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, plain8, compressed_packed, config)
@@ -251,7 +251,7 @@ def test_static_activations(tiny_checkpoint: Make, tmp_path: Path) -> None:
         (lambda t, b: t.update({f"{b}.g_idx": t[f"{b}.g_idx"] + 5}), "g_idx names"),
     ],
 )
-def test_damaged_matrices(tiny_checkpoint: Make, tmp_path: Path, edit: Any, message: str) -> None:
+def test_a_damaged_matrix_is_named(tiny_checkpoint: Make, tmp_path: Path, edit: Any, message: str) -> None:
     stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES["gptq"])
     tensors = load_file(stored / "model.safetensors")
     edit(tensors, "model.layers.0.self_attn.k_proj")

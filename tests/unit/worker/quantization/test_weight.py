@@ -15,7 +15,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_formula() -> None:
+def test_integers_stand_for_scaled_differences_from_their_zeros() -> None:
     weight = QuantizedWeight(
         bits=4,
         values=torch.tensor([[-8, 7, 3, 0, 1]], dtype=torch.int8),
@@ -63,11 +63,11 @@ def test_zeros_stay_zeros(method: str) -> None:
     assert quantize(tiny, scheme_of(method)).dequantize().isfinite().all()
 
 
-def test_group_sizes() -> None:
+def test_the_group_size_divides_the_row() -> None:
     assert [group_size_for(n) for n in (4096, 192, 96, 688, 7)] == [128, 64, 32, 32, 32]
 
 
-def test_stacked_parts() -> None:
+def test_stacked_parts_keep_their_values() -> None:
     upper, lower = quantize_int4(randn(3, 64), 32), quantize_int4(randn(5, 64, seed=1), 32)
     both = QuantizedWeight.stack([upper, lower])
     assert torch.equal(both.dequantize(), torch.cat([upper.dequantize(), lower.dequantize()]))

@@ -87,7 +87,7 @@ def test_bad_words_ban_the_token_that_would_complete_them() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(1, 3))
-def test_grammar_bitmask(seed: int, masked: int) -> None:
+def test_a_bitmask_forbids_the_tokens_of_its_zeros(seed: int, masked: int) -> None:
     rng = np.random.default_rng(seed)
     logits = random_logits(seed)
     before = logits.clone()

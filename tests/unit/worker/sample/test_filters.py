@@ -56,7 +56,7 @@ logit_rows = st.lists(
 
 
 @given(logit_rows, st.data())
-def test_top_k(x: np.ndarray, data: st.DataObject) -> None:
+def test_top_k_keeps_what_the_oracle_keeps(x: np.ndarray, data: st.DataObject) -> None:
     ks = data.draw(st.lists(st.integers(1, 20), min_size=len(x), max_size=len(x)))
     logits = torch.tensor(x)
     filters.keep_top_k(logits, ones(len(x)), torch.tensor(ks))
@@ -66,7 +66,7 @@ def test_top_k(x: np.ndarray, data: st.DataObject) -> None:
 
 
 @given(logit_rows, st.data())
-def test_top_p(x: np.ndarray, data: st.DataObject) -> None:
+def test_top_p_keeps_what_the_oracle_keeps(x: np.ndarray, data: st.DataObject) -> None:
     # Off the grid of exactly representable sums, so that float64 and float32 agree on what reaches p.
     ps = data.draw(st.lists(st.floats(0.0123, 0.9871), min_size=len(x), max_size=len(x)))
     logits = torch.tensor(x)
@@ -99,7 +99,7 @@ def test_top_p_keeps_at_least_the_best_token_and_all_at_one() -> None:
 
 
 @given(logit_rows, st.data())
-def test_min_p(x: np.ndarray, data: st.DataObject) -> None:
+def test_min_p_keeps_what_the_oracle_keeps(x: np.ndarray, data: st.DataObject) -> None:
     ps = data.draw(st.lists(st.just(0.0) | st.floats(0.0123, 0.97), min_size=len(x), max_size=len(x)))
     logits = torch.tensor(x)
     filters.keep_min_p(logits, ones(len(x)), torch.tensor(ps, dtype=torch.float32))

@@ -180,7 +180,7 @@ def test_threads_change_nothing(library: NativeLibrary) -> None:
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "huge"])
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_logprobs(sampling: SamplingKernel, vocab: int, kind: str) -> None:
+def test_logprobs_equal_those_of_float64(sampling: SamplingKernel, vocab: int, kind: str) -> None:
     x = make_logits(kind, 6, vocab)
     wide = x.astype(np.float64)
     expected = wide - wide.max(1, keepdims=True)
@@ -215,7 +215,7 @@ def test_a_spoilt_row_gives_an_id_inside_the_vocabulary(sampling: SamplingKernel
     assert ((tokens >= 0) & (tokens < vocab)).all()
 
 
-def test_strided_rows(sampling: SamplingKernel) -> None:
+def test_strided_rows_give_the_same_tokens(sampling: SamplingKernel) -> None:
     wide, rules = torch.from_numpy(make_logits("usual", len(CASES), 3000)), make_rules(CASES)
     indices = np.arange(len(CASES))
     views: list[Tensor] = [wide[:, 100:1100], wide.T[: len(CASES), :].contiguous().T[:1000].T]

@@ -20,7 +20,7 @@ def words(*texts: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
-def test_known_answers(counter: str, key: str, result: str) -> None:
+def test_known_answers_of_philox_come_out(counter: str, key: str, result: str) -> None:
     np.testing.assert_array_equal(philox4x32(words(counter), words(key)), words(result))
 
 

@@ -88,7 +88,7 @@ def test_what_is_not_written_again_would_have_been_the_same(script: list[Callabl
     ("value", "text"),
     [(1, "1.0"), (0.25, "0.25"), (float("inf"), "+Inf"), (-float("inf"), "-Inf"), (float("nan"), "NaN")],
 )
-def test_numbers(value: float, text: str) -> None:
+def test_a_number_is_written_in_the_format(value: float, text: str) -> None:
     assert format_value(value) == text
 
 

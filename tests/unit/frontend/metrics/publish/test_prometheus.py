@@ -159,7 +159,7 @@ def test_engines_have_series_of_their_own() -> None:
     assert tokens == {"0": 0, "1": 5}
 
 
-def test_sampled_blocks() -> None:
+def test_lifetimes_of_sampled_blocks_are_observed() -> None:
     logger = make("--kv-cache-metrics")
     events = [KVCacheEvictionEvent(4.0, 1.0, (0.5, 0.25)), KVCacheEvictionEvent(2.0, 2.0)]
     logger.record(SchedulerStats(kv_cache_eviction_events=events), None)
@@ -317,7 +317,7 @@ def test_facts_are_read_for_each_snapshot() -> None:
     assert {key: seen.value(*key) for key in expected} == expected
 
 
-def test_adapters() -> None:
+def test_adapters_are_counted_by_name_and_state() -> None:
     load = AdapterLoad.count([("b", True), ("a", False), ("b", False), ("b", True)])
     seen = snapshot(adapters=load, max_lora=4)
     (series,) = seen.find("vllm:lora_requests_info").series
@@ -363,7 +363,7 @@ def test_operations_and_answers() -> None:
     assert 'http_response_size_bytes_count{handler="/v1/completions"} 2.0' in logger.exposition()
 
 
-def test_custom_bounds() -> None:
+def test_custom_bounds_replace_those_of_their_metric() -> None:
     setup = MetricsSetup(model_name="m", custom_buckets={"time_to_first_token": [1, 2]})
     seen = PrometheusStatLogger(setup).snapshot()
     assert seen.find("vllm:time_to_first_token_seconds").bounds == (1.0, 2.0)

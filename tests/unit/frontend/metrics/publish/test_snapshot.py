@@ -258,7 +258,7 @@ def test_reports_of_two_versions_are_not_merged() -> None:
         merge_reports([one, two])
 
 
-def test_every_kind() -> None:
+def test_every_kind_of_metric_is_in_a_snapshot() -> None:
     logger = PrometheusStatLogger(MetricsSetup(model_name="m"))
     spec = SpecDecodingStats(2)
     spec.record(2, 1)

@@ -198,7 +198,7 @@ def test_a_hundred_thousand_braces() -> None:
             assert len(all_text(whole)) >= 100_000
 
 
-def test_forced_calls() -> None:
+def test_forced_calls_are_read_however_they_are_cut() -> None:
     text = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
     for size in (1, 5, 100):
         assert read(parse_required, split(text, size)) == [

@@ -43,7 +43,7 @@ def test_reasoning_is_read_unasked_only_where_it_must_be() -> None:
     assert reasoning_registry.recognize("<|start|><|channel|><|message|>functions.") == "openai_gptoss"
 
 
-def test_ids() -> None:
+def test_ids_of_calls_are_unique_and_in_the_form_of_the_family() -> None:
     assert len({make_call_id() for _ in range(100)}) == 100
     assert make_call_id().startswith("chatcmpl-tool-")
     mistral = TOOL_PARSERS["mistral"].make_call_id()
