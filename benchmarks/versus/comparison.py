@@ -136,6 +136,8 @@ class Comparison:
         ceilings = _measure_ceilings()
         for model in options.model:
             peers = self._available(model)
+            if not peers:
+                raise SystemExit(f"{model}: no engine can be measured; " + "; ".join(self._missing.values()))
             self._run_offline(model, peers)
             if "W5" in options.workloads:
                 self._run_serving(model, peers)

@@ -76,14 +76,14 @@ def run(args: Arguments) -> int:
 
 def _first_reading(watch: ServerWatch, interval_s: float) -> Reading:
     """Waits for a server that is not ready. Raises ConfigError where no server answers."""
-    has_told = False
+    has_printed = False
     while True:
         try:
             return watch.read()
         except NotReadyError as e:
-            if not has_told:
+            if not has_printed:
                 print(f"{e}; waiting for it, Ctrl-C ends", file=sys.stderr, flush=True)
-            has_told = True
+            has_printed = True
             time.sleep(interval_s)
 
 

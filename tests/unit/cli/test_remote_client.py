@@ -218,8 +218,8 @@ def error(status: int, message: str, param: str | None = None) -> Reply:
         (Reply(raw=b"SSH-2.0-OpenSSH\r\n"), "not HTTP", "does not speak HTTP", True),
         (Reply(raw=b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\ndata: {}"), "broken stream", "broke off", True),
         (Reply(raw=b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n"), "broken stream", "broke off", True),
-        (Reply(raw=b"HTTP/1.1 200 OK\r\n\r\ndata: {nonsense\n\n"), "not an event", "an event that is none", True),
-        (Reply(raw=b"HTTP/1.1 200 OK\r\n\r\ndata: \xff\n\n"), "not an event", "an event that is none", True),
+        (Reply(raw=b"HTTP/1.1 200 OK\r\n\r\ndata: {nonsense\n\n"), "not an event", "an event that is not one", True),
+        (Reply(raw=b"HTTP/1.1 200 OK\r\n\r\ndata: \xff\n\n"), "not an event", "an event that is not one", True),
         (
             Reply(raw=b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": {"message": "the core died", "code": 500}}\n\n'),
             "stream error 500",
@@ -248,7 +248,7 @@ def test_the_field_at_fault_is_named() -> None:
 def test_a_list_of_models_that_is_none(value: Any) -> None:
     with (
         serving(FakeServer(routes={"/v1/models": always(Reply(value))})) as server,
-        pytest.raises(RemoteError, match="no list of models"),
+        pytest.raises(RemoteError, match="not a list of models"),
     ):
         ask(server.url, lambda client: client.models())
 

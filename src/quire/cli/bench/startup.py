@@ -103,7 +103,7 @@ def run_once(command: list[str], files_to_forget: list[Path]) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             raise EngineDeadError(f"a start took longer than {TIMEOUT_S} s and was ended") from None
         if done.returncode or not path.exists():
-            words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+            words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it wrote no message"]
             raise EngineDeadError(f"a start ended with exit code {done.returncode}: {words[0]}")
         return {**json.loads(path.read_text()), "spawned_s": spawned_s}
 
@@ -224,7 +224,7 @@ class _ServerLog:
         if not self._knows.wait(START_LIMIT_S):
             raise EngineDeadError(f"the server has not started within {START_LIMIT_S:.0f} s")
         if self._url is None:
-            words = next((line for line in reversed(self._lines) if line.strip()), "it said nothing").strip()
+            words = next((line for line in reversed(self._lines) if line.strip()), "it wrote no message").strip()
             raise EngineDeadError(f"the server ended before it served: {words.removeprefix('quire: error: ')}")
         return self._url
 

@@ -88,7 +88,7 @@ class HttpClient:
         try:
             return msgspec.convert(await self.get("/v1/models"), _ModelList).data
         except msgspec.ValidationError as e:
-            raise RemoteError(f"{self.address}/v1/models is no list of models: {e}", "not a model list") from None
+            raise RemoteError(f"{self.address}/v1/models is not a list of models: {e}", "not a model list") from None
 
     async def find_model(self, name: str | None) -> ModelCard:
         """Returns the model of that name, or the first. Raises NotFoundError, RemoteError, RefusedError."""
@@ -144,7 +144,7 @@ class HttpClient:
             raise connection_error(e, self.address) from None
         except aiohttp.ClientResponseError as e:
             raise RemoteError(
-                f"what answers at {self.address} does not speak HTTP/1.1: {' '.join(e.message.split())}", "not HTTP"
+                f"the program at {self.address} does not speak HTTP/1.1: {' '.join(e.message.split())}", "not HTTP"
             ) from None
         except (aiohttp.ClientError, ConnectionError):
             raise lost_connection(self.address, has_begun=has_begun) from None

@@ -119,7 +119,7 @@ def connection_error(error: BaseException, address: ServerAddress) -> RemoteErro
     if isinstance(error, ssl.SSLError):
         return RemoteError(f"{address} does not speak TLS ({error.reason or error}); try http://", "TLS")
     if isinstance(error, ConnectionResetError) and address.is_tls:
-        return RemoteError(f"{address} hangs up instead of speaking TLS; try http://", "TLS")
+        return RemoteError(f"{address} closes the connection instead of speaking TLS; try http://", "TLS")
     if isinstance(error, ConnectionRefusedError) or f"[Errno {errno.ECONNREFUSED}]" in str(error):
         return RemoteError(
             f"no server answers at {address} (connection refused); is it running? quire serve starts one",
@@ -142,11 +142,11 @@ def status_error(status: int, body: bytes, address: ServerAddress, location: str
     message, param = _words(body)
     if status in (401, 403):
         return RefusedError(
-            f"{address} wants a valid API key: --api-key KEY, or QUIRE_API_KEY ({status}: {message})", status
+            f"{address} needs a valid API key: --api-key KEY, or QUIRE_API_KEY ({status}: {message})", status
         )
     if 300 <= status < 400:
         return RefusedError(
-            f"{address} sends us elsewhere ({status}): --url {location or 'must name the place'}", status
+            f"{address} redirects to another address ({status}); use --url {location or 'with that address'}", status
         )
     if 400 <= status < 500 and status not in (408, 429):
         return RefusedError(f"{address} refused the request ({status}): {message}", status, param)
@@ -277,7 +277,7 @@ class EventReader:
         try:
             chunk = _DECODER.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            raise RemoteError(f"{self._address} sent an event that is none: {e}", "not an event") from None
+            raise RemoteError(f"{self._address} sent an event that is not one: {e}", "not an event") from None
         if chunk.error:
             raise event_error(chunk.error, self._address)
         self._on_chunk(chunk)
