@@ -9,7 +9,7 @@
     │   ├── NotFoundError           404  no such model, adapter or request
     │   ├── OverloadedError         503  a declared limit of the server is reached; nothing was started
     │   │   └── QuotaExceededError  429  the limit is the client's own
-    │   └── SlowClientError         408  nobody read the request's output for too long; it was aborted
+    │   └── SlowClientError         408  the client did not read its output for too long; it was aborted
     ├── ConfigError                 the operator's fault: a flag, a file, a combination (also a ValueError)
     │   └── ModelLoadError          the checkpoint cannot be served: names file and tensor
     │       └── UnsupportedModelError   its architecture or a feature of it is unknown here
@@ -77,9 +77,9 @@ class QuotaExceededError(OverloadedError):
 
 
 class SlowClientError(ClientError):
-    """Output was ready and nobody took any for --slow-client-timeout-s; the request was aborted.
+    """The client has read no output for --slow-client-timeout-s although some was ready; the request was aborted.
 
-    408: it is the client that was too slow. In a stream that has begun only its words arrive.
+    The status 408 cannot be sent in a stream that has begun: there only the message arrives.
     """
 
     status_code = 408

@@ -33,7 +33,7 @@ FAILPOINTS: dict[str, str] = {
 """Every failpoint and where it is."""
 
 Hit = Callable[[str, str], None]
-"""What runs at a failpoint: (name, key)."""
+"""Function that runs at a failpoint, given (name, key)."""
 
 _hit: Hit | None = None
 
@@ -58,5 +58,5 @@ def install(hit: Hit | None) -> None:
 
 
 def installed() -> Hit | None:
-    """What runs at a failpoint now."""
+    """Returns the function that runs at failpoints now."""
     return _hit

@@ -18,7 +18,7 @@ class InterruptShield:
     """A context in which Ctrl-C is held back until its end.
 
     While `may_break` is set (the worker computes, which may take seconds or hang) a second Ctrl-C is raised at once;
-    whoever set it must be able to recover. Does nothing outside the main thread, where Python raises no
+    the code that set it must be able to recover. Does nothing outside the main thread, where Python raises no
     KeyboardInterrupt, where the application handles SIGINT itself, and inside another shield.
     """
 
@@ -73,7 +73,7 @@ class Wakeup:
             os.read(self.fd, 4096)
 
     def close(self) -> None:
-        """By the woken thread. `set` does nothing from then on."""
+        """Closes the pipe; called by the woken thread. `set` does nothing from then on."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True

@@ -83,7 +83,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def make_formatter(name: str) -> logging.Formatter:
-    """By the value of QUIRE_LOG_FORMAT."""
+    """Returns the formatter for a value of QUIRE_LOG_FORMAT."""
     return JsonFormatter() if name == "json" else TextFormatter()
 
 
@@ -115,7 +115,7 @@ def use_format(name: str) -> None:
 
 
 def child_level() -> str:
-    """The level a child process should log at, as QUIRE_LOGGING_LEVEL takes it: ours, whoever set it."""
+    """Returns the level of this process' logger, as a value of QUIRE_LOGGING_LEVEL for a child process."""
     level = logging.getLogger("quire").getEffectiveLevel()
     names = logging.getLevelNamesMapping()
     return min(("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), key=lambda name: abs(names[name] - level))

@@ -1,7 +1,7 @@
-"""What a request gives back. Field names: spec/vllm.md §1 and checklist S2-OUT-017/018.
+"""Outputs of requests, with vLLM's field names.
 
-What is made for every token is a msgspec Struct: made in a tenth of a dataclass's time, and no work for the garbage
-collector. `msgspec.structs.replace` makes a changed copy.
+An object that is made for every token is a msgspec Struct: it is made in a tenth of a dataclass's time, and is no work
+for the garbage collector. `msgspec.structs.replace` makes a changed copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SampleLogprobs = list[dict[int, Logprob]]
 
 @dataclass(slots=True)
 class RequestStateStats:
-    """The times and counts of one request (checklist S0-ST-001).
+    """The times and counts of one request.
 
     `arrival_time` is wall clock; the `*_ts` are stamps of the engine core's monotonic clock and may only be compared
     with one another. 0.0 means not yet.
@@ -40,7 +40,7 @@ class RequestStateStats:
     arrival_time: float = 0.0
     queued_ts: float = 0.0
     scheduled_ts: float = 0.0
-    """First time only: a preemption does not reset it (checklist S0-ST-004)."""
+    """First time only: a preemption does not reset it."""
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     first_token_latency: float = 0.0
@@ -62,7 +62,7 @@ class CompletionOutput(msgspec.Struct, gc=False):
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
     error_message: str | None = None
-    """What went wrong, and what to do, when `finish_reason` is "error"."""
+    """Cause and remedy when `finish_reason` is "error"."""
     error_type: str = ""
     """Its class in `quire.errors`, where it is not a GenerationError."""
 
@@ -88,7 +88,7 @@ class RequestOutput(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """What was pooled: a float32 array, of one dimension or (of every token) two. None where nothing was."""
+    """Result of pooling: a float32 array of one dimension, or of two with a row per token; None without a result."""
 
     data: Any
 
@@ -104,7 +104,7 @@ class PoolingRequestOutput:
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     error_message: str | None = None
-    """What went wrong, and what to do, when `finish_reason` is "error"."""
+    """Cause and remedy when `finish_reason` is "error"."""
     error_type: str = ""
     """Its class in `quire.errors`, where it is not a GenerationError."""
 
@@ -129,20 +129,20 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
-        """How many there are."""
+        """Returns the number of classes."""
         return len(self.probs)
 
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """How well two texts go together."""
+    """Score of a pair of texts."""
 
     score: float
 
 
 @dataclass(slots=True)
 class _TextResult:
-    """What every kind of result says of its text."""
+    """Fields that every kind of result has."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -158,7 +158,7 @@ class EmbeddingRequestOutput(_TextResult):
 
     @classmethod
     def from_base(cls, base: PoolingRequestOutput) -> EmbeddingRequestOutput:
-        """Of a pooled array of one dimension."""
+        """Makes it from a pooled array of one dimension."""
         return cls(*_facts(base), EmbeddingOutput(base.outputs.data.tolist()))
 
 
@@ -170,7 +170,7 @@ class ClassificationRequestOutput(_TextResult):
 
     @classmethod
     def from_base(cls, base: PoolingRequestOutput) -> ClassificationRequestOutput:
-        """Of a pooled array of one dimension."""
+        """Makes it from a pooled array of one dimension."""
         return cls(*_facts(base), ClassificationOutput(base.outputs.data.tolist()))
 
 
@@ -182,7 +182,7 @@ class ScoringRequestOutput(_TextResult):
 
     @classmethod
     def from_base(cls, base: PoolingRequestOutput) -> ScoringRequestOutput:
-        """Of a pooled array of one number."""
+        """Makes it from a pooled array of one number."""
         return cls(*_facts(base), ScoringOutput(base.outputs.data.item()))
 
 

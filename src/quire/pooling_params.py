@@ -1,4 +1,4 @@
-"""What a user asks of a pooling model (embeddings, classification, scores). Names: spec/vllm.md §1."""
+"""Parameters of a request to a pooling model (embeddings, classes, scores), with vLLM's names."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     dimensions: int | None = None
     """Cut the embedding to its first so many numbers; only of a model that was trained for it."""
     step_tag_id: int | None = None
-    """Of a task per token: only the results of tokens with this id, those at the ends of an answer's steps. None: as
-    the server's --pooler-config or the model's files say."""
+    """Token id at the end of each step of an answer: a task per token returns the results of these tokens only. None:
+    the server's --pooler-config or the model's files decide."""
     returned_token_ids: list[int] | None = None
     task: str | None = None
     skip_reading_prefix_cache: bool | None = None

@@ -1,8 +1,8 @@
-"""What a user asks of generation. Names, defaults and bounds: spec/vllm.md §1.
+"""Parameters of generation, with vLLM's names, defaults and bounds.
 
 The bounds of single fields stand in `SAMPLING_FIELDS`, one row each: the validator below, the documentation and the
-fuzzer are all derived from that table. What a bound cannot say (two fields against each other, the model's
-vocabulary) is checked by the two `validate_*` methods.
+fuzzer are all derived from that table. The two `validate_*` methods check what a bound cannot express (two fields
+against each other, the model's vocabulary).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 
 
 class RequestOutputKind(Enum):
-    """What each RequestOutput of a stream holds (checklist S2-OUT-019)."""
+    """Content of each RequestOutput of a stream."""
 
     CUMULATIVE = 0
     """Everything so far."""
@@ -120,7 +120,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
     """
 
     n: int = 1
-    """How many outputs to generate for the prompt."""
+    """Number of outputs to generate for the prompt."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of every token that already occurs in the output."""
     frequency_penalty: float = 0.0
@@ -177,7 +177,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
     thinking_token_budget: int | None = None
     """The model's reasoning is closed after so many tokens. Needs `reasoning_tokens`; -1 means None."""
     reasoning_tokens: ReasoningTokens | None = None
-    """What the model puts around its reasoning. A server finds out by itself (--reasoning-parser)."""
+    """Tokens that the model puts around its reasoning. A server sets them from --reasoning-parser."""
     extra_args: dict[str, Any] | None = None
     """For extensions; the engine does not read it."""
 
@@ -232,11 +232,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many log-probabilities per output token the worker must return, None for none."""
+        """Returns the number of log-probabilities per output token that the worker must return; None for none."""
         return self.logprobs
 
     def clone(self) -> SamplingParams:
-        """An independent copy, which nobody checks. Containers are copied one level deep; their items are immutable."""
+        """Returns a copy without validation. Containers are copied one level deep; their items are immutable."""
         if self.skip_clone:
             return self
         clone = copy.copy(self)
@@ -248,7 +248,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
 
     @staticmethod
     def from_optional(**fields: Any) -> SamplingParams:
-        """As the constructor, with None meaning the default, and logit_bias clamped to ±`MAX_BIAS`."""
+        """Makes parameters from fields, with None for the default, and clamps logit_bias to ±`MAX_BIAS`."""
         bias = fields.pop("logit_bias", None)
         if bias is not None:
             bias = _read_bias(bias)
@@ -355,7 +355,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
 
 _DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
 _BOUNDS_AND_DEFAULTS = [(bound, _DEFAULTS[bound.name]) for bound in SAMPLING_FIELDS]
-"""What a request left as it was need not be checked: most of the fields of most requests."""
+"""Bounds with the defaults of their fields: a field at its default, as most are, is not checked."""
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):

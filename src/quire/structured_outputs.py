@@ -1,7 +1,7 @@
-"""What a user may ask of the form of an output: a JSON schema, a regular expression, a choice, a grammar.
+"""Form of an output: a JSON schema, a regular expression, a choice, a grammar.
 
-Names are vLLM's (spec/vllm_http_and_flags.md, StructuredOutputsParams). Here only what needs no grammar library is
-checked; whether a schema or a grammar makes sense is found out by whoever compiles it.
+Names are vLLM's (StructuredOutputsParams). This module checks what needs no grammar library; the compiler of a
+schema or a grammar finds the other errors.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from quire.errors import ValidationError
 from quire.field_bounds import FieldBound
 
 MAX_GRAMMAR_CHARS = 1 << 18
-"""Of a schema, a grammar or structural tags."""
+"""Longest text of a schema, a grammar or structural tags."""
 MAX_JSON_DEPTH = 64
-"""Of a schema: deeper ones could overflow a stack somewhere."""
+"""Deepest schema: deeper ones could overflow a stack."""
 
 STRUCTURED_FIELDS: tuple[FieldBound, ...] = (
     FieldBound("regex", "str", max_len=1 << 16, optional=True),
@@ -75,7 +75,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     disable_additional_properties: bool = False
     """JSON objects hold nothing but the properties their schema names, also where it does not say so."""
     whitespace_pattern: str | None = None
-    """What may stand between the parts of JSON, as a regular expression; replaces the bounded default."""
+    """Regular expression of the white space between parts of JSON; replaces the bounded default."""
     structural_tag: str | None = None
     """Free text with tags, as JSON: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
     reasoning: ReasoningTokens | None = None
@@ -123,7 +123,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def source(self) -> GrammarSource:
-        """What was asked for."""
+        """Returns the kind of grammar and its text."""
         if self.json is not None:
             assert isinstance(self.json, str)  # __post_init__ makes it one
             return GrammarSource("json", self.json)
@@ -139,7 +139,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def make_structured_outputs(fields: dict[str, Any]) -> StructuredOutputsParams:
-    """Of an object with those names, whatever else it holds. Raises ValidationError."""
+    """Makes parameters from an object with these names; other keys are ignored. Raises ValidationError."""
     known = [name for name in StructuredOutputsParams.__struct_fields__ if name != "reasoning"]
     unknown = fields.keys() - {*known, "_backend", "_backend_was_auto"}
     if unknown:
@@ -170,7 +170,7 @@ def _validate_text(text: object) -> None:
 
 
 def are_reasoning_tokens(value: object) -> TypeGuard[ReasoningTokens]:
-    """Whether it is what it should be, of numbers; which tokens a model has is another question."""
+    """Returns whether the value has the right shape and numbers; it does not check them against a vocabulary."""
     return isinstance(value, ReasoningTokens) and all(type(token_id) is int for token_id in value.ids)
 
 

@@ -40,7 +40,7 @@ def listen(listener: Callable[[int], None]) -> Callable[[], None]:
 
 
 def get_stamps() -> list[Stamp]:
-    """Those of this process so far, the creation of the process first."""
+    """Returns the stamps of this process so far, its creation first."""
     return [Stamp("process", process_start(), 0.0), *_stamps.values()]
 
 

@@ -1,5 +1,5 @@
-"""What the operator asks for. Frozen dataclasses, one per subject; every flag is one documented field.
+"""The operator's settings: frozen dataclasses, one per subject; every flag is one documented field.
 
-Configs are input only: what is discovered at run time (number of blocks, fitted context length) is returned by the
-engine (`EngineCoreReadyResponse`), never written back here.
+Configs are input only: the engine returns values that it discovers at run time (number of blocks, fitted
+context length) in `EngineCoreReadyResponse`, and never writes them back here.
 """

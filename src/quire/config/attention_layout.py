@@ -1,6 +1,6 @@
-"""Which layers of a checkpoint see a window of tokens only: told from config.json, without building the model.
+"""Which layers of a checkpoint attend to a window of tokens only, read from config.json without building the model.
 
-The one place that knows. The model files make their layers by it, `quire info` sizes the KV cache by it.
+This is the only place with that knowledge: model files make their layers by it, `quire info` sizes the KV cache by it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ IsSliding = Callable[[HFConfig, int], bool]
 
 
 def rotates(hf: HFConfig, layer: int) -> bool:
-    """Whether a layer of SmolLM3 rotates: `no_rope_layers` has a 1 for each that does; without it every n-th does not.
+    """Returns whether a layer of SmolLM3 has a rotary embedding.
+
+    `no_rope_layers` has a 1 for each that has one; without it every n-th layer has none.
 
     Raises ModelLoadError if the list is too short.
     """
@@ -90,9 +92,9 @@ def layer_kinds(hf: HFConfig) -> list[str]:
 
 
 def attention_windows(hf: HFConfig) -> list[int | None]:
-    """Of each layer: how many tokens a query sees, its own included; None for all before it.
+    """Returns for each layer the number of tokens that a query attends to, its own included; None for all before it.
 
-    Raises as `layer_kinds`, and ModelLoadError for a window that is not a positive integer.
+    Raises the errors of `layer_kinds`, and ModelLoadError for a window that is not a positive integer.
     """
     is_off = hf.get("sliding_window") is None or not hf.get("use_sliding_window", True)
     window = None if is_off else hf.size("sliding_window")

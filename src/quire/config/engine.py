@@ -16,7 +16,7 @@ FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How the KV cache is cut and kept."""
+    """Size, blocks and type of the KV cache."""
 
     block_size: int = flag(16, "Tokens per KV cache block.", parse=int, minimum=1, maximum=1024)
     gpu_memory_utilization: float = flag(
@@ -99,7 +99,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How workers are run. One process, one worker, for now; the executor is a dotted name."""
+    """Processes and workers: one process with one worker for now; the executor is a dotted name."""
 
     distributed_executor_backend: str = flag(
         "uni", "Executor: uni (the worker lives in the engine's process), or package.module:Class."
@@ -117,8 +117,8 @@ class ParallelConfig:
 
     @property
     def core_names(self) -> tuple[str, ...]:
-        """What an engine core will resolve once it has read its configuration, so that it can begin before: the
-        executor, and the worker where the executor is ours (another's may never make that worker)."""
+        """Returns the dotted names that an engine core will resolve, so that it can begin to import them early: the
+        executor, and the worker where the executor is Quire's own."""
         names = [self.executor_class]
         if self.distributed_executor_backend in EXECUTORS:
             names += [LEAN_TORCH, self.worker_cls]
@@ -148,7 +148,7 @@ class LoadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
-    """What computes."""
+    """Device that computes."""
 
     device: str = flag("auto", "auto takes CUDA when there is one, else the CPU.", choices=("auto", "cpu", "cuda"))
 
@@ -226,7 +226,7 @@ class StructuredOutputsConfig:
 
 
 def has_xgrammar() -> bool:
-    """Whether it can be used."""
+    """Returns whether xgrammar is installed."""
     return importlib.util.find_spec("xgrammar") is not None
 
 

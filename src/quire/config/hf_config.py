@@ -101,13 +101,13 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "xlm-roberta": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "pad_token_id": 1, "type_vocab_size": 2},
 }
-"""What a key means when the file leaves it out, by `model_type`: transformers writes only what differs from its own
-class defaults, so absence has a meaning per family (values of transformers 5.19). An explicit null is not absence."""
+"""Defaults of absent keys, by `model_type`: transformers writes only values that differ from its own class defaults,
+so absence has a meaning per family (values of transformers 5.19). An explicit null is not absence."""
 
 MAX_SIZE = 1 << 27
-"""Of a layer, a vocabulary, a context: what is larger was made to exhaust whoever loads it."""
+"""Largest size of a layer, a vocabulary or a context: a larger one was made to exhaust the process that loads it."""
 MAX_COUNTS = {"num_hidden_layers": 4096, "num_experts": 4096, "num_local_experts": 4096, "num_attention_heads": 1 << 16}
-"""Of what is made one by one."""
+"""Largest numbers of parts that are made one by one."""
 MAX_CONTEXT_LEN = 1 << 31
 """Tokens of the longest context a config.json may give: rotary tables have a row for each."""
 _SCALED_FROM_ORIGINAL = ("llama3", "longrope", "yarn")
@@ -191,13 +191,13 @@ class HFConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether its tokens see one another in both directions."""
+        """Returns whether its tokens attend to one another in both directions."""
         return self.stem in ENCODER_STEMS
 
     @property
     def family(self) -> str:
-        """What tables of families call the architecture, whichever head the checkpoint has: a decoder by its logits
-        head, an encoder by having none."""
+        """Returns the architecture's name in the tables of families, which does not depend on the checkpoint's head: a
+        decoder has the name with a logits head, an encoder the name without a head."""
         if self.is_encoder:
             return f"{self.stem}Model"
         return f"{self.stem}ForCausalLM" if self.stem else self.architecture

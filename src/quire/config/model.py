@@ -102,7 +102,7 @@ class ModelConfig:
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     """generation_config.json after `generation_config` and `override_generation_config`."""
     pooling: PoolingConfig | None = None
-    """How the model pools; None for one that generates."""
+    """Pooling of the model; None for one that generates."""
 
     @property
     def model_len(self) -> int:
@@ -114,18 +114,18 @@ class ModelConfig:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """The SamplingParams fields that the model's generation_config.json sets (checklist S2-LLM-006)."""
+        """Returns the SamplingParams fields that the model's generation_config.json sets."""
         values = {ours: self.generation_defaults.get(theirs) for ours, theirs in _SAMPLING_NAMES.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def name(self) -> str:
-        """What answers and metrics call the model."""
+        """Returns the model's name in answers and metrics."""
         return self.names[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may call it."""
+        """Returns the names that requests may use for it."""
         names = self.served_model_name
         return (names,) if isinstance(names, str) else tuple(names or (self.model,))
 
@@ -161,7 +161,7 @@ def resolve_dtype_name(model_config: ModelConfig, device_type: str) -> str:
 
 
 def _stored_dtype(model_config: ModelConfig) -> str:
-    """What most of the weights are, for a config.json that does not say."""
+    """Returns the type of most weights, for a config.json without one."""
     stored = CheckpointIndex.from_dir(model_config.model_dir).main_dtype
     return _BY_CHECKPOINT.get(stored, stored)
 

@@ -1,4 +1,4 @@
-"""What the engine tells about itself."""
+"""Statistics, logs, traces and recordings of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pooling model does with the hidden states of a text. `pooling_files.py` tells it from a model's files."""
+"""Pooling of the hidden states of a text. `pooling_files.py` reads it from a model's files."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class DenseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingConfig:
-    """How a model pools. `ModelConfig.pooling` is None for one that generates."""
+    """Pooling of a model. `ModelConfig.pooling` is None for one that generates."""
 
     head: Head
     is_encoder: bool
     pooling_type: PoolingType
     activates: bool = True
-    """Whether embeddings are normalised, or scores turned into probabilities, where a request does not say."""
+    """Default of a request's `use_activation`: True normalises embeddings and turns scores into probabilities."""
     activation: Activation = "none"
-    """How a classifier's scores become probabilities."""
+    """Function that turns a classifier's scores into probabilities."""
     labels: tuple[str, ...] = ()
     """Names of the classes."""
     label_token_ids: tuple[int, ...] = ()
-    """Tokens whose logits are the scores, of a decoder that was trained to say them. With one label it is by how much
-    the second is ahead of the first."""
+    """Tokens whose logits are the scores, of a decoder that was trained to write them. With one label the score is
+    the difference of the two."""
     classifier_layers: int = 1
     """2: the classifier has a hidden layer, as those of reward models."""
     step_tag_id: int | None = None
@@ -47,7 +47,7 @@ class PoolingConfig:
     matryoshka_dims: tuple[int, ...] | None = None
     """Lengths an embedding may be cut to: () for any, None for no other than its own."""
     default_dim: int | None = None
-    """What it is cut to where a request does not say."""
+    """Length of an embedding where a request has none."""
     max_len: int | None = None
     """The longest text in tokens, where that is less than the positions there are."""
     lowers_case: bool = False
@@ -55,11 +55,11 @@ class PoolingConfig:
     prompts: tuple[tuple[str, str], ...] = ()
     """(name, what is written before a text of that kind), of an embedding model that was trained with such prefixes."""
     has_segments: bool = False
-    """Whether the second text of a pair is marked as such."""
+    """True if the second text of a pair is marked as such."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What requests may ask for, the usual one first."""
+        """Returns the tasks that requests may ask for, the default first."""
         if self.head == "embed":
             return ("embed", "token_embed")
         if self.head == "token_classify":
@@ -67,5 +67,5 @@ class PoolingConfig:
         return ("classify", "score") if len(self.labels) == 1 else ("classify",)
 
     def needs_all_tokens(self, task: str) -> bool:
-        """Whether the last token's hidden state is not enough: then none may come from the prefix cache."""
+        """Returns whether a task needs all hidden states; then no token may come from the prefix cache."""
         return self.pooling_type != "last" or task.startswith("token_")

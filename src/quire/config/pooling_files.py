@@ -1,4 +1,4 @@
-"""How a model pools: from config.json, the modules.json of sentence-transformers beside it, and `--pooler-config`.
+"""Reads a model's pooling from config.json, the modules.json of sentence-transformers beside it, and `--pooler-config`.
 
 A model generates or pools, never both. The architecture decides (encoders cannot generate). `--runner` and `--convert`
 turn a decoder into a pooling model, and `--pooler-config` changes how it pools.
@@ -20,7 +20,7 @@ from quire.errors import ConfigError, ModelLoadError, QuireError, UnsupportedMod
 REWARD_KINDS = ("ForRewardModel", "ForProcessRewardModel")
 """Decoders whose classifier has a hidden layer: a score of every token, or how probable it is that a step is right."""
 STEP_TOKEN = "<extra_0>"
-"""What process reward models of the Qwen family are given after each step."""
+"""Token after each step in the prompts of Qwen's process reward models."""
 _HEAD_OF_KIND: Mapping[str, Head] = {
     "ForSequenceClassification": "classify",
     "ForTokenClassification": "token_classify",
@@ -38,8 +38,8 @@ _DENSE_ACTIVATIONS: Mapping[str, str | None] = {"Identity": None, "Tanh": "tanh"
 def resolve_pooling(
     hf: HFConfig, model_dir: Path, *, runner: str, convert: str, pooler_config: Mapping[str, Any] | None
 ) -> PoolingConfig | None:
-    """How the model pools, None if it generates. Raises ConfigError for flags that do not fit it, ModelLoadError and
-    UnsupportedModelError for files that cannot be followed."""
+    """Returns the model's pooling, None if it generates. Raises ConfigError for flags that do not fit it,
+    ModelLoadError and UnsupportedModelError for files that cannot be followed."""
     _, kind = split_architecture(hf.architecture)
     is_encoder = hf.is_encoder
     modules = _read_modules(model_dir)
@@ -234,7 +234,7 @@ def _labels(hf: HFConfig) -> tuple[str, ...]:
 
 
 def _activation(hf: HFConfig, num_labels: int) -> Activation:
-    """What the checkpoint says, in the words of sentence-transformers or of transformers, or what is usual."""
+    """Returns the activation that the checkpoint names, as sentence-transformers or transformers do, or the default."""
     named = (hf.get("sentence_transformers") or {}).get("activation_fn") or hf.get(
         "sbert_ce_default_activation_function"
     )
@@ -287,7 +287,7 @@ def override_pooling(pooling: PoolingConfig, overrides: Mapping[str, Any]) -> Po
 
 
 def _type_changes(key: str, value: Any) -> dict[str, Any]:
-    """Of one vector for a text there are three kinds; of one for each token: ALL, or those after a STEP."""
+    """Returns the changes for a pooling type: three give one vector for a text; ALL and STEP give one per token."""
     name = str(value).lower()
     if name in _WHOLE and key != "tok_pooling_type":
         return {"pooling_type": name}

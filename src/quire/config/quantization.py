@@ -1,4 +1,4 @@
-"""How weights are quantized: what the operator asks for, how a checkpoint stores them, and what they take in memory.
+"""Quantization of weights: the operator's choice, a checkpoint's format, and the memory that they take.
 
 A *method* is a name of `--quantization`. int8 and int4 quantize a plain checkpoint while it is loaded. The others name
 the format in which a checkpoint stores quantized weights, and follow from its config.json. No torch is imported.
@@ -24,7 +24,7 @@ WEIGHT_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
 STORED_METHODS = ("compressed-tensors", "gptq", "awq")
 """Methods of checkpoints whose weights are quantized already."""
 METHODS = (*WEIGHT_BITS, *STORED_METHODS)
-"""What --quantization takes."""
+"""Values of --quantization."""
 
 MAX_INT8_INPUTS = 65536
 """Inputs of a layer whose int8 products add up exactly: 65536 * 255 * 128 is below 2^31."""
@@ -37,7 +37,7 @@ _IN_A_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationScheme:
-    """How one matrix is quantized at load."""
+    """Quantization of one matrix at load."""
 
     bits: int
     quantizes_inputs: bool
@@ -50,14 +50,14 @@ def scheme_of(method: str) -> QuantizationScheme:
 
 
 def is_quantizable_name(path: str) -> bool:
-    """Whether the module, or the `weight` of one, called that is quantized at load, if it is a matrix: those inside the
-    decoder's layers, but for routers."""
+    """Returns whether a module (or its `weight`) of this name is quantized at load if it is a matrix: those inside the
+    decoder's layers, except routers."""
     name = path.removesuffix(".weight").rpartition(".")[2]
     return _IN_A_LAYER.search(path) is not None and name not in ROUTERS
 
 
 def group_size_for(in_features: int) -> int:
-    """See GROUP_SIZES."""
+    """Returns the first of GROUP_SIZES that divides the number of inputs, else the last."""
     return next((size for size in GROUP_SIZES if in_features % size == 0), GROUP_SIZES[-1])
 
 
@@ -83,13 +83,13 @@ def quantization_method(asked: str | None, stored: Any, path: Path) -> str | Non
 
 @dataclass(frozen=True, kw_only=True)
 class StoredScheme:
-    """How a checkpoint stores its quantized matrices."""
+    """Format of a checkpoint's quantized matrices."""
 
     layout: Literal["int8", "packed", "gptq", "awq"]
     """compressed-tensors' int-quantized and pack-quantized, and the methods that have one layout."""
     bits: int
     zero_offset: int = 0
-    """What is added to stored zero points."""
+    """Number added to stored zero points."""
     quantizes_inputs: bool = False
     """Activations become int8, each row by its own maximum."""
     is_symmetric: bool = False
@@ -99,10 +99,10 @@ class StoredScheme:
 
 
 def read_stored_scheme(config: Mapping[str, Any], source: Path) -> StoredScheme:
-    """What the quantization_config of the checkpoint whose config.json is `source` says.
+    """Returns the format in the quantization_config of the checkpoint whose config.json is `source`.
 
-    Raises UnsupportedModelError for one that cannot be read, saying which can; ModelLoadError for one that is no such
-    thing.
+    Raises UnsupportedModelError for an unknown format, with the known ones in its message; ModelLoadError for a
+    malformed one.
     """
     method = config.get("quant_method")
     if method not in _READERS:
@@ -178,33 +178,33 @@ _READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
 SCALE_BYTES = ZERO_BYTES = 4
 WORD_BITS = 32
 STEP_INPUTS = 32
-"""What a group's size must be a multiple of, unless it is the whole row, to be computed with on a CPU."""
+"""Divisor of every group size that a CPU computes with, unless the group is the whole row."""
 _SUFFIXES: Mapping[str, tuple[str, str, str]] = {
     "int8": ("weight", "weight_scale", "weight_zero_point"),
     "packed": ("weight_packed", "weight_scale", "weight_zero_point"),
     "gptq": ("qweight", "scales", "qzeros"),
     "awq": ("qweight", "scales", "qzeros"),
 }
-"""By layout of StoredScheme: where a matrix' values, scales and zero points are."""
+"""Names of a matrix' values, scales and zero points, by layout of StoredScheme."""
 _NOTES = ("weight_shape", "weight_g_idx", "g_idx")
 
 
 @dataclass(frozen=True)
 class WeightMemory:
-    """Of all weights."""
+    """Memory of all weights."""
 
     parameters: int
     """Numbers of the model, however they are stored."""
     num_bytes: int
     quantized_parameters: int
-    """Those that are kept in integers."""
+    """Number of parameters stored as integers."""
 
 
 def weight_memory(
     index: CheckpointIndex, dtype_bytes: int, *, is_tied: bool, method: str | None, stored: StoredScheme | None
 ) -> WeightMemory:
-    """Of a checkpoint in a type of `dtype_bytes`. `method` is the quantization that applies, `stored` how the
-    checkpoint's own integers are stored, if it has any."""
+    """Returns the memory of a checkpoint in a type of `dtype_bytes`. `method` is the quantization that applies,
+    `stored` the format of the checkpoint's own integers, if it has any."""
     tensors = {name: t for name, t in index.tensors.items() if not (is_tied and name == "lm_head.weight")}
     scheme = scheme_of(method) if method is not None and method in WEIGHT_BITS else None
     parameters = num_bytes = quantized = 0

@@ -222,7 +222,7 @@ class ServerConfig:
 
     @property
     def admin_is_apart(self) -> bool:
-        """Whether the admin routes have a listener of their own."""
+        """Returns whether the admin routes have a listener of their own."""
         return self.enable_admin and (self.uds is not None or self.admin_port != self.port or self.admin_port == 0)
 
 
@@ -265,7 +265,7 @@ def decode_config(data: bytes) -> EngineConfig:
 
 
 def decode_server_config(data: bytes) -> ServerConfig:
-    """That of a server. Raises ConfigError for anything else."""
+    """Decodes the configuration of a server. Raises ConfigError for anything else."""
     return _decode(data, ServerConfig, "server")
 
 

@@ -45,7 +45,7 @@ class VllmFlag(NamedTuple):
         return "--" + self.name.replace("_", "-")
 
     def asks_nothing(self, value: Any) -> bool:
-        """Whether leaving the flag out is the same."""
+        """Returns whether the value has the same effect as leaving the flag out."""
         values = value if isinstance(value, list) and self.takes_many else [value]
         read = [_read(v) for v in values]
         nothing = (None, {}, [], "", self.default, *self.silent, *([False] if self.default is None else []))
@@ -85,9 +85,9 @@ def vllm_flags() -> dict[str, VllmFlag]:
 
 
 def settle_vllm_flags(given: Mapping[str, Any], *, as_keywords: bool = False) -> dict[str, Any]:
-    """What the flags of ours get from those of vLLM's that were given. Warns of what has no effect.
+    """Returns the values of Quire's flags that follow from the given flags of vLLM's. Warns of flags without effect.
 
-    Raises ConfigError for a wish that cannot be met.
+    Raises ConfigError for a flag that asks for something that Quire cannot do.
     """
     ours: dict[str, Any] = {}
     for name, value in given.items():
