@@ -46,7 +46,7 @@ class SharedRoom:
         self._freed_seen = freed.others()
 
     def put(self, taken: int, more_freed: int) -> None:
-        """We have so much, and have given so much back."""
+        """Publishes what this process holds, and adds to what it has released."""
         self._freed_by_us += more_freed
         self._taken.put(taken)
         self._freed.put(self._freed_by_us)
@@ -96,13 +96,13 @@ class Room:
         return max(0, taken + more - self.limit)
 
     def change(self, more: int) -> None:
-        """Take more, or give some back."""
+        """Takes more, or releases some."""
         self._forget()
         self._freed += max(0, -more)
         self._put(more, max(0, -more))
 
     def correct(self, more: int) -> None:
-        """An amount that was an estimate turns out to be another one. Nothing has come free."""
+        """Corrects an estimated amount. Nothing was released."""
         self._put(more, 0)
 
     def _put(self, more: int, freed: int) -> None:
@@ -111,7 +111,7 @@ class Room:
             self._shared.put(self._ours, freed)
 
     def retry_after_s(self, amount: int) -> int:
-        """In how many seconds so much will be free, at the speed of late: 1 to `MAX_RETRY_AFTER_S`."""
+        """Returns in how many seconds `amount` will be free, at the present release rate: 1 to `MAX_RETRY_AFTER_S`."""
         self._forget()
         age = (self._stamp - self._since) / DRAIN_MEMORY_S
         speed = self._freed / (DRAIN_MEMORY_S * -math.expm1(-age)) if age > 0 else 0.0
@@ -149,7 +149,8 @@ class AdmissionControl:
         """Number of refused user requests, by the name of the limit."""
 
     def share(self, reqs: SharedRoom, tokens: SharedRoom, reserved: SharedRoom) -> None:
-        """The limits are for all processes that keep these together. Before anything is admitted."""
+        """Makes the limits those of all processes that keep these quotas together. Called before anything is
+        admitted."""
         for room, shared in ((self._reqs, reqs), (self._tokens, tokens), (self._reserved, reserved)):
             room.share(shared)
 
@@ -170,7 +171,7 @@ class AdmissionControl:
 
     @property
     def num_reqs(self) -> int:
-        """Waiting now."""
+        """Number of waiting requests."""
         return self._reqs.taken
 
     @property
@@ -200,7 +201,8 @@ class AdmissionControl:
             raise refusal(OverloadedError, room, more, name, words)
 
     def reserve(self, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0) -> Reservation:
-        """Room for `num_reqs` requests with prompts and outputs of so many tokens. Raises OverloadedError."""
+        """Returns a reservation for `num_reqs` requests with prompts and outputs of so many tokens. Raises
+        OverloadedError."""
         receipt = self.receive(num_reqs)
         try:
             self.check_admission(num_reqs, num_reqs * num_tokens_each, num_reqs * num_output_tokens_each)
@@ -210,13 +212,14 @@ class AdmissionControl:
         return self.reserve_unchecked(receipt, num_reqs, num_tokens_each, num_output_tokens_each)
 
     def receive(self, num_reqs: int) -> Receipt:
-        """Note in the ledger that so many came. What follows is `reserve_unchecked`, or the receipt's `reject`."""
+        """Records in the ledger that so many requests came. `reserve_unchecked` or the receipt's `reject` must
+        follow."""
         return self._ledger.receive(num_reqs)
 
     def reserve_unchecked(
         self, receipt: Receipt, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0
     ) -> Reservation:
-        """Room where `check_admission` has just said yes, to all of several prompts."""
+        """Returns a reservation after `check_admission` has just passed, for all of several prompts."""
         return Reservation(
             receipt,
             self._reqs,
@@ -275,23 +278,23 @@ class Reservation:
         reserved.change(num_reqs * reserved_each)
 
     def correct(self, num_tokens_each: int, num_output_tokens_each: int = 0) -> None:
-        """The prompt is tokenized: these are its true length, and the most its output may have."""
+        """Corrects the estimate: the true length of the prompt, and the most tokens its output may have."""
         reserved_each = num_tokens_each + num_output_tokens_each
         self._tokens.correct(self._num_waiting * (num_tokens_each - self._num_tokens_each))
         self._reserved.correct(self._num_live * (reserved_each - self._reserved_each))
         self._num_tokens_each, self._reserved_each = num_tokens_each, reserved_each
 
     def accept_one(self) -> None:
-        """One of the requests is the engine's from now on."""
+        """Records that one of the requests was accepted."""
         self._receipt.accept_one()
 
     def release_one(self) -> None:
-        """One of the requests waits no more."""
+        """Records that one of the requests waits no more."""
         if self._num_waiting:
             self._stop_waiting(1)
 
     def end_one(self, *, waits: bool) -> None:
-        """One of them has ended; `waits` if it had no token."""
+        """Records that one of the requests has ended; `waits` if it had no token."""
         if waits:
             self.release_one()
         if self._num_live:
@@ -299,7 +302,7 @@ class Reservation:
             self._reserved.change(-self._reserved_each)
 
     def release(self, error: BaseException | None = None) -> None:
-        """All of them are over. Those that are not the engine's are refused because of `error`; None: their client has
+        """Releases everything. Requests that were not accepted are refused because of `error`; None: their client has
         left."""
         self._receipt.reject(error)
         if self._num_waiting:
@@ -341,7 +344,8 @@ def count_requests(params: Any) -> int:
 
 
 def max_output_tokens(params: Any, max_model_len: int, num_prompt_tokens: int) -> int:
-    """The most tokens each output of `params` may have behind such a prompt; none where nothing is generated."""
+    """Returns the most tokens that each output of `params` may have after such a prompt; 0 where nothing is
+    generated."""
     if not isinstance(params, SamplingParams):
         return 0
     room = max(0, max_model_len - num_prompt_tokens)

@@ -77,14 +77,14 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_config(cls, config: EngineConfig, *, stat_loggers: Sequence[StatLogger] | None = None) -> AsyncLLM:
-        """An engine of a complete configuration."""
+        """Returns an engine of a complete configuration."""
         return cls(config, stat_loggers=stat_loggers)
 
     @classmethod
     def from_engine_args(
         cls, engine_args: EngineArgs, *, usage: str = "serving", stat_loggers: Sequence[StatLogger] | None = None
     ) -> AsyncLLM:
-        """An engine as the arguments say. `usage` picks the default budgets: "offline" or "serving"."""
+        """Returns an engine for the arguments. `usage` picks the default budgets: "offline" or "serving"."""
         return cls(engine_args.create_engine_config(usage), stat_loggers=stat_loggers)
 
     def __repr__(self) -> str:
@@ -158,7 +158,7 @@ class AsyncLLM:
         timeout_s: float | None = None,
         reservation: Reservation | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """The one output of a pooling request. Raises ValidationError where the model does not pool."""
+        """Yields the one output of a pooling request. Raises ValidationError where the model does not pool."""
         return self._stream(
             NewRequest(
                 request_id=request_id,
@@ -198,7 +198,7 @@ class AsyncLLM:
         timeout_s: float | None = None,
         reservation: Reservation | None = None,
     ) -> RequestOutputCollector:
-        """Queue a request; where its outputs come out. `generate` is the same with its end taken care of.
+        """Queues a request and returns the collector of its outputs. `generate` also aborts it when its reader ends.
 
         `params` of None are the model's defaults. `reservation` is room in the queue that the caller took of
         `admission`; it is used up. Raises OverloadedError, ValidationError, TypeError for an id that is not a str,
@@ -222,7 +222,7 @@ class AsyncLLM:
         )
 
     async def add_new(self, new: NewRequest) -> RequestOutputCollector:
-        """`add_request` for a request as one value."""
+        """Queues a request that is one value."""
         try:
             self._require_loop()
             if self.dead_error is not None:
@@ -300,16 +300,16 @@ class AsyncLLM:
             raise self.dead_error or EngineDeadError("the engine core is gone")
 
     def get_num_unfinished_requests(self) -> int:
-        """Live requests; the n outputs of a prompt count one by one."""
+        """Returns the number of live requests; the n outputs of a prompt count one by one."""
         return self.pipeline.output_processor.get_num_unfinished_requests()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None if the engine was started without one."""
+        """The tokenizer; None if the engine was started without one."""
         return self.pipeline.tokenizer
 
     async def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ValidationError if the engine was started without one."""
+        """Returns the tokenizer. Raises ValidationError if the engine was started without one."""
         return self.pipeline.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -321,7 +321,7 @@ class AsyncLLM:
         return self.engine_core.ready_response.supported_tasks
 
     async def do_log_stats(self) -> None:
-        """Let the statistics loggers write now."""
+        """Makes the statistics loggers write now."""
         self.pipeline.stat_loggers.log()
 
     async def get_snapshot(self) -> EngineSnapshot:
@@ -339,16 +339,16 @@ class AsyncLLM:
         wait_for_inflight_requests: bool | None = None,
         clear_cache: bool = True,
     ) -> None:
-        """Stop generating; returns when nothing runs any more. New requests wait for `resume_generation`.
+        """Stops generating; returns when nothing runs any more. New requests wait for `resume_generation`.
 
-        abort: end all requests. wait: let them end (so does `wait_for_inflight_requests`, the older name). keep:
-        freeze them.
+        abort: end all requests. wait: let them end (so does `wait_for_inflight_requests`, the older name). keep: freeze
+        them.
         """
         mode = "wait" if wait_for_inflight_requests else mode
         await self.engine_core.call_utility_async("pause_scheduler", mode, clear_cache)
 
     async def resume_generation(self) -> None:
-        """Generate again."""
+        """Resumes generating."""
         await self.engine_core.call_utility_async("resume_scheduler")
 
     async def is_paused(self) -> bool:
@@ -356,13 +356,13 @@ class AsyncLLM:
         return bool(await self.engine_core.call_utility_async("is_scheduler_paused"))
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pause and give memory back: 0 none, 1 the KV cache, 2 the weights, too."""
+        """Pauses and gives memory back: 0 none, 1 the KV cache, 2 the weights, too."""
         with self.pipeline.stats.operations.timed("sleep") as operations:
             await self.engine_core.call_utility_async("sleep", level, mode)
             operations.set_sleep_level(level)
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Take memory again, all of it or by tag; True once the engine serves."""
+        """Takes memory again, all of it or by tag. Returns True once the engine serves."""
         with self.pipeline.stats.operations.timed("wake") as operations:
             is_awake: bool = await self.engine_core.call_utility_async("wake_up", tags)
             if is_awake:
@@ -370,11 +370,11 @@ class AsyncLLM:
             return is_awake
 
     async def is_sleeping(self) -> bool:
-        """Between `sleep` and the `wake_up` that ends it."""
+        """Returns True between `sleep` and the `wake_up` that ends it."""
         return bool(await self.engine_core.call_utility_async("is_sleeping"))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes; False if running requests held blocks and nothing was done."""
+        """Forgets all cached prefixes. Returns False if running requests held blocks and nothing was done."""
         args = reset_running_requests, reset_connector
         return bool(await self.engine_core.call_utility_async("reset_prefix_cache", *args))
 
@@ -385,7 +385,7 @@ class AsyncLLM:
         """Forgets encoder outputs: there are none yet."""
 
     async def update_weights(self, path: str, version: str | None = None) -> str:
-        """Replace the weights by those of another checkpoint directory; the new weight version."""
+        """Replaces the weights by those of another checkpoint directory. Returns the new weight version."""
         with self.pipeline.stats.operations.timed("update"):
             return str(await self.engine_core.call_utility_async("update_weights", os.path.abspath(path), version))
 
@@ -399,17 +399,17 @@ class AsyncLLM:
         return self.pipeline.encode_trace(await self.engine_core.call_utility_async("get_trace", seconds))
 
     async def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
-        """Pause and give back the KV cache only; `wake_up` takes it again."""
+        """Pauses and gives back the KV cache only; `wake_up` takes it again."""
         with self.pipeline.stats.operations.timed("release_kv_cache_memory") as operations:
             await self.engine_core.call_utility_async("release_kv_cache_memory", mode)
             operations.set_sleep_level(1)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter. Raises ClientError: none can be served yet."""
+        """Loads an adapter. Raises ClientError: none can be served yet."""
         return bool(await self.engine_core.call_utility_async("add_lora", lora_request))
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter."""
+        """Unloads an adapter."""
         return bool(await self.engine_core.call_utility_async("remove_lora", lora_id))
 
     async def list_loras(self) -> set[int]:
@@ -417,7 +417,7 @@ class AsyncLLM:
         return set(await self.engine_core.call_utility_async("list_loras"))
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter from being evicted."""
+        """Keeps an adapter from being evicted."""
         return bool(await self.engine_core.call_utility_async("pin_lora", lora_id))
 
     async def collective_rpc(
@@ -427,7 +427,7 @@ class AsyncLLM:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of the worker class on every worker; one result per worker."""
+        """Calls a method of the worker class on every worker. Returns one result per worker."""
         return list(await self.engine_core.call_utility_async("collective_rpc", method, timeout, args, kwargs or {}))
 
     async def start_profile(
@@ -437,22 +437,23 @@ class AsyncLLM:
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Start the workers' profiler. None for the counts means as --profiler-config says."""
+        """Starts the workers' profiler. Counts of None are those of --profiler-config."""
         await self.engine_core.call_utility_async("profile", True, profile_prefix, delay_iterations, max_iterations)
 
     async def stop_profile(self) -> None:
-        """Stop the workers' profiler."""
+        """Stops the workers' profiler."""
         await self.engine_core.call_utility_async("profile", False)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def expect_shutdown(self) -> None:
-        """`shutdown` comes once the live requests have ended: a core that dies meanwhile is started again for them
-        only. From any thread."""
+        """Announces that `shutdown` follows once the live requests have ended: a core that dies meanwhile is started
+        again for them only. From any thread."""
         self.engine_core.expect_shutdown()
 
     def shutdown(self) -> None:
-        """Abort what is live and release the core, which may take as long as a step. From any thread; idempotent."""
+        """Aborts what is live and releases the core, which may take as long as a step. From any thread;
+        idempotent."""
         loop = self._loop
         self._output_handler.note_shutdown()
         if loop is None or _is_running_here(loop):
@@ -463,7 +464,7 @@ class AsyncLLM:
         self.pipeline.close()
 
     def _end_requests(self) -> None:
-        """Every reader gets its last output, with finish reason "abort"; no request is taken from now on."""
+        """Ends all requests with finish reason "abort"; no request is taken from now on."""
         self._intake.close()
         self._output_handler.stop()
 

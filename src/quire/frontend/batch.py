@@ -62,7 +62,7 @@ class BatchRunner:
         *,
         use_tqdm: UseTqdm = False,
     ) -> list[PreparedRequest]:
-        """Every prompt as a validated request, none of them added yet."""
+        """Returns every prompt as a validated request, none of them added yet."""
         if "generate" not in self._engine.get_supported_tasks():
             raise ValidationError("this model does not generate text; it was started for pooling", param="runner")
         if sampling_params is None:
@@ -127,7 +127,8 @@ class BatchRunner:
         return requests
 
     def add(self, requests: Sequence[PreparedRequest]) -> list[str]:
-        """Queue prepared requests, all or none; the users' ids. Raises ClientError while the engine is paused."""
+        """Queues prepared requests, all or none. Returns the users' ids. Raises ClientError while the engine is
+        paused."""
         if self._engine.pause_mode is not None:
             raise ClientError("the engine is paused or asleep, and a request would wait for ever; call wake_up() first")
         ids = [request.request_id for request, _ in requests]
@@ -139,7 +140,7 @@ class BatchRunner:
         return ids
 
     def add_and_run(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
-        """Queue prepared requests and step until they are finished; their outputs in the same order."""
+        """Queues prepared requests and steps until they are finished. Returns their outputs in the same order."""
         with self._all_or_none([request.request_id for request, _ in requests]):
             outputs = cast("list[RequestOutput]", self._run(self.add(requests), use_tqdm))
         self._check_failures(outputs)
@@ -156,7 +157,7 @@ class BatchRunner:
         return outputs
 
     def run_added(self, use_tqdm: UseTqdm = False) -> list[RequestOutput]:
-        """Step until everything that was added is finished; the outputs in the order of adding.
+        """Steps until everything that was added is finished. Returns the outputs in the order of adding.
 
         Raises ClientError, and forgets nothing, if the engine was paused and its requests were kept.
         """
@@ -170,7 +171,7 @@ class BatchRunner:
 
     @contextmanager
     def _all_or_none(self, ids: Sequence[str]) -> Iterator[None]:
-        """On any error, Ctrl-C among them, abort and forget the requests `ids`."""
+        """Aborts and forgets the requests `ids` on any error, Ctrl-C among them."""
         try:
             yield
         except BaseException:
@@ -198,7 +199,7 @@ class BatchRunner:
         return outputs
 
     def _check_failures(self, outputs: Sequence[RequestOutput]) -> None:
-        """Log what failed; raise it if nothing else is there to be given back."""
+        """Logs failed requests. Raises the error if all of them failed."""
         failures = {
             output.request_id: completion.error_message or "it failed inside the engine"
             for output in outputs
@@ -217,7 +218,7 @@ class BatchRunner:
 
 
 def _one_per_prompt(name: str, value: T | Sequence[T], prompts: Sequence[Any]) -> Sequence[T]:
-    """One value for all prompts, or a sequence of as many values as there are prompts."""
+    """Returns one value for all prompts, or a sequence of as many values as there are prompts."""
     if not isinstance(value, list | tuple):
         return [cast("T", value)] * len(prompts)
     if len(value) != len(prompts):

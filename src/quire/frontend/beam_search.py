@@ -32,13 +32,13 @@ class BeamState:
 
     @classmethod
     def start(cls, prompt_ids: Sequence[int]) -> BeamState:
-        """One beam: the prompt."""
+        """Begins with one beam: the prompt."""
         return cls(len(prompt_ids), [BeamSearchSequence(tokens=list(prompt_ids), logprobs=[])])
 
     def advance(
         self, next_tokens: Sequence[Mapping[int, Logprob]], params: BeamSearchParams, eos_ids: frozenset[int]
     ) -> None:
-        """One step: `next_tokens` are the candidates of each live beam, in order."""
+        """Takes one step: `next_tokens` are the candidates of each live beam, in order."""
         width = params.beam_width
         candidates = [
             (beam.cum_logprob + entry.logprob, token_id, beam, position)
@@ -71,7 +71,7 @@ class BeamState:
         self.complete.append((score(cum_logprob, length, params.length_penalty), sequence))
 
     def _can_improve(self, params: BeamSearchParams) -> bool:
-        """Can a live beam still be among the best? A sum of log-probabilities can only fall."""
+        """Returns True if a live beam can still be among the best: a sum of log-probabilities can only fall."""
         if not self.live or len(self.complete) < params.beam_width:
             return True
         worst = sorted((s for s, _ in self.complete), reverse=True)[params.beam_width - 1]
@@ -79,7 +79,7 @@ class BeamState:
         return score(self.live[0].cum_logprob, length, params.length_penalty) > worst
 
     def best(self, params: BeamSearchParams) -> list[BeamSearchSequence]:
-        """The best sequences, complete or not, best first."""
+        """Returns the best sequences, complete or not, best first."""
         ranked = list(self.complete)
         for beam in self.live:
             beam.finish_reason = "length"
@@ -109,7 +109,7 @@ def search(
     eos_ids: frozenset[int],
     max_model_len: int,
 ) -> list[list[BeamSearchSequence]]:
-    """The best beams of each prompt. The live beams of all prompts share a call of `next_tokens`.
+    """Returns the best beams of each prompt. The live beams of all prompts share a call of `next_tokens`.
 
     A beam ends at one of `eos_ids`, after `params.max_tokens` tokens, or where the context is full.
     """

@@ -37,7 +37,7 @@ class Deadlines(Generic[T]):
         return len(self._heap)
 
     def add(self, item: T, due: float) -> None:
-        """`item` is due at `due`, on the caller's clock."""
+        """Adds an item that is due at `due`, on the caller's clock."""
         heapq.heappush(self._heap, (due, next(self._count), item))
         if len(self._heap) > self._compact_at:
             self._heap = [entry for entry in self._heap if not self._is_over(entry[2])]
@@ -52,7 +52,7 @@ class Deadlines(Generic[T]):
         return self._heap[0][0] if self._heap else None
 
     def take_due(self, now: float) -> list[T]:
-        """The items that are due and not over, earliest first. They are taken out."""
+        """Takes out and returns the items that are due and not over, earliest first."""
         due = []
         while self._heap and self._heap[0][0] <= now:
             item = heapq.heappop(self._heap)[2]
@@ -96,8 +96,7 @@ class RequestTimers:
         """Time the timer is set to: timers of uvloop do not show it."""
 
     def watch(self, collector: RequestOutputCollector, start: float = 0.0, timeout_s: float | None = None) -> None:
-        """A request has been added. It has `timeout_s` (None: all the time it needs) from `start`, on the loop's clock,
-        to its end."""
+        """Watches a request. It has `timeout_s` (None: no limit) from `start`, on the loop's clock, to its end."""
         loop = asyncio.get_running_loop()
         if timeout_s is not None:
             self._deadlines.add((collector, timeout_s), start + timeout_s)
@@ -108,7 +107,7 @@ class RequestTimers:
         self._set_timer(loop)
 
     def stop(self) -> None:
-        """Nothing is watched any more."""
+        """Stops watching."""
         if self._timer is not None:
             self._timer.cancel()
         self._readers.clear()

@@ -243,7 +243,7 @@ class InputProcessor:
     # -- the parameters -----------------------------------------------------------------------------------------------
 
     def _pooling_params(self, params: PoolingParams) -> PoolingParams:
-        """A copy of `params` with everything the model decides filled in."""
+        """Returns a copy of `params` with everything the model decides filled in."""
         params = params.clone()
         usual = "embed" if "generate" in self._supported_tasks else self._supported_tasks[0]
         task = params.task = params.task or usual
@@ -305,7 +305,7 @@ class InputProcessor:
         return params
 
     def _bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as it is spelt at the start of a text and, where that differs, after a space.
+        """Returns each word as it is spelt at the start of a text and, where that differs, after a space.
 
         A spelling the model has no token for is left out: it cannot be written.
         """
@@ -329,7 +329,7 @@ class InputProcessor:
 
 
 def _eos_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int | None, list[int]]:
-    """(the end-of-sequence token, further ones that end a text of this model).
+    """Returns (the end-of-sequence token, further ones that end a text of this model).
 
     The first is the tokenizer's, where there is one; the further ones are those generation_config.json lists. Ids the
     model has no row for are left out: it cannot say them.

@@ -109,7 +109,7 @@ class LLM:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Release the engine. Idempotent."""
+        """Releases the engine. Idempotent."""
         self.llm_engine.shutdown()
 
     # -- generation ---------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many; the outputs in the order of the prompts.
+        """Generates for one prompt or many. Returns the outputs in the order of the prompts.
 
         Parameters, adapters and priorities are one for all prompts or one per prompt; no parameters are the model's
         defaults. Everything is validated before anything runs: an error in one prompt leaves nothing behind. Ctrl-C
@@ -152,7 +152,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many. A conversation is a list of {"role": ..., "content": ...}."""
+        """Answers one conversation or many. A conversation is a list of {"role": ..., "content": ...}."""
         tokenizer = self.get_tokenizer()
         single = not messages or isinstance(messages[0], Mapping)
         prompts = [
@@ -196,7 +196,7 @@ class LLM:
         return self._batch.add(requests)
 
     def wait_for_completion(self, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
-        """Run everything that was enqueued; the outputs in the order of enqueueing."""
+        """Runs everything that was enqueued. Returns the outputs in the order of enqueueing."""
         return self._batch.run_added(use_tqdm)
 
     def beam_search(
@@ -207,7 +207,7 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best continuations of each prompt, best first (see `frontend/beam_search.py`).
+        """Returns the `beam_width` best continuations of each prompt, best first (see `frontend/beam_search.py`).
 
         Runs `concurrency_limit` prompts at a time, all of them by default. Needs a log-probability per token for each
         beam and each token that ends a text: wider beams than --max-logprobs allows raise ValidationError.
@@ -271,7 +271,7 @@ class LLM:
         lora_request: LoRAs = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """An embedding per prompt. Raises ValidationError where the model makes none."""
+        """Returns an embedding per prompt. Raises ValidationError where the model makes none."""
         options: dict[str, Any] = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
         outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed", **options)
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
@@ -285,7 +285,8 @@ class LLM:
         lora_request: LoRAs = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """The probability of each class, per prompt. Raises ValidationError where the model knows no classes."""
+        """Returns the probability of each class, per prompt. Raises ValidationError where the model knows no
+        classes."""
         options: dict[str, Any] = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
         outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="classify", **options)
         return [ClassificationRequestOutput.from_base(output) for output in outputs]
@@ -322,7 +323,7 @@ class LLM:
         return self.llm_engine.get_supported_tasks()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Returns the model's tokenizer."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -331,7 +332,7 @@ class LLM:
         return self.llm_engine.input_processor.get_default_sampling_params()
 
     def get_metrics(self) -> list[Metric]:
-        """All metrics at this moment: `Counter`, `Gauge`, `Histogram`, `Vector`
+        """Returns all metrics at this moment: `Counter`, `Gauge`, `Histogram`, `Vector`
         (quire.frontend.metrics.publish.snapshot).
 
         Raises ConfigError unless the model was made with `disable_log_stats=False`.
@@ -341,7 +342,7 @@ class LLM:
     # -- control ------------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Stop and give memory back until `wake_up`.
+        """Stops and gives memory back until `wake_up`.
 
         0 gives nothing back; 1 the KV cache (on an accelerator the weights move to main memory, too); 2 the KV cache
         and the weights. abort: requests that were enqueued end; `wait_for_completion` returns what they have. keep:
@@ -350,14 +351,15 @@ class LLM:
         self.llm_engine.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Take the memory again: all of it, or "weights" and "kv_cache" one by one; True once the model can run.
+        """Takes the memory again: all of it, or "weights" and "kv_cache" one by one. Returns True once the model can
+        run.
 
         Weights are read again from the checkpoint they came from last. Answers are the same as before the sleep.
         """
         return self.llm_engine.wake_up(tags)
 
     def is_sleeping(self) -> bool:
-        """Between `sleep` and the `wake_up` that ends it."""
+        """Returns True between `sleep` and the `wake_up` that ends it."""
         return self.llm_engine.is_sleeping()
 
     def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
@@ -365,15 +367,16 @@ class LLM:
         self.llm_engine.release_kv_cache_memory(mode)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes; False if running requests held blocks and nothing was done."""
+        """Forgets all cached prefixes. Returns False if running requests held blocks and nothing was done."""
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def reset_mm_cache(self) -> None:
-        """Forget processed images and sounds: there are none yet."""
+        """Forgets processed images and sounds: there are none yet."""
         self.llm_engine.reset_mm_cache()
 
     def update_weights(self, path: str | Path, version: str | None = None) -> str:
-        """Replace the weights in place by those of a checkpoint directory of the same architecture; the new version.
+        """Replaces the weights in place by those of a checkpoint directory of the same architecture. Returns the new
+        version.
 
         A checkpoint that does not fit raises ModelLoadError and changes nothing. `version` is a label; without one it
         is the old one plus 1. Tokenizer and sampling defaults stay those the model was loaded with.
@@ -399,7 +402,7 @@ class LLM:
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """Call `func` with each worker's model. In-process engines only: no code crosses a process."""
+        """Calls `func` with each worker's model. In-process engines only: no code crosses a process."""
         return self.collective_rpc(lambda worker: func(worker.get_model()))
 
     def start_profile(
@@ -409,9 +412,9 @@ class LLM:
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Start the workers' profiler; the trace goes where --profiler-config says (the working directory)."""
+        """Starts the workers' profiler; the trace goes where --profiler-config says (the working directory)."""
         self.llm_engine.start_profile(profile_prefix, delay_iterations=delay_iterations, max_iterations=max_iterations)
 
     def stop_profile(self) -> None:
-        """Stop the workers' profiler and write its trace."""
+        """Stops the workers' profiler and writes its trace."""
         self.llm_engine.stop_profile()

@@ -77,7 +77,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage: str = "offline") -> LLMEngine:
-        """An engine as the arguments say. `usage` picks the default budgets: "offline" or "serving"."""
+        """Returns an engine for the arguments. `usage` picks the default budgets: "offline" or "serving"."""
         return cls(engine_args.create_engine_config(usage))
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -97,10 +97,10 @@ class LLMEngine:
         resumable: bool = False,
         timeout_s: float | None = None,
     ) -> str:
-        """Validate a request and queue it; its internal id. `params` of None are the model's defaults.
+        """Validates a request and queues it. Returns its internal id. `params` of None are the model's defaults.
 
-        After `timeout_s` (default: --request-timeout-s) it ends with finish reason "error", at the end of a step.
-        An `EngineCoreRequest` made by the input processor is taken as it is, with `prompt_text` to show. Raises
+        After `timeout_s` (default: --request-timeout-s) it ends with finish reason "error", at the end of a step. An
+        `EngineCoreRequest` made by the input processor is taken as it is, with `prompt_text` to show. Raises
         ValidationError for what the request holds, TypeError for an id that is not a str.
 
         `resumable` opens a streaming-input session: what is added later with the same id is its next input, and the one
@@ -201,7 +201,7 @@ class LLMEngine:
             raise
 
     def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:
-        """Abort by the users' ids (or internal ones). Unknown and finished ids are ignored."""
+        """Aborts requests by the users' ids (or internal ones). Unknown and finished ids are ignored."""
         with InterruptShield():
             aborted = self.pipeline.forget(request_ids, internal=internal)
             if aborted:
@@ -241,7 +241,7 @@ class LLMEngine:
             self.engine_core.abort_requests(failed.reqs_to_abort)
 
     def get_num_unfinished_requests(self) -> int:
-        """Live requests; the n outputs of a prompt count one by one."""
+        """Returns the number of live requests; the n outputs of a prompt count one by one."""
         return self.output_processor.get_num_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool:
@@ -251,7 +251,7 @@ class LLMEngine:
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ValidationError if the engine was started without one."""
+        """Returns the tokenizer. Raises ValidationError if the engine was started without one."""
         return self.pipeline.get_tokenizer()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
@@ -261,7 +261,7 @@ class LLMEngine:
     # -- control ------------------------------------------------------------------------------------------------------
 
     def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Stop generating; new requests wait for `resume_generation`.
+        """Stops generating; new requests wait for `resume_generation`.
 
         abort: end all requests; the next steps give their last outputs. keep: freeze them. wait: let them end first
         (ValueError for an engine core in this process: the caller runs its steps).
@@ -270,7 +270,7 @@ class LLMEngine:
         self.pause_mode = mode
 
     def resume_generation(self) -> None:
-        """Generate again."""
+        """Resumes generating."""
         self.engine_core.call_utility("resume_scheduler")
         self.pause_mode = None
 
@@ -279,21 +279,21 @@ class LLMEngine:
         return bool(self.engine_core.call_utility("is_scheduler_paused"))
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pause and give memory back: 0 none, 1 the KV cache, 2 the weights, too (`engine/lifecycle.py`)."""
+        """Pauses and gives memory back: 0 none, 1 the KV cache, 2 the weights, too (`engine/lifecycle.py`)."""
         with self.pipeline.stats.operations.timed("sleep") as operations:
             self.engine_core.call_utility("sleep", level, mode)
             operations.set_sleep_level(level)
         self.pause_mode = mode
 
     def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
-        """Pause and give back the KV cache only."""
+        """Pauses and gives back the KV cache only."""
         with self.pipeline.stats.operations.timed("release_kv_cache_memory") as operations:
             self.engine_core.call_utility("release_kv_cache_memory", mode)
             operations.set_sleep_level(1)
         self.pause_mode = mode
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Take memory again: all, or "weights", "kv_cache"; True once all is there and generation goes on."""
+        """Takes memory again: all, or "weights", "kv_cache". Returns True once all is there and generation goes on."""
         with self.pipeline.stats.operations.timed("wake") as operations:
             is_awake: bool = self.engine_core.call_utility("wake_up", tags)
         if is_awake:
@@ -302,11 +302,11 @@ class LLMEngine:
         return is_awake
 
     def is_sleeping(self) -> bool:
-        """Between `sleep` and the `wake_up` that ends it."""
+        """Returns True between `sleep` and the `wake_up` that ends it."""
         return bool(self.engine_core.call_utility("is_sleeping"))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes; False if running requests held blocks and nothing was done."""
+        """Forgets all cached prefixes. Returns False if running requests held blocks and nothing was done."""
         return bool(self.engine_core.call_utility("reset_prefix_cache", reset_running_requests, reset_connector))
 
     def reset_mm_cache(self) -> None:
@@ -316,7 +316,8 @@ class LLMEngine:
         """Forgets encoder outputs: there are none yet."""
 
     def update_weights(self, path: str | Path, version: str | None = None) -> str:
-        """Replace the weights in place by those of a checkpoint directory of the same architecture; the new version.
+        """Replaces the weights in place by those of a checkpoint directory of the same architecture. Returns the new
+        version.
 
         Requests in progress keep their tokens and go on with the new weights. ModelLoadError leaves the old ones.
         """
@@ -333,11 +334,11 @@ class LLMEngine:
         return str(self.engine_core.call_utility("get_weight_version"))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter. Raises ClientError: none can be served yet."""
+        """Loads an adapter. Raises ClientError: none can be served yet."""
         return bool(self.engine_core.call_utility("add_lora", lora_request))
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter."""
+        """Unloads an adapter."""
         return bool(self.engine_core.call_utility("remove_lora", lora_id))
 
     def list_loras(self) -> set[int]:
@@ -345,7 +346,7 @@ class LLMEngine:
         return set(self.engine_core.call_utility("list_loras"))
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter from being evicted."""
+        """Keeps an adapter from being evicted."""
         return bool(self.engine_core.call_utility("pin_lora", lora_id))
 
     def start_profile(
@@ -355,11 +356,11 @@ class LLMEngine:
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Start the workers' profiler. None for the counts means as --profiler-config says."""
+        """Starts the workers' profiler. Counts of None are those of --profiler-config."""
         self.engine_core.call_utility("profile", True, profile_prefix, delay_iterations, max_iterations)
 
     def stop_profile(self) -> None:
-        """Stop the workers' profiler and write its trace."""
+        """Stops the workers' profiler and writes its trace."""
         self.engine_core.call_utility("profile", False)
 
     def collective_rpc(
@@ -377,11 +378,11 @@ class LLMEngine:
         return list(self.engine_core.call_utility("collective_rpc", method, timeout, args, kwargs or {}))
 
     def do_log_stats(self) -> None:
-        """Let the statistics loggers write now."""
+        """Makes the statistics loggers write now."""
         self.pipeline.stat_loggers.log()
 
     def get_metrics(self) -> list[Metric]:
-        """All metrics at this moment. Raises ConfigError where statistics are off."""
+        """Returns all metrics at this moment. Raises ConfigError where statistics are off."""
         metrics = self.pipeline.stats.metrics
         if metrics is None:
             raise ConfigError(
@@ -391,7 +392,7 @@ class LLMEngine:
         return read_metrics(metrics.snapshot())
 
     def shutdown(self) -> None:
-        """Abort what is live and release the core. Idempotent."""
+        """Aborts what is live and releases the core. Idempotent."""
         self.abort_request(list(self.output_processor.request_states), internal=True)
         self.engine_core.shutdown()
         self.pipeline.close()

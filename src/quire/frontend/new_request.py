@@ -70,7 +70,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
 
 
 def text_of(prompt: Any) -> str | None:
-    """The text that has to be tokenized, of a prompt of any form; None where there is none."""
+    """Returns the text of a prompt of any form that must be tokenized; None if there is none."""
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
     return prompt if isinstance(prompt, str) else None
@@ -108,7 +108,7 @@ def _as_ids(value: Any) -> list[int]:
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """`prompts` as a list of prompts: a text, a dict or a non-empty list of ids is one prompt."""
+    """Returns `prompts` as a list of prompts: a text, a dict or a non-empty list of ids is one prompt."""
     if isinstance(prompts, str | Mapping | ParsedPrompt) or (is_token_ids(prompts) and len(prompts) > 0):
         return [prompts]
     if isinstance(prompts, Sequence):

@@ -45,8 +45,8 @@ class SpanSender:
     """Turns records into spans and sends these to `endpoint`."""
 
     def __init__(self, endpoint: str, *, is_detailed: bool = False, processor: SpanProcessor | None = None) -> None:
-        """With `is_detailed` a span has children: queue, prefill, decode. Raises ConfigError for an endpoint that is
-        none, or a protocol that is not OTLP's over HTTP or gRPC."""
+        """`is_detailed`: a span has children: queue, prefill, decode. Raises ConfigError for an invalid endpoint, or a
+        protocol that is not OTLP's over HTTP or gRPC."""
         self._exporter: SpanExporter | None = None
         if processor is None:
             self._exporter = make_exporter(endpoint)
@@ -65,7 +65,7 @@ class SpanSender:
         self._is_latest = LATEST in [word.strip() for word in os.environ.get(SEMCONV_SWITCH, "").split(",")]
 
     def send(self, record: RequestRecord) -> None:
-        """Make the spans of a request; whether they are sampled is for the SDK and the request's parent to say."""
+        """Makes the spans of a request. The SDK and the request's parent decide whether they are sampled."""
         headers = {name.lower(): value for name, value in record.trace_headers.items()}
         operation = operation_of(record)
         span = self._tracer.start_span(
@@ -89,7 +89,7 @@ class SpanSender:
                 stage.end(_nanoseconds(times[1]))
 
     def send_start(self, start: StartPhase) -> None:
-        """Make the spans of a start. Their parent is what TRACEPARENT and TRACESTATE of the environment name."""
+        """Makes the spans of a start. TRACEPARENT and TRACESTATE of the environment name their parent."""
         carrier = {name: os.environ.get(name.upper(), "") for name in ("traceparent", "tracestate")}
         self._send_phase(start, self._propagator.extract(carrier))
 
@@ -103,8 +103,7 @@ class SpanSender:
         span.end(_nanoseconds(phase.end_time))
 
     def close(self) -> None:
-        """Send what is left, if the collector takes it within END_S; what is tried again and again is given up.
-        Idempotent."""
+        """Sends what is left, if the collector takes it within END_S. Idempotent."""
         atexit.unregister(self.close)
         end = threading.Thread(target=self._provider.shutdown, name="SpanSenderEnd", daemon=True)
         end.start()
@@ -138,7 +137,7 @@ def make_exporter(endpoint: str) -> SpanExporter:
 
 
 def protocol_of(endpoint: str) -> str:
-    """The OTLP protocol that the environment names; without one HTTP, or gRPC for a URL that says so.
+    """Returns the OTLP protocol that the environment names; without one HTTP, or gRPC for a URL of that scheme.
 
     Raises ConfigError for one that is neither.
     """
@@ -161,7 +160,7 @@ def traces_url(endpoint: str) -> str:
 
 
 def grpc_address(endpoint: str) -> tuple[str, bool]:
-    """(host:port, whether it is spoken to without TLS). Raises ConfigError."""
+    """Returns (host:port, whether the connection is without TLS). Raises ConfigError."""
     url = urlsplit(endpoint if "://" in endpoint else f"grpc://{endpoint}")
     if url.scheme not in ("grpc", "http", "https") or not url.hostname or url.path not in ("", "/"):
         raise ConfigError(
@@ -179,7 +178,7 @@ def operation_of(record: RequestRecord) -> str:
 
 
 def vllm_attributes(record: RequestRecord) -> dict[str, Attribute | None]:
-    """vLLM's names."""
+    """Returns the attributes by vLLM's names."""
     params = record.params
     return {
         "gen_ai.response.model": record.model,
@@ -204,7 +203,8 @@ def vllm_attributes(record: RequestRecord) -> dict[str, Attribute | None]:
 
 
 def latest_attributes(record: RequestRecord, operation: str) -> dict[str, Attribute | None]:
-    """The GenAI convention's, without those that hold text (stop sequences, messages)."""
+    """Returns the attributes by the GenAI convention's names, without those that hold text (stop sequences,
+    messages)."""
     params = record.params
     attributes: dict[str, Attribute | None] = {
         "gen_ai.operation.name": operation,

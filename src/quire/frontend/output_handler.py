@@ -43,16 +43,16 @@ class OutputHandler:
         """Why no outputs will come any more; None while they do."""
 
     def start(self) -> None:
-        """Run on the running loop, if it does not run already."""
+        """Starts the task on the running loop, if it does not run already."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="quire-output-handler")
 
     def note_shutdown(self) -> None:
-        """No requests are taken any more. From any thread."""
+        """Refuses requests from now on. From any thread."""
         self.dead_error = self.dead_error or EngineDeadError("the engine was shut down")
 
     def stop(self) -> None:
-        """No outputs are taken any more, either. Belongs to the loop's thread."""
+        """Stops taking outputs, too. Belongs to the loop's thread."""
         self.note_shutdown()
         if self._task is not None:
             self._task.cancel()
@@ -185,7 +185,7 @@ class RequestOutputCollector:
         return await self.get()
 
     async def get(self) -> Output:
-        """The next output, when there is one. Raises the exception that was put in."""
+        """Returns the next output, when there is one. Raises the exception that was put in."""
         while (output := self.get_nowait()) is None:
             await self.wait()
         return output
@@ -199,7 +199,7 @@ class RequestOutputCollector:
         return self._waiter
 
     def get_nowait(self) -> Output | None:
-        """The next output, None if there is none yet. Raises the exception that was put in."""
+        """Returns the next output; None if there is none yet. Raises the exception that was put in."""
         output = self._output
         if output is not None:
             if self._ended:
@@ -253,7 +253,7 @@ class Backlog:
                 self._deltas.setdefault(completion.index, _Delta()).add(completion)
 
     def join(self) -> RequestOutput:
-        """All of them."""
+        """Returns all of them as one output."""
         completions = [self._completions[index] for index in sorted(self._completions)]
         if self._is_delta:
             completions = [self._deltas[completion.index].join(completion) for completion in completions]

@@ -67,7 +67,8 @@ class OutputProcessor:
         """Live requests that nothing will come of before their users send more."""
 
     def get_num_unfinished_requests(self) -> int:
-        """Live requests, the children of a parent counted one by one, sessions that wait for input left out."""
+        """Returns the number of live requests, the children of a parent counted one by one, without sessions that wait
+        for input."""
         return len(self.request_states) - len(self.resting_sessions)
 
     def has_unfinished_requests(self) -> bool:
@@ -75,7 +76,7 @@ class OutputProcessor:
         return len(self.request_states) > len(self.resting_sessions)
 
     def find_session(self, external_req_id: str) -> RequestState | None:
-        """The session a user calls by this id, if it takes more input."""
+        """Returns the session with this user id, if it takes more input."""
         for request_id in self.external_req_ids.get(external_req_id, ()):
             state = self.request_states[request_id]
             if state.session is not None and state.session.is_open:
@@ -214,7 +215,7 @@ class OutputProcessor:
         return result
 
     def _states(self, request_ids: Iterable[str], internal: bool) -> Iterator[RequestState]:
-        """The live requests among those named, one by one: the caller may finish each."""
+        """Yields the live requests among those named: the caller may finish each."""
         for request_id in request_ids:
             for internal_id in self._internal_ids(request_id, internal):
                 state = self.request_states.get(internal_id)
@@ -233,7 +234,7 @@ class OutputProcessor:
         engine_timestamp: float = 0.0,
         iteration_stats: IterationStats | None = None,
     ) -> OutputProcessorOutput:
-        """Take in a step's outputs: statistics, text and stop strings, log-probabilities, then the user's output.
+        """Takes in a step's outputs: statistics, text and stop strings, log-probabilities, then the user's output.
 
         An output of an unknown request is ignored: it was aborted here while the core was still computing it.
         """
@@ -299,7 +300,7 @@ class OutputProcessor:
                 result.reqs_to_abort.append(state.request_id)
 
     def _take_text(self, state: RequestState, output: EngineCoreOutput, stop_terminated: bool) -> str | None:
-        """Detokenize; the stop string that was found. Every token is delivered or discarded, whatever happens."""
+        """Detokenizes. Returns the stop string that was found. Counts every token as delivered or discarded."""
         token_ids = state.detokenizer.token_ids
         num_before = len(token_ids)
         stop_string = None
@@ -354,7 +355,7 @@ class OutputProcessor:
         iteration_stats: IterationStats | None,
         error: Exception | None = None,
     ) -> None:
-        """Forget a request and close its books."""
+        """Forgets a request and records its statistics."""
         self._ledger.finish(finish_reason, error)
         state.give_up_place()
         del self.request_states[state.request_id]

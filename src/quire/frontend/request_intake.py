@@ -65,7 +65,7 @@ class RequestIntake:
         return await self._add(new, start)
 
     async def _add(self, new: NewRequest, start: float) -> RequestOutputCollector:
-        """Its time counts from `start`, on the loop's clock."""
+        """Queues a request, whose time counts from `start`, on the loop's clock."""
         reservation = new.reservation or self._reserve(new)
         try:
             TIMEOUT_S.validate(new.timeout_s)
@@ -153,7 +153,7 @@ class RequestIntake:
             raise
 
     async def abort(self, request_ids: Iterable[str], internal: bool) -> None:
-        """Forget requests here, and have the core abort them. Their readers get a last output."""
+        """Forgets requests here, and aborts them in the core. Their readers get a last output."""
         await self._abort_in_core(self._pipeline.forget(request_ids, internal=internal))
 
     async def _abort_in_core(self, request_ids: list[str]) -> None:
@@ -199,14 +199,14 @@ class SessionFeed:
         self._task: asyncio.Task[None] | None = None
 
     async def first(self) -> StreamingInput:
-        """The input the session begins with. Raises ValidationError if there is none."""
+        """Returns the input the session begins with. Raises ValidationError if there is none."""
         try:
             return _checked(await anext(self._inputs))
         except StopAsyncIteration:
             raise ValidationError("a streaming-input session needs an input to begin with", param="prompt") from None
 
     def start(self, collector: RequestOutputCollector) -> None:
-        """The session is added: send the rest of its inputs."""
+        """Sends the rest of the inputs of a session that was added."""
         collector.on_end = self._stop
         self._task = asyncio.get_running_loop().create_task(self._run(collector.request_id), name="quire-session-feed")
 
@@ -215,7 +215,7 @@ class SessionFeed:
             self._task.cancel()
 
     async def close(self) -> None:
-        """Let go of the user's generator."""
+        """Closes the user's generator."""
         await self._inputs.aclose()
 
     async def _run(self, session_id: str) -> None:

@@ -189,7 +189,7 @@ class RequestPipeline:
         return encode_window(window, batches, **facts, kv_cache_blocks=window.num_blocks)
 
     def close(self) -> None:
-        """No request will finish any more: what was to be sent of finished ones is sent. Bounded in time."""
+        """Sends the spans of finished requests that are left. Bounded in time."""
         self.text_thread.close()
         if self._span_sender is not None:
             self._span_sender.close()
@@ -197,7 +197,7 @@ class RequestPipeline:
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ValidationError if the engine was started without one."""
+        """Returns the tokenizer. Raises ValidationError if the engine was started without one."""
         if self.tokenizer is None:
             raise ValidationError("the engine was started with skip_tokenizer_init: it has no tokenizer")
         return self.tokenizer
@@ -224,7 +224,7 @@ class TextThread:
 
 
 def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
-    """Called while the core starts: a broken tokenizer ends that start at once."""
+    """Returns the tokenizer of a model. Called while the core starts: a broken tokenizer ends that start at once."""
     if model_config.skip_tokenizer_init:
         return None
     tokenizer = Tokenizer.from_dir(model_config.tokenizer_dir, model_config.tokenizer_mode)

@@ -151,7 +151,7 @@ class RequestState:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """In a session: all that the present segment's outputs follow."""
+        """Prompt tokens; in a session all tokens that the present segment's outputs follow."""
         return len(self.request.prompt_token_ids or ())
 
     @property
@@ -162,7 +162,7 @@ class RequestState:
         return self.num_prompt_tokens + max(0, len(self.detokenizer.token_ids) - 1) + num_queued
 
     def note_prefill(self, output: EngineCoreOutput) -> None:
-        """The first outputs come, with tokens or without."""
+        """Takes in one of the first outputs, with tokens or without."""
         if output.new_token_ids:
             self.is_prefilling = False
             if self.place is not None:
@@ -177,7 +177,7 @@ class RequestState:
             self.place = None
 
     def update_text(self, output: EngineCoreOutput, stop_terminated: bool) -> str | None:
-        """Detokenize and take in log-probabilities; the stop string that was found, if any.
+        """Detokenizes and takes in log-probabilities. Returns the stop string that was found, if any.
 
         Tokens after a stop string, and their log-probabilities, are dropped.
         """
@@ -229,7 +229,7 @@ class RequestState:
     def make_early_end(
         self, finish_reason: FinishReason, error_message: str | None = None
     ) -> RequestOutput | PoolingRequestOutput | None:
-        """The end of a request that is aborted or failed here, with the tokens it has."""
+        """Returns the end of a request that is aborted or failed here, with the tokens it has."""
         if self.is_pooling:
             return self._show_pooled(None, finish_reason, error_message)
         return self.make_request_output(finish_reason, None, error_message)
@@ -265,11 +265,11 @@ class RequestState:
         return len(self.detokenizer.token_ids) - self.num_sent_tokens >= self.stream_interval
 
     def _prompt_logprobs(self, logprobs: LogprobsProcessor) -> PromptLogprobs | None:
-        """In every output; in a stream of deltas only in the first."""
+        """Returns the log-probabilities of the prompt: in every output; in a stream of deltas only in the first."""
         return logprobs.take_prompt_logprobs() if self.output_kind is _DELTA else logprobs.prompt_logprobs
 
     def make_pooling_output(self, output: EngineCoreOutput) -> PoolingRequestOutput:
-        """The result of a pooling request, or its end without one."""
+        """Returns the result of a pooling request, or its end without one."""
         return self._show_pooled(output.pooling_output, output.finish_reason, output.error_message, output.error_type)
 
     def _show_pooled(
@@ -308,7 +308,7 @@ class ParentRequest:
         return self.sampling_params.n
 
     def get_child_info(self, index: int) -> tuple[str, SamplingParams]:
-        """Id and parameters of child `index`: n=1, and a seed of its own, `seed + index` (within int64)."""
+        """Returns id and parameters of child `index`: n=1, and a seed of its own, `seed + index` (within int64)."""
         child_id = f"{index}_{self.request_id}"
         self.child_requests.add(child_id)
         params = copy.copy(self.sampling_params)
@@ -332,13 +332,13 @@ class ParentRequest:
         return ([self._outputs[i] for i in sorted(self._outputs)] if finished else []), finished
 
     def observe_num_generation_tokens(self, num_tokens: int) -> int:
-        """Count a finished child; the longest so far."""
+        """Counts a finished child. Returns the length of the longest so far."""
         self.max_num_generation_tokens = max(self.max_num_generation_tokens, num_tokens)
         return self.max_num_generation_tokens
 
 
 def fan_out(request: EngineCoreRequest) -> tuple[ParentRequest | None, list[EngineCoreRequest]]:
-    """(the parent, its n children), or (None, [request]) for a request of one output."""
+    """Returns (the parent, its n children), or (None, [request]) for a request of one output."""
     if request.sampling_params is None or request.sampling_params.n == 1:
         return None, [request]
     parent = ParentRequest(request)

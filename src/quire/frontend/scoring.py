@@ -35,7 +35,7 @@ class ScoringJob:
     """For an embedding model: two prompts each."""
 
     def results(self, outputs: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
-        """The score of every pair, from the results of the prompts."""
+        """Returns the score of every pair, from the results of the prompts."""
         if self.pairs is None:
             return [ScoringRequestOutput.from_base(output) for output in outputs]
         return [_compare(outputs[first], outputs[second]) for first, second in self.pairs]
@@ -56,7 +56,7 @@ class PairScorer:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> ScoringJob:
-        """The work of some pairs. Raises ValidationError of a model that gives no scores."""
+        """Returns the work for some pairs. Raises ValidationError for a model that gives no scores."""
         params = PoolingParams() if params is None else params
         if "score" in self._tasks:
             prompts = [self._read_together(pair, params, tokenization_kwargs, chat_template) for pair in pairs]
@@ -93,7 +93,8 @@ class PairScorer:
 
 
 def pair_texts(first: Texts, second: Texts, names: Pair = ("data_1", "data_2")) -> list[Pair]:
-    """One text with each of several, or each with its counterpart. Raises ValidationError for other numbers."""
+    """Returns the pairs: one text with each of several, or each with its counterpart. Raises ValidationError for other
+    numbers."""
     left, right = ([texts] if isinstance(texts, str) else list(texts) for texts in (first, second))
     for name, texts in zip(names, (left, right), strict=True):
         if not texts or not all(isinstance(text, str) for text in texts):
@@ -119,6 +120,6 @@ def _compare(first: PoolingRequestOutput, second: PoolingRequestOutput) -> Scori
 
 
 def cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
-    """The cosine of the angle between two embeddings; 0 where one is all zeros."""
+    """Returns the cosine of the angle between two embeddings; 0 where one is all zeros."""
     norms = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
     return float(a @ b) / norms if norms else 0.0

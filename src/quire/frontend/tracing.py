@@ -103,7 +103,7 @@ class StartupReport:
         logger.info("%s", describe_start(get_stamps(), ready.stamps, peak_memory_bytes(), ready.peak_memory_bytes))
 
     def finish(self) -> None:
-        """Write the report, where one is wanted. A file that cannot be written is a line in the log."""
+        """Writes the report, where one is wanted. Logs an error for a file that cannot be written."""
         stamp("first output")
         name = envs.STARTUP_REPORT.get()
         if not name:
@@ -120,7 +120,7 @@ class StartupReport:
 
 
 def describe_start(frontend: Sequence[Stamp], core: Sequence[Stamp], frontend_memory: int, core_memory: int) -> str:
-    """The line of the log. Without a core's stamps the core is in this process."""
+    """Returns the line for the log. Without a core's stamps the core is in this process."""
     start, end = frontend[0], frontend[-1]
     text = f"engine ready {end.time_s - start.time_s:.2f} s after its process began"
     memory = f"peak memory {frontend_memory // MIB} MiB"
@@ -169,7 +169,7 @@ class SpanSender(Protocol):
         """Takes the phases of the engine's start. Never blocks."""
 
     def close(self) -> None:
-        """Send what is left, in bounded time."""
+        """Sends what is left, in bounded time."""
 
 
 def make_span_sender(config: ObservabilityConfig) -> SpanSender | None:
@@ -200,7 +200,7 @@ class RequestTracer:
         self._has_failed = False
 
     def note_finished(self, state: RequestState, reason: FinishReason, error: str | None = None) -> None:
-        """A request, or one output of one, has come to its end."""
+        """Takes in the end of a request, or of one of its n outputs."""
         try:
             self._note(state, reason, error)
         except Exception:

@@ -95,16 +95,16 @@ class AsyncEngineCoreClient(_CoreClient):
 
     @abstractmethod
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Aborts requests by internal id; unknown ids are ignored. Suspends only after the abort was sent, so that a
-        caller that is cancelled meanwhile has aborted all the same."""
+        """Aborts requests by internal id; unknown ids are ignored. Suspends only after the abort was sent, so
+        that a caller that is cancelled meanwhile has aborted all the same."""
 
     @abstractmethod
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """Calls a control verb, as `EngineCoreClient.call_utility` does."""
 
     def expect_shutdown(self) -> None:  # a core without a process of its own cannot die alone
-        """Announces that `shutdown` follows once the live requests have ended: no core is started for others. From any
-        thread."""
+        """Announces that `shutdown` follows once the live requests have ended: no core is started for others.
+        From any thread."""
 
 
 def make_client(
@@ -116,7 +116,7 @@ def make_client(
     client_count: int = 1,
     meanwhile: Callable[[], object] | None = None,
 ) -> EngineCoreClient:
-    """A client of a new engine core, or with `client_addresses` of one that another client has started.
+    """Returns a client of a new engine core, or with `client_addresses` of one that another client has started.
 
     `multiprocess` of None is what QUIRE_ENABLE_MULTIPROCESSING says. `client_count` clients share the core. `meanwhile`
     is called once, while a core in a process of its own starts; what it raises ends that start. Raises what the core's

@@ -48,7 +48,7 @@ class ControlState:
         self._sleep: list[UtilityCall] = []
 
     def calls(self) -> list[UtilityCall]:
-        """Weights first, then adapters, then what puts the core to rest."""
+        """Returns the calls: weights first, then adapters, then pause and sleep."""
         calls = [] if self._weights is None else [self._weights]
         for lora_calls in self._loras.values():
             calls += lora_calls
@@ -56,7 +56,7 @@ class ControlState:
         return calls + self._sleep
 
     def note_success(self, method: str, args: tuple[Any, ...], result: Any) -> None:
-        """A call was carried out."""
+        """Records a call that was carried out."""
         if method == "update_weights":
             self._weights = method, (args[0], result)  # the version it was given, were it not named
         elif method == "pause_scheduler":
@@ -82,7 +82,7 @@ class ControlState:
 
 
 def _mode_on_empty_core(args: tuple[Any, ...], position: int) -> str:
-    """The pause mode that leaves a core without requests as the mode among `args` left one that had some."""
+    """Returns the pause mode that leaves a core without requests as the mode among `args` left one that had some."""
     return "keep" if args[position : position + 1] == ("keep",) else "abort"
 
 
@@ -134,18 +134,19 @@ class ControlCalls:
         return sum(call.purpose is purpose for call in self._pending.values())
 
     def begin(self, method: str, args: tuple[Any, ...], purpose: Purpose = Purpose.CALLER) -> int:
-        """A call to be made; its id."""
+        """Registers a call to be made. Returns its id."""
         call_id = next(self._ids)
         self._pending[call_id] = _PendingCall(method, args, purpose)
         return call_id
 
     def begin_probe(self) -> int | None:
-        """A call without effect, to see the number of the core's next message; None if enough are on their way."""
+        """Registers a call without effect, whose answer shows the number of the core's next message. Returns its id;
+        None if enough are on their way."""
         is_enough = self._count(Purpose.PROBE) >= MAX_PROBES
         return None if is_enough else self.begin("get_supported_tasks", (), Purpose.PROBE)
 
     def begin_restoring(self) -> list[int]:
-        """The calls that bring a new core into the state of the last one."""
+        """Registers the calls that bring a new core into the state of the last one. Returns their ids."""
         return [self.begin(method, args, Purpose.RESTORE) for method, args in self._state.calls()]
 
     def begin_admission(self) -> int:
@@ -179,7 +180,7 @@ class ControlCalls:
         return Answer(output.call_id, output)
 
     def end_unrepeatable(self, death: CoreDeath) -> list[Answer]:
-        """The core is dead: the answers of the calls that are not made again."""
+        """Returns the answers of the calls that are not made again after the death of a core."""
         answers = []
         for call_id, call in list(self._pending.items()):
             if call.purpose is not Purpose.CALLER:
@@ -190,7 +191,7 @@ class ControlCalls:
         return answers
 
     def end_all(self, reason: str) -> list[Answer]:
-        """There will be no core any more."""
+        """Ends all calls: there will be no core any more."""
         pending, self._pending = self._pending, {}
         waited_for = [call_id for call_id, call in pending.items() if call.purpose is Purpose.CALLER]
         return [Answer(call_id, EngineDeadError(reason)) for call_id in waited_for]

@@ -212,7 +212,7 @@ def _wake_up(core: InprocClient | None) -> None:
 
 
 def _answer(answer: Future[Any], call: Callable[[], Any]) -> None:
-    """Give the result of `call`, which may be a Future itself: then the answer comes when that ends."""
+    """Sets the result of `call`; if that is a Future, when it ends."""
     if not answer.set_running_or_notify_cancel():
         return
     try:

@@ -72,7 +72,7 @@ class EngineLink:
     """
 
     def __init__(self, client_index: int = 0, *, is_shared: bool = False, is_owner: bool = False) -> None:
-        """`is_shared`: the core has other clients, too. `is_owner`: our client is the one that starts it."""
+        """`is_shared`: the core has other clients, too. `is_owner`: this client starts it."""
         self.state = LinkState.DOWN
         self.ready_response: EngineCoreReadyResponse | None = None
         self.messages: list[Message] = []
@@ -101,7 +101,7 @@ class EngineLink:
     # -- the caller -----------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Hand a request over, now or when a core is there.
+        """Sends a request, now or when a core is there.
 
         Raises ValueError for an id in use.
         """
@@ -112,7 +112,7 @@ class EngineLink:
             self._send(entry, first_time=True)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        """Forget requests: nothing more of them is delivered. Unknown ids are ignored."""
+        """Forgets requests: none of their outputs is delivered any more. Unknown ids are ignored."""
         entries = [entry for i in request_ids if (entry := self._journal.get(i)) is not None]
         on_core = [entry.wire_id for entry in entries if entry.standing is not Standing.HELD]
         if on_core and self.state is LinkState.UP:
@@ -122,7 +122,7 @@ class EngineLink:
         self._send_held()
 
     def call_utility(self, method: str, args: tuple[Any, ...]) -> int:
-        """Call a control verb; the id its answer will have."""
+        """Calls a control verb. Returns the id its answer will have."""
         call_id = self._calls.begin(method, args)
         if self.state is LinkState.UP:
             self._send_call(call_id)
@@ -133,7 +133,8 @@ class EngineLink:
     # -- the core -------------------------------------------------------------------------------------------------
 
     def on_ready(self, ready: EngineCoreReadyResponse) -> None:
-        """A core is connected: the first, a restarted one, or one that had lost this client and found it again."""
+        """Handles a connection: of the first core, a restarted one, or one that had lost this client and found it
+        again."""
         former = self.ready_response
         if self.state is LinkState.GONE or (former is not None and ready.incarnation < former.incarnation):
             self.counts["stale"] += 1
@@ -149,7 +150,7 @@ class EngineLink:
         self._go_up_if_restored()
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """A message of the core. What does not belong to the connected core or to a live request is dropped."""
+        """Takes in a message of the core. Drops what does not belong to the connected core or to a live request."""
         ready = self.ready_response
         if ready is None or outputs.incarnation != ready.incarnation or self.state is LinkState.GONE:
             self.counts["stale"] += 1
@@ -185,7 +186,8 @@ class EngineLink:
             self._send_call(call_id)
 
     def on_death(self, death: CoreDeath) -> None:
-        """The core is gone; another one may come. Outputs it had sent before may still arrive, and count."""
+        """Handles the death of the core; another one may come. Outputs it had sent before may still arrive, and
+        count."""
         if self.state is LinkState.GONE:
             return
         if death.cause != "start":
@@ -206,7 +208,7 @@ class EngineLink:
         return verdict
 
     def on_gone(self, reason: str) -> None:
-        """No core will come any more: everything live ends with an error that gives the reason."""
+        """Ends everything live with an error that gives the reason: no core will come any more."""
         if self.state is LinkState.GONE:
             return
         self.state, self.gone_reason = LinkState.GONE, reason
@@ -224,7 +226,7 @@ class EngineLink:
             self.counts["recomputed_tokens"] += num_tokens_of(request)
 
     def _withdraw(self, entries: list[JournalEntry]) -> None:
-        """The core forgets these requests for now; they may be sent again under another name."""
+        """Aborts these requests in the core for now; they may be sent again under another id."""
         wire_ids = [self._journal.note_withdrawn(entry) for entry in entries]
         if wire_ids:
             self.messages.append(Message(EngineCoreRequestType.ABORT, wire_ids))
@@ -243,7 +245,8 @@ class EngineLink:
             self._send(entry)
 
     def _take_unusual(self, entry: JournalEntry | None, output: EngineCoreOutput) -> bool:
-        """An output that ends its request, or of one that is watched. False if it is not to be handed on."""
+        """Takes in an output that ends its request, or one of a watched request. Returns False if it must not be
+        delivered."""
         if entry is None or (_is_farewell(output) and not self.is_closing):
             return False
         output.request_id = entry.request_id
@@ -270,7 +273,7 @@ class EngineLink:
             self._send_held()
 
     def _refuse(self, entry: JournalEntry, output: EngineCoreOutput) -> None:
-        """The core sent a number that is no token id: the request cannot go on."""
+        """Fails a request for which the core sent a number that is no token id."""
         output.new_token_ids, output.new_logprobs = [], None
         output.finish_reason = FinishReason.ERROR
         output.error_message = f"the engine sent a token id of more than 32 bits for request {_name(entry)}"
@@ -357,7 +360,7 @@ def _is_farewell(output: EngineCoreOutput) -> bool:
 
 
 def _strip_first_output(output: EngineCoreOutput) -> None:
-    """Take away what a core sends with the first output of a request, and its user has had already."""
+    """Removes what a core sends with a request's first output if its user has had it already."""
     output.prefill_stats = output.new_prompt_logprobs_tensors = None
     if output.events:
         output.events = [event for event in output.events if event.type is EngineCoreEventType.PREEMPTED] or None

@@ -40,10 +40,10 @@ class OutputSink(Protocol):
     """Destination of outputs. Called on the link's thread; must not block."""
 
     def put_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """The outputs of a step."""
+        """Adds the outputs of a step."""
 
     def put_end(self, error: EngineDeadError) -> None:
-        """There will be no more, because of `error`."""
+        """Ends the outputs, because of `error`."""
 
 
 class LinkThread(threading.Thread):
@@ -82,7 +82,7 @@ class LinkThread(threading.Thread):
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def post(self, command: Callable[[], None]) -> None:
-        """Have the thread call `command`, after those posted before."""
+        """Makes the thread call `command`, after those posted before."""
         self._commands.append(command)
         self._wakeup.set()
 
@@ -98,23 +98,23 @@ class LinkThread(threading.Thread):
         return ready is not None and ready.incarnation == incarnation
 
     def begin_closing(self) -> None:
-        """The core is about to be asked to end: what it says of its requests is final."""
+        """Announces that the core is about to be asked to end: the ends of its requests are final."""
         self.post(lambda: setattr(self.link, "is_closing", True))
 
     def stop(self) -> None:
-        """End the thread, once it has taken in what the core has said. From any thread, and from a finalizer."""
+        """Ends the thread, once it has taken in what the core has sent. From any thread, and from a finalizer."""
         self._is_stopping = True
         self._wakeup.set()
 
     # -- commands -------------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineCoreRequest, frames: list[Frame]) -> None:
-        """A command. `frames` are the request encoded, for the case that it goes out as it is."""
+        """Adds a request. A command. `frames` are the request encoded, for the case that it goes out as it is."""
         self._encoded = request, frames
         self.link.add_request(request)
 
     def fail(self, error: QuireError) -> None:
-        """A command: there will be no core any more."""
+        """Ends the link: there will be no core any more. A command."""
         if not self.started.done():
             self.started.set_exception(error)
         self.link.on_gone(str(error))
@@ -166,7 +166,7 @@ class LinkThread(threading.Thread):
         return [self._wakeup.fd, self._output, self._input]
 
     def _take_turn(self) -> int | None:
-        """Before each wait: how long it may take, in milliseconds."""
+        """Does what is due before a wait. Returns how long that may take, in milliseconds."""
         return None
 
     def _run_commands(self) -> None:
@@ -210,17 +210,17 @@ class LinkThread(threading.Thread):
             self._flush()
 
     def _drop(self, error: Exception) -> None:
-        """A message is not what it should be; it is logged if it is the first, second, fourth, eighth …"""
+        """Drops an invalid message; it is logged if it is the first, second, fourth, eighth …"""
         self.link.on_corrupt_message()
         count = self.link.counts["corrupt"]
         if count & (count - 1) == 0:
             logger.error("a message was dropped, number %d: %s", count, error)
 
     def _note_farewell(self) -> None:
-        """ENGINE_CORE_DEAD. The supervisor knows more of it, and sooner."""
+        """Ignores ENGINE_CORE_DEAD: the supervisor knows more of it, and sooner."""
 
     def _flush(self) -> None:
-        """Do what the link says."""
+        """Sends, delivers and answers what the link has produced."""
         link = self.link
         if link.deliveries:
             for outputs in link.deliveries:
@@ -261,7 +261,7 @@ class LinkThread(threading.Thread):
             future.set_result(answer.output.result)
 
     def report_death(self, death: CoreDeath) -> None:
-        """A command: the core is dead."""
+        """Reports the death of the core to the link. A command."""
         self.link.on_death(death)
 
 
@@ -289,7 +289,7 @@ class AttachedLinkThread(LinkThread):
         return [*super()._sources(), self._monitor]
 
     def _follow_connections(self) -> None:
-        """A core is lost with its last connection; that of the next one may be there by then."""
+        """Counts connections: a core is lost with its last one; that of the next core may be there by then."""
         any_lost = False
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)

@@ -66,12 +66,12 @@ class LoopMailbox:
         return 0 < self._capacity <= len(self._held)
 
     def put_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """The outputs of a step. From the other thread."""
+        """Adds the outputs of a step. From the other thread."""
         self._held.append(outputs)
         self._notify()
 
     def put_end(self, error: EngineDeadError) -> None:
-        """There will be no more, because of `error`. From the other thread."""
+        """Ends the outputs, because of `error`. From the other thread."""
         self._end = error
         self._notify()
 
@@ -88,7 +88,7 @@ class LoopMailbox:
             self._waiter.set_result(None)
 
     async def take(self) -> EngineCoreOutputs:
-        """The next outputs. Raises the error of the end, again and again, once all have been taken."""
+        """Returns the next outputs. Raises the error of the end, again and again, once all have been taken."""
         self._loop = asyncio.get_running_loop()
         if self._held and (not self._num_left_in_turn or self._clock() >= self._turn_end):
             self._num_left_in_turn = 0

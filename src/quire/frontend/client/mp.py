@@ -66,16 +66,16 @@ class BackgroundResources:
 
     @property
     def is_foreign(self) -> bool:
-        """In a fork of the process that has made them: threads and core are not ours."""
+        """True in a fork of the process that has made them: threads and core are not ours."""
         return os.getpid() != self._pid
 
     @property
     def is_closed(self) -> bool:
-        """`close` was called."""
+        """True once `close` was called."""
         return self._is_closed
 
     def close(self) -> None:
-        """End the core, the threads and the sockets. Idempotent, bounded in time."""
+        """Ends the core, the threads and the sockets. Idempotent, bounded in time."""
         if self._is_closed or self.is_foreign:
             return
         self._is_closed = True
@@ -234,7 +234,7 @@ class MPClient(ABC):
         started.result()
 
     def _pin_model_len(self, config: EngineConfig) -> None:
-        """A restarted core fits the context to no less than this one has: live requests were promised it."""
+        """Makes a restarted core fit the context to no less than this one has: live requests were promised it."""
         model, model_len = config.model_config, self.ready_response.max_model_len
         if self.resources.supervisor is not None and model_len != model.model_len:
             pinned = dataclasses.replace(config, model_config=dataclasses.replace(model, max_model_len=model_len))
@@ -294,7 +294,7 @@ class MPClient(ABC):
             self.resources.supervisor.expect_stop()
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Hand a request over. Raises EngineDeadError; ValidationError for a value that cannot be sent."""
+        """Sends a request. Raises EngineDeadError; ValidationError for a value that cannot be sent."""
         self._check_usable()
         frames = self._encode(request)
         thread = self._link_thread
@@ -306,7 +306,7 @@ class MPClient(ABC):
         return self._link_thread.link
 
     def ask_link(self, command: Callable[[], T]) -> Future[T]:
-        """Have the thread that owns the link call `command`, which must not raise; its result."""
+        """Makes the thread that owns the link call `command`, which must not raise. Returns a future of its result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -322,7 +322,7 @@ class MPClient(ABC):
         thread.post(lambda: thread.fail(EngineDeadError(reason)))
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        """Forget requests. Does nothing where there is no engine any more."""
+        """Aborts requests. Does nothing if there is no engine any more."""
         if request_ids and not self.engine_dead and not self.resources.is_foreign:
             link = self._link_thread.link
             self._link_thread.post(lambda: link.abort_requests(request_ids))

@@ -104,7 +104,7 @@ class OwnerLink(EngineLink):
         return verdict
 
     def _note_progress(self, entry: JournalEntry, num_tokens: int) -> None:
-        """A suspect is cleared: the core is to forget it, as its own process will send it again."""
+        """Aborts a suspect that is cleared: its own process will send it again."""
         if self._quarantine.note_tokens(entry, num_tokens):
             self.abort_requests([entry.request_id])
 
@@ -146,7 +146,7 @@ class MemberLink(EngineLink):
         return [_make_suspect(entry) for entry in entries if entry is not None]
 
     def convict(self, verdict: Verdict) -> None:
-        """A request of ours, if it still lives, was found guilty."""
+        """Ends a request of this process that was found guilty, if it still lives."""
         entry = self._journal.get(verdict.request_id.removesuffix(TRIAL_SUFFIX))
         if entry is None:
             return

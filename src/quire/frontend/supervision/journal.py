@@ -64,7 +64,7 @@ class JournalEntry:
         return bool(self.output_token_ids)
 
     def take_in(self, output: EngineCoreOutput) -> None:
-        """The core has sent an output that does not end the request. Raises OverflowError for what is no token id."""
+        """Takes in an output that does not end the request. Raises OverflowError for a number that is no token id."""
         self.output_token_ids.fromlist(output.new_token_ids)
 
     def make_request(self) -> EngineCoreRequest:
@@ -101,14 +101,14 @@ class Journal:
         return self._entries.get(request_id)
 
     def add(self, request: EngineCoreRequest) -> JournalEntry:
-        """Remember a request. An id that is in use already is the caller's mistake: ValueError."""
+        """Adds a request. Raises ValueError for an id in use."""
         if request.request_id in self._entries:
             raise ValueError(f"request id {request.request_id} is in use; ids of live requests are unique")
         entry = self._entries[request.request_id] = JournalEntry(request)
         return entry
 
     def remove(self, entry: JournalEntry) -> None:
-        """Forget a request that has ended."""
+        """Forgets a request that has ended."""
         del self._entries[entry.request_id]
         self.on_core.pop(entry.wire_id, None)
 
@@ -120,13 +120,13 @@ class Journal:
         self.on_core[entry.wire_id] = entry
 
     def note_withdrawn(self, entry: JournalEntry) -> str:
-        """The connected core is to forget it; the id it is known by there. What it still sends of it is dropped."""
+        """Returns the id to abort at the connected core. What that still sends of the request is dropped."""
         del self.on_core[entry.wire_id]
         entry.standing = Standing.HELD
         return entry.wire_id
 
     def note_new_core(self) -> None:
-        """Another core is connected: it knows nothing."""
+        """Resets the standing of all entries: another core is connected."""
         self.on_core.clear()
         for entry in self._entries.values():
             entry.standing = Standing.HELD

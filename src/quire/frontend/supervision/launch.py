@@ -90,8 +90,8 @@ class CoreProcess:
 
         `get_stall` returns for how many seconds the start has made no progress, once that is too long.
 
-        Raises the error that the core reports; StalledStartError if the start makes no progress; EngineDeadError if
-        the core dies or takes longer than the ready timeout.
+        Raises the error that the core reports; StalledStartError if the start makes no progress; EngineDeadError if the
+        core dies or takes longer than the ready timeout.
         """
         deadline = time.monotonic() + self._launch.ready_timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -113,7 +113,7 @@ class CoreProcess:
         )
 
     def _take_status(self, frames: list[bytes]) -> bool:
-        """Answer a message on the handshake socket; whether it says that the core is ready."""
+        """Answers a message on the handshake socket. Returns True for READY."""
         try:
             identity, data = frames
             status = msgspec.msgpack.decode(data, type=EngineStatus)
@@ -157,7 +157,8 @@ class CoreProcess:
         return True
 
     def _poll(self, sources: list[Any], timeout_s: float) -> set[Any]:
-        """The readable ones among `sources` and the process's own descriptor; at the latest after `timeout_s`."""
+        """Returns the readable ones among `sources` and the process's own descriptor; at the latest after
+        `timeout_s`."""
         poller = zmq.Poller()
         if self._pidfd is not None:
             sources = [*sources, self._pidfd]
@@ -168,17 +169,17 @@ class CoreProcess:
         return {source for source, _ in poller.poll(math.ceil(max(0.0, timeout_s) * 1000))}
 
     def terminate(self) -> None:
-        """Ask it to end in good order."""
+        """Asks the process to end in good order."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it, whatever it does. Returns when it has ended, or the system cannot end it."""
+        """Kills the process. Returns when it has ended, or the system cannot end it."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_TIMEOUT_S)
 
     def close(self) -> None:
-        """Give back the descriptors; a process that still lives is killed."""
+        """Closes the descriptors; kills a process that still lives."""
         if self.returncode is None:
             self.kill()
         if self._process.stdin is not None:

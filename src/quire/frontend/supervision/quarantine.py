@@ -65,7 +65,7 @@ def was_asked_to_end(returncode: int) -> bool:
 
 
 def describe_exit(returncode: int) -> str:
-    """The exit status in words."""
+    """Returns the exit status in words."""
     if returncode >= 0:
         return f"exited with code {returncode}"
     try:
@@ -105,11 +105,11 @@ class Quarantine:
 
     @property
     def suspects(self) -> list[str]:
-        """In the order of their trials."""
+        """The suspects, in the order of their trials."""
         return list(self._suspects)
 
     def begin_trial(self, journal: Journal) -> JournalEntry | None:
-        """The next suspect, to be sent alone; None if there is none."""
+        """Returns the next suspect, to be sent alone; None if there is none."""
         request_id = next(iter(self._suspects), None)
         if request_id is None:
             return None
@@ -120,8 +120,8 @@ class Quarantine:
         return entry
 
     def note_tokens(self, entry: JournalEntry, num_tokens: int) -> bool:
-        """A request has given tokens; False if its trial is not over yet. Each further trial takes twice as long: one
-        that kills the core only after some steps comes to the step in which it does."""
+        """Counts tokens of a request on trial. Returns False if its trial is not over yet. Each further trial takes
+        twice as long, until it reaches the step in which the request kills the core."""
         if self._on_trial != entry.request_id:
             return True
         self._num_tokens_left -= num_tokens
@@ -182,7 +182,7 @@ class Quarantine:
 
 
 def _members(death: CoreDeath, journal: Journal) -> list[JournalEntry]:
-    """The requests of this client in the fatal step; where that is unknown, all it had with the core."""
+    """Returns the requests of this client in the fatal step; where that is unknown, all it had with the core."""
     if death.request_ids is None:
         return list(journal.on_core.values())
     return [entry for wire_id in death.request_ids if (entry := journal.on_core.get(wire_id)) is not None]
@@ -199,13 +199,13 @@ def _candidates(members: Sequence[JournalEntry], journal: Journal) -> list[Journ
 
 
 def _newcomers(journal: Journal) -> list[JournalEntry]:
-    """The latest requests the core was given and no core has ever answered."""
+    """Returns the latest requests the core was given and no core has ever answered."""
     unanswered = (entry for entry in reversed(journal.on_core.values()) if not entry.has_output)
     return list(islice(unanswered, MAX_NEWCOMERS))
 
 
 def _count_deaths(members: Sequence[JournalEntry]) -> list[JournalEntry]:
-    """Count one against each; those with too many."""
+    """Counts a death against each. Returns those with too many."""
     for entry in members:
         entry.num_deaths += 1
     return [entry for entry in members if entry.num_deaths >= MAX_DEATHS_WITHOUT_TOKEN]

@@ -60,7 +60,7 @@ class RestartBudget:
         self._restarts: deque[float] = deque()
 
     def take(self, now: float) -> float | None:
-        """Use one restart: seconds to wait before it; None if there is none left."""
+        """Uses one restart. Returns the seconds to wait before it; None if there is none left."""
         while self._restarts and now - self._restarts[0] >= self._window_s:
             self._restarts.popleft()
         num_recent = len(self._restarts)
@@ -84,7 +84,7 @@ class HangWatch:
         """Time by which looks came too late in this phase: then, perhaps, the core did not run either."""
 
     def check_hang(self, beat: Heartbeat, now: float) -> float | None:
-        """Seconds without progress, if they are too many; None while all is well."""
+        """Returns the seconds without progress, if they are too many; None otherwise."""
         if beat.phase_start != self._phase_start:
             self._phase_start, self._lost_s = beat.phase_start, 0.0
         self._lost_s += max(0.0, now - self._last_look - WATCH_INTERVAL_S)
@@ -113,7 +113,7 @@ class StartWatch:
         self._last_look = 0.0
 
     def begin(self, now: float) -> None:
-        """A process was started."""
+        """Records that a process was started."""
         self._begun = {0: now}
         self._last_look = now
 
@@ -134,7 +134,7 @@ class StartWatch:
         return age
 
     def succeed(self, now: float) -> None:
-        """The core is ready: its stages are the measure for later starts."""
+        """Records that the core is ready: its stages are the measure for later starts."""
         ends = [*sorted(self._begun.values())[1:], now]
         for stage, end in zip(sorted(self._begun), ends, strict=True):
             self._durations[stage] = max(end - self._begun[stage], self._durations.get(stage, 0.0))
@@ -188,16 +188,16 @@ class CoreSupervisor(threading.Thread):
         return self._config.shutdown_timeout + TERMINATE_TIMEOUT_S + 2 * KILL_TIMEOUT_S
 
     def set_engine_config(self, engine_config: bytes) -> None:
-        """Start the next core with another configuration. From any thread."""
+        """Sets the configuration of the next core. From any thread."""
         self._launch = dataclasses.replace(self._launch, engine_config=engine_config)
 
     def expect_stop(self) -> None:
-        """`stop` will come: a core that dies from now on is followed by another only while requests live. From any
+        """Announces `stop`: a core that dies from now on is followed by another only while requests live. From any
         thread."""
         self._is_draining = True
 
     def stop(self) -> None:
-        """Ask the core to end, and this thread with it. From any thread, and from a finalizer."""
+        """Asks the core to end, and this thread with it. From any thread, and from a finalizer."""
         self._is_stopping = True
         self._wakeup.set()
 
@@ -244,7 +244,7 @@ class CoreSupervisor(threading.Thread):
             logger.warning("starting engine core %d", incarnation)
 
     def _run_core(self, incarnation: int) -> CoreDeath | None:
-        """The whole life of one core; None if it was ended because we are stopping."""
+        """Runs one core until its death, which it returns; None if the supervisor was stopped."""
         path = self._directory / f"heartbeat-{incarnation}"
         page = HeartbeatPage.create(path)
         try:
@@ -310,7 +310,7 @@ class CoreSupervisor(threading.Thread):
         return True
 
     def _sleep(self, duration_s: float) -> bool:
-        """Wait; whether we are to stop."""
+        """Waits. Returns True if the supervisor was stopped."""
         poller = zmq.Poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
         return bool(poller.poll(int(duration_s * 1000))) or self._is_stopping

@@ -121,7 +121,7 @@ def render_chat(
     content_format: ContentFormat = "auto",
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt text of a conversation.
+    """Returns the prompt text of a conversation.
 
     `variables` are further names the template may use: special tokens and the caller's chat_template_kwargs. With
     `continue_final_message` the text ends in the middle of the last message. Raises ValidationError for a malformed
@@ -170,7 +170,8 @@ def _render(template: jinja2.Template, context: dict[str, Any]) -> str:
 
 
 def _normalize(messages: Sequence[Message], template: str, content_format: ContentFormat) -> list[dict[str, Any]]:
-    """Messages as templates expect them: no null fields, text parts in the template's format, tool arguments parsed."""
+    """Returns messages as templates expect them: no null fields, text parts in the template's format, tool arguments
+    parsed."""
     if not messages:
         raise ValidationError("messages is empty; a conversation needs at least one message", param="messages")
     if content_format not in ("auto", "string", "openai"):
@@ -227,7 +228,7 @@ def _part_text(index: int, part: Any) -> str:
 
 
 def _parse_arguments(call: Any) -> Any:
-    """OpenAI clients send a call's arguments as JSON text; templates want the object."""
+    """Returns a call's arguments as an object: OpenAI clients send JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -239,7 +240,7 @@ def _parse_arguments(call: Any) -> Any:
 
 
 def _mark_continuation(conversation: list[dict[str, Any]]) -> str:
-    """Mark the end of the last message (in place); the text that is to be continued."""
+    """Marks the end of the last message (in place). Returns the text to be continued."""
     last = conversation[-1] = copy.deepcopy(conversation[-1])
     content = last.get("content")
     if isinstance(content, str):
@@ -269,7 +270,7 @@ def _cut_continuation(text: str, continued: str) -> str:
 
 @lru_cache(maxsize=64)
 def detect_content_format(template: str) -> Literal["string", "openai"]:
-    """ "openai" if the template loops over a message's content (a list of parts), else "string"."""
+    """Returns "openai" if the template loops over a message's content (a list of parts), else "string"."""
     tree = _parse(template)
     aliases = {"content"}
     for assign in tree.find_all(nodes.Assign):

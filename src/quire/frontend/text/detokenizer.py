@@ -37,7 +37,7 @@ class StopStrings:
         self._max_held = max(map(len, stops), default=1) - 1
 
     def find(self, text: str, start: int = 0) -> StopMatch | None:
-        """The stop string that a reader of text[start:] would be the first to have read completely.
+        """Returns the stop string that a reader of text[start:] would be the first to have read completely.
 
         Of several that end at the same character the longest counts. So the answer does not depend on the order of the
         stop strings, nor on how the text was cut into tokens.
@@ -102,7 +102,7 @@ class TextStream:
         self._context = self._prompt_context(prompt_ids)
 
     def _prompt_context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The end of the prompt, so that the output's first token keeps its leading space."""
+        """Returns the end of the prompt, so that the output's first token keeps its leading space."""
         tail = [i for i in prompt_ids[-8 * CONTEXT_TOKENS :] if i not in self._skipped]
         for length in (CONTEXT_TOKENS, 2 * CONTEXT_TOKENS, 4 * CONTEXT_TOKENS):
             text = self._decode(tail[-length:])
@@ -114,7 +114,7 @@ class TextStream:
         return self._tokenizer.backend.decode(ids, skip_special_tokens=False)
 
     def push(self, token_id: int) -> str:
-        """The text that is complete now that `token_id` has come; often "" in the middle of a character."""
+        """Returns the text that is complete now that `token_id` has come; often "" in the middle of a character."""
         if self._context and not self._pending:
             plain = self._plain_texts.get(token_id)
             if plain is not None:
@@ -139,12 +139,12 @@ class TextStream:
         return self._push_overflow() if len(self._pending) > MAX_PENDING_TOKENS else ""
 
     def _is_second_added(self, token_id: int) -> bool:
-        """Added tokens in a row, and no spaces wanted between them?"""
+        """Returns True for the second of two added tokens in a row, if no spaces are wanted between them."""
         was_added, self._last_was_added = self._last_was_added, token_id in self._added
         return was_added and self._last_was_added
 
     def flush(self) -> str:
-        """The text of what is pending, replacement characters and all: no more tokens will complete it."""
+        """Returns the text of what is pending, replacement characters and all: no more tokens will complete it."""
         text = self._text_after_context(self._pending) if self._pending else ""
         self._take(len(self._pending))
         return text
@@ -157,12 +157,12 @@ class TextStream:
         return self._decode(ids)  # a byte-fallback decoder now reads the context as garbage: what is out stays out
 
     def _take(self, count: int) -> None:
-        """The text of the first `count` pending tokens is out: they become the context."""
+        """Makes the first `count` pending tokens, whose text is out, the context."""
         if count:
             self._context, self._pending = self._pending[:count], self._pending[count:]
 
     def _push_overflow(self) -> str:
-        """Let go of all pending tokens but the last few, which may still become a character."""
+        """Returns the text of all pending tokens but the last few, which may still become a character."""
         whole = self._text_after_context(self._pending)
         for kept in range(1, CONTEXT_TOKENS):
             text = self._text_after_context(self._pending[:-kept])
@@ -184,13 +184,13 @@ class IncrementalDetokenizer:
     def from_params(
         tokenizer: Tokenizer | None, params: SamplingParams, prompt_ids: Sequence[int]
     ) -> IncrementalDetokenizer:
-        """The detokenizer a request asks for; without a tokenizer there is no text."""
+        """Returns the detokenizer a request asks for; without a tokenizer there is no text."""
         if tokenizer is None or not params.detokenize:
             return IncrementalDetokenizer()
         return TextDetokenizer(tokenizer, params, prompt_ids)
 
     def update(self, new_token_ids: Sequence[int], stop_terminated: bool = False) -> str | None:
-        """Take in new tokens; the stop string they complete, if any.
+        """Takes in new tokens. Returns the stop string they complete, if any.
 
         Tokens after one that completes a stop string are dropped. `stop_terminated`: the last token is a stop token and
         ended the request; it stays in `token_ids` and out of the text.
@@ -199,7 +199,7 @@ class IncrementalDetokenizer:
         return None
 
     def get_next_output_text(self, finished: bool, delta: bool) -> str:
-        """The text to show: all of it, or with `delta` what was not shown before."""
+        """Returns the text to show: all of it, or with `delta` what was not shown before."""
         return ""
 
 
@@ -316,7 +316,7 @@ class LogprobsProcessor:
         return LogprobsProcessor(tokenizer, params, prompt_ids) if asks else None
 
     def update_from_output(self, new: LogprobsLists | None, prompt: LogprobsTensors | None, num_tokens: int) -> None:
-        """Take in a step's rows, the first `num_tokens` of the new ones: a stop string may have cut off the rest."""
+        """Takes in a step's rows, the first `num_tokens` of the new ones: a stop string may have cut off the rest."""
         if prompt is not None:
             self._update_prompt(prompt)
         if new is not None and self.logprobs is not None:
@@ -328,7 +328,8 @@ class LogprobsProcessor:
                 self._before = [*self._before, ids[0]][-CONTEXT_TOKENS:]
 
     def _update_prompt(self, rows: LogprobsTensors) -> None:
-        """Row i predicts prompt token i + 1; nothing precedes the first one (its entry is None)."""
+        """Adds rows of the prompt. Row i predicts prompt token i + 1; nothing precedes the first one (its entry is
+        None)."""
         self.prompt_logprobs = [None]
         lists = (rows.logprob_token_ids.tolist(), rows.logprobs.tolist(), rows.selected_token_ranks.tolist())
         for row, (ids, values, rank) in enumerate(zip(*lists, strict=True)):
@@ -336,14 +337,15 @@ class LogprobsProcessor:
             self.prompt_logprobs.append(self._position(ids, values, rank, len(ids), before))
 
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """The prompt's, once: for streams of deltas."""
+        """Returns the log-probabilities of the prompt, once: for streams of deltas."""
         taken, self.prompt_logprobs = self.prompt_logprobs, None
         return taken
 
     def _position(
         self, ids: Sequence[int], values: Sequence[float], rank: int, num_top: int, before: Sequence[int]
     ) -> dict[int, Logprob]:
-        """One position: the token that is there, the `num_top` most likely ones in order, then ones asked for by id."""
+        """Returns one position: the token that is there, the `num_top` most likely ones in order, then ones asked for
+        by id."""
         entry: dict[int, Logprob] = {}
         for column, (token_id, value) in enumerate(zip(ids, values, strict=True)):
             if token_id not in entry:
@@ -359,7 +361,7 @@ class LogprobsProcessor:
 
 
 def text_after(tokenizer: Tokenizer, before: Sequence[int], token_id: int) -> str:
-    """The text `token_id`, which begins or ends inside a character, adds after the tokens `before`."""
+    """Returns the text `token_id`, which begins or ends inside a character, adds after the tokens `before`."""
     for length in range(1, min(len(before), CONTEXT_TOKENS - 1) + 1):
         context = list(before[-length:])
         text = tokenizer.decode([*context, token_id])

@@ -191,7 +191,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def _pay_for_concatenations(node: nodes.Node) -> None:
-        """`a ~ b` becomes a filter over [a, b]."""
+        """Replaces `a ~ b` by a filter over [a, b]."""
 
         def paid(value: Any) -> Any:
             if not isinstance(value, nodes.Concat):
@@ -203,14 +203,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             setattr(node, field, [paid(item) for item in value] if isinstance(value, list) else paid(value))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`text.format`, made safe; None for anything else."""
+        """Returns `text.format`, made safe; None for anything else."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
             _check_format(value.__self__)
         return wrapped
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in Jinja
-        """A call in a template."""
+        """Charges and makes a call in a template."""
         _spend(STEP)
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str | bytes):
@@ -234,7 +234,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An operation whose result may be far larger than its operands."""
+        """Charges and does an operation whose result may be far larger than its operands."""
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * max(1, right) if operator == "**" else left.bit_length() + right.bit_length()
             if bits > MAX_BITS:

@@ -34,7 +34,7 @@ _FIXED_TEXT_DECODERS = (
 
 
 def _decoder_step(state: dict[str, Any]) -> str:
-    """The kind of one decoder, "" where its settings make it look beyond a token."""
+    """Returns the kind of one decoder, "" where its settings make it look beyond a token."""
     kind = str(state["type"])
     looks_around = (kind == "Strip" and state["stop"]) or (
         kind == "Replace" and len(state["pattern"].get("String", "")) != 1
@@ -56,11 +56,11 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, directory: Path | str, mode: str = "auto") -> Tokenizer:
-        """Read the tokenizer of a checkpoint directory. Raises ModelLoadError or ConfigError."""
+        """Reads the tokenizer of a checkpoint directory. Raises ModelLoadError or ConfigError."""
         return cls(read_tokenizer_dir(Path(directory), mode))
 
     def __len__(self) -> int:
-        """Size of the vocabulary with added tokens."""
+        """Returns the size of the vocabulary with added tokens."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def __repr__(self) -> str:
@@ -69,7 +69,8 @@ class Tokenizer:
     # -- text and ids -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`. Special tokens written out in the text become their ids, as everywhere in the field."""
+        """Returns the ids of `text`. Special tokens written out in the text become their ids, as everywhere in the
+        field."""
         try:
             if len(text) > LONG_TEXT_CHARS:  # only the call for batches lets other threads run
                 (encoding,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
@@ -110,7 +111,7 @@ class Tokenizer:
         return list(whole.ids), types.index(1) if 1 in types else None
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
-        """The text of `token_ids`; ids outside the vocabulary have none."""
+        """Returns the text of `token_ids`; ids outside the vocabulary have none."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         try:
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -120,11 +121,11 @@ class Tokenizer:
             raise
 
     def convert_ids_to_tokens(self, token_ids: Iterable[int]) -> list[str | None]:
-        """The vocabulary's spelling of each id (with its space and byte marks); None outside the vocabulary."""
+        """Returns the vocabulary's spelling of each id (with its space and byte marks); None outside the vocabulary."""
         return [self.backend.id_to_token(i) for i in token_ids]
 
     def convert_tokens_to_ids(self, tokens: Iterable[str]) -> list[int | None]:
-        """The id of each vocabulary entry; None if there is no such entry."""
+        """Returns the id of each vocabulary entry; None if there is no such entry."""
         return [self.backend.token_to_id(token) for token in tokens]
 
     def token_text(self, token_id: int) -> str:
@@ -171,12 +172,12 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def get_vocab(self) -> dict[str, int]:
-        """All entries, added tokens among them."""
+        """Returns all entries, added tokens among them."""
         return self.backend.get_vocab(with_added_tokens=True)
 
     @cached_property
     def added_token_ids(self) -> dict[int, str]:
-        """Added tokens, special or not: id -> content."""
+        """Added tokens, special or not, by id."""
         return {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
 
     @cached_property
@@ -213,7 +214,7 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def use_chat_template(self, value: str) -> None:
-        """Replace the templates by `value`: the path of a file, or the text of a template (--chat-template)."""
+        """Replaces the templates by `value`: the path of a file, or the text of a template (--chat-template)."""
         path = Path(value).expanduser()
         looks_like_text = "{" in value or "\n" in value
         if not looks_like_text and not path.is_file():
@@ -221,7 +222,7 @@ class Tokenizer:
         self.chat_templates = {"default": value if looks_like_text else path.read_text(encoding="utf-8")}
 
     def select_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
-        """The template to use: `chat_template` (a name or a text), else the tool one, else the default."""
+        """Returns the template to use: `chat_template` (a name or a text), else the tool one, else the default."""
         named = self.chat_templates
         if chat_template is not None:
             return named.get(chat_template, chat_template)
@@ -244,7 +245,7 @@ class Tokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """The prompt of a conversation: ids, or text with `tokenize=False`. Raises ValidationError."""
+        """Returns the prompt of a conversation: ids, or text with `tokenize=False`. Raises ValidationError."""
         text = render_chat(
             self.select_chat_template(chat_template, tools),
             conversation,

@@ -41,7 +41,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_dir(directory: Path, mode: str = "auto") -> TokenizerFiles:
-    """Read a tokenizer. `mode` "auto" reads tokenizer.json; "hf" (or a directory without one) asks transformers.
+    """Reads a tokenizer. `mode` "auto" reads tokenizer.json; "hf" (or a directory without one) uses transformers.
 
     Truncation and padding that a tokenizer.json may carry are for training, and switched off. Raises ModelLoadError
     naming the file (for one that multiplies texts, too), or ConfigError when transformers is needed and absent.
@@ -98,7 +98,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 def _special_tokens(
     directory: Path, config: dict[str, Any], backend: tokenizers.Tokenizer
 ) -> tuple[dict[str, str | AddedToken], list[str | AddedToken], dict[int, AddedToken]]:
-    """(named special tokens, further special tokens, tokens to add by id).
+    """Returns (named special tokens, further special tokens, tokens to add by id).
 
     `added_tokens_decoder` in tokenizer_config.json supersedes the older special_tokens_map.json, added_tokens.json and
     the list inside tokenizer.json.
@@ -128,7 +128,7 @@ def _special_tokens(
 
 
 def _without_additional(settings: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which `additional_special_tokens` goes by its newer name, `extra_special_tokens`."""
+    """Returns a copy in which `additional_special_tokens` goes by its newer name, `extra_special_tokens`."""
     settings = dict(settings)
     additional = settings.pop("additional_special_tokens", None)
     if additional and not settings.get("extra_special_tokens"):
@@ -137,12 +137,12 @@ def _without_additional(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(tokens: Any) -> list[Any]:
-    """The tokens of a list or of a map from name to token."""
+    """Returns the tokens of a list or of a map from name to token."""
     return list(tokens.values() if isinstance(tokens, dict) else tokens or ())
 
 
 def _token(value: Any) -> str | AddedToken:
-    """A token as configuration files write it: a string, or an object with `content` and its flags."""
+    """Returns a token as configuration files write it: a string, or an object with `content` and its flags."""
     return _added_token(value) if isinstance(value, dict) else str(value)
 
 
@@ -163,7 +163,8 @@ def _add_missing_tokens(
     extra: list[str | AddedToken],
     decoder: dict[int, AddedToken],
 ) -> None:
-    """Add what the configuration names and tokenizer.json does not: first by id, then by name, then the rest."""
+    """Adds the tokens that the configuration names and tokenizer.json does not: first by id, then by name, then the
+    rest."""
     present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     contents = {token.content for token in backend.get_added_tokens_decoder().values()}
     wanted: list[str | AddedToken] = [decoder[i] for i in sorted(decoder) if repr(decoder[i]) not in present]
@@ -213,7 +214,7 @@ _VOCABULARIES = (
 
 
 def load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], list[str]]:
-    """(backend, named special tokens, further ones) of a directory.
+    """Returns (backend, named special tokens, further ones) of a directory.
 
     Raises ConfigError if transformers is not installed, ModelLoadError if it cannot make a `tokenizers` backend of what
     is there. Code that comes with a model is never run.

@@ -77,7 +77,7 @@ def validate_growth(path: Path, text: str) -> None:
 
 
 def _growth(rules: list[_Rule]) -> float:
-    """The growth of the chain of rules that multiplies most."""
+    """Returns the growth of the chain of rules that multiplies most."""
     if len(rules) > MAX_STEPS:
         raise ValueError(f"it has {len(rules)} steps that change a text; {MAX_STEPS} are allowed")
     reached: list[float] = []
@@ -92,7 +92,8 @@ def _meet(writes: frozenset[str] | None, reads: frozenset[str] | None) -> bool:
 
 
 def _rules(step: Any) -> Iterator[_Rule]:
-    """The rules of a step and of those inside it. Steps are known by their fields: their `type` may be left out."""
+    """Yields the rules of a step and of those inside it. Steps are known by their fields: their `type` may be left
+    out."""
     if step is None:
         return
     for name in _LISTS:
@@ -123,7 +124,7 @@ def _replacement(step: Mapping[str, Any]) -> _Rule:
 
 
 def _min_width(regex: str) -> int:
-    """The least number of characters a regular expression matches; 0 where that is not known."""
+    """Returns the least number of characters a regular expression matches; 0 where that is not known."""
     if not _PLAIN_REGEX.fullmatch(regex):
         return 0
     try:
@@ -133,7 +134,8 @@ def _min_width(regex: str) -> int:
 
 
 def _longest_mapping(charsmap: str) -> float:
-    """Characters of the longest text that a table of `Precompiled` writes: a trie, then texts that end in NUL."""
+    """Returns the length of the longest text that a table of `Precompiled` writes: a trie, then texts that end in
+    NUL."""
     table = base64.b64decode(charsmap)
     texts = table[4 + int.from_bytes(table[:4], "little") :]
     return float(max((len(text.decode(errors="replace")) for text in texts.split(b"\0")), default=1) or 1)
