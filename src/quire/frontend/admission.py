@@ -35,7 +35,7 @@ MAX_RETRY_AFTER_S = 60
 Clock = Callable[[], float]
 
 
-class SharedRoom:
+class SharedQuota:
     """Amounts of one quota that several processes have taken, and have released so far."""
 
     __slots__ = ("_freed", "_freed_by_us", "_freed_seen", "_taken")
@@ -62,7 +62,7 @@ class SharedRoom:
         return max(0, self._freed_seen - seen)
 
 
-class Room:
+class Quota:
     """An amount with a limit (None: there is none): how much of it is taken, and how fast it comes free.
 
     Where several processes keep one (`share`), each of them may take what is left at the same moment: by that much the
@@ -74,13 +74,13 @@ class Room:
     def __init__(self, limit: int | None, clock: Clock = time.monotonic) -> None:
         self.limit = limit
         self._ours = 0
-        self._shared: SharedRoom | None = None
+        self._shared: SharedQuota | None = None
         self._clock = clock
         self._freed = 0.0
         """Amount released, decayed: what was released `DRAIN_MEMORY_S` ago counts 1/e."""
         self._since = self._stamp = clock()
 
-    def share(self, shared: SharedRoom) -> None:
+    def share(self, shared: SharedQuota) -> None:
         """Makes the limit one of all processes that keep `shared` together. Called before anything is taken."""
         self._shared = shared
 
@@ -142,17 +142,17 @@ class AdmissionControl:
         clock: Clock = time.monotonic,
     ) -> None:
         self._ledger = RequestLedger() if ledger is None else ledger
-        self._reqs = Room(max_num_reqs, clock)
-        self._tokens = Room(max_num_tokens, clock)
-        self._reserved = Room(max_num_reserved_tokens, clock)
+        self._reqs = Quota(max_num_reqs, clock)
+        self._tokens = Quota(max_num_tokens, clock)
+        self._reserved = Quota(max_num_reserved_tokens, clock)
         self.rejections: Counter[str] = Counter()
         """Number of refused user requests, by the name of the limit."""
 
-    def share(self, reqs: SharedRoom, tokens: SharedRoom, reserved: SharedRoom) -> None:
+    def share(self, reqs: SharedQuota, tokens: SharedQuota, reserved: SharedQuota) -> None:
         """Makes the limits those of all processes that keep these quotas together. Called before anything is
         admitted."""
-        for room, shared in ((self._reqs, reqs), (self._tokens, tokens), (self._reserved, reserved)):
-            room.share(shared)
+        for quota, shared in ((self._reqs, reqs), (self._tokens, tokens), (self._reserved, reserved)):
+            quota.share(shared)
 
     @property
     def max_num_reqs(self) -> int | None:
@@ -195,10 +195,10 @@ class AdmissionControl:
             "tokens of prompts and outputs are promised to live requests",
         )
 
-    def _check(self, room: Room, more: int, name: str, words: str) -> None:
-        if room.shortage(more):
+    def _check(self, quota: Quota, more: int, name: str, words: str) -> None:
+        if quota.shortage(more):
             self.rejections[name] += 1
-            raise refusal(OverloadedError, room, more, name, words)
+            raise refusal(OverloadedError, quota, more, name, words)
 
     def reserve(self, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0) -> Reservation:
         """Returns a reservation for `num_reqs` requests with prompts and outputs of so many tokens. Raises
@@ -231,21 +231,21 @@ class AdmissionControl:
         )
 
 
-def refusal(kind: type[OverloadedError], room: Room, more: int, name: str, words: str) -> OverloadedError:
-    """Returns the error of a request that exceeds `room`: the amount taken, the flag and its limit, when to try
+def refusal(kind: type[OverloadedError], quota: Quota, more: int, name: str, words: str) -> OverloadedError:
+    """Returns the error of a request that exceeds `quota`: the amount taken, the flag and its limit, when to try
     again."""
-    retry_after_s = room.retry_after_s(room.shortage(more))
+    retry_after_s = quota.retry_after_s(quota.shortage(more))
     return kind(
-        f"{room.taken} {words}, {more} more are too many for --{name.replace('_', '-')} {room.limit}; try again in "
+        f"{quota.taken} {words}, {more} more are too many for --{name.replace('_', '-')} {quota.limit}; try again in "
         f"{retry_after_s} s",
         param=name,
-        value=room.taken + more,
+        value=quota.taken + more,
         retry_after_s=retry_after_s,
     )
 
 
 class Reservation:
-    """The room one user request takes. It is given back part by part, and never twice."""
+    """The quota one user request takes. It is given back part by part, and never twice."""
 
     __slots__ = (
         "_num_live",
@@ -261,9 +261,9 @@ class Reservation:
     def __init__(
         self,
         receipt: Receipt,
-        reqs: Room,
-        tokens: Room,
-        reserved: Room,
+        reqs: Quota,
+        tokens: Quota,
+        reserved: Quota,
         num_reqs: int,
         num_tokens_each: int,
         reserved_each: int,
@@ -348,6 +348,6 @@ def max_output_tokens(params: Any, max_model_len: int, num_prompt_tokens: int) -
     generated."""
     if not isinstance(params, SamplingParams):
         return 0
-    room = max(0, max_model_len - num_prompt_tokens)
+    quota = max(0, max_model_len - num_prompt_tokens)
     limit = params.max_tokens
-    return room if not isinstance(limit, int) else min(max(0, limit), room)
+    return quota if not isinstance(limit, int) else min(max(0, limit), quota)

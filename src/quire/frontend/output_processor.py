@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from quire.errors import ClientError, GenerationError, make_error
+from quire.frontend.admission import Reservation
 from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.request_books import OutputCounter, close_segment, record_finished
-from quire.frontend.request_state import OutputQueue, ParentRequest, QueuePlace, RequestState
+from quire.frontend.request_state import OutputQueue, ParentRequest, RequestState
 from quire.frontend.session import SessionInput, SessionState
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.frontend.tracing import RequestTracer
@@ -94,12 +95,12 @@ class OutputProcessor:
         parent: ParentRequest | None = None,
         index: int = 0,
         queue: OutputQueue | None = None,
-        place: QueuePlace | None = None,
+        reservation: Reservation | None = None,
     ) -> None:
         """Registers a request. Must happen before it is sent to the core, or its first output would belong to no
         request.
 
-        `queue` takes its outputs, if a reader awaits them; `place` is its reservation. Raises ValueError for an id in
+        `queue` takes its outputs, if a reader awaits them;  Raises ValueError for an id in
         use.
         """
         if request.request_id in self.request_states:
@@ -111,7 +112,7 @@ class OutputProcessor:
             parent,
             index,
             queue=queue,
-            place=place,
+            reservation=reservation,
             log_stats=self.log_stats,
             stream_interval=self._stream_interval,
         )
@@ -357,7 +358,7 @@ class OutputProcessor:
     ) -> None:
         """Forgets a request and records its statistics."""
         self._ledger.finish(finish_reason, error)
-        state.give_up_place()
+        state.release()
         del self.request_states[state.request_id]
         self.resting_sessions.discard(state.request_id)
         siblings = self.external_req_ids[state.external_req_id]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from quire.frontend.admission import Reservation
 from quire.frontend.session import SessionState
 from quire.frontend.text.detokenizer import IncrementalDetokenizer, LogprobsProcessor
 from quire.frontend.text.tokenizer import Tokenizer
@@ -31,14 +32,6 @@ class OutputQueue(Protocol):
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None: ...
 
 
-class QueuePlace(Protocol):
-    """Reservation of a request: one part ends with its first token, the other with its end."""
-
-    def release_one(self) -> None: ...
-
-    def end_one(self, *, waits: bool) -> None: ...
-
-
 @dataclass(slots=True)
 class RequestState:
     """Everything the frontend remembers of a request between two outputs. Keyed by the internal id.
@@ -57,7 +50,7 @@ class RequestState:
     shown_stats: RequestStateStats | None
     """To be read as `stats`."""
     queue: OutputQueue | None
-    place: QueuePlace | None
+    reservation: Reservation | None
     stream_interval: int
     output_kind: RequestOutputKind
     request_id: str
@@ -88,7 +81,7 @@ class RequestState:
         index: int,
         *,
         queue: OutputQueue | None,
-        place: QueuePlace | None = None,
+        reservation: Reservation | None = None,
         log_stats: bool,
         stream_interval: int,
     ) -> RequestState:
@@ -109,7 +102,7 @@ class RequestState:
             logprobs=None if params is None else LogprobsProcessor.from_params(tokenizer, params, prompt_ids),
             shown_stats=RequestStateStats(arrival_time=request.arrival_time) if log_stats else None,
             queue=queue,
-            place=place,
+            reservation=reservation,
             stream_interval=(params.stream_interval if params is not None else None) or stream_interval,
             output_kind=request.params.output_kind,
             request_id=request.request_id,
@@ -128,7 +121,7 @@ class RequestState:
             None,
             0,
             queue=self.queue,
-            place=self.place,
+            reservation=self.reservation,
             log_stats=self.shown_stats is not None,
             stream_interval=stream_interval,
         )
@@ -165,16 +158,16 @@ class RequestState:
         """Takes in one of the first outputs, with tokens or without."""
         if output.new_token_ids:
             self.is_prefilling = False
-            if self.place is not None:
-                self.place.release_one()
+            if self.reservation is not None:
+                self.reservation.release_one()
         if output.prefill_stats is not None and self.num_cached_tokens is None:
             self.num_cached_tokens = output.prefill_stats.num_cached_tokens
 
-    def give_up_place(self) -> None:
+    def release(self) -> None:
         """Releases the reservation of a request that has ended."""
-        if self.place is not None:
-            self.place.end_one(waits=self.is_prefilling)
-            self.place = None
+        if self.reservation is not None:
+            self.reservation.end_one(waits=self.is_prefilling)
+            self.reservation = None
 
     def update_text(self, output: EngineCoreOutput, stop_terminated: bool) -> str | None:
         """Detokenizes and takes in log-probabilities. Returns the stop string that was found, if any.

@@ -11,8 +11,8 @@ from quire.frontend.admission import (
     DRAIN_MEMORY_S,
     MAX_RETRY_AFTER_S,
     AdmissionControl,
+    Quota,
     Reservation,
-    Room,
     count_requests,
     estimate_num_tokens,
     max_output_tokens,
@@ -128,7 +128,7 @@ class Clock:
 def test_whoever_is_refused_learns_when_there_will_be_room(per_second: float) -> None:
     """Room comes free at a steady speed: the time told is that in which what is short comes free."""
     clock = Clock()
-    room = Room(1000, clock)
+    room = Quota(1000, clock)
     room.change(1000)
     for _ in range(200):
         clock.now += 1 / per_second
@@ -141,7 +141,7 @@ def test_whoever_is_refused_learns_when_there_will_be_room(per_second: float) ->
 
 def test_a_queue_that_stands_still_asks_for_patience() -> None:
     clock = Clock()
-    room = Room(10, clock)
+    room = Quota(10, clock)
     assert room.retry_after_s(1) == 1, "nothing is known yet"
     room.change(10)
     clock.now += 1
@@ -158,7 +158,7 @@ def test_a_queue_that_stands_still_asks_for_patience() -> None:
 def test_room_that_has_not_come_free_for_hours() -> None:
     """What came free then counts so little that the time to wait is beyond all numbers."""
     clock = Clock()
-    room = Room(10, clock)
+    room = Quota(10, clock)
     room.change(10)
     clock.now += 1
     room.change(-1)

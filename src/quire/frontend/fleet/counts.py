@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.frontend.admission import AdmissionControl, SharedRoom
+from quire.frontend.admission import AdmissionControl, SharedQuota
 from quire.wire.peers import SharedCount, SharedCounts
 
 _QUEUE_ROOMS = 3
@@ -22,7 +22,7 @@ class FleetCounts:
     def __init__(self, page: SharedCounts, key_digests: Sequence[bytes]) -> None:
         self._page = page
         self.in_flight: SharedCount = page.column(0)
-        rooms = [SharedRoom(page.column(1 + 2 * i), page.column(2 + 2 * i)) for i in range(_num_rooms(key_digests))]
+        rooms = [SharedQuota(page.column(1 + 2 * i), page.column(2 + 2 * i)) for i in range(_num_rooms(key_digests))]
         self._queue_rooms = rooms[:_QUEUE_ROOMS]
         of_keys = rooms[_QUEUE_ROOMS:]
         self.rooms_of_keys = dict(zip(key_digests, zip(of_keys[::2], of_keys[1::2], strict=True), strict=True))

@@ -12,9 +12,9 @@ from typing import Self
 from quire.errors import OverloadedError, QuotaExceededError
 from quire.frontend.admission import (
     AdmissionControl,
+    Quota,
     Reservation,
-    Room,
-    SharedRoom,
+    SharedQuota,
     count_requests,
     max_output_tokens,
     refusal,
@@ -31,14 +31,14 @@ class Tenants:
         max_num_reqs: int | None,
         max_num_tokens: int | None,
         rejections: Counter[str],
-        shared: Mapping[bytes, tuple[SharedRoom, SharedRoom]] | None = None,
+        shared: Mapping[bytes, tuple[SharedQuota, SharedQuota]] | None = None,
     ) -> None:
         """`rejections` counts refusals by the name of the limit. `shared` holds the requests and tokens of each key in
         all processes of the server."""
         self._limits = (max_num_reqs, max_num_tokens)
         self._rejections = rejections
         self._shared = shared or {}
-        self._rooms: dict[bytes, tuple[Room, Room]] = {}
+        self._rooms: dict[bytes, tuple[Quota, Quota]] = {}
         """Requests and tokens of each key. Bounded: only a request with a valid key comes this far."""
 
     def take(self, owner: bytes, num_reqs: int, num_tokens: int) -> TenantShare:
@@ -52,13 +52,13 @@ class Tenants:
         self._rooms[owner] = (reqs, tokens)
         return TenantShare([(reqs, num_reqs), (tokens, num_tokens)])
 
-    def _make_rooms(self, owner: bytes) -> tuple[Room, Room]:
-        rooms = Room(self._limits[0]), Room(self._limits[1])
+    def _make_rooms(self, owner: bytes) -> tuple[Quota, Quota]:
+        rooms = Quota(self._limits[0]), Quota(self._limits[1])
         for room, shared in zip(rooms, self._shared.get(owner, ()), strict=False):
             room.share(shared)
         return rooms
 
-    def _check(self, room: Room, more: int, name: str, words: str) -> None:
+    def _check(self, room: Quota, more: int, name: str, words: str) -> None:
         if room.shortage(more):
             self._rejections[name] += 1
             raise refusal(QuotaExceededError, room, more, name, words)
@@ -67,7 +67,7 @@ class Tenants:
 class TenantShare:
     """The part of a key's limits that one HTTP request takes."""
 
-    def __init__(self, taken: Sequence[tuple[Room, int]]) -> None:
+    def __init__(self, taken: Sequence[tuple[Quota, int]]) -> None:
         self._taken = taken
         for room, amount in taken:
             room.change(amount)

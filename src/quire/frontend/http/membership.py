@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import NotFoundError
-from quire.frontend.admission import SharedRoom
+from quire.frontend.admission import SharedQuota
 from quire.wire.peers import SharedCount
 
 
@@ -35,7 +35,7 @@ class Membership:
     peers: Peers = field(default_factory=Peers)
     in_flight: SharedCount | None = None
     """Number of requests under way, counted by all processes together; None where there is one."""
-    rooms_of_keys: Mapping[bytes, tuple[SharedRoom, SharedRoom]] = field(default_factory=dict)
+    rooms_of_keys: Mapping[bytes, tuple[SharedQuota, SharedQuota]] = field(default_factory=dict)
     """Requests and tokens under way in all processes, by digest of an API key. Empty where there is one process."""
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """Key of the cache salts, so that they cannot be guessed."""

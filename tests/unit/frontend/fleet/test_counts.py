@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import OverloadedError, QuotaExceededError
-from quire.frontend.admission import DRAIN_MEMORY_S, AdmissionControl, Room, SharedRoom
+from quire.frontend.admission import DRAIN_MEMORY_S, AdmissionControl, Quota, SharedQuota
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.http.admitted import Tenants
 from quire.wire.peers import SharedCounts
@@ -88,10 +88,10 @@ def test_the_speed_of_all_makes_the_time_to_wait(tmp_path: Path) -> None:
     now = 0.0
     page = SharedCounts.create(tmp_path / "one", 2, 2)
     pages = [page, SharedCounts.attach(tmp_path / "one", 2, 1)]
-    rooms = [Room(100, lambda: now) for _ in pages]
+    rooms = [Quota(100, lambda: now) for _ in pages]
     for room, one in zip(rooms, pages, strict=True):
-        room.share(SharedRoom(one.column(0), one.column(1)))
-    alone = Room(100, lambda: now)
+        room.share(SharedQuota(one.column(0), one.column(1)))
+    alone = Quota(100, lambda: now)
     alone.change(100)
     rooms[0].change(50)
     rooms[1].change(50)
