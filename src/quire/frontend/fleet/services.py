@@ -66,12 +66,7 @@ class PeerServices:
         self._client.note_gone(reason)
 
     async def _report_death(
-        self,
-        incarnation: int,
-        cause: DeathCause,
-        description: str,
-        request_ids: list[str] | None,
-        was_asked: bool,
+        self, incarnation: int, cause: DeathCause, description: str, request_ids: list[str] | None, was_asked: bool
     ) -> list[EncodedSuspect]:
         death = CoreDeath(cause, description, None if request_ids is None else tuple(request_ids), was_asked)
         link = self._link

@@ -138,13 +138,7 @@ def select_endpoints(endpoints: Iterable[Endpoint], config: ServerConfig, *, is_
 def make_app(state: ServerState, endpoints: Iterable[Endpoint], *, is_admin: bool = False) -> FastAPI:
     """Returns the application that serves `endpoints`. Raises ConfigError for a middleware that cannot be used."""
     config = state.config
-    app = FastAPI(
-        title="Quire",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-    )
+    app = FastAPI(title="Quire", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = state
     app.state.is_admin = is_admin
     app.state.endpoints = select_endpoints(endpoints, config, is_admin=is_admin)

@@ -168,10 +168,7 @@ def make_fields_page(endpoints: Iterable[Endpoint]) -> str:
             lines.append(f"As {first_of[kind]}.")
             continue
         schema = _describe([kind])[1][kind.__name__]
-        lines += [
-            "| field | type and bounds | default | |",
-            "|---|---|---|---|",
-        ]
+        lines += ["| field | type and bounds | default | |", "|---|---|---|---|"]
         for name, described in schema["properties"].items():
             required = name in schema["required"]
             support = f" *{described['x-support']}*" if "x-support" in described else ""

@@ -61,9 +61,7 @@ TOOL_PARSERS: Mapping[str, ToolParserSpec] = MappingProxyType(
         ),
         "pythonic": ToolParserSpec(parse_pythonic),
         "deepseek_v3": ToolParserSpec(
-            parse_deepseek,
-            keeps_special_tokens=True,
-            recognizes=lambda template: "<｜tool▁calls▁begin｜>" in template,
+            parse_deepseek, keeps_special_tokens=True, recognizes=lambda template: "<｜tool▁calls▁begin｜>" in template
         ),
         "deepseek_v31": ToolParserSpec(parse_deepseek, keeps_special_tokens=True),
         "qwen3_coder": ToolParserSpec(make_qwen_coder(()), with_tools=make_qwen_coder, recognizes=is_qwen_coder),

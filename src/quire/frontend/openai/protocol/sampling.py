@@ -14,18 +14,7 @@ from msgspec import Meta
 
 from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX
-from quire.frontend.http.bodies import (
-    MAX_FLOAT,
-    Count,
-    Finite,
-    Int64,
-    Name,
-    Object,
-    RequestBody,
-    Text,
-    TokenId,
-    Word,
-)
+from quire.frontend.http.bodies import MAX_FLOAT, Count, Finite, Int64, Name, Object, RequestBody, Text, TokenId, Word
 from quire.frontend.new_request import MAX_CACHE_SALT_CHARS
 from quire.sampling_params import (
     MAX_BAD_WORDS,

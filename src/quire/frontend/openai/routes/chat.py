@@ -167,12 +167,7 @@ class ChatWriter:
         }
         if body.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        choice = {
-            "index": index,
-            "delta": {"role": self._role, "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        choice = {"index": index, "delta": {"role": self._role, "content": ""}, "logprobs": None, "finish_reason": None}
         return encode_json(choice) + b"]," + encode_json(more)[1:-1]
 
     def _chunk_choices(self, parser: ChatParser, completion: CompletionOutput) -> list[bytes]:

@@ -134,12 +134,7 @@ def encode_vectors(vectors: Sequence[npt.NDArray[np.float32]], kind: str) -> lis
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/embeddings",
-        handler=create_embeddings,
-        access=Access.KEY,
-        body=EMBEDDING,
-        task="embed",
-        is_work=True,
+        path="/v1/embeddings", handler=create_embeddings, access=Access.KEY, body=EMBEDDING, task="embed", is_work=True
     ),
     Endpoint(path="/pooling", handler=pool, access=Access.KEY, body=POOL, task=POOLING_TASKS, is_work=True),
     Endpoint(path="/classify", handler=classify, access=Access.KEY, body=CLASSIFY, task="classify", is_work=True),

@@ -67,11 +67,6 @@ ENDPOINTS = (
     Endpoint(path="/version", handler=version, access=Access.KEY, methods=("GET",)),
     Endpoint(path="/load", handler=load, access=Access.KEY, methods=("GET",)),
     Endpoint(
-        path="/metrics",
-        handler=metrics,
-        access=Access.METRICS,
-        methods=("GET",),
-        is_on_admin=True,
-        is_polled=True,
+        path="/metrics", handler=metrics, access=Access.METRICS, methods=("GET",), is_on_admin=True, is_polled=True
     ),
 )

@@ -135,11 +135,7 @@ def _check_background(exchange: Exchange, body: ResponsesBody) -> None:
 
 
 async def _answer_later(
-    exchange: Exchange,
-    body: ResponsesBody,
-    writer: ResponseWriter,
-    submission: Submission,
-    messages: list[Message],
+    exchange: Exchange, body: ResponsesBody, writer: ResponseWriter, submission: Submission, messages: list[Message]
 ) -> Response:
     store = _store(exchange)
     stored = StoredResponse(exchange.owner, writer.response_id)
