@@ -34,7 +34,7 @@ from quire.frontend.metrics.collect.events import (
     FinishedRequestStats,
     FirstToken,
 )
-from quire.frontend.metrics.collect.facts import FrontendFacts
+from quire.frontend.metrics.collect.facts import MAX_ADAPTER_SERIES, FrontendFacts
 from quire.wire.engine_core import FINISH_REASON_STRINGS
 from quire.wire.stats import SpecDecodingStats
 
@@ -44,6 +44,14 @@ SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 def _accepted_per_position(drafts: SpecDecodingStats) -> list[Sample]:
     return [((str(position),), count) for position, count in enumerate(drafts.num_accepted_tokens_per_pos)]
+
+
+def _adapter_lists(facts: FrontendFacts) -> list[Sample]:
+    adapters = facts.adapters
+    if not (facts.max_lora or adapters.running or adapters.waiting):
+        return []
+    lists = (",".join(sorted(names)[:MAX_ADAPTER_SERIES]) for names in (adapters.waiting, adapters.running))
+    return [((str(facts.max_lora), *lists), facts.time)]
 
 
 ENGINE_GAUGES: tuple[MetricSpec, ...] = (
@@ -98,20 +106,7 @@ ENGINE_GAUGES: tuple[MetricSpec, ...] = (
         help="Adapters with requests, as lists in the labels. The value is the time.",
         base_labels=(),
         labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
-        samples=lambda facts: (
-            [
-                (
-                    (
-                        str(facts.max_lora),
-                        ",".join(sorted(facts.adapters.waiting)[:50]),
-                        ",".join(sorted(facts.adapters.running)[:50]),
-                    ),
-                    facts.time,
-                )
-            ]
-            if facts.max_lora or facts.adapters.running or facts.adapters.waiting
-            else []
-        ),
+        samples=_adapter_lists,
         condition=LORA,
     ),
 )

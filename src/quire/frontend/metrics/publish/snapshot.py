@@ -98,14 +98,19 @@ def merge_snapshots(snapshots: Iterable[MetricsSnapshot]) -> MetricsSnapshot:
         for family in snapshot.families:
             known = families.get(family.name)
             if known is None:
-                families[family.name] = msgspec.structs.replace(family, series=[_copy(s) for s in family.series])
+                families[family.name] = copy_family(family)
             else:
                 _merge_family(known, family)
     return MetricsSnapshot(list(families.values()))
 
 
+def copy_family(family: Family) -> Family:
+    """Returns a copy that shares no series with `family`."""
+    return msgspec.structs.replace(family, series=[_copy(series) for series in family.series])
+
+
 def _copy(series: Series) -> Series:
-    return msgspec.structs.replace(series, counts=list(series.counts), exemplars=dict(series.exemplars))
+    return Series(series.labels, series.value, series.counts.copy(), series.stamp, series.exemplars.copy())
 
 
 def _merge_family(into: Family, other: Family) -> None:

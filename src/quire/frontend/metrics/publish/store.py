@@ -11,11 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import msgspec
-
 from quire.frontend.metrics.catalog.spec import Condition, InfoSpec, MetricSpec, Sample
 from quire.frontend.metrics.collect.facts import FrontendFacts
-from quire.frontend.metrics.publish.snapshot import Exemplar, Family, MetricsSnapshot, Series
+from quire.frontend.metrics.publish.snapshot import Exemplar, Family, MetricsSnapshot, Series, copy_family
 
 MAX_SERIES = 1000
 """Limit of series per metric. Labels come from tables, so it is never reached; beyond it new series are left out."""
@@ -67,7 +65,7 @@ class MetricsStore:
 
     def snapshot(self) -> MetricsSnapshot:
         """Returns a copy of all counts."""
-        return MetricsSnapshot([_copy(family) for family in self.families()])
+        return MetricsSnapshot([copy_family(family) for family in self.families()])
 
     def families(self) -> list[Family]:
         """Returns the counts without copying, to be read before anything else is counted."""
@@ -77,16 +75,6 @@ class MetricsStore:
     def infos(self) -> list[Family]:
         """Families of constant facts."""
         return list(self._infos.values())
-
-
-def _copy(family: Family) -> Family:
-    return msgspec.structs.replace(
-        family,
-        series=[
-            Series(series.labels, series.value, series.counts.copy(), series.stamp, series.exemplars.copy())
-            for series in family.series
-        ],
-    )
 
 
 class CountedRow(ABC):
