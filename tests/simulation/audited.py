@@ -1,5 +1,8 @@
-"""A simulation with a frontend: what its clients hear goes through the real link, output processor and statistics, and
-after every operation the metrics are scraped and held against the laws of promise P12, and against the simulation."""
+"""A simulation with a frontend.
+
+Outputs pass through the real link, output processor and statistics. After every operation the metrics are scraped and
+compared with the laws of promise P12, and with the simulation.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +54,10 @@ class Clock:
 
 
 class Frontend:
-    """One frontend without sockets and loop. Is told what its users do and what its core sends, and keeps the books.
+    """One frontend without sockets and loop, which keeps the books.
 
-    The simulation itself speaks to the core; the link is asked what it would have sent (`take_sent`), and what is to be
-    handed on of an output.
+    The simulation itself sends requests to the core; the link is asked what it would have sent, and what it delivers of
+    an output.
     """
 
     def __init__(self, config: EngineConfig, ready: EngineCoreReadyResponse, clock: Clock) -> None:
@@ -69,7 +72,7 @@ class Frontend:
         self._stats.attach(self)
         self.restarts: Counter[str] = Counter()
         self.num_finished = self.num_tokens = 0
-        """Requests that have ended in any way, and tokens that were heard. A session is one request."""
+        """Requests that have ended in any way, and tokens that were received. A session is one request."""
         self.sent: list[EngineCoreRequest] = []
         """Further requests of sessions, since they were last looked at."""
         self.audit = MetricsAudit()
@@ -77,7 +80,7 @@ class Frontend:
 
     @property
     def counts(self) -> Counter[str]:
-        """As a client of a core has them."""
+        """Counters in the form that clients of a core have."""
         return self._link.counts
 
     @property
@@ -90,7 +93,7 @@ class Frontend:
         return msgspec.structs.replace(request, arrival_time=self._clock.now)
 
     def knows(self, request_id: str) -> bool:
-        """Whether it lives here."""
+        """Returns whether a request is live here."""
         return request_id in self._processor.request_states
 
     def add(self, client: Client) -> None:
@@ -130,7 +133,7 @@ class Frontend:
         self.num_finished += len(aborted)
 
     def hear(self, outputs: EngineCoreOutputs) -> None:
-        """What the core has sent in one message."""
+        """Processes one message of the core."""
         ready = self._link.ready_response
         assert ready is not None
         outputs.incarnation = ready.incarnation
@@ -181,7 +184,7 @@ class Frontend:
 
 
 def _first_output(client: Client, now: float) -> EngineCoreOutputs:
-    """What a core had sent of a request before it died."""
+    """Returns the output that a core had sent of a request before it died."""
     request, num_prompt = client.request, len(client.request.prompt_token_ids or ())
     events = [EngineCoreEvent(kind, now) for kind in (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)]
     output = EngineCoreOutput(
@@ -256,8 +259,10 @@ class AuditedSimulation(Simulation):
         super()._send(request)
 
     def _crash(self, number: int) -> None:
-        """What the link would send to the next core is what the simulation sends. Who was cut off and has not heard of
-        it gives up."""
+        """Compares what the link would send to the next core with what the simulation sends.
+
+        A client that was cut off and has not received its end gives up.
+        """
         self.clock.tick()
         self.frontend.abort([i for i, client in self.live.items() if client.is_cut_off])
         self._sent.clear()

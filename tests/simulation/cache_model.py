@@ -102,8 +102,11 @@ def check_order_of_new_blocks(before: list[int], after: list[int], step: Schedul
 
 @contextmanager
 def check_order_of_freed_blocks(manager: KVCacheManager, request_id: str) -> Iterator[None]:
-    """While `request_id` alone gives its blocks back: those that nobody can hit go to the head of the free queue, the
-    others to its tail, the end of the prefix first, so that its start survives longest; the rest keeps its order."""
+    """Checks the order in which the blocks of `request_id` alone are freed.
+
+    Blocks that cannot be hit go to the head of the free queue, the others to its tail, the end of the prefix first, so
+    that its start survives longest; the rest keeps its order.
+    """
     before = free_queue(manager)
     freed = [[b for b in group if b.ref_cnt == 1 and not b.is_null] for group in manager.get_blocks(request_id).blocks]
     worthless = {b.block_id for group in freed for b in group if b.block_hash is None}

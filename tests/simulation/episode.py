@@ -15,7 +15,7 @@ AUDITED = 10
 
 
 def is_audited(seed: int) -> bool:
-    """Whether the metrics of this episode are scraped after each operation."""
+    """Returns whether the metrics of this episode are scraped after each operation."""
     return seed % AUDITED == AUDITED - 1
 
 

@@ -1,6 +1,6 @@
 """The simulation: a real EngineCore, driven by random operations, checked after each of them.
 
-A `Client` is what the outside world knows of a request: what it asked, the one right answer, and what it has heard.
+A `Client` is a request from outside: its parameters, the one right answer, and the outputs received so far.
 """
 
 from __future__ import annotations
@@ -37,29 +37,33 @@ End = tuple[FinishReason | None, int | str | None]
 
 @dataclass
 class Client:
-    """`received` holds what was heard, before a crash included. `admitted_with` is the number of tokens that were in
-    the cache when the request was first admitted by this engine, None before that.
+    """A request and its client's view of it.
+
+    `received` holds all outputs received, also before a crash. `admitted_with` is the number of tokens that were in the
+    cache when the request was first admitted by this engine, None before that.
 
     A session is a client whose `request` and `expected` are those of its present segment: to the engine an ordinary
-    request, which has the id of the one before it."""
+    request, which has the id of the one before it.
+    """
 
     request: EngineCoreRequest
     expected: ExpectedOutput
     received: list[int] = field(default_factory=list)
     admitted_with: int | None = None
     is_cut_off: bool = False
-    """The engine ended it on its own account; the client will hear so."""
+    """The engine ended it on its own account; its end is still to be received."""
     inputs: deque[SessionInput] = field(default_factory=deque)
-    """Of a session: not begun."""
+    """Inputs of a session that have not begun."""
 
     @property
     def is_complete(self) -> bool:
-        """All outputs have been heard."""
+        """True if all outputs have been received."""
         return len(self.received) == len(self.expected.token_ids)
 
     @property
     def is_over(self) -> bool:
-        """The engine is done with it, though the client has not heard: cut off, or complete before a restart."""
+        """True if the engine is done with it, though its end was not received: cut off, or complete before a
+        restart."""
         return self.is_cut_off or self.is_complete
 
     @property
@@ -69,7 +73,7 @@ class Client:
 
     @property
     def skips_cache(self) -> bool:
-        """Whether it must not look anything up in the prefix cache."""
+        """True if it must not look anything up in the prefix cache."""
         return bool(self.request.params.skip_reading_prefix_cache)
 
 
@@ -96,7 +100,7 @@ class Simulation:
         self.resting: dict[str, Client] = {}
         """Sessions that wait for input: the engine knows nothing of them."""
         self._answered: list[Client] = []
-        """Sessions that have just heard the end of an answer."""
+        """Sessions that have just received the end of an answer."""
         self.seen: Counter[str] = Counter()
         self._history: list[list[int]] = []
         self._num_added = self._num_inputs = 0
@@ -338,7 +342,7 @@ class Simulation:
                 client.is_cut_off = client.is_cut_off or not client.is_over
 
     def _sleep(self, number: int) -> None:
-        """The executor forgets requests and blocks at level 1, so whoever goes on with them reads zeros."""
+        """The executor drops requests and blocks at level 1: a request that continued with them would read zeros."""
         level, mode = number % 3, cast("PauseMode", ("abort", "keep", "keep", "keep")[number // 3 % 4])
         self._cut_off(mode)
         if not self._wait_for_steps(lambda: self.core.lifecycle.sleep(level, mode)):
@@ -362,7 +366,7 @@ class Simulation:
             self.core.lifecycle.wake_up()
 
     def _update_weights(self, number: int) -> None:
-        """From the next token on, everybody must hear another model."""
+        """Changes the model: from the next token on every answer must be the new model's."""
         path = f"/checkpoint-{number % 3}"
         if not self._wait_for_steps(lambda: self.core.lifecycle.update_weights(path)):
             return
@@ -386,7 +390,8 @@ class Simulation:
         self._step(number)
 
     def _crash(self, number: int) -> None:
-        """The engine dies, sometimes with the outputs of a step nobody heard. Clients go on with a new one."""
+        """Kills the engine, sometimes with the outputs of a step that no client received. Clients continue with a new
+        one."""
         if number % 2:
             self.invariants.scheduling()
             with suppress(WorkerFault):
@@ -394,7 +399,7 @@ class Simulation:
         survivors, self.live = self.live, {}
         self.close()
         self._start_engine()
-        if self.weights:  # whoever starts an engine again gives it the weights it had
+        if self.weights:  # a supervisor gives the weights to an engine that it starts again
             self.core.lifecycle.update_weights(self.weights)
         for client in survivors.values():
             client.admitted_with = None

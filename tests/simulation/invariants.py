@@ -1,5 +1,8 @@
-"""What must hold after every operation, whatever happened before. Read it as the list of Quire's promises inside one
-engine: nothing lost, budgets kept, blocks conserved, order kept, numbers that add up."""
+"""The conditions that hold after every operation, whatever happened before.
+
+Read it as the list of Quire's promises inside one engine: nothing lost, budgets kept, blocks conserved, order kept,
+numbers that add up.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ ADMISSION_ORDERS: dict[str, Callable[[Request], tuple[float, ...]]] = {
     "fcfs": lambda request: (),
     "priority": lambda request: (request.priority, request.arrival_time),
 }
-"""By policy: what decides who is admitted first, before the order of arrival."""
+"""Order of admission by policy, before the order of arrival."""
 
 
 def describe(step: SchedulerOutput) -> str:
@@ -72,7 +75,8 @@ class Invariants:
     # -- after every operation ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every request is in one place and has the tokens its client has heard; every block is accounted for."""
+        """Checks that every request is in one place and has the tokens its client has received, and that every block is
+        accounted for."""
         self.manager.check_integrity()
         scheduler, live = self.scheduler, self.sim.live
         running, waiting = scheduler.running, list(scheduler.waiting)
@@ -101,7 +105,7 @@ class Invariants:
         )
 
     def _check_blocks(self, request: Request, held: set[int]) -> None:
-        """It has the blocks its tokens need; they are added to `held`."""
+        """Checks that it has the blocks its tokens need; adds them to `held`."""
         num_computed = request.num_computed_tokens
         assert num_computed <= request.num_tokens, f"{request}"
         for table in self.manager.get_tables(request.request_id):
@@ -131,7 +135,7 @@ class Invariants:
             self._free_before = free_queue(self.manager)
 
     def scheduled(self, step: SchedulerOutput) -> None:
-        """Budgets are kept, nobody is overtaken, and every prefix that was in the cache was found."""
+        """Checks that budgets are kept, no request is overtaken, and every prefix that was in the cache was found."""
         if self.sim.log is not None:
             self.sim.log(f"    {describe(step)}")
         self._num_scheduled_tokens += step.total_num_scheduled_tokens
@@ -176,7 +180,8 @@ class Invariants:
                 assert step.num_scheduled_tokens[data.req_id] == num_missing, f"the prompt of {data.req_id} was split"
 
     def _check_admissions(self, step: SchedulerOutput) -> None:
-        """Who was admitted goes before all that are left waiting for capacity, and leaves the watermark free."""
+        """Checks that admitted requests go before all that are left waiting for capacity, and that the watermark stays
+        free."""
         new = step.scheduled_new_reqs
         if not new:
             return
@@ -204,10 +209,10 @@ class Invariants:
             if client is not None and client.admitted_with is None:
                 client.admitted_with = data.num_computed_tokens
 
-    # -- what clients hear --------------------------------------------------------------------------------------
+    # -- outputs to clients ------------------------------------------------------------------------------------
 
     def added(self, request_id: str, in_step: bool = False) -> None:
-        """A request joins the queue, or the next one of a session: within one step nobody is ranked."""
+        """Notes that a request joins the queue, or the next one of a session: within one step they have no order."""
         self._now += not in_step
         self._arrivals[request_id] = self._now
 

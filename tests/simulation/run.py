@@ -81,12 +81,13 @@ def shrink(seed: int, num_operations: int, failure: SimulationError) -> list[int
 
 
 def _kind(failure: SimulationError) -> tuple[type, str]:
-    """What is alike in two failures: the words of the message, not its numbers."""
+    """Returns what two failures of one kind have in common: the words of the message, not its numbers."""
     return type(failure.cause), re.sub(r"\[.*?\]|\{.*?\}|'.*?'|\w*\d\w*", "", str(failure.cause))[:40]
 
 
 def replay(seed: int, num_operations: int) -> bool:
-    """Run one seed: whether nothing was wrong. If something was, tell the story of its smallest known form."""
+    """Runs one seed. Returns whether nothing was wrong; otherwise prints the operations of the smallest known
+    failure."""
     try:
         done = run_episode(seed, num_operations)["operations"]
     except SimulationError as failure:

@@ -58,7 +58,7 @@ class Server:
                 self.tokens[output.request_id].append(self.clock.now)
 
     def first_token_times(self) -> list[float]:
-        """Of the short requests, shortest first."""
+        """Returns the times of the short requests, shortest first."""
         return sorted(times[0] - self.arrived[i] for i, times in self.tokens.items() if i != "long")
 
 
@@ -94,7 +94,7 @@ def test_short_requests_hardly_notice_a_long_prompt(seed: int, caplog: pytest.Lo
 
 @pytest.mark.parametrize("threshold", [0, BUDGET // 2])
 def test_tokens_keep_coming_while_long_prompts_are_computed(threshold: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever decodes gets a token in every step, and no step is longer than its budget, whatever else arrives."""
+    """A decoding request gets a token in every step, and no step is longer than its budget, whatever else arrives."""
     caplog.set_level(logging.CRITICAL)
     server = Server(long_prefill_token_threshold=threshold)
     for i in range(8):

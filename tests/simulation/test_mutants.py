@@ -46,7 +46,7 @@ def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.parametrize("name", sorted(MUTANTS.keys() - CHANGE_NO_TOKEN))
 def test_mutant_is_caught_by_its_answers_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every check of the engine's inside switched off, what clients hear or the worker is asked for is wrong."""
+    """With every check of the engine's inside switched off, outputs or messages to the worker are wrong."""
     for check in ("check", "scheduling", "scheduled", "heard", "heard_stats", "check_idle", "reset_prefix_cache"):
         monkeypatch.setattr(Invariants, check, lambda *args, **kwargs: None)
     monkeypatch.setattr(Invariants, "free_order", lambda *args: nullcontext())

@@ -27,11 +27,11 @@ LORAS = (LoRARequest("red", 1, "/red"), LoRARequest("red", 2, "/redder"), LoRARe
 
 
 class WorkerFault(RuntimeError):  # noqa: N818  it is one, not an error of ours
-    """What a worker raises when an operation tells it to fail."""
+    """An error that a worker raises when an operation asks for it."""
 
 
 class SimulatedExecutor(FakeExecutor):
-    """Shows every step to `on_step`, right after it was scheduled, and fails when told to."""
+    """Passes every step to `on_step`, right after it was scheduled, and fails on request."""
 
     vocab_size = VOCAB_SIZE
     fault: str | None = None
@@ -59,7 +59,7 @@ class SimulatedExecutor(FakeExecutor):
             raise WorkerFault(place)
 
     def recover(self) -> None:
-        """The engine has heard of the failure: nobody will ask for the steps that were still under way."""
+        """Drops the steps in flight: the engine has seen the failure and will not ask for them."""
         self._in_flight.clear()
 
 
@@ -72,7 +72,7 @@ class World:
     documents: tuple[tuple[int, ...], ...]
     add_weight: int
     session_share: float
-    """Of the requests, how many are sessions."""
+    """Share of requests that are sessions."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> World:

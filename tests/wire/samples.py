@@ -265,7 +265,7 @@ FULL: dict[str, Any] = {
     "RequestSnapshot": REQUEST_SNAPSHOT,
     "EngineSnapshot": EngineSnapshot(99.5, 1700000000.5, 1, 2, 3, 4, 5, BLOCK_MAP, [REQUEST_SNAPSHOT], 6),
 }
-"""By class name."""
+"""Samples by class name."""
 LEFT_AT_DEFAULT = {
     "SamplingParams": {"detokenize"},
     "StructuredOutputsParams": {"json", "choice", "grammar", "structural_tag"},

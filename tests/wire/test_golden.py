@@ -1,4 +1,4 @@
-"""What crosses a process boundary has the bytes it always had, and every struct that crosses is covered."""
+"""Every struct that crosses a process boundary has the bytes it always had, and is covered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a core and its frontend say before anything else."""
+"""The first messages between a core and its frontend."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_another_version_is_refused_in_words() -> None:
 
 
 def test_a_status_of_another_version_can_still_be_read() -> None:
-    """Or its sender could not be told why it is refused: named fields, unknown ones skipped."""
+    """A core of another version can be sent the reason of its refusal: fields have names, and unknown ones are
+    skipped."""
     newer = {"status": "HELLO", "protocol_version": 99, "a_field_of_tomorrow": [1, 2]}
     status = MsgpackDecoder(EngineStatus).decode([msgspec.msgpack.encode(newer)])
     assert (status.status, status.protocol_version) == ("HELLO", 99)

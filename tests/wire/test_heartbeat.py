@@ -94,7 +94,7 @@ def test_ids_beyond_the_page_are_cut_off(path: Path) -> None:
 
 
 def test_what_the_writer_had_begun_to_write_is_not_read(path: Path) -> None:
-    """It died over it: the sequence is odd. The phase is known, the ids are not."""
+    """A writer that died while it wrote leaves an odd sequence number: the phase is known, the ids are not."""
     writer = HeartbeatPage.open(path)
     writer.begin_step(["a"], expected_s=2.0)
     sequence = struct.unpack("<Q", path.read_bytes()[:8])[0]

@@ -112,7 +112,7 @@ STEPS = st.builds(
 
 
 def _sent(frames: list[Frame]) -> list[bytes]:
-    """As the other process gets them."""
+    """Returns the frames in the form in which the other process gets them."""
     return [bytes(frame) for frame in frames]
 
 
@@ -178,7 +178,7 @@ def test_an_array_whose_items_are_not_side_by_side() -> None:
 
 
 def test_a_decoded_array_outlives_the_call() -> None:
-    """It keeps its frame alive."""
+    """An array keeps its frame alive."""
     decoder = MsgpackDecoder(Holder)
     array = decoder.decode(_sent(MsgpackEncoder().encode(Holder(LARGE_ARRAY)))).array
     decoder.decode(_sent(MsgpackEncoder().encode(Holder(LARGE_ARRAY + 1))))

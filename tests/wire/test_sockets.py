@@ -110,7 +110,7 @@ def test_what_a_killed_owner_left_is_removed_by_the_next(monkeypatch: pytest.Mon
     following = SocketDirectory()
     assert not Path(left).exists()
     assert live.path.is_dir()  # its owner lives
-    assert (tmp_path / "quire-of-somebody").is_dir()  # nobody ever locked it
+    assert (tmp_path / "quire-of-somebody").is_dir()  # it was never locked
     assert target.is_dir()  # a link is not followed
     live.remove()
     following.remove()

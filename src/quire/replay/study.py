@@ -79,16 +79,16 @@ class Study:
 
 def study(header: Header, events: Iterable[AnyEvent]) -> Study:
     """Replays a recording, and collects its facts."""
-    student = _Student(header)
+    builder = _StudyBuilder(header)
     for event in events:
-        student.study.difference = student.take(event)
-        if student.study.difference is not None:
+        builder.study.difference = builder.take(event)
+        if builder.study.difference is not None:
             break
-    student.finish()
-    return student.study
+    builder.finish()
+    return builder.study
 
 
-class _Student:
+class _StudyBuilder:
     """Reads a recording once."""
 
     def __init__(self, header: Header) -> None:

@@ -17,7 +17,7 @@ from tests.simulation.mutants.registry import Patch, frontend_mutant, wrap
 
 @frontend_mutant
 def ends_are_not_booked(patch: Patch) -> None:
-    """A request ends, and the ledger does not hear of it."""
+    """The end of a request is not entered into the ledger."""
     patch.setattr(RequestLedger, "finish", lambda *args: None)
 
 
@@ -29,7 +29,7 @@ def refusals_are_not_booked(patch: Patch) -> None:
 
 @frontend_mutant
 def aborts_are_not_observed(patch: Patch) -> None:
-    """What is counted outside a step gets lost."""
+    """Counts from outside of a step are lost."""
     patch.setattr(FrontendStats, "close_iteration", lambda *args: None)
 
 

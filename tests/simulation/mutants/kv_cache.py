@@ -88,7 +88,7 @@ def wrong_free_order(patch: Patch) -> None:
 
 @mutant
 def worthless_blocks_last(patch: Patch) -> None:
-    """Blocks that nobody can hit go to the tail of the free queue, and cached ones are evicted before them."""
+    """Blocks that cannot be hit go to the tail of the free queue, and cached ones are evicted before them."""
     patch.setattr(FreeKVCacheBlockQueue, "prepend_n", FreeKVCacheBlockQueue.append_n)
 
 

@@ -11,7 +11,7 @@ Patch = pytest.MonkeyPatch
 Mutant = Callable[[Patch], None]
 MUTANTS: dict[str, Mutant] = {}
 FRONTEND_MUTANTS: dict[str, Mutant] = {}
-"""Those that no answer and nothing inside the engine shows: the metrics must."""
+"""Mutants that no answer and no check inside the engine shows: the metrics must."""
 
 
 def mutant(function: Mutant) -> Mutant:

@@ -35,7 +35,7 @@ def preempt_without_reset(patch: Patch) -> None:
 
 @mutant
 def preemption_kept_from_the_worker(patch: Patch) -> None:
-    """The worker is not told to forget a preempted request."""
+    """A preempted request stays known to the worker."""
 
     def preempt(original: Any, self: Scheduler, request: Request, *args: Any) -> None:
         original(self, request, *args)
@@ -158,7 +158,7 @@ def failed_steps_stay_cached(patch: Patch) -> None:
 
 @mutant
 def cached_tokens_not_reported(patch: Patch) -> None:
-    """The client is told that all of its prompt was computed."""
+    """The output reports that all of the prompt was computed."""
 
     def make_prefill_stats(request: Request) -> PrefillStats:
         return PrefillStats(request.num_prompt_tokens, request.num_prompt_tokens)

@@ -54,7 +54,7 @@ def session_ends_with_each_answer(patch: Patch) -> None:
 
 @mutant
 def end_forgotten_when_the_id_is_used_again(patch: Patch) -> None:
-    """The worker is not told to forget a request whose id another one has by then."""
+    """An ended request stays known to the worker if its id is used again at once."""
 
     def add_request(original: Any, self: Scheduler, request: Request) -> None:
         original(self, request)
@@ -65,7 +65,7 @@ def end_forgotten_when_the_id_is_used_again(patch: Patch) -> None:
 
 @mutant
 def end_told_again_after_a_restart(patch: Patch) -> None:
-    """A request that comes back with all its tokens tells its client twice that it has ended."""
+    """A request that is resumed with all its tokens reports its end twice."""
 
     def add_request(original: Any, self: Scheduler, request: Request) -> None:
         original(self, request)

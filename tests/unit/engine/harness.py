@@ -62,7 +62,6 @@ def make_core_request(
 
 
 def make_request(request_id: str = "a", prompt: int | Sequence[int] = 4, **fields: Any) -> Request:
-    """See `make_core_request`."""
     return Request.from_engine_core_request(
         make_core_request(request_id, prompt, **fields), make_block_hasher(BLOCK_SIZE)
     )
@@ -74,7 +73,7 @@ def make_kv_cache_config(num_blocks: int) -> KVCacheConfig:
 
 
 class Clock:
-    """Time that advances by one second each time somebody looks."""
+    """A clock that advances by one second with each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -115,7 +114,7 @@ TokenChoice = Callable[[str, list[int]], int]
 
 
 def next_token(request_id: str, tokens: list[int]) -> int:
-    """What the scripted model says unless told otherwise: the position."""
+    """Returns the scripted model's token: the position."""
     return len(tokens)
 
 
@@ -125,10 +124,10 @@ def digest(request_id: str, tokens: list[int]) -> int:
 
 
 class ScriptedWorker:
-    """Behaves as the seam says a worker does, and complains when it is told something inconsistent.
+    """Behaves as the interface demands of a worker, and raises when a message is inconsistent.
 
-    It remembers the tokens of a request from its NewRequestData until the request is finished or preempted. Each slot
-    of its KV cache holds a hash of the prefix that was computed into it; before a token is sampled all slots in the
+    It keeps the tokens of a request from its NewRequestData until the request is finished or preempted. Each slot of
+    its KV cache holds a hash of the prefix that was computed into it; before a token is sampled all slots in the
     request's block table must hold what they should.
     """
 
@@ -239,7 +238,7 @@ class Engine:
         return output
 
     def run(self, max_steps: int = 1000) -> None:
-        """Until nothing is left."""
+        """Runs steps until no request is left."""
         for _ in range(max_steps):
             if not self.scheduler.has_requests():
                 return
@@ -264,7 +263,7 @@ class ScriptedExecutor(Executor):
     max_batches = 1
     hold = False
     samples_apart = True
-    """As workers do: execute_model returns None and sample_tokens the result."""
+    """Samples as real workers do: execute_model returns None, and sample_tokens the result."""
     num_bytes = 1 << 20
     tasks: tuple[str, ...] = ("generate",)
 

@@ -425,7 +425,7 @@ def test_a_result_that_is_neither_output_nor_error_is_an_error() -> None:
 
 
 class PendingGrammar(Scheduler):
-    """Says of its second step that its mask must wait for the first."""
+    """A grammar whose second mask must wait for the first step."""
 
     num_steps = 0
 

@@ -1,4 +1,4 @@
-"""What the heartbeat page is told, and how long steps are expected to take."""
+"""Writes to the heartbeat page, and expected durations of steps."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_request_that_cannot_be_prepared_fails_alone(intake: Intake, monkeypat
 
 
 def test_the_request_being_prepared_is_on_the_page(intake: Intake, tmp_path: Path) -> None:
-    """Should the process die over it, it is known who was to blame."""
+    """If the process dies while it prepares a request, that request is known."""
     page = HeartbeatPage.create(tmp_path / "page")
     seen: list[str] = []
 

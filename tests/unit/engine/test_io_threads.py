@@ -160,7 +160,7 @@ def test_a_client_that_is_gone_is_noticed_and_greeted_when_it_is_back(
 
 
 def test_only_the_last_of_several_returns_is_greeted(frontend: Frontend, input_of: Callable[..., Input]) -> None:
-    """A client that was back and went again must not be told of the numbers of its former life."""
+    """A client that reconnected and disconnected again must not get the numbers of its former connection."""
     received = input_of()
     for router in frontend.routers:
         router.recv_multipart()

@@ -27,7 +27,7 @@ def make_loop(executor_class: type[ScriptedExecutor] = ScriptedExecutor) -> Core
 
 
 def run_loop(engine: Core, max_steps: int = 50) -> None:
-    """What an engine's own loop does until there is nothing left to do."""
+    """Runs steps as an engine's own loop does, until no work is left."""
     for _ in range(max_steps):
         if not engine.core.has_work():
             engine.core.lifecycle.notify_idle()

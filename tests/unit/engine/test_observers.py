@@ -1,4 +1,4 @@
-"""Who watches an engine's scheduler: nobody, unless the configuration asks for it."""
+"""Observers of a scheduler: none, unless the configuration asks for one."""
 
 from __future__ import annotations
 

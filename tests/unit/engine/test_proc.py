@@ -323,7 +323,7 @@ def test_a_pause_is_answered_once_nothing_runs(loops: Callable[..., Loop], gate:
 
 
 def test_a_control_call_may_take_its_time(loops: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading weights is no hang: the page is told to expect it."""
+    """Loading weights is no hang: the page shows the expected duration."""
     heartbeat = HeartbeatWriter()
     expected: list[float] = []
     monkeypatch.setattr(heartbeat, "input", lambda expected_s=0.0: expected.append(expected_s))

@@ -38,7 +38,7 @@ def check_blocks(found: EngineSnapshot, pool: BlockPool) -> None:
 
 
 def check_requests(found: EngineSnapshot, scheduler: Scheduler) -> None:
-    """Who is there, where, and with what; the ids of all tables together are the references of the pool."""
+    """Checks requests, places and blocks; the ids of all tables together are the references of the pool."""
     assert found.num_left_out == 0
     assert {r.request_id for r in found.requests} == scheduler.requests.keys()
     places = {place: [r.request_id for r in found.requests if r.place == place] for place in PLACES}

@@ -1,4 +1,4 @@
-"""The core's half of the handshake, and what its launcher tells it."""
+"""The core's half of the handshake, and its launch options."""
 
 from __future__ import annotations
 

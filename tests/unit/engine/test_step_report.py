@@ -1,4 +1,4 @@
-"""What the log says of a step, and what it must not say."""
+"""Log lines of steps, and what they must not contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of a real scheduler: who waited, computed, generated and lost its blocks, when."""
+"""Traces of a real scheduler: when each request waited, computed, generated and lost its blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a scheduler lives through, its recording replays: the same decisions, to the last block id."""
+"""A recording replays to the same decisions, to the last block id, whatever happened to the scheduler."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class TimedEngine:
     TIMES = StepTimes((4e-3, 2e-4, 0.0, 0.0, 0.0, 1e-4, 1e-6, 0.0), 0, 0.0, 0.0, 0.0)
 
     lag_s = 0.0
-    """What lies between a request's arrival and the engine's hearing of it."""
+    """Returns the time between a request's arrival and its arrival at the engine."""
 
     slow_until_s = 0.0
     """Steps that begin before that take five times as long."""
@@ -109,7 +109,7 @@ class TimedEngine:
         return make_header(self.scheduler.observed, self.fields)  # type: ignore[arg-type]
 
     def serve(self, arrivals: list[tuple[float, dict[str, Any]]], aborts: dict[str, float] | None = None) -> None:
-        """Whoever comes while a step runs is taken in after it."""
+        """Serves requests; one that arrives during a step is taken in after it."""
         arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
         while arrivals or self.scheduler.has_requests():
             if not self.scheduler.has_requests():

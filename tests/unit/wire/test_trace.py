@@ -1,4 +1,4 @@
-"""What becomes of traces: JSON that keeps the rules, whatever the stamps are."""
+"""The JSON of traces keeps the rules of the format, whatever the times are."""
 
 from __future__ import annotations
 

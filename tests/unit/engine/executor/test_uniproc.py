@@ -16,7 +16,7 @@ from ..harness import SPEC
 
 
 class RecordingWorker:
-    """Notes what it is told and answers with constants."""
+    """Records its calls and answers with constants."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self.log: list[Any] = [("init", rank)]

@@ -1,4 +1,4 @@
-"""The pool by itself: who is free, in what order, what can be hit, and which damage the integrity check finds."""
+"""The pool by itself: free blocks and their order, hits, and the damage that the integrity check finds."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_more_than_there_is() -> None:
 
 
 def test_uncached_blocks_are_reused_first_and_cached_ones_last() -> None:
-    """S1-KV-014 with S1-KV-015: the caller frees tables from their end."""
+    """The caller frees tables from their end."""
     pool = BlockPool(7)
     blocks = pool.get_new_blocks(4)
     _cache(pool, "ABCDEFGH", blocks)
@@ -96,7 +96,6 @@ def test_uncached_blocks_are_reused_first_and_cached_ones_last() -> None:
 
 
 def test_eviction_is_lazy_and_least_recently_freed_first() -> None:
-    """S1-KV-013, S1-KV-026."""
     pool = BlockPool(4)
     blocks = pool.get_new_blocks(3)
     _cache(pool, "ABCDEFGHIJKL", blocks)
@@ -109,7 +108,6 @@ def test_eviction_is_lazy_and_least_recently_freed_first() -> None:
 
 
 def test_touch_takes_a_block_out_of_the_queue_once() -> None:
-    """S1-KV-027, S1-KV-028."""
     pool = BlockPool(5)
     blocks = pool.get_new_blocks(1)
     _cache(pool, "ABCD", blocks)
@@ -133,7 +131,7 @@ def test_a_block_is_not_freed_twice() -> None:
 
 
 def test_duplicates_live_under_one_hash() -> None:
-    """S1-KV-025: the older is hit while it lasts, then the other."""
+    """The older block is hit while it exists, then the other."""
     pool = BlockPool(4)
     one, other = pool.get_new_blocks(1), pool.get_new_blocks(1)
     _cache(pool, "ABCD", one)

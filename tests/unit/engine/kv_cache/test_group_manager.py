@@ -1,4 +1,4 @@
-"""What counts as a hit in each kind of group, and on what several groups agree."""
+"""Hits in each kind of group, and hits that several groups have in common."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def test_no_common_hit() -> None:
 )
 def test_longest_common_hit_against_brute_force(kinds: list[tuple[int | None, set[int]]], max_blocks: int) -> None:
     def is_hit(window: int | None, cached: set[int], length: int) -> bool:
-        """Whether all that the token after `length` blocks attends to is cached (and, if anything, one block)."""
+        """Returns whether everything that the token after `length` blocks attends to is cached (and at least one
+        block)."""
         first_token = 0 if window is None else max(0, length * BLOCK_SIZE - window + 1)
         needed = range(min(first_token // BLOCK_SIZE, max(length - 1, 0)), length)
         return cached.issuperset(needed)

@@ -23,7 +23,7 @@ GOLDEN = "5aebc9818935889216730ad770951c01ec6c793492a06bdb844d568f58f956b7"
 
 
 def test_full_blocks_are_chained_and_the_rest_is_not_hashed() -> None:
-    """S1-KV-008: block size 4, thirteen tokens: three hashes, none for the partial fourth block."""
+    """Block size 4, thirteen tokens: three hashes, none for the partial fourth block."""
     request = ModelRequest("r", letters("ABCDEFGHIJKLM"))
     first = hash_block(None, letters("ABCD"), None)
     second = hash_block(first, letters("EFGH"), None)
@@ -48,7 +48,6 @@ def test_hashes_do_not_depend_on_how_tokens_arrive(tokens: list[int], block_size
 
 
 def test_same_block_after_another_prefix_differs() -> None:
-    """S1-KV-003."""
     one, other = ModelRequest("a", letters("ABCDSAME")), ModelRequest("b", letters("abcdSAME"))
     assert one.block_hashes[1] != other.block_hashes[1]
 
@@ -149,7 +148,7 @@ def test_lora_enters_every_block_by_name_and_path() -> None:
 
 
 def test_image_hash_tells_equal_placeholders_apart() -> None:
-    """S1-KV-031: what a multimodal request will pass through the extra keys."""
+    """A multimodal request will pass its hashes through the extra keys."""
     placeholders = [99] * 4
     assert hash_block(None, placeholders, (("mm", "cat", 0),)) != hash_block(None, placeholders, (("mm", "dog", 0),))
 

@@ -37,7 +37,7 @@ def _is_cached(manager: KVCacheManager, request: ModelRequest) -> list[bool]:
 
 
 def test_worked_example_of_three_requests() -> None:
-    """S1-KV-029 with Quire's rules: block 0 is the null block, un-hashed blocks are freed to the head."""
+    """Quire's rules: block 0 is the null block, un-hashed blocks are freed to the head."""
     manager = make_manager(11)  # ten blocks can be given out: 1...10
     first = ModelRequest("0", letters("ABCDEFGHIJKLMNO"))
     assert admit(manager, first) == 0
@@ -70,13 +70,13 @@ def test_worked_example_of_three_requests() -> None:
 @pytest.mark.parametrize(
     ("prompt", "num_hit"),
     [
-        ("ABCDEFG", 4),  # S1-KV-001: full blocks only
+        ("ABCDEFG", 4),  # full blocks only
         ("ABCDEFGHI", 8),
-        ("ABCDEFGH", 4),  # S1-KV-023: the last token is always computed
+        ("ABCDEFGH", 4),  # the last token is always computed
         ("ABCDE", 4),
         ("ABCD", 0),
         ("ABC", 0),
-        ("XBCDEFGHI", 0),  # S1-KV-003: a block counts only after its own prefix
+        ("XBCDEFGHI", 0),  # a block counts only after its own prefix
         ("ABCDXFGHI", 4),
     ],
 )
@@ -87,7 +87,7 @@ def test_longest_prefix_of_full_blocks(prompt: str, num_hit: int) -> None:
 
 
 def test_first_example_of_allocation() -> None:
-    """S1-KV-023: ABCD|EFGH are hits, IJ is new, and nothing more becomes full."""
+    """ABCD|EFGH are hits, IJ is new, and nothing more becomes full."""
     manager = make_manager(20)
     admit(manager, ModelRequest("0", letters("ABCDEFGHXX")))
     request = ModelRequest("1", letters("ABCDEFGHIJ"))
@@ -132,7 +132,7 @@ def _one_bit(parent: BlockHash | None, token_ids: object, extra_keys: ExtraKeys 
 
 
 def test_a_collision_is_no_hit() -> None:
-    """Every prompt has the same hashes, and finds its own blocks and nobody else's."""
+    """Every prompt has the same hashes, and finds its own blocks and no other prompt's."""
     manager = make_manager(60)
     prompts = [left + middle + "Z" for left in ("ABCD", "EFGH", "IJKL") for middle in ("MNOP", "QRST", "UVWX")]
 
@@ -177,7 +177,7 @@ def test_a_request_may_write_the_cache_without_reading_it() -> None:
 
 
 def test_requests_of_one_step_share_what_it_computes() -> None:
-    """Blocks can be hit from their allocation on (S1-KV-022): a worker writes keys and values before it reads any."""
+    """Blocks can be hit from their allocation on: a worker writes keys and values before it reads any."""
     manager = make_manager(20)
     first, second = ModelRequest("0", letters("ABCDEFGHI")), ModelRequest("1", letters("ABCDEFGHJ"))
     assert manager.allocate_slots(first, 9) is not None  # num_computed_tokens is still 0
@@ -186,7 +186,7 @@ def test_requests_of_one_step_share_what_it_computes() -> None:
 
 
 def test_tables_only_grow() -> None:
-    """S1-KV-024, S1-KV-025, S1-KV-032: what a running request completes is not exchanged for an equal block."""
+    """A full block of a running request is not exchanged for an equal block."""
     manager = make_manager(20)
     first, second = ModelRequest("0", letters("ABCDEFGHI")), ModelRequest("1", letters("ABCDEF"))
     admit(manager, first)
@@ -244,7 +244,6 @@ def test_drafts_are_never_cached() -> None:
 
 
 def test_lookahead_takes_blocks_ahead_and_stops_at_the_models_length() -> None:
-    """S1-KV-030."""
     manager = make_manager(20, max_model_len=10)
     request = ModelRequest("0", letters("ABCDEF"))
     new_blocks = manager.allocate_slots(request, 6, num_lookahead_tokens=3)
@@ -270,7 +269,7 @@ def test_a_request_without_hashes_is_served_uncached() -> None:
 
 
 def test_the_end_of_a_prefix_is_evicted_first() -> None:
-    """S1-KV-015: IJ|EFGH|ABCD."""
+    """The order is IJ|EFGH|ABCD."""
     manager = make_manager(5)
     request = ModelRequest("0", letters("ABCDEFGHIJKL"))
     admit(manager, request)
@@ -284,7 +283,6 @@ def test_the_end_of_a_prefix_is_evicted_first() -> None:
 
 
 def test_shared_blocks_stay() -> None:
-    """S1-KV-028, S1-KV-033."""
     manager = make_manager(20)
     first, second = ModelRequest("0", letters("ABCDEFGHI")), ModelRequest("1", letters("ABCDEFGHJ"))
     admit(manager, first)
@@ -316,7 +314,7 @@ def test_a_preempted_request_finds_its_blocks_again() -> None:
 
 
 def test_blocks_of_a_step_that_does_not_happen_are_not_cached() -> None:
-    """A running request is scheduled and, in the same `schedule()`, preempted: nobody will compute EFGH."""
+    """A running request is scheduled and, in the same `schedule()`, preempted: EFGH is never computed."""
     manager = make_manager(20)
     request = ModelRequest("0", letters("ABCDEFGHIJKLMN"))
     admit(manager, request, 6)
@@ -534,7 +532,7 @@ def test_groups_have_tables_of_one_length() -> None:
 
 
 def test_groups_are_freed_side_by_side() -> None:
-    """What is evicted first is useless in every group."""
+    """A block that is evicted first is useless in every group."""
     manager = make_manager(7, full(), full())
     request = ModelRequest("0", letters("ABCDEFGHI"))
     admit(manager, request)

@@ -111,7 +111,7 @@ class World:
         self.waiting.insert(0, request)
 
     def schedule_and_preempt(self, request: ModelRequest, max_chunk: int) -> None:
-        """What it was given blocks for is never computed."""
+        """Allocates blocks for a step that is never computed."""
         num_new = min(max_chunk, request.num_tokens - request.num_computed_tokens)
         self.manager.allocate_slots(request, num_new)
         self.preempt(request)
@@ -121,7 +121,7 @@ class World:
         self.manager.free(request)
 
     def check(self) -> None:
-        """Nothing is lost; and nothing is used by nobody."""
+        """Checks that no block is lost, and that no block in use is unaccounted for."""
         self.manager.check_integrity()
         if not self.running:
             assert self.manager.usage == 0.0

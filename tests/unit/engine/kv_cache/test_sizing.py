@@ -262,7 +262,8 @@ def test_fitted_length_is_the_longest(pattern: str, num_blocks: int, model_len: 
 
 @given(st.text("sf", min_size=1, max_size=40))
 def test_groups_waste_little(pattern: str) -> None:
-    """As many groups as the rarest kind's number of layers asks for, and one each where the numbers are close."""
+    """There are as many groups as the rarest kind's number of layers requires, and one each where the numbers are
+    close."""
     sizes = [len(group.layer_names) for group in make_kv_cache_groups(_specs(pattern))]
     counts = [count for count in (pattern.count("s"), pattern.count("f")) if count]
     if max(counts) > 1.25 * min(counts):

@@ -75,7 +75,7 @@ class FakeGrammars:
 
 
 def make_header(scheduler: Scheduler, fields: dict[str, Any], **more: Any) -> Header:
-    """Of a scheduler that the harness made with `fields`."""
+    """Returns the header for a scheduler that the harness made with `fields`."""
     from quire.config.engine import SchedulerConfig
     from tests.unit.engine.harness import make_kv_cache_config
 

@@ -1,4 +1,4 @@
-"""What the configuration means in numbers."""
+"""The limits that follow from a configuration."""
 
 from __future__ import annotations
 

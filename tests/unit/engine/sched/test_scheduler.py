@@ -1,4 +1,4 @@
-"""Who computes how much in a step, and who is admitted."""
+"""Scheduling of steps, and admissions."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def draft(engine: Engine, request_id: str, token_ids: list[int]) -> None:
 
 
 def guess(engine: Engine, request_id: str, num_right: int, num_wrong: int) -> list[int]:
-    """What the model would say, then something else."""
+    """Returns the model's next token, then a wrong one."""
     tokens = list(engine.scheduler.requests[request_id].all_token_ids)
     for _ in range(num_right):
         tokens.append(digest(request_id, tokens))

@@ -151,7 +151,7 @@ def test_paused_new_lets_running_requests_end_and_new_ones_wait_in_order() -> No
     stats = engine.scheduler.make_stats()
     assert stats is not None
     assert (stats.num_waiting_reqs, stats.num_skipped_waiting_reqs) == (0, 2), "they wait for no capacity"
-    engine.step()  # the worker hears of a's end
+    engine.step()  # the worker is sent the end of a
     assert not engine.scheduler.has_requests()
     engine.add(make_request("d", 4))
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)

@@ -1,4 +1,4 @@
-"""What clients are sent: outputs by client, events, prefill stats, snapshots."""
+"""Outputs for clients: by client, events, prefill statistics, snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gives way when blocks run out, and what becomes of it."""
+"""Preemptions: the victims, and their way back."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_priority_preempts_the_least_urgent_and_takes_back_what_it_was_given() -
 
 
 def test_tokens_taken_back_are_never_found_in_the_prefix_cache() -> None:
-    """The victim's block became full in the step that will not compute it: nobody may read it."""
+    """The victim's block became full in the step that will not compute it: no request may read it."""
     engine = Engine(make_scheduler(num_blocks=6, scheduling_policy="priority", enable_caching=True), digest)
     engine.add(make_request("low", [1, 2, 3], priority=9, max_tokens=20))
     engine.step()  # three of four slots of its block are computed

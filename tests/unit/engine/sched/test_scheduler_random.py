@@ -58,7 +58,7 @@ class Life:
         self.depth = self.rng.choice([1, 1, 2, 3])
         self.expected: dict[str, list[int]] = {}
         self.inputs: dict[str, deque[Request]] = {}
-        """Of conversations: the requests that follow, under the same id."""
+        """Requests that follow in a conversation, under the same id."""
         self.num_requests: Counter[str] = Counter()
         self.aborted: set[str] = set()
         self.num_preemptions = 0

@@ -10,7 +10,7 @@ from quire.structured_outputs import StructuredOutputsParams
 
 
 def hungry(params: StructuredOutputsParams) -> str:
-    """As `make_grammar_text`, at a price."""
+    """Wraps `make_grammar_text` and consumes resources."""
     match params.regex:
         case "cpu":
             while True:

@@ -34,7 +34,7 @@ def allowed(grammar: Grammar) -> list[int]:
 
 
 def takes(grammar: Grammar, text: str, tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether `text` is a whole output."""
+    """Returns whether `text` is a complete output."""
     for token_id in tokenizer.encode(text, add_special_tokens=False).ids:
         if token_id not in allowed(grammar) or grammar.accept(token_id) is not None:
             return False
@@ -42,7 +42,7 @@ def takes(grammar: Grammar, text: str, tokenizer: tokenizers.Tokenizer) -> bool:
 
 
 def forced_text(grammar: Grammar, tokenizer: tokenizers.Tokenizer) -> str:
-    """What the grammar says must come, which is also all that its masks allow."""
+    """Returns the text that the grammar forces, which is also all that its masks allow."""
     token_ids = []
     while (token_id := grammar.forced_token()) is not None:
         assert allowed(grammar) == [token_id]
