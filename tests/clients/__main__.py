@@ -44,7 +44,7 @@ def prepare(client: Client) -> Path:
 
 
 def run(client: Client, python: Path, url: str) -> bool:
-    """Whether the client found everything right."""
+    """Runs a client. Returns whether it found no fault."""
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(ENVIRONMENTS),

@@ -18,12 +18,12 @@ class Client:
     requirements: tuple[str, ...]
     time_limit_s: float = 300
     server_flags: tuple[str, ...] = ()
-    """Of the server it is run against; clients with the same flags share one."""
+    """Flags of the server. Clients with the same flags share one."""
 
     @property
     def program(self) -> Path:
-        """It finds the server by QUIRE_URL, its base without /v1, and the API key in QUIRE_API_KEY; the interpreter of
-        the development environment by QUIRE_DEV_PYTHON, the demo model's files by QUIRE_DEMO_MODEL."""
+        """The client's program. Its environment has QUIRE_URL (the server's base without /v1), QUIRE_API_KEY,
+        QUIRE_DEV_PYTHON (the interpreter of the development environment) and QUIRE_DEMO_MODEL (the model's files)."""
         return PROGRAMS / f"{self.name}_client.py"
 
 

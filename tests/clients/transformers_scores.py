@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 
 def score(model: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """Of one pair, in float32, alone in its batch."""
+    """Returns the score of one pair, in float32, alone in its batch."""
     ids = torch.tensor([context + continuation])
     logits = model(ids[:, :-1]).logits[0, len(context) - 1 :]  # [len(continuation), vocabulary]
     targets = torch.tensor(continuation)

@@ -1,4 +1,4 @@
-"""Whether something of vLLM's is here: found out in the code, explained by the tables."""
+"""Verdicts on compatibility: read from the code, explained by the tables."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _path(endpoint: Endpoint) -> str:
 
 
 def route_verdict(row: Mapping[str, Any]) -> Verdict:
-    """Of one `[[route]]`."""
+    """Returns the verdict on one `[[route]]`."""
     name = f"{' '.join(row['methods'])} {row['path']}"
     endpoint = endpoints().get(row["path"])
     if endpoint is None:
@@ -103,7 +103,7 @@ def _needs(endpoint: Endpoint) -> str:
 
 
 def field_verdicts(name: str) -> list[Verdict]:
-    """Of the fields of one `[request.NAME]`."""
+    """Returns the verdicts on the fields of one `[request.NAME]`."""
     row = http_table()["request"][name]
     return [_field_verdict(row, field) for field in row["fields"]]
 
@@ -119,7 +119,7 @@ def _field_verdict(row: Mapping[str, Any], field: str) -> Verdict:
 
 
 def _struct(row: Mapping[str, Any]) -> type[msgspec.Struct] | None:
-    """What decodes it: the body of its route, or a struct inside one."""
+    """Returns the struct that decodes a request: the body of its route, or a struct inside one."""
     if "struct" in row:
         found: type[msgspec.Struct] = resolve(row["struct"])
         return found
@@ -154,7 +154,7 @@ def own_options() -> dict[str, Option]:
 
 
 def flag_verdict(flag: VllmFlag) -> Verdict:
-    """Of one flag."""
+    """Returns the verdict on one flag."""
     option = own_options().get(flag.option)
     if option is not None:
         return _verdict(flag.option, [_other_default(flag, option), _other_choices(flag, option)])
@@ -179,7 +179,7 @@ def _other_choices(flag: VllmFlag, option: Option) -> str | None:
 
 
 def flag_verdicts() -> dict[str, list[Verdict]]:
-    """Of all, by vLLM's group."""
+    """Returns the verdicts on all flags, by vLLM's group."""
     groups: dict[str, list[Verdict]] = {}
     for flag in vllm_flags().values():
         groups.setdefault(flag.group, []).append(flag_verdict(flag))

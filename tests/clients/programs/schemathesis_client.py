@@ -1,4 +1,4 @@
-"""Whatever schemathesis makes of the served OpenAPI document, no answer is the server's fault."""
+"""schemathesis: no request that it makes from the OpenAPI document is answered with a server error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API processes without a process: what their parent sees of them, and what they hear of it."""
+"""API processes without a process: their parent's view of them, and the calls they receive."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class FakeProcess:
         self.connection, self.theirs = socket.socketpair()
         self.signals: list[int] = []
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        """What it was asked."""
+        """Calls that it has received."""
         self.answers: dict[str, Any] = {}
-        """What it says to which call: a result, an error to raise, or an event to wait for."""
+        """Its answer to each call: a result, an error to raise, or an event to wait for."""
         self.link: PeerLink | None = None
         self._code: int | None = None
         self._has_ended = asyncio.Event()
@@ -49,7 +49,7 @@ class FakeProcess:
     # -- the process --------------------------------------------------------------------------------------------------
 
     async def join(self) -> PeerLink:
-        """It has started, and is asked things from now on."""
+        """Joins: it receives calls from now on."""
         self.link = link = PeerLink(self._handle)
         await link.connect(self.theirs)
         self._reading = asyncio.create_task(link.run())
@@ -62,7 +62,7 @@ class FakeProcess:
         return link
 
     def end(self, code: int) -> None:
-        """It is gone."""
+        """Exits."""
         if self._code is None:
             self._code = code
             self._has_ended.set()

@@ -1,4 +1,4 @@
-"""After a death of the core the parent hears of all suspects before it admits anybody."""
+"""After a death of the core the parent collects all suspects before it admits a request."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Court:
         assert self.owner.on_report is None
 
     def survive(self, *deaths: CoreDeath) -> list[str]:
-        """What a core is sent after these: the ids of the tried, and the control calls."""
+        """Returns what a core receives after these deaths: the ids of tried requests, and the control calls."""
         asyncio.run(self._survive(*deaths))
         return [
             m.payload.request_id if m.type is EngineCoreRequestType.ADD else m.payload[2] for m in self.owner.messages

@@ -1,4 +1,4 @@
-"""A process that owns a core and serves nobody: what it knows of the core all the same."""
+"""The statistics of a process that owns a core and serves no requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.wire.stats import PrefixCacheStats, SchedulerStats
 
 
 class Client:
-    """Tells of some steps, and that the core is gone."""
+    """Reports some steps, then the end of the core."""
 
     ready_response = EngineCoreReadyResponse(4096, 100, 16, 1584, 1.5, ("generate",))
     counts: ClassVar = {"corrupt": 1}

@@ -1,4 +1,4 @@
-"""The parent and its processes on one event loop: who is asked, who is waited for, and what stays of those that go."""
+"""The parent and its processes on one event loop: rounds, slow processes, and the counts of those that exit."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_what_was_shown_never_goes_back() -> None:
         two.books.yield_token()
         one.accept(1)
         audit.check(await s.scrape(one))
-        two.accept(1)  # nobody has heard of this one
+        two.accept(1)  # not reported yet
         two.link.close()  # killed: its connection ends without a last report
         await s.until(lambda: s.metrics.num_processes == 1)
         seen = await s.scrape(one)

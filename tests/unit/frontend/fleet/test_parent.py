@@ -1,4 +1,4 @@
-"""What a server does with its API processes: starts them again, passes calls on, ends them."""
+"""A server's handling of its API processes: it restarts them, passes calls on, ends them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 async def result_of(wait: Awaitable[Any]) -> Any:
-    """What came of it, errors too."""
+    """Returns the result or the error."""
     (result,) = await asyncio.gather(wait, return_exceptions=True)
     return result
 
@@ -249,7 +249,7 @@ async def test_one_that_joins_late_is_told_to_end() -> None:
 async def test_one_that_was_asked_to_end_just_before_us_is_not_started_again(
     code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever ends a group of processes tells us, too."""
+    """A signal to a group of processes reaches the parent, too."""
     monkeypatch.setattr(parent, "SAME_SIGNAL_GRACE_S", NEVER_S)
     async with serving() as fleet:
         fleet.made[0].end(code)

@@ -1,4 +1,4 @@
-"""What an API process does when the others, or its parent, ask it to."""
+"""Calls that an API process answers for the others and its parent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Process:
-    """The services of a process of which only they are there, and what they were heard to do."""
+    """The services of a process without the process, and the calls that they made."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []

@@ -17,17 +17,17 @@ class Inner(msgspec.Struct):
     """In the other."""
 
     depth: int = 0
-    """How
-    deep."""
+    """Depth
+    below."""
 
 
 class Base(msgspec.Struct):
-    """What both have."""
+    """Common fields."""
 
     first: int = 0
-    """Of the base."""
+    """Base field."""
     second: int = 0
-    """Of the base."""
+    """Base field."""
     temperature: float = 0
     seed: int = 0
     """Another seed."""
@@ -41,19 +41,19 @@ class Outer(Base):
     inner: list[Inner | None] = []
     others: dict[str, Inner] = {}
     KIND = "a constant"
-    """Of no field."""
+    """No field."""
 
 
 def test_notes_are_inherited_and_replaced() -> None:
     notes = field_notes(Outer)
-    assert notes["first"] == "Of the base."
+    assert notes["first"] == "Base field."
     assert notes["second"] == "Its own."
     assert notes["seed"] == "Another seed."
     assert notes["temperature"] == field_notes(SamplingParams)["temperature"] == "0 means greedy."
     assert "others" not in notes
     assert "KIND" not in notes
-    assert field_notes(Base)["second"] == "Of the base."
-    assert field_notes(Inner) == {"depth": "How deep."}
+    assert field_notes(Base)["second"] == "Base field."
+    assert field_notes(Inner) == {"depth": "Depth below."}
 
 
 def test_structs_within_structs_are_found_once() -> None:

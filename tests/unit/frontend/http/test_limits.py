@@ -1,4 +1,4 @@
-"""What is taken at once: by the server as a whole (503), and from one key (429). Refusals come before any work."""
+"""Limits of the server as a whole (503) and of one key (429). Refusals come before any work."""
 
 from __future__ import annotations
 

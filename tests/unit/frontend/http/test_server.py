@@ -1,4 +1,4 @@
-"""Who asks a server to end, and how often; what it does when it is ready."""
+"""Requests to end a server, by signal and otherwise, and its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams and their clients: who leaves, who does not read, what fails on the way."""
+"""Streams whose clients disconnect or do not read, and failures on the way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = {"prompt": [40, 41], "max_tokens": 500, "ignore_eos": True}
 
 
 async def until_gone(server: Server) -> None:
-    """Until the engine has nothing to do any more."""
+    """Waits until the engine has no requests."""
     while server.engine.get_num_unfinished_requests():
         await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""Who comes while a model loads: every kind of visitor gets an answer or the door; the sockets stay the server's."""
+"""Connections while a model loads: each gets an answer or is closed, and the sockets stay the server's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_head_without_end_is_shown_the_door() -> None:
 
 
 def test_the_socket_is_the_servers_afterwards() -> None:
-    """Also one on which somebody stands at the counter without a word."""
+    """Also a socket with a connection that has sent nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with WaitingRoom([listener]), socket.create_connection(listener.getsockname(), TIME_LIMIT_S) as silent:
             assert visit(listener.getsockname(), b"GET /health HTTP/1.1\r\n\r\n")

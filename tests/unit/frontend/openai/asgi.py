@@ -50,7 +50,7 @@ class Call:
         self._left.set()
 
     async def wait_for(self, text: bytes) -> None:
-        """Until the application has sent `text`."""
+        """Waits until the application has sent `text`."""
         while text not in self.text:
             self._news.clear()
             await self._news.wait()

@@ -33,7 +33,7 @@ NEVER_TAKEN = (
     "+1",
     "",
 )
-"""What is no JSON, or no number and no text that anyone could compute with, stands nowhere in a body."""
+"""Values that no body may hold: invalid JSON, and numbers and texts that cannot be processed."""
 STRANGE = (
     "null", "true", "false", "0", "-0.0", "-1", "1", "0.5", "1e-320", "1e308", "-1e308", "2147483647", "2147483648",
     "-2147483649", "9223372036854775807", "9223372036854775808", "-9223372036854775808", "-9223372036854775809",
@@ -43,7 +43,7 @@ STRANGE = (
     '{"0":1e30}', '{"-1":1}', '"(a+)+$"', "[" * 40 + "]" * 40,
     '{"type":"json_schema","json_schema":{"schema":{"$ref":"#"}}}',
 )  # fmt: skip
-"""Of every kind; what a field makes of them is its own business."""
+"""Values of every kind. A field may accept or refuse them."""
 INPUTS = ("input", "prompt", "messages", "text", "query", "tokens")
 """Fields by which a body says what it is about: a good one has the first of them that it knows."""
 GOOD: Mapping[str, Any] = {
@@ -71,7 +71,7 @@ class Case:
     endpoint: Endpoint
     body: bytes
     fields: tuple[str, ...]
-    """What is not as it is in a good body."""
+    """Fields that differ from those of a good body."""
     is_good: bool | None
 
 
@@ -177,7 +177,7 @@ class FieldFuzzer:
             yield Value(json.dumps(allowed), True)
 
     def _inside(self, schema: Schema, depth: int) -> Iterator[Value]:
-        """What is wrong further down."""
+        """Yields values that are wrong further down."""
         for name, inner in schema.get("properties", {}).items():
             rest = {key: self._minimal(schema["properties"][key]) for key in schema.get("required", ()) if key != name}
             head = "".join(f"{json.dumps(key)}:{json.dumps(value)}," for key, value in rest.items())
@@ -197,7 +197,7 @@ class FieldFuzzer:
         return schema
 
     def _fits(self, schema: Schema, value: Any) -> bool:
-        """Whether a value is of a kind that the schema takes; of a list, its first item, too."""
+        """Returns whether the schema accepts a value of this kind, and for a list also its first item."""
         kind = {str: "string", int: "integer", list: "array", dict: "object"}[type(value)]
         options = [self._resolve(option) for option in schema.get("anyOf", [schema])]
         return any(
@@ -231,7 +231,7 @@ def _kind(endpoint: Endpoint) -> Any:
 
 
 def _only_kind(option: Schema, options: list[Schema]) -> bool:
-    """Whether no other option is of a kind that could take what this one must refuse."""
+    """Returns whether no other option could accept what this one must refuse."""
     numbers = ("integer", "number")
     same = numbers if option.get("type") in numbers else (option.get("type"),)
     return sum(other.get("type") in same or not other.get("type") for other in options) == 1

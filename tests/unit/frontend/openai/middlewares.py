@@ -1,4 +1,4 @@
-"""What an operator might name with --middleware."""
+"""Middleware for --middleware."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _KINDS = {Content: "content", Reasoning: "reasoning", CallStart: "call", Argumen
 
 
 def read(program: Program, pieces: Iterable[str], *, trims: bool = True) -> Summary:
-    """What `program` makes of a text that comes in `pieces`."""
+    """Returns the events of `program` for a text that comes in `pieces`."""
     parser = StreamParser(program, trims=trims)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return joined([*events, *parser.finish()])

@@ -3,7 +3,7 @@
 Measured is what each callback takes of the loop thread's own processor time, so that other programs on the machine do
 not count; one good try of a few is enough, so that a cold cache does not. Processors differ, and one may be slow for a
 while: where a bare JSON reader takes long for a plain text of that size at that moment, the limit is a multiple of it.
-A text of escapes takes the same reader three to five times as long, by the processor, and nobody reads one text in
+A text of escapes takes the same reader three to five times as long, by the processor, and one text cannot be read in
 parts: where a body is one text, its own reading counts, too.
 """
 

@@ -34,7 +34,7 @@ FUZZER = FieldFuzzer(ENDPOINTS)
 
 
 def verdict(case: Case) -> bool:
-    """Whether the door takes a body. What it refuses it must refuse by a field that is at fault."""
+    """Returns whether a body is accepted. A refusal must name a field that is at fault."""
     assert case.endpoint.body is not None
     error = None
     try:
@@ -53,7 +53,7 @@ def verdict(case: Case) -> bool:
 
 
 def test_the_fuzzer_reaches_every_field_of_every_endpoint() -> None:
-    """Those of routes to come, too: it knows none of them by name."""
+    """Also those of future routes: it has no list of fields."""
     reached = {(case.endpoint.path, name) for case in FUZZER.every_value() for name in case.fields}
     assert reached == {
         (endpoint.path, name) for endpoint in ENDPOINTS if endpoint.body for name in _names(endpoint.body.kind)

@@ -1,4 +1,4 @@
-"""What a scraper, a balancer and an operator see of the metrics over HTTP."""
+"""Metrics over HTTP, for a scraper, a balancer and an operator."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_balancer_is_told_of_the_load(stream: bool) -> None:
 
 
 def test_an_exporter_that_fails_costs_nobody_anything() -> None:
-    """Promise P13: traffic is unaffected, and whoever looks is told."""
+    """Promise P13: traffic is unaffected, and scrapes report the failure."""
 
     def fail(name: str, key: str) -> None:
         raise RuntimeError("disk full")

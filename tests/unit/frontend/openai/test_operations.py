@@ -266,7 +266,7 @@ def test_cors_and_middleware() -> None:
 
 
 def test_a_proxy_may_serve_it_under_a_path() -> None:
-    """Whether the proxy takes the path off or leaves it on."""
+    """The proxy may strip the path or not."""
 
     async def test(server: Server) -> None:
         for path in ("/v1/models", "/models/v1/models"):
@@ -340,7 +340,7 @@ def test_a_body_of_too_many_values_is_refused_unread() -> None:
 
 
 def test_room_is_reserved_before_the_prompt_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever comes while a prompt is in the tokenizer finds the queue full; afterwards all room is free again."""
+    """The queue is full while a prompt is in the tokenizer; afterwards all room is free again."""
 
     async def test(server: Server) -> None:
         renderer, admission = server.state.part(PromptRenderer), server.engine.admission

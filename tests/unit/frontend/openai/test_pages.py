@@ -1,4 +1,4 @@
-"""The pages as they are sent: headers, caching, who may load them, and the switch that turns them off."""
+"""The pages as they are sent: headers, caching, access, and the switch that turns them off."""
 
 from __future__ import annotations
 

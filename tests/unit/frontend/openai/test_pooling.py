@@ -86,7 +86,7 @@ def test_embeddings_in_every_form(serve: Serve) -> None:
 
 
 def test_openais_client_reads_them(serve: Serve) -> None:
-    """It asks for base64 unless told otherwise."""
+    """The client asks for base64 by default."""
 
     async def test(server: Server) -> None:
         client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="-", http_client=server.client)

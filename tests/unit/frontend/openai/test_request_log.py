@@ -1,4 +1,4 @@
-"""What a server logs of requests: nothing of their text unless it was asked to, and then no more than that."""
+"""The log of requests: no text unless a flag asks for it, and then no more than the flag allows."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ async def stream(server: Server, **body: Any) -> list[dict[str, Any]]:
 
 
 def kinds_of(events: list[dict[str, Any]]) -> list[str]:
-    """What happens, with repeated deltas told once."""
+    """Returns the types of events, with repeated deltas once."""
     kinds = [event["type"].removeprefix("response.") for event in events]
     return [kind for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
 

@@ -1,4 +1,4 @@
-"""Tools through /v1/chat/completions: the real demo model, and what the client is told."""
+"""Tools through /v1/chat/completions: with the real demo model, and the answers that clients see."""
 
 from __future__ import annotations
 

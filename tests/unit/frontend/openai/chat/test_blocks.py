@@ -1,4 +1,4 @@
-"""Blocks: however an answer is cut, and whoever reads it, what the events add up to is the answer."""
+"""Blocks: however an answer is cut, its events add up to the answer, in both APIs."""
 
 from __future__ import annotations
 

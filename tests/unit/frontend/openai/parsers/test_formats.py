@@ -89,7 +89,7 @@ def test_python_literals_become_json(arguments: dict[str, object], size: int) ->
 @settings(max_examples=80)
 @given(arguments=json_objects, size=st.integers(1, 9), are_known=st.booleans())
 def test_values_in_tags_become_json(name: str, arguments: dict[str, object], size: int, are_known: bool) -> None:
-    """As their schemas say, or as what they look like."""
+    """Their schemas decide; without them, their form."""
     values = {f"k{i}": value for i, value in enumerate(arguments.values()) if "</" not in str(value)}
     texts = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in values.items()}
     if name == "glm45":

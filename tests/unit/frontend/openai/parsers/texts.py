@@ -1,4 +1,4 @@
-"""What models write, by format: (text, what it means). And pieces of which hostile texts are made."""
+"""Texts of models by format, as (text, its meaning), and pieces for hostile texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of responses: never more than the limits, never another's, the oldest first to go."""
+"""Stored responses: never beyond the limits, never visible to another key, the oldest dropped first."""
 
 from __future__ import annotations
 
