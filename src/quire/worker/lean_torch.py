@@ -72,7 +72,6 @@ class LazyLoader(Loader):
         self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """See Loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -94,7 +93,6 @@ class LazyFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See MetaPathFinder."""
         if fullname in NEEDS_ALL and "torch.nn" in sys.modules:
             run_waiting()
         if fullname not in NOT_NEEDED:

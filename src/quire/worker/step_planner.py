@@ -57,7 +57,6 @@ class StepPlanner:
         return self._plan is not None
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """See Forward."""
         if input_ids.shape[0] > min(self._max_num_tokens, MAX_NUM_TOKENS):
             return self._model(input_ids, positions)
         context = get_forward_context()

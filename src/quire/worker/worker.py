@@ -135,13 +135,11 @@ class Worker:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """See ModelRunner.execute_model."""
         if self._profiler.is_armed:
             self._profiler.begin_step()
         return self.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """See ModelRunner.sample_tokens."""
         return self.runner.sample_tokens(grammar_output)
 
     def execute_dummy_batch(self) -> None:

@@ -89,5 +89,4 @@ class EncoderAttention(Attention):
 
     @property
     def is_cached(self) -> bool:
-        """See Attention."""
         return False

@@ -79,7 +79,6 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See AttentionBackend.forward."""
         query, key, value = (with_packed_heads(t) for t in (query, key, value))
         sinks = None if sinks is None else sinks.float()
         y = torch.empty(query.shape, dtype=query.dtype)

@@ -114,7 +114,6 @@ class TorchAttentionBackend(AttentionBackend[TorchAttentionMetadata]):
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See AttentionBackend.forward."""
         num_tokens = query.shape[0]
         key_slots = kv_cache.key.view(-1, spec.num_kv_heads * spec.head_size)
         value_slots = kv_cache.value.view(-1, spec.num_kv_heads * spec.head_size)

@@ -57,12 +57,10 @@ class NativeKernels(Kernels):
 
     @property
     def pack_format(self) -> str:
-        """See Kernels.pack_format."""
         return f"native {self.context.instruction_set}, ABI {ABI_VERSION}"
 
     @contextmanager
     def packing(self, packs: Packs) -> Iterator[None]:
-        """See Kernels.packing."""
         self.context.packs = packs
         try:
             yield
@@ -70,31 +68,25 @@ class NativeKernels(Kernels):
             self.context.packs = FRESH_PACKS
 
     def release_memory(self) -> None:
-        """See Kernels.release_memory."""
         self.context.result_memory.release()
 
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
-        """See Kernels.linear."""
         self.context.num_kernels += 1
         return NativeLinear(Matrix(self.context, weight, is_gated=spec.gated), bias, spec)
 
     def can_quantize(self, weight: QuantizedWeight) -> bool:
-        """See Kernels.can_quantize."""
         return can_pack(weight)
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
-        """See Kernels.quantized_linear."""
         self.context.num_kernels += 1
         matrix = QuantizedMatrix(self.context, [weight], is_gated=spec.gated)
         return NativeQuantizedLinear(matrix, bias, spec)
 
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
-        """See Kernels.embedding."""
         self.context.num_kernels += 1
         return NativeEmbedding(self.context, table, head)
 
     def rms_norm(self, weight: Tensor, spec: NormSpec) -> NormKernel:
-        """See Kernels.rms_norm."""
         self.context.num_kernels += 1
         return NativeRmsNorm(self.context, weight, spec)
 
@@ -105,22 +97,18 @@ class NativeKernels(Kernels):
         key_norm: Tensor | None = None,
         spec: NormSpec | None = None,
     ) -> RotationKernel:
-        """See Kernels.rotation."""
         self.context.num_kernels += 1
         return NativeRotation(self.context, head_size, query_norm, key_norm, spec)
 
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
-        """See Kernels.activation."""
         self.context.num_kernels += 1
         return NativeActivation(self.context, name, gated)
 
     def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:
-        """See Kernels.router."""
         self.context.num_kernels += 1
         return NativeRouter(self.context, spec, dtype)
 
     def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
-        """See Kernels.experts."""
         self.context.num_kernels += 1
         first = PlainBlock(self.context, gate_up, is_gated=True)
         return NativeExperts(self.context, first, PlainBlock(self.context, down, is_gated=False), activation)
@@ -128,13 +116,11 @@ class NativeKernels(Kernels):
     def quantized_experts(
         self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], activation: str
     ) -> ExpertsKernel:
-        """See Kernels.quantized_experts."""
         self.context.num_kernels += 1
         first = QuantizedBlock(self.context, gate_up, is_gated=True)
         return NativeExperts(self.context, first, QuantizedBlock(self.context, down, is_gated=False), activation)
 
     def sampling(self) -> SamplingKernel:
-        """See Kernels.sampling."""
         return NativeSampling(self.context)
 
 
@@ -203,7 +189,6 @@ class NativeLinear:
         self._empty = matrix.context.empty_result if spec.float32_output else torch.empty
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See LinearKernel."""
         x = with_packed_rows(x)
         args, n = self._args, x.shape[0]
         y = self._empty((n, self._matrix.n), dtype=self._out_dtype)
@@ -227,7 +212,6 @@ class NativeEmbedding:
         self._context = context
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """See EmbeddingKernel.lookup."""
         y = torch.empty((ids.shape[0], self._dim), dtype=self._dtype)
         args = self._args
         args.rows, args.ids, args.y = ids.shape[0], ids.data_ptr(), y.data_ptr()
@@ -235,7 +219,6 @@ class NativeEmbedding:
         return y
 
     def project(self, x: Tensor) -> Tensor:
-        """See EmbeddingKernel.project."""
         assert self._head is not None, "this table is no logits head"
         return self._head(x)
 
@@ -302,7 +285,6 @@ class NativeRotation:
         self._handle = context.handle
 
     def __call__(self, query: Tensor, key: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor]:
-        """See RotationKernel."""
         args = self._args
         query, key = with_packed_rows(query), with_packed_rows(key)
         args.tokens, args.dtype = query.shape[0], DTYPES[query.dtype]
@@ -328,7 +310,6 @@ class NativeActivation:
         self._context = context
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See ActivationKernel."""
         x = with_packed_rows(x)
         n, dim = x.shape[0], x.shape[1] // 2 if self._is_gated else x.shape[1]
         y, args = torch.empty((n, dim), dtype=x.dtype), self._args

@@ -36,7 +36,6 @@ class NativeRouter:
         )
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See RouterKernel."""
         logits, args = logits.contiguous(), self._args
         n, num_experts = logits.shape
         ids, weights = torch.empty((n, self._k), dtype=torch.int64), torch.empty((n, self._k))
@@ -87,7 +86,6 @@ class NativeExperts:
             self._args.down_quantization = pointer(down.quantization)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See ExpertsKernel."""
         x, ids, weights, args = with_packed_rows(x), ids.contiguous(), weights.contiguous(), self._args
         y = torch.empty(x.shape, dtype=x.dtype)
         args.dtype = DTYPES[x.dtype]

@@ -155,7 +155,6 @@ class NativeQuantizedLinear:
         self._handle = matrix.context.handle
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See LinearKernel."""
         x = with_packed_rows(x)
         args, n = self._args.linear, x.shape[0]
         out_dtype = torch.float32 if self._spec.float32_output else x.dtype

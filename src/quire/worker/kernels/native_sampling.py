@@ -21,7 +21,6 @@ class NativeSampling:
         self._rules: DrawRules | None = None
 
     def choose(self, logits: Tensor, rules: DrawRules | None, indices: Ids) -> Ids:
-        """See SamplingKernel.choose."""
         logits = as_rows(logits)
         args = self._args
         if rules is not self._rules:
@@ -45,7 +44,6 @@ class NativeSampling:
         args.seeds = rules.seeds.ctypes.data
 
     def logprobs(self, logits: Tensor, which: Ids, selected: Ids, num_top: int) -> TokenLogprobs:
-        """See SamplingKernel.logprobs."""
         logits, n = as_rows(logits), len(which)
         which, selected = np.ascontiguousarray(which), np.ascontiguousarray(selected)
         result = TokenLogprobs(

@@ -43,23 +43,18 @@ class TorchKernels(Kernels):
     keeps_weights: ClassVar[bool] = True
 
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
-        """See Kernels.linear."""
         return functools.partial(linear, weight=weight, bias=bias, spec=spec)
 
     def can_quantize(self, weight: QuantizedWeight) -> bool:
-        """See Kernels.can_quantize."""
         return True
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
-        """See Kernels.quantized_linear."""
         return functools.partial(quantized_linear, weight=weight, bias=bias, spec=spec)
 
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
-        """See Kernels.embedding."""
         return TorchEmbedding(table, head or LOGITS)
 
     def rms_norm(self, weight: Tensor, spec: NormSpec) -> NormKernel:
-        """See Kernels.rms_norm."""
         return functools.partial(rms_norm, weight=weight, spec=spec)
 
     def rotation(
@@ -69,31 +64,25 @@ class TorchKernels(Kernels):
         key_norm: Tensor | None = None,
         spec: NormSpec | None = None,
     ) -> RotationKernel:
-        """See Kernels.rotation."""
         return functools.partial(rotate_heads, head_size=head_size, query_norm=query_norm, key_norm=key_norm, spec=spec)
 
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
-        """See Kernels.activation."""
         return functools.partial(activate, name=name, is_gated=gated)
 
     def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:
-        """See Kernels.router."""
         return functools.partial(route, spec=spec, dtype=dtype)
 
     def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
-        """See Kernels.experts."""
         return functools.partial(ask_experts, gate_up=gate_up, down=down, activation=activation)
 
     def quantized_experts(
         self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], activation: str
     ) -> ExpertsKernel:
-        """See Kernels.quantized_experts."""
         return functools.partial(
             ask_experts, gate_up=gate_up, down=down, activation=activation, product=quantized_linear
         )
 
     def sampling(self) -> SamplingKernel:
-        """See Kernels.sampling."""
         return TorchSampling()
 
 
@@ -105,18 +94,15 @@ class TorchEmbedding:
         self._head = head
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """See EmbeddingKernel.lookup."""
         return functional.embedding(ids, self._table)
 
     def project(self, x: Tensor) -> Tensor:
-        """See EmbeddingKernel.project."""
         return linear(x, weight=self._table, bias=None, spec=self._head)
 
 
 def linear(
     x: Tensor, residual: Tensor | None = None, *, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN
 ) -> Tensor:
-    """See LinearKernel."""
     y = functional.linear(x, weight, bias)
     if spec.float32_output:
         y = y.float()
@@ -129,7 +115,6 @@ def linear(
 
 
 def rms_norm(x: Tensor, residual: Tensor | None = None, *, weight: Tensor, spec: NormSpec) -> Tensor:
-    """See NormKernel."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps)
     if spec.scale_in_float32:
@@ -149,7 +134,6 @@ def rotate_heads(
     key_norm: Tensor | None = None,
     spec: NormSpec | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See RotationKernel."""
     n = query.shape[0]
     q, k = query.view(n, -1, head_size), key.view(n, -1, head_size)  # [n, heads, head_size]
     if spec is not None and query_norm is not None and key_norm is not None:
@@ -171,7 +155,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def activate(x: Tensor, *, name: str, is_gated: bool) -> Tensor:
-    """See ActivationKernel."""
     function = get_activation(name)
     return gated(function, x) if is_gated else function(x)
 
@@ -242,7 +225,6 @@ def quantized_linear(
     bias: Tensor | None,
     spec: LinearSpec = PLAIN,
 ) -> Tensor:
-    """See Kernels.quantized_linear."""
     if weight.quantizes_inputs:
         values, scales = quantize_rows(x)
         y = multiply_int8(values, weight.values).float() * weight.scales.squeeze(1) * scales

@@ -38,21 +38,17 @@ class Linear(nn.Module):
         self._kernel: LinearKernel | None = None
 
     def store(self, parts: Sequence[QuantizedWeight]) -> bool:
-        """See QuantizableWeights."""
         self._stored = QuantizedWeight.stack(parts) if same_kind(parts) else None
         return self._stored is not None
 
     @property
     def stored_kinds(self) -> tuple[Kind, ...]:
-        """See QuantizableWeights."""
         return () if self._stored is None else (self._stored.kind,)
 
     def store_outlines(self, kinds: Sequence[Kind]) -> None:
-        """See QuantizableWeights."""
         self._stored = QuantizedWeight.outline(self.weight.shape, kinds[0]) if kinds else None
 
     def prepare(self, kernels: Kernels) -> LinearKernel:
-        """See Prepared."""
         bias = None if self.bias is None else self.bias.data
         weight = self._quantized_weight(kernels)
         self.quantized_bytes = None if weight is None else weight.num_bytes
@@ -78,7 +74,6 @@ class Linear(nn.Module):
         return None
 
     def discard(self) -> None:
-        """See Prepared."""
         self._kernel = GIVEN_BACK
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -97,7 +92,6 @@ class PackedLinear(Linear):
         self.parts = parts
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See PackedWeights."""
         for parameter, tensor in self.named_parameters(recurse=False):
             rows = torch.split(tensor.data, list(self.parts.values()))
             yield from ((f"{part}.{parameter}", view) for part, view in zip(self.parts, rows, strict=True))
@@ -116,14 +110,12 @@ class Embedding(nn.Module):
         self._kernel: EmbeddingKernel | None = None
 
     def prepare(self, kernels: Kernels) -> EmbeddingKernel:
-        """See Prepared."""
         self._kernel = kernel = kernels.embedding(self.weight.data, self.head)
         if not kernels.keeps_weights:
             forget(self, "weight")
         return kernel
 
     def discard(self) -> None:
-        """See Prepared."""
         self._kernel = GIVEN_BACK
 
     def forward(self, ids: Tensor) -> Tensor:

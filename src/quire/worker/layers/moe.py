@@ -44,7 +44,6 @@ class QuantizedExperts:
 
     @property
     def num_bytes(self) -> int:
-        """See QuantizedWeight."""
         return sum(weight.num_bytes for weight in (*self.gate_up, *self.down))
 
     def to(self, device: torch.device) -> QuantizedExperts:
@@ -71,7 +70,6 @@ class Experts(nn.Module):
         self.down_proj = weight(spec.num_experts, hidden_size, spec.expert_size)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See PackedWeights."""
         spec, size = self.spec, self.spec.expert_size
         for expert in range(spec.num_experts):
             gate_up = self.gate_up_proj.data[expert]
@@ -80,7 +78,6 @@ class Experts(nn.Module):
             yield f"experts.{expert}.{spec.down_name}.weight", self.down_proj.data[expert]
 
     def store(self, parts: Sequence[QuantizedWeight]) -> bool:
-        """See QuantizableWeights."""
         gate_up, down = [part for i, part in enumerate(parts) if i % 3 < 2], list(parts[2::3])
         if not (same_kind(gate_up) and same_kind(down)):
             return False
@@ -90,17 +87,14 @@ class Experts(nn.Module):
 
     @property
     def stored_kinds(self) -> tuple[Kind, ...]:
-        """See QuantizableWeights."""
         return () if self._stored is None else (self._stored.gate_up[0].kind, self._stored.down[0].kind)
 
     def store_outlines(self, kinds: Sequence[Kind]) -> None:
-        """See QuantizableWeights."""
         both = zip((self.gate_up_proj, self.down_proj), kinds, strict=False)
         outlines = [[QuantizedWeight.outline(block.shape[1:], kind)] * len(block) for block, kind in both]
         self._stored = QuantizedExperts(*outlines) if outlines else None
 
     def prepare(self, kernels: Kernels) -> ExpertsKernel:
-        """See Prepared."""
         quantized = self._quantized_experts(kernels)
         self.quantized_bytes = None if quantized is None else quantized.num_bytes
         if quantized is None:
@@ -131,7 +125,6 @@ class Experts(nn.Module):
         return None
 
     def discard(self) -> None:
-        """See Prepared."""
         self._kernel = GIVEN_BACK
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -155,7 +148,6 @@ class MoE(nn.Module):
         self._router: RouterKernel | None = None
 
     def prepare(self, kernels: Kernels) -> RouterKernel:
-        """See Prepared."""
         spec = RouterSpec(
             num_experts_per_token=self.spec.num_experts_per_token,
             normalize=self.spec.normalize,
@@ -165,7 +157,6 @@ class MoE(nn.Module):
         return router
 
     def discard(self) -> None:
-        """See Prepared."""
         self._router = GIVEN_BACK
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

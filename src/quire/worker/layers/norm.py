@@ -25,12 +25,10 @@ class RMSNorm(nn.Module):
         self._kernel: NormKernel | None = None
 
     def prepare(self, kernels: Kernels) -> NormKernel:
-        """See Prepared."""
         self._kernel = kernel = kernels.rms_norm(self.weight.data, self.spec)
         return kernel
 
     def discard(self) -> None:
-        """See Prepared."""
         self._kernel = GIVEN_BACK
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

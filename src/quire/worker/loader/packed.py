@@ -103,7 +103,6 @@ class MappedPacks:
         self._names: Iterator[str] = iter(())
 
     def begin(self, layer: str) -> None:
-        """See Packs."""
         self._names = _names_of(layer)
 
     def take(self, num_bytes: int, fill: Fill) -> Tensor:
@@ -123,11 +122,9 @@ class RecordedPacks:
         self._names: Iterator[str] = iter(())
 
     def begin(self, layer: str) -> None:
-        """See Packs."""
         self._names = _names_of(layer)
 
     def take(self, num_bytes: int, fill: Fill) -> Tensor:
-        """See Packs."""
         memory = take_memory(num_bytes)
         fill(memory)
         self._writer.add(next(self._names), memory)

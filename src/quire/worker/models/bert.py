@@ -154,7 +154,6 @@ class BertModel(nn.Module):
             self.classifier = Linear(hf.hidden_size, len(pooling.labels), bias=True, spec=LOGITS)
 
     def checkpoint_name(self, name: str) -> str | None:
-        """See NamedWeights."""
         name = _PREFIX.sub("", name)
         if _OTHER_HEADS.search(name) and not (self.pooler is not None and name.startswith("pooler.")):
             return None

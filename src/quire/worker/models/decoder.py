@@ -101,7 +101,6 @@ class SelfAttention(nn.Module):
         )
 
     def prepare(self, kernels: Kernels) -> RotationKernel:
-        """See Prepared."""
         if self.qk_norm == "head":
             norms = self.q_norm.weight.data, self.k_norm.weight.data, self.q_norm.spec
             rotation = kernels.rotation(self.head_dim, *norms)
@@ -111,7 +110,6 @@ class SelfAttention(nn.Module):
         return rotation
 
     def discard(self) -> None:
-        """See Prepared."""
         self._rotation = GIVEN_BACK
 
     def forward(self, x: Tensor, rotations: Rotations, residual: Tensor | None = None) -> Tensor:

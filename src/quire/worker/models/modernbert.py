@@ -50,12 +50,10 @@ class ModernBertAttention(nn.Module):
         )
 
     def prepare(self, kernels: Kernels) -> RotationKernel:
-        """See Prepared."""
         self._rotation = rotation = kernels.rotation(self.head_dim)
         return rotation
 
     def discard(self) -> None:
-        """See Prepared."""
         self._rotation = GIVEN_BACK
 
     def forward(self, x: Tensor, angles: RotaryAngles, residual: Tensor) -> Tensor:
@@ -135,7 +133,6 @@ class ModernBertModel(nn.Module):
         self.classifier = Linear(hf.hidden_size, len(pooling.labels), bias=True, spec=LOGITS) if has_head else None
 
     def checkpoint_name(self, name: str) -> str | None:
-        """See NamedWeights."""
         name = name.removeprefix("model.")
         is_other = name.startswith("decoder.") or (self.head is None and name.startswith(("head.", "classifier.")))
         return None if is_other else name

@@ -56,7 +56,6 @@ class PooledDecoder(nn.Module):
             self.score = Linear(hf.hidden_size, size, has_bias, LOGITS)
 
     def checkpoint_name(self, name: str) -> str | None:
-        """See NamedWeights."""
         is_other = (name.startswith("lm_head.") and not self.label_token_ids) or (
             self.score is None and name.startswith("score.")
         )

@@ -56,7 +56,6 @@ class CompressedInt8:
         self.quantizes_inputs = quantizes_inputs
 
     def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
-        """See StoredFormat.shape."""
         weight = _need(infos, "weight")
         if weight.dtype != "I8":
             raise UnsupportedModelError(
@@ -66,7 +65,6 @@ class CompressedInt8:
         return _two(weight)
 
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        """See StoredFormat.read."""
         scales = tensors[self.mark].float().reshape(shape[0], -1)
         zeros = tensors.get("weight_zero_point")
         zeros = None if zeros is None or not zeros.any() else zeros.to(torch.int16).reshape(scales.shape)
@@ -98,7 +96,6 @@ class CompressedPacked:
         return rows, words * (WORD_BITS // self.bits)
 
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        """See StoredFormat.read."""
         half = 1 << (self.bits - 1)
         values = unpack(tensors[self.mark], self.bits) - half
         scales = tensors["weight_scale"].float().reshape(shape[0], -1)
@@ -129,14 +126,12 @@ class Gptq:
         self.zero_offset = zero_offset
 
     def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
-        """See StoredFormat.shape."""
         words, columns = _two(_need(infos, self.mark))
         _need(infos, "qzeros")
         _need(infos, "scales")
         return columns, words * (WORD_BITS // self.bits)
 
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        """See StoredFormat.read."""
         half = 1 << (self.bits - 1)
         values = unpack(tensors[self.mark].T.contiguous(), self.bits) - half  # [out, in]
         zeros = unpack(tensors["qzeros"], self.bits) + (self.zero_offset - half)  # [groups, out]
@@ -159,14 +154,12 @@ class AwqGemm:
     bits: ClassVar[int] = 4
 
     def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
-        """See StoredFormat.shape."""
         rows, words = _two(_need(infos, self.mark))
         _need(infos, "qzeros")
         _need(infos, "scales")
         return words * (WORD_BITS // self.bits), rows
 
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        """See StoredFormat.read."""
         values = _in_order(unpack(tensors[self.mark], self.bits)) - 8  # [in, out]
         zeros = _in_order(unpack(tensors["qzeros"], self.bits)) - 8  # [groups, out]
         scales = tensors["scales"].float().T.contiguous()

@@ -62,7 +62,6 @@ class QuantizedWeight:
 
     @property
     def kind(self) -> Kind:
-        """See Kind."""
         return Kind(self.bits, self.group_size, self.zeros is not None, self.quantizes_inputs)
 
     @property

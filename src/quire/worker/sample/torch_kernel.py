@@ -192,7 +192,6 @@ class TorchSampling:
         self._random: RandomRows | None = None
 
     def choose(self, logits: Tensor, rules: DrawRules | None, indices: Ids) -> Ids:
-        """See SamplingKernel.choose."""
         if rules is None:
             return argmax(logits)
         random = self._select(rules, logits.device)
@@ -204,7 +203,6 @@ class TorchSampling:
         return token_ids
 
     def logprobs(self, logits: Tensor, which: Ids, selected: Ids, num_top: int) -> TokenLogprobs:
-        """See SamplingKernel.logprobs."""
         rows = logits[torch.from_numpy(which).to(logits.device)]
         return compute_logprobs(rows, torch.from_numpy(selected).to(logits.device), num_top)
 
