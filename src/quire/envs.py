@@ -22,15 +22,15 @@ class EnvVar:
     help: str
 
     def get(self) -> str:
-        """Its value now, or the default."""
+        """Returns its value, or the default."""
         return os.environ.get(self.name, self.default)
 
     def flag(self) -> bool:
-        """Its value as a switch: 1/true/yes/on."""
+        """Returns its value as a switch: True for 1, true, yes and on."""
         return self.get().strip().lower() in {"1", "true", "yes", "on"}
 
     def number(self) -> float:
-        """Its value as a number; ConfigError otherwise."""
+        """Returns its value as a number. Raises ConfigError."""
         text = self.get()
         try:
             return float(text)
@@ -110,7 +110,7 @@ ENV_VARS: tuple[EnvVar, ...] = tuple(v for v in list(globals().values()) if isin
 
 
 def check_environment() -> None:
-    """Refuse an unknown QUIRE_* variable: a misspelt one would be ignored in silence. Raises ConfigError."""
+    """Raises ConfigError for an unknown QUIRE_* variable: a misspelt one would be ignored silently."""
     known = {v.name for v in ENV_VARS}
     for name in os.environ:
         if name.startswith("QUIRE_") and name not in known:

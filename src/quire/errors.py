@@ -60,7 +60,7 @@ class NotFoundError(ClientError):
 class OverloadedError(ClientError):
     """A limit is reached; the request was refused before any work was done for it.
 
-    `retry_after_s` is when it might be taken.
+    `retry_after_s` is the time after which it might be accepted.
     """
 
     status_code = 503
@@ -71,7 +71,7 @@ class OverloadedError(ClientError):
 
 
 class QuotaExceededError(OverloadedError):
-    """One client has as much under way as one may have; others are served."""
+    """The client's own limit is reached; others are served."""
 
     status_code = 429
 
@@ -98,15 +98,15 @@ class UnsupportedModelError(ModelLoadError):
 
 
 class ServerError(QuireError):
-    """Quire is at fault."""
+    """A fault of Quire."""
 
 
 class GenerationError(ServerError):
-    """One request failed inside the engine. It may be retried; neighbours are not affected."""
+    """One request failed inside the engine. It may be retried; other requests are not affected."""
 
 
 class DeadlineExceededError(ServerError):
-    """The request was not finished by its deadline; it was aborted, wherever it was. It may be retried."""
+    """The request was not finished by its deadline and was aborted. It may be retried."""
 
     status_code = 504
 
@@ -116,12 +116,14 @@ class EngineDeadError(ServerError):
 
 
 def error_name(error: BaseException) -> str:
-    """The name under which `make_error` finds the class of `error`, or its nearest base; empty if none is above."""
+    """Returns the name under which `make_error` finds the class of `error`, or its nearest base; empty if there is
+    none."""
     return next((c.__name__ for c in type(error).__mro__ if globals().get(c.__name__) is c), "")
 
 
 def make_error(name: str, message: str, default: type[QuireError]) -> QuireError:
-    """An error that was raised in another process: of the class of that name, or of `default` if there is none."""
+    """Returns an error that was raised in another process: of the class of that name, or of `default` if there
+    is none."""
     error_class = globals().get(name)
     if isinstance(error_class, type) and issubclass(error_class, QuireError):
         return error_class(message)

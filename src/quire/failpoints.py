@@ -1,8 +1,8 @@
 """Named places where a test may make a process fail.
 
-The code calls `failpoint("engine.step.before_execute")` at such a place; nothing happens unless QUIRE_FAILPOINTS names
-it. What can happen, and the grammar, is `quire.testing.failpoints`. `FAILPOINTS` is the list of all names: one that is
-misspelt in the variable is refused, and a test checks that each is called somewhere.
+The code calls `failpoint("engine.step.before_execute")` at such a place, which does nothing unless QUIRE_FAILPOINTS
+names it. `quire.testing.failpoints` has the possible faults and the grammar. `FAILPOINTS` lists all names: a misspelt
+one in the variable is refused, and a test checks that each name is called somewhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAILPOINTS: dict[str, str] = {
     "frontend.stats.record": "frontend: before a statistics logger is told of anything",
     "client.resume": "frontend: a restarted core is ready, live requests are not yet sent again",
 }
-"""Every failpoint and where it is."""
+"""Every failpoint and its place."""
 
 Hit = Callable[[str, str], None]
 """Function that runs at a failpoint, given (name, key)."""
@@ -39,20 +39,20 @@ _hit: Hit | None = None
 
 
 def failpoint(name: str, key: str | Iterable[str] = "") -> None:
-    """A place to fail. `key` (or several, joined only when there is something to do) lets a test choose among hits:
-    it matches a part of it."""
+    """Marks a place to fail. `key` (or several, joined only when needed) lets a test choose among hits: it matches a
+    part of it."""
     if _hit is not None:
         _hit(name, key if isinstance(key, str) else " ".join(key))
 
 
 def arm_failpoints() -> None:
-    """Called once where a process begins: reads QUIRE_FAILPOINTS. Raises ConfigError if it cannot be understood."""
+    """Reads QUIRE_FAILPOINTS. Must be called once where a process begins. Raises ConfigError if it cannot be parsed."""
     text = envs.FAILPOINTS.get()
     install(resolve("quire.testing.failpoints:arm")(text) if text else None)
 
 
 def install(hit: Hit | None) -> None:
-    """Run `hit` at every failpoint of this process; None for nothing. See `quire.testing.failpoints.injected`."""
+    """Runs `hit` at every failpoint of this process; None: nothing. See `quire.testing.failpoints.injected`."""
     global _hit
     _hit = hit
 

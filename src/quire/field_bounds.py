@@ -1,7 +1,7 @@
 """The declared bound of a request field, as data.
 
-Every request field has one row in a table of these (`SAMPLING_FIELDS`, and the tables of other doors): validators,
-command line, documentation and fuzz tests are derived from the rows. Nothing without a bound reaches the engine.
+Every request field has one row in a table (`SAMPLING_FIELDS`, and the tables of other modules). Validators, command
+line, documentation and fuzz tests are derived from the rows. No field without a bound reaches the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FieldBound:
     special: tuple[int, ...] = ()
 
     def validate(self, value: Any) -> None:
-        """Raise ValidationError unless `value` is inside this bound."""
+        """Raises ValidationError unless `value` is inside this bound."""
         if value is None:
             if not self.optional:
                 raise self._error(value, "must not be null")
@@ -65,7 +65,7 @@ class FieldBound:
             raise self._error(value, f"must be in {self.range_text()}")
 
     def range_text(self) -> str:
-        """The range as the documentation writes it: ``(0, 1]``."""
+        """Returns the range as the documentation writes it: ``(0, 1]``."""
         low = "-inf" if self.minimum is None else f"{self.minimum:g}"
         high = "inf" if self.maximum is None else f"{self.maximum:g}"
         text = f"{'(' if self.exclusive_minimum or self.minimum is None else '['}{low}, {high}"
@@ -86,7 +86,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    # math.isfinite overflows on huge ints, so integers go through the int64 bound.
+    # math.isfinite overflows on huge ints, so integers go through the int64 bound
     return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -99,7 +99,7 @@ def _is_map(value: dict[Any, Any]) -> bool:
 
 
 def _is_plain_map(value: dict[Any, Any]) -> bool:
-    """The same for what nearly all are, without a turn of Python per item: it may hold tens of thousands."""
+    """Returns True for a plain map inside the bound, without Python code per item: it may hold tens of thousands."""
     if set(map(type, value)) != {int} or set(map(type, value.values())) - {int, float}:
         return False
     numbers = value.values()

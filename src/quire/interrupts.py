@@ -1,8 +1,8 @@
-"""Keeping Ctrl-C out of half-done bookkeeping.
+"""Keeps Ctrl-C out of half-done bookkeeping, and wakes threads.
 
-When the engine lives in the user's process, Python raises KeyboardInterrupt between any two bytecodes: in the middle of
-a linked-list operation as well as anywhere. So while the engine core or the frontend works on its state, the interrupt
-only is noted, and raised when the state is whole again.
+When the engine lives in the user's process, Python raises KeyboardInterrupt between any two bytecodes, also in the
+middle of a linked-list operation. While the engine core or the frontend works on its state, the interrupt is therefore
+only noted, and raised when the state is consistent again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 
 
 class InterruptShield:
-    """A context in which Ctrl-C is held back until its end.
+    """A context that holds Ctrl-C back until its end.
 
     While `may_break` is set (the worker computes, which may take seconds or hang) a second Ctrl-C is raised at once;
     the code that set it must be able to recover. Does nothing outside the main thread, where Python raises no
@@ -51,24 +51,24 @@ class InterruptShield:
 
 
 class Wakeup:
-    """A pipe to oneself. `set` may be called from any thread, from a finalizer and from a signal handler."""
+    """A pipe of a thread to itself. `set` may be called from any thread, from a finalizer and from a signal handler."""
 
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe()
         os.set_blocking(self.fd, False)
         os.set_blocking(self._write_fd, False)
         self._is_closed = False
-        self._lock = threading.RLock()  # reentrant: a finalizer may run inside of `set`, and call it
+        self._lock = threading.RLock()  # reentrant: a finalizer may run inside `set` and call it
 
     def set(self) -> None:
-        """Make `fd` readable."""
+        """Makes `fd` readable."""
         with self._lock:
             if not self._is_closed:
-                with contextlib.suppress(BlockingIOError):  # full: the thread is woken up anyway
+                with contextlib.suppress(BlockingIOError):  # the pipe is full, so the thread wakes up anyway
                     os.write(self._write_fd, b"\0")
 
     def clear(self) -> None:
-        """Make `fd` unreadable again. What was posted before is to be looked at after this, not before."""
+        """Makes `fd` unreadable again. Call this before reading what was posted, not after."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 4096)
 

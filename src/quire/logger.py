@@ -44,7 +44,7 @@ _SECRETS = (
 
 
 def redact(text: str) -> str:
-    """`text` without what looks like a key, a password or a token."""
+    """Returns `text` without anything that looks like a key, a password or a token."""
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
@@ -57,7 +57,7 @@ class TextFormatter(logging.Formatter):
         super().__init__(TEXT_FORMAT, datefmt="%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  its name in logging
-        """The line: what others have put into the message cannot begin another one."""
+        """Returns the line; text in the message cannot begin another line."""
         record.message = redact(record.message).translate(_CONTROL)
         return super().formatMessage(record)
 
@@ -91,7 +91,7 @@ _configured = False
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger of a module: `logger = init_logger(__name__)`."""
+    """Returns the logger of a module: `logger = init_logger(__name__)`."""
     global _configured
     if not _configured:
         _configured = True
@@ -107,8 +107,7 @@ def init_logger(name: str) -> logging.Logger:
 
 
 def use_format(name: str) -> None:
-    """Write lines in this form from now on, and so will child processes. An application's own handlers stay as they
-    are."""
+    """Writes lines in this form from now on, in child processes, too. An application's own handlers are not changed."""
     os.environ[envs.LOG_FORMAT.name] = name
     for handler in logging.getLogger("quire").handlers:
         handler.setFormatter(make_formatter(_format()))

@@ -24,7 +24,7 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 
 
 PromptLogprobs = list[dict[int, Logprob] | None]
-"""One entry per prompt token; the first is None, for nothing precedes it."""
+"""One entry per prompt token; the first is None, because nothing precedes it."""
 SampleLogprobs = list[dict[int, Logprob]]
 """One entry per output token: the sampled token first, then the most likely ones."""
 
@@ -64,7 +64,7 @@ class CompletionOutput(msgspec.Struct, gc=False):
     error_message: str | None = None
     """Cause and remedy when `finish_reason` is "error"."""
     error_type: str = ""
-    """Its class in `quire.errors`, where it is not a GenerationError."""
+    """Name of a class in `quire.errors`, where it is not GenerationError."""
 
     def finished(self) -> bool:
         """True once no more tokens will come."""
@@ -95,7 +95,7 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """The result of a pooling request. `finish_reason` is "stop"; "abort" or "error" of one that has no result."""
+    """The result of a pooling request. `finish_reason` is "stop", or "abort" or "error" without a result."""
 
     request_id: str
     outputs: PoolingOutput
@@ -106,7 +106,7 @@ class PoolingRequestOutput:
     error_message: str | None = None
     """Cause and remedy when `finish_reason` is "error"."""
     error_type: str = ""
-    """Its class in `quire.errors`, where it is not a GenerationError."""
+    """Name of a class in `quire.errors`, where it is not GenerationError."""
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Its length."""
+        """Length of the embedding."""
         return len(self.embedding)
 
 

@@ -18,7 +18,7 @@ POOLING_FIELDS = (
     FieldBound("step_tag_id", "int", 0, 2**31 - 1, optional=True),
     FieldBound("skip_reading_prefix_cache", "bool", optional=True),
 )
-"""The bounds of what is a number or a switch."""
+"""Bounds of the numbers and switches."""
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -27,7 +27,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     use_activation: bool | None = None
     """Normalise an embedding, or turn scores into probabilities. None: as the model's files say."""
     dimensions: int | None = None
-    """Cut the embedding to its first so many numbers; only of a model that was trained for it."""
+    """Cut the embedding to its first so many numbers; only for a model that was trained for it."""
     step_tag_id: int | None = None
     """Token id at the end of each step of an answer: a task per token returns the results of these tokens only. None:
     the server's --pooler-config or the model's files decide."""
@@ -37,14 +37,14 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     extra_kwargs: dict[str, Any] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
     segment_start: int | None = None
-    """Filled in by the engine: the first token of the second text of a pair, where the model marks it."""
+    """Set by the engine: the first token of the second text of a pair, where the model marks it."""
 
     def clone(self) -> PoolingParams:
-        """An independent copy."""
+        """Returns an independent copy."""
         return msgspec.structs.replace(self)
 
     def validate_fields(self) -> None:
-        """Raise ValidationError for a value that no model takes, or that asks for what is not supported."""
+        """Raises ValidationError for a value that no model accepts, or that asks for an unsupported feature."""
         for bound in POOLING_FIELDS:
             bound.validate(getattr(self, bound.name))
         if self.task is not None and self.task not in POOLING_TASKS:

@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 
 
 def resolve(name: str) -> Any:
-    """The object that `name` ("package.module:attribute") names. Raises ConfigError if there is none."""
+    """Returns the object that `name` ("package.module:attribute") names. Raises ConfigError if there is none."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{name!r} does not name an object; write it as 'package.module:attribute'")
@@ -21,7 +21,7 @@ def resolve(name: str) -> Any:
         return getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as e:
         if e.name is not None and not module_name.startswith(e.name):
-            raise  # the module exists and misses a dependency of its own: that error says more
+            raise  # the module exists and a dependency of it is missing: that error is clearer
         raise ConfigError(f"there is no module {module_name!r} (named by {name!r})") from e
     except AttributeError:
         raise ConfigError(f"module {module_name!r} has no {attribute!r} (named by {name!r})") from None

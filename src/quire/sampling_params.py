@@ -23,7 +23,7 @@ from quire.structured_outputs import ReasoningTokens, are_reasoning_tokens
 from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
-"""Below this a temperature means greedy decoding (spec/vllm.md §1)."""
+"""A lower temperature means greedy decoding."""
 MIN_TEMPERATURE = 0.01
 """A sampling temperature below this is raised to it: smaller ones overflow in half precision."""
 MAX_BAD_WORDS = 128
@@ -113,8 +113,8 @@ SAMPLING_FIELDS: tuple[FieldBound, ...] = (
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True):
     """Parameters of one generation request.
 
-    The object a user passes is never changed: the frontend works on `clone()`. The fields after the blank line at the
-    end are filled in by the frontend from the model and the tokenizer; users leave them alone.
+    The object a user passes is never changed: the frontend works on `clone()`. The frontend fills in the fields after
+    the blank line at the end from the model and the tokenizer; users leave them alone.
 
     Raises ValidationError (a ValueError) naming the field when a value is outside its bound.
     """
@@ -192,7 +192,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
         self.settle()
 
     def settle(self) -> None:
-        """Bring every field into its usual form, and check it. Raises ValidationError; may be repeated."""
+        """Brings every field into its usual form and checks it. May be repeated. Raises ValidationError."""
         if self.seed == -1:
             self.seed = None
         if self.thinking_token_budget == -1:
@@ -224,7 +224,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
 
     @property
     def all_stop_token_ids(self) -> set[int]:
-        """stop_token_ids plus the end-of-sequence token; what `min_tokens` must hold back."""
+        """Returns stop_token_ids plus the end-of-sequence token: the tokens that `min_tokens` holds back."""
         ids = set(self.stop_token_ids or ())
         if self.eos_token_id is not None and not self.ignore_eos:
             ids.add(self.eos_token_id)
@@ -261,7 +261,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
     # -- the door -----------------------------------------------------------------------------------------------
 
     def validate_fields(self) -> None:
-        """Check every field against its declared bound, then fields against each other. Raises ValidationError."""
+        """Checks every field against its declared bound, then fields against each other. Raises ValidationError."""
         for bound, default in _BOUNDS_AND_DEFAULTS:
             value = getattr(self, bound.name)
             if value is not default:
@@ -314,7 +314,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
             raise ValidationError("bad_words holds an empty word", param="bad_words", value="")
 
     def validate_for_model(self, vocab_size: int, max_logprobs: int) -> None:
-        """Check token ids against the vocabulary and logprob counts against the model's limit.
+        """Checks token ids against the vocabulary and logprob counts against the model's limit.
 
         `max_logprobs` of -1 means no limit. Raises ValidationError.
         """

@@ -31,26 +31,26 @@ STRUCTURED_FIELDS: tuple[FieldBound, ...] = (
     FieldBound("whitespace_pattern", "str", max_len=1024, optional=True),
     FieldBound("structural_tag", "str", max_len=MAX_GRAMMAR_CHARS, optional=True),
 )
-"""All fields but `json`, which is text or an object."""
+"""All fields except `json`, which is text or an object."""
 
 
 class GrammarSource(NamedTuple):
-    """The one thing that was asked for: "json", "regex", "choice", "grammar" or "structural_tag", and its text."""
+    """The form that was asked for: "json", "regex", "choice", "grammar" or "structural_tag", and its text."""
 
     kind: str
     text: str
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tokens a model puts around what it thinks before it answers."""
+    """The tokens that a model puts around its reasoning, which comes before the answer."""
 
     close: int
     open: int | None = None
-    """None: the prompt ends with it, and the reasoning has begun."""
+    """Token that begins the reasoning. None: the prompt ends with it."""
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All of them."""
+        """All of these tokens."""
         return (self.close,) if self.open is None else (self.close, self.open)
 
 
@@ -69,17 +69,17 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: str | None = None
     """A context-free grammar: Lark, or GBNF/EBNF with `root ::= …`."""
     json_object: bool | None = None
-    """Any JSON object."""
+    """Accept any JSON object."""
     disable_any_whitespace: bool = False
     """JSON without white space between its parts."""
     disable_additional_properties: bool = False
-    """JSON objects hold nothing but the properties their schema names, also where it does not say so."""
+    """JSON objects have only the properties their schema names, even where it allows others."""
     whitespace_pattern: str | None = None
     """Regular expression of the white space between parts of JSON; replaces the bounded default."""
     structural_tag: str | None = None
     """Free text with tags, as JSON: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
     reasoning: ReasoningTokens | None = None
-    """The form begins behind these, if the model reasons. A server finds out by itself (--reasoning-parser)."""
+    """The form begins after these tokens, if the model reasons. A server sets them by itself (--reasoning-parser)."""
 
     def __post_init__(self) -> None:
         if self.json is not None:
@@ -116,8 +116,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return getattr(self, name) is not None
 
     def behind(self, reasoning: ReasoningTokens) -> StructuredOutputsParams:
-        """The same form behind the model's reasoning."""
-        other = copy.copy(self)  # nothing that has been checked is checked again
+        """Returns the same form after the model's reasoning."""
+        other = copy.copy(self)  # checked fields are not checked again
         msgspec.structs.force_setattr(other, "reasoning", reasoning)
         return other
 
@@ -125,7 +125,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def source(self) -> GrammarSource:
         """Returns the kind of grammar and its text."""
         if self.json is not None:
-            assert isinstance(self.json, str)  # __post_init__ makes it one
+            assert isinstance(self.json, str)  # __post_init__ ensures exactly one
             return GrammarSource("json", self.json)
         if self.regex is not None:
             return GrammarSource("regex", self.regex)
@@ -182,10 +182,10 @@ def _validate_reasoning(reasoning: object) -> None:
 
 
 def _schema_text(schema: object) -> str:
-    """A schema as JSON text. Raises ValidationError if it is no JSON object, or too long or deep."""
+    """Returns a schema as JSON text. Raises ValidationError if it is no JSON object, or too long or deep."""
     try:
         if not isinstance(schema, str):
-            _check_length(len(msgspec.json.encode(schema)))  # much quicker than what follows, and no longer
+            _check_length(len(msgspec.json.encode(schema)))  # much quicker than the code below, and never too strict
         text = schema if isinstance(schema, str) else json_text.dumps(schema, allow_nan=False)
         _check_length(len(text))
         value = json_text.loads(text, parse_constant=_refuse_constant)
@@ -212,7 +212,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _depth(value: object) -> int:
-    """Levels of lists and objects, found without recursion."""
+    """Returns the levels of lists and objects, without recursion."""
     depth, level = 0, [value]
     while level:
         depth += 1

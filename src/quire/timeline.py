@@ -1,6 +1,6 @@
-"""When a starting process reached what: stamps that `quire bench startup` lays side by side.
+"""Stamps of a starting process, which `quire bench startup` compares.
 
-Each process keeps one list; the engine core's travels to its frontend in `EngineCoreReadyResponse`. Times are
+Each process keeps one list; the engine core's is sent to its frontend in `EngineCoreReadyResponse`. Times are
 CLOCK_MONOTONIC, which on Linux is one clock for all processes of a machine, and a core runs on its frontend's machine.
 """
 
@@ -45,13 +45,14 @@ def get_stamps() -> list[Stamp]:
 
 
 def process_start(stat: str = "/proc/self/stat") -> float:
-    """When this process was created, to 10 ms (proc(5), starttime). Without /proc: when Quire was first imported."""
+    """Returns the time at which this process was created, to 10 ms (proc(5), starttime). Without /proc: at which Quire
+    was first imported."""
     try:
         with open(stat, encoding="utf-8", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])  # the name before it may hold blanks
     except (OSError, ValueError, IndexError):
         return min((s.time_s for s in _stamps.values()), default=time.monotonic())
-    asleep = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()  # the machine's; starttime counts it
+    asleep = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()  # of the machine; starttime counts from it
     return ticks / os.sysconf("SC_CLK_TCK") - asleep
 
 

@@ -1,4 +1,4 @@
-"""The version: where everything that may not import the package's face finds it."""
+"""The version, for modules that may not import the package's face."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _without_rotation(hf: HFConfig, layer: int) -> bool:
 UNIFORM: frozenset[str] = frozenset(
     ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM")
 )
-"""Architectures whose layers all have the window, if there is one, whatever `layer_types` says."""
+"""Architectures whose layers all have the window, if there is one, with any `layer_types`."""
 
 MIXED: Mapping[str, IsSliding] = {
     "Gemma2ForCausalLM": _every_second,
@@ -65,11 +65,12 @@ MIXED: Mapping[str, IsSliding] = {
     "Qwen3ForCausalLM": _after_the_first,
     "SmolLM3ForCausalLM": _without_rotation,
 }
-"""Architectures that mix layers with and without a window: which have it where config.json has no `layer_types`."""
+"""Architectures with and without a window by layer: the rule where config.json has no `layer_types`."""
 
 
 def layer_kinds(hf: HFConfig) -> list[str]:
-    """The kind of each layer, FULL_ATTENTION or SLIDING_ATTENTION; an architecture in neither table has no windows.
+    """Returns the kind of each layer, FULL_ATTENTION or SLIDING_ATTENTION; architectures in neither table have no
+    windows.
 
     A sliding layer has a window only if config.json gives one: see `attention_windows`. Raises UnsupportedModelError
     for a kind that is not attention, ModelLoadError for a list of the wrong length.

@@ -28,7 +28,7 @@ MAX_TOKENIZER_BYTES = 512 << 20
 
 
 def checked_path(directory: Path, name: str, *, source: Path | None = None) -> Path:
-    """`directory/name`, which must be there. `source` is the file that names it. Raises ModelLoadError."""
+    """Returns `directory/name`, which must exist. `source` is the file that names it. Raises ModelLoadError."""
     path = directory / name
     if "\\" in name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ModelLoadError(f"{source or directory} names the file {name!r}, which is outside the checkpoint's folder")
@@ -48,7 +48,8 @@ def checked_path(directory: Path, name: str, *, source: Path | None = None) -> P
 
 
 def find_file(directory: Path, name: str, max_bytes: int) -> Path | None:
-    """The same for a file that may be absent; it must not be larger than `max_bytes`. Raises ModelLoadError."""
+    """Returns the path of a file, None if it is absent; it must not be larger than `max_bytes`. Raises
+    ModelLoadError."""
     path = directory / name
     if not path.exists() and not path.is_symlink():
         return None
@@ -60,7 +61,7 @@ def find_file(directory: Path, name: str, max_bytes: int) -> Path | None:
 
 
 def read_text(directory: Path, name: str, max_bytes: int) -> str | None:
-    """The text of a file; None if it is absent. Raises ModelLoadError."""
+    """Returns the text of a file; None if it is absent. Raises ModelLoadError."""
     path = find_file(directory, name, max_bytes)
     if path is None:
         return None
@@ -73,7 +74,7 @@ def read_text(directory: Path, name: str, max_bytes: int) -> str | None:
 
 
 def read_object(directory: Path, name: str) -> dict[str, Any] | None:
-    """The JSON object in a file; None if it is absent. Raises ModelLoadError."""
+    """Returns the JSON object in a file; None if it is absent. Raises ModelLoadError."""
     text = read_text(directory, name, MAX_JSON_BYTES)
     if text is None:
         return None
@@ -87,14 +88,14 @@ def read_object(directory: Path, name: str) -> dict[str, Any] | None:
 
 
 def _allowed_roots(directory: Path) -> list[Path]:
-    """The folder, and for a hub snapshot (`models--owner--name/snapshots/revision`) the repository's cache."""
+    """Returns the folder, and for a hub snapshot (`models--owner--name/snapshots/revision`) the repository's cache."""
     folder = directory.resolve()
     is_snapshot = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
     return [folder, folder.parent.parent] if is_snapshot else [folder]
 
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Size limit that the format defines."""
 
 ITEM_BYTES: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -109,8 +110,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies and what it is. `dtype` is the format's name (F32, BF16, ...); `offset` counts from the
-    end of the header."""
+    """Position and type of one tensor. `dtype` is the format's name (F32, BF16, ...); `offset` counts from the end of
+    the header."""
 
     name: str
     file: Path
@@ -122,7 +123,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """All tensors of a checkpoint by name. `source` is the file that lists them: for messages."""
+    """All tensors of a checkpoint by name. `source` is the file that lists them, for messages."""
 
     tensors: Mapping[str, TensorInfo]
     source: Path
@@ -134,7 +135,7 @@ class CheckpointIndex:
 
     @property
     def main_dtype(self) -> str:
-        """The dtype that holds most of the bytes: what the checkpoint is when config.json does not say."""
+        """The dtype of most of the bytes: the checkpoint's type where config.json names none."""
         nbytes: dict[str, int] = {}
         for tensor in self.tensors.values():
             nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
@@ -142,7 +143,7 @@ class CheckpointIndex:
 
     @staticmethod
     def from_dir(model_dir: Path) -> CheckpointIndex:
-        """Read the headers of `model_dir`'s weights. Raises ModelLoadError naming file and tensor."""
+        """Reads the headers of `model_dir`'s weights. Raises ModelLoadError naming file and tensor."""
         single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
         if single.exists() or single.is_symlink():
             return CheckpointIndex(read_header(checked_path(model_dir, SINGLE_FILE)), single)
@@ -153,7 +154,7 @@ class CheckpointIndex:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, checked. Raises ModelLoadError naming the file and the tensor."""
+    """Returns the tensors of one safetensors file, checked. Raises ModelLoadError naming the file and the tensor."""
     try:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
@@ -175,7 +176,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _parse_object(path: Path, text: bytes) -> dict[str, Any]:
-    """JSON text to an object without duplicate keys."""
+    """Parses JSON text to an object without duplicate keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -215,7 +216,7 @@ def _parse_entry(path: Path, name: str, entry: Any) -> TensorInfo:
 
 
 def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_bytes: int) -> None:
-    """The tensors must tile the data exactly: no overlap, no gap, nothing missing at the end."""
+    """Raises ModelLoadError unless the tensors tile the data: no overlap, no gap, nothing missing at the end."""
     position = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != position:
@@ -232,7 +233,7 @@ def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_bytes: int
 
 
 def _read_shards(model_dir: Path, index: Path) -> dict[str, TensorInfo]:
-    """All shards that the index names; every tensor must be where the index says, and nowhere else."""
+    """Reads all shards that the index names; every tensor must be where the index says, and nowhere else."""
     if index.stat().st_size > MAX_HEADER_BYTES:
         raise ModelLoadError(f"{index} has {index.stat().st_size} bytes; the limit is {MAX_HEADER_BYTES}")
     weight_map = _parse_object(index, index.read_bytes()).get("weight_map")

@@ -112,7 +112,7 @@ class ParallelConfig:
 
     @property
     def executor_class(self) -> str:
-        """The executor's dotted name."""
+        """Dotted name of the executor."""
         return EXECUTORS.get(self.distributed_executor_backend, self.distributed_executor_backend)
 
     @property
@@ -126,13 +126,13 @@ class ParallelConfig:
 
 
 LEAN_TORCH = "quire.worker.lean_torch:LazyFinder"
-"""Imported before torch, it leaves out what no worker of ours uses."""
+"""Imported before torch, it leaves out what our workers do not use."""
 EXECUTORS: dict[str, str] = {"uni": "quire.engine.executor.uniproc:UniProcExecutor"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig:
-    """Where weights come from."""
+    """Source and cache of the weights."""
 
     load_format: str = flag(
         "auto",
@@ -155,7 +155,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendConfig:
-    """Limits that are kept where text is made."""
+    """Time limits of requests and readers."""
 
     request_timeout_s: float | None = flag(
         None,
@@ -174,7 +174,7 @@ class FrontendConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LifecycleConfig:
-    """The life of the engine core's process."""
+    """Start, restart and end of the engine core's process."""
 
     shutdown_timeout: float = flag(
         0.0,
@@ -201,7 +201,7 @@ class LifecycleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsConfig:
-    """Limits are per grammar; a request whose grammar goes beyond one is refused."""
+    """Grammars of structured outputs. Limits are per grammar; a request whose grammar exceeds one is refused."""
 
     grammar_backend: str = flag(
         "auto",
@@ -232,7 +232,8 @@ def has_xgrammar() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Held by composition roots only (LLMEngine, EngineCore, Worker); below them classes take what they need."""
+    """All configs of an engine. Only composition roots hold it (LLMEngine, EngineCore, Worker); other classes take the
+    parts they need."""
 
     model_config: ModelConfig = field(default_factory=ModelConfig)
     cache_config: CacheConfig = field(default_factory=CacheConfig)

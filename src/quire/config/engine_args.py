@@ -1,4 +1,4 @@
-"""From keyword arguments or a command line to an `EngineConfig`."""
+"""Makes an `EngineConfig` from keyword arguments, or from a command line's flags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAGS: dict[str, FlagSpec] = {spec.name: spec for owner in _SECTIONS.values() fo
 """Every flag by keyword name. The command line is derived from this table."""
 
 DEFAULT_BUDGETS: dict[str, tuple[int, int]] = {"offline": (4096, 256), "serving": (2048, 128)}
-"""(max_num_batched_tokens, max_num_seqs) by usage (spec/vllm.md §4)."""
+"""(max_num_batched_tokens, max_num_seqs) by usage."""
 
 
 class EngineArgs:
@@ -61,21 +61,21 @@ class EngineArgs:
 
     @property
     def non_default(self) -> dict[str, Any]:
-        """The flags that were given a value other than their default."""
+        """Flags that were given a value other than their default."""
         return {k: v for k, v in self._flags.items() if v != FLAGS[k].default}
 
     def section(self, owner: type) -> dict[str, Any]:
-        """The given values of one config dataclass, by its field names."""
+        """Returns the given values of one config dataclass, by its field names."""
         return {FLAGS[k].field_name: v for k, v in self._flags.items() if FLAGS[k].owner is owner}
 
     def create_engine_config(self, usage: str = "offline") -> EngineConfig:
-        """Resolve the model, read its config.json, fill in defaults. `usage` is "offline" or "serving".
+        """Resolves the model, reads its config.json and fills in defaults. `usage` is "offline" or "serving".
 
-        Raises ConfigError or ModelLoadError; takes no memory and imports no torch.
+        Raises ConfigError or ModelLoadError; allocates no memory and imports no torch.
         """
         sections = {name: owner(**self.section(owner)) for name, owner in _SECTIONS.items()}
         model = self._resolve_model(sections["model_config"])
-        if model.hf_config.is_encoder:  # its tokens see one another: a text is computed whole, and nothing of it kept
+        if model.hf_config.is_encoder:  # its tokens see one another: a text is computed whole and nothing is stored
             for name, off in (
                 ("scheduler_config", "enable_chunked_prefill"),
                 ("cache_config", "enable_prefix_caching"),
@@ -98,7 +98,7 @@ class EngineArgs:
         hf = HFConfig.from_dir(model_dir, model.hf_overrides)
         return dataclasses.replace(
             model,
-            hf_token=None,  # used up: no other process gets it
+            hf_token=None,  # no longer needed: no other process gets it
             model_dir=model_dir,
             tokenizer_dir=tokenizer_dir,
             hf_config=hf,
@@ -114,9 +114,9 @@ AsyncEngineArgs = EngineArgs
 
 
 def _settle_foreign(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the flags that those `arguments` stand for which are no flags of ours. Raises ConfigError."""
+    """Returns our flags for those of `arguments` that are vLLM's and not ours. Raises ConfigError."""
     foreign = {name: value for name, value in arguments.items() if name not in FLAGS}
-    if foreign.get("trust_remote_code") is False:  # `LLM` always passes it, and the table below is a file
+    if foreign.get("trust_remote_code") is False:  # `LLM` always passes it: do not read the table for it
         del foreign["trust_remote_code"]
     if not foreign:
         return {}
@@ -128,7 +128,7 @@ def _settle_foreign(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _generation_defaults(model: ModelConfig, model_dir: Path) -> dict[str, Any]:
-    """generation_config.json of the model (or of the directory named), under the overrides."""
+    """Returns generation_config.json of the model (or of the directory named) with the overrides."""
     defaults: dict[str, Any] = {}
     if model.generation_config != "vllm":
         directory = model_dir if model.generation_config == "auto" else Path(model.generation_config)

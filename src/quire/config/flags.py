@@ -1,7 +1,7 @@
-"""A flag is one documented field of a config dataclass.
+"""Flags: each is one documented field of a config dataclass.
 
-`flag(default, "help", ...)` declares it; the command line, its `--help` and the keyword arguments of `EngineArgs` are
-all derived from the declaration (DESIGN.md §2, "seven doors").
+`flag(default, "help", ...)` declares it. The command line, its `--help` and the keyword arguments of `EngineArgs` are
+derived from the declaration.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def flag(
     alias: str | None = None,
     short: str | None = None,
 ) -> Any:
-    """A dataclass field that is also a command-line flag.
+    """Returns a dataclass field that is also a command-line flag.
 
-    `parse` turns the command line's text into the value (bool defaults make a --x/--no-x switch instead). `name` is
-    the keyword and flag name where it differs from the field's. `minimum`/`maximum` are inclusive and checked by
+    `parse` turns the command line's text into the value (bool defaults make a --x/--no-x switch instead). `name` is the
+    keyword and flag name where it differs from the field's. `minimum`/`maximum` are inclusive and checked by
     `validate_flags`; a field holding None is not checked. `takes_many` allows several values after one use of the flag.
     `alias` is a second name on the command line, `short` one with its dash.
     """
@@ -56,7 +56,7 @@ def flag(
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """One flag: where it lives, and everything a parser needs. `name` uses underscores: the keyword argument."""
+    """One flag: its dataclass, and everything a parser needs. `name` uses underscores: the keyword argument."""
 
     name: str
     owner: type
@@ -84,11 +84,11 @@ class FlagSpec:
 
     @property
     def option(self) -> str:
-        """Its spelling on the command line."""
+        """Spelling on the command line."""
         return "--" + self.name.replace("_", "-")
 
     def validate(self, value: Any) -> None:
-        """Raise ConfigError unless `value` is allowed."""
+        """Raises ConfigError unless `value` is allowed."""
         if value is None:
             return
         if self.choices and value not in self.choices:
@@ -104,7 +104,7 @@ class FlagSpec:
 
 
 def flags_of(owner: type) -> list[FlagSpec]:
-    """The flags declared by config dataclass `owner`, in order."""
+    """Returns the flags declared by config dataclass `owner`, in order."""
     specs = []
     for field in dataclasses.fields(owner):
         meta = field.metadata.get(_METADATA_KEY)
@@ -116,7 +116,8 @@ def flags_of(owner: type) -> list[FlagSpec]:
 
 
 def parse_human_int(text: str) -> int:
-    """'4k' = 4000, '4K' = 4096, '1.5m', '2G', plain integers; '-1' and 'auto' both mean: choose for me (-1).
+    """Parses '4k' = 4000, '4K' = 4096, '1.5m', '2G', plain integers; '-1' and 'auto' both give -1: chosen
+    automatically.
 
     Lower-case suffixes are decimal, upper-case ones binary, as vLLM's flags have them.
     """
@@ -132,7 +133,7 @@ def parse_human_int(text: str) -> int:
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """A JSON object, as flags with metavar="JSON" take it."""
+    """Parses a JSON object, for flags with metavar="JSON"."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as e:

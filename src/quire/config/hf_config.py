@@ -1,6 +1,6 @@
-"""A checkpoint's `config.json`, read once, in old and new spelling (spec/ecosystem.md §0, §6).
+"""A checkpoint's `config.json`, read once, in old and new spelling.
 
-`HFConfig` gives the names every decoder has; what only one family has is read by that family's model file with `get`.
+`HFConfig` has the keys that every decoder has; a family's model file reads its other keys with `get`.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ _SCALED_FROM_ORIGINAL = ("llama3", "longrope", "yarn")
 
 
 def split_architecture(name: str) -> tuple[str, str]:
-    """("Qwen3", "ForCausalLM") of "Qwen3ForCausalLM"; ("", name) if it has none of the known heads."""
+    """Returns ("Qwen3", "ForCausalLM") for "Qwen3ForCausalLM"; ("", name) if it has none of the known heads."""
     found = _ARCHITECTURE.fullmatch(name)
     return (found["stem"], found["head"]) if found is not None else ("", name)
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of one kind of layer. `params` holds what the scaling of `rope_type` needs."""
+    """Rotary embedding of one kind of layer. `params` holds the parameters of the scaling `rope_type`."""
 
     rope_type: str = "default"
     rope_theta: float = 10000.0
@@ -133,8 +133,8 @@ class RopeConfig:
 class HFConfig:
     """The architecture of a checkpoint. `raw` is the JSON object (after `hf_overrides`); `path` is for messages.
 
-    `max_model_len` is the longest sequence the engine will run, 0 for the model's own limit: rotary tables are that
-    long, and the scalings that depend on a length (dynamic, longrope) are fixed to it.
+    `max_model_len` is the longest sequence the engine will run, 0 for the model's own limit: rotary tables have that
+    length, and the scalings that depend on a length (dynamic, longrope) are fixed to it.
     """
 
     raw: Mapping[str, Any]
@@ -143,7 +143,7 @@ class HFConfig:
 
     @staticmethod
     def from_dir(model_dir: Path, overrides: Mapping[str, Any] | None = None) -> HFConfig:
-        """Read `model_dir/config.json`. Raises ModelLoadError naming the file."""
+        """Reads `model_dir/config.json`. Raises ModelLoadError naming the file."""
         path = model_dir / "config.json"
         raw = read_object(model_dir, path.name)
         if raw is None:
@@ -155,21 +155,22 @@ class HFConfig:
         return HFConfig({**raw, **(overrides or {})}, path)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A key of the JSON object, else the family's default, else `default`; a JSON null counts as `default`."""
+        """Returns a key of the JSON object, else the family's default, else `default`; a JSON null counts as
+        `default`."""
         value = self.raw.get(key) if key in self.raw else FAMILY_DEFAULTS.get(self.model_type, {}).get(key)
         if isinstance(value, float) and math.isnan(value):
             raise ModelLoadError(f"{self.path} has {key!r} = NaN, which nothing can be computed with")
         return default if value is None else value
 
     def require(self, key: str) -> Any:
-        """A key that must be there. Raises ModelLoadError naming file and key."""
+        """Returns a key that must exist. Raises ModelLoadError naming file and key."""
         value = self.get(key)
         if value is None:
             raise ModelLoadError(f"{self.path} has no {key!r}, which {self.architecture or 'every model'} needs")
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer that a real model may have. Raises ModelLoadError naming file, key and value."""
+        """Returns a positive integer of a plausible size. Raises ModelLoadError naming file, key and value."""
         value = self.require(key) if default is None else self.get(key, default)
         most = MAX_COUNTS.get(key, MAX_SIZE)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -180,13 +181,13 @@ class HFConfig:
 
     @property
     def architecture(self) -> str:
-        """The model class the checkpoint names."""
+        """Architecture that the checkpoint names."""
         names = self.raw.get("architectures") or []
         return str(names[0]) if names else ""
 
     @property
     def stem(self) -> str:
-        """Its architecture without the name of the head; empty if that is none of the known ones."""
+        """Architecture without the name of the head; empty if the head is not a known one."""
         return split_architecture(self.architecture)[0]
 
     @property
@@ -240,21 +241,21 @@ class HFConfig:
 
     @property
     def position_offset(self) -> int:
-        """Rows at the head of the position table that stand for no position: RoBERTa counts from behind its padding."""
+        """Rows at the head of the position table that are no positions: RoBERTa counts from its padding's id on."""
         return int(self.get("pad_token_id", 1)) + 1 if self.stem in _ROBERTA_STEMS else 0
 
     @property
     def num_positions(self) -> int | None:
-        """Positions there are vectors for, and so the longest text whatever a flag says; None where they are angles."""
+        """Number of learned positions, which no flag can exceed; None where positions are angles."""
         is_learned = (self.is_encoder and self.stem != "ModernBert") or self.stem == "OPT"
         return self.max_position_embeddings - self.position_offset if is_learned else None
 
     @property
     def context_len(self) -> int:
-        """The longest sequence: what the engine asked for, or the model's own limit.
+        """Tokens of the longest sequence: what the engine asked for, or the model's own limit.
 
-        That is `max_position_embeddings`, stretched by the two rotary scalings whose configs give the length before
-        scaling: linear (except Gemma 3's) and yarn.
+        The limit is `max_position_embeddings`, stretched by the two rotary scalings whose configs give the length
+        before scaling: linear (except Gemma 3's) and yarn.
         """
         if self.max_model_len:
             return self.max_model_len
@@ -271,7 +272,8 @@ class HFConfig:
 
     @property
     def longest_context_len(self) -> int:
-        """Returns the most tokens that may be asked for: `context_len`, or what dynamic scaling stretches it to."""
+        """Tokens of the longest sequence that may be asked for: `context_len`, or what dynamic scaling
+        stretches it to."""
         rope = self.rope()
         factor = float(rope.params.get("factor") or 1.0) if rope.rope_type == "dynamic" else 1.0
         return int(min(self.context_len * factor, MAX_CONTEXT_LEN))
@@ -282,13 +284,13 @@ class HFConfig:
 
     @property
     def dtype(self) -> str | None:
-        """The checkpoint's type: float32, bfloat16, float16; None if it does not say."""
+        """The checkpoint's type: float32, bfloat16, float16; None if config.json names none."""
         value = self.get("dtype", self.get("torch_dtype"))
         return None if value is None else str(value).removeprefix("torch.")
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """All end-of-sequence ids, first one first."""
+        """All end-of-sequence ids."""
         return token_ids(self.get("eos_token_id", []), self.path)
 
     @property
@@ -297,7 +299,7 @@ class HFConfig:
         return None if value is None else token_ids(value, self.path)[0]
 
     def rope(self, layer_type: str = FULL_ATTENTION) -> RopeConfig:
-        """The rotary embedding of one kind of layer.
+        """Returns the rotary embedding of one kind of layer.
 
         Reads `rope_parameters` (flat, or nested by layer type) and the older `rope_theta`, `rope_scaling`,
         `partial_rotary_factor`, `original_max_position_embeddings` and (Gemma 3's sliding layers)
@@ -308,7 +310,7 @@ class HFConfig:
         theta = self.get("rope_local_base_freq" if is_local else "rope_theta", 10000.0)
         rope_type = str(params.pop("rope_type", None) or params.pop("type", None) or "default")
         params.pop("type", None)
-        if self.model_type == "phi3" and rope_type in ("su", "yarn"):  # what longrope was called at first
+        if self.model_type == "phi3" and rope_type in ("su", "yarn"):  # the first name of longrope
             rope_type = "longrope"
         if rope_type in _SCALED_FROM_ORIGINAL:
             original = self.get("original_max_position_embeddings", params.get("original_max_position_embeddings"))
@@ -325,7 +327,7 @@ class HFConfig:
         return RopeConfig(rope_type, float(theta), float(partial), params)
 
     def _rope_params(self, layer_type: str) -> dict[str, Any]:
-        """The JSON object that speaks of `layer_type`, as a copy. Raises ModelLoadError if it is not an object."""
+        """Returns a copy of the JSON object for `layer_type`. Raises ModelLoadError if it is not an object."""
         params = self.get("rope_parameters", {})
         if isinstance(params, dict) and (SLIDING_ATTENTION in params or FULL_ATTENTION in params):
             params = params.get(layer_type) or {}
@@ -338,7 +340,8 @@ class HFConfig:
 
 
 def token_ids(value: Any, source: Path) -> list[int]:
-    """A token id, or a list of them, as configuration files write them. Raises ModelLoadError naming `source`."""
+    """Returns a token id, or a list of them, as configuration files write them. Raises ModelLoadError naming
+    `source`."""
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in ids):
         raise ModelLoadError(

@@ -19,7 +19,7 @@ from quire.logger import init_logger
 logger = init_logger(__name__)
 
 DEMO_MODEL = "demo"
-"""The name of the checkpoint that ships inside the package."""
+"""Name of the checkpoint that ships inside the package."""
 DRAFT_MODEL = "demo-draft"
 _SAMPLING_NAMES = {
     "temperature": "temperature",
@@ -29,7 +29,7 @@ _SAMPLING_NAMES = {
     "repetition_penalty": "repetition_penalty",
     "max_tokens": "max_new_tokens",
 }
-"""SamplingParams' field -> generation_config.json's key."""
+"""The key of generation_config.json for each field of SamplingParams."""
 ASSETS_DIR = Path(__file__).resolve().parent.parent / "assets"
 
 
@@ -141,7 +141,7 @@ _BY_CHECKPOINT = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64":
 
 
 def resolve_dtype_name(model_config: ModelConfig, device_type: str) -> str:
-    """The dtype asked for; with "auto" the checkpoint's own, except that float16 runs as bfloat16 on "cpu".
+    """Returns the dtype asked for; with "auto" the checkpoint's own, except that float16 runs as bfloat16 on "cpu".
 
     CPUs have units for bfloat16 and convert float16 one by one. Raises ModelLoadError for a type Quire cannot run.
     """
@@ -179,7 +179,7 @@ def resolve_model_dir(
     token: str | None = None,
     tokenizer_only: bool = False,
 ) -> Path:
-    """The directory of `model`: a shipped name, a local directory, or a hub id (downloaded unless cached).
+    """Returns the directory of `model`: a shipped name, a local directory, or a hub id (downloaded unless cached).
 
     Raises ModelLoadError when it is none of these or cannot be fetched; the message names both remedies.
     """

@@ -16,12 +16,12 @@ _VERSION = re.compile(r"\d+\.\d+(\.\d+)*")
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
-    """The keys of --profiler-config: what `start_profile` records, and where it goes."""
+    """The keys of --profiler-config: what `start_profile` records, and the directory of its traces."""
 
     profiler: str = "torch"
-    """The only one there is."""
+    """Profiler; torch is the only one."""
     torch_profiler_dir: str = "."
-    """Directory of the traces, made if it does not exist; relative to where the engine was started."""
+    """Directory of the traces, created if it does not exist; relative to the engine's working directory."""
     torch_profiler_with_stack: bool = True
     torch_profiler_record_shapes: bool = False
     torch_profiler_with_memory: bool = False
@@ -34,7 +34,7 @@ class ProfilerConfig:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> ProfilerConfig:
-        """Raises ConfigError for a key that is not known, or a value of another type."""
+        """Parses the JSON object. Raises ConfigError for an unknown key, or a value of another type."""
         for name, value in values.items():
             field = next((f for f in dataclasses.fields(ProfilerConfig) if f.name == name), None)
             if field is None:

@@ -41,19 +41,19 @@ class PoolingConfig:
     classifier_layers: int = 1
     """2: the classifier has a hidden layer, as those of reward models."""
     step_tag_id: int | None = None
-    """The token after each step of an answer: scores per token are those of such tokens only. None: of all."""
+    """Token after each step of an answer: scores per token are those of such tokens only. None: of all tokens."""
     dense: tuple[DenseConfig, ...] = ()
     embedding_dim: int = 0
     matryoshka_dims: tuple[int, ...] | None = None
-    """Lengths an embedding may be cut to: () for any, None for no other than its own."""
+    """Lengths to which an embedding may be cut: () for any, None for its own only."""
     default_dim: int | None = None
     """Length of an embedding where a request has none."""
     max_len: int | None = None
-    """The longest text in tokens, where that is less than the positions there are."""
+    """Tokens of the longest text, where that is less than the number of positions."""
     lowers_case: bool = False
-    """Texts are written in small letters before they are tokenized."""
+    """True: texts are lower-cased before they are tokenized."""
     prompts: tuple[tuple[str, str], ...] = ()
-    """(name, what is written before a text of that kind), of an embedding model that was trained with such prefixes."""
+    """(name, prefix of a text of that kind), of an embedding model that was trained with prefixes."""
     has_segments: bool = False
     """True if the second text of a pair is marked as such."""
 

@@ -18,7 +18,7 @@ from quire.config.pooling import Activation, DenseConfig, Head, PoolingConfig, P
 from quire.errors import ConfigError, ModelLoadError, QuireError, UnsupportedModelError
 
 REWARD_KINDS = ("ForRewardModel", "ForProcessRewardModel")
-"""Decoders whose classifier has a hidden layer: a score of every token, or how probable it is that a step is right."""
+"""Decoders whose classifier has a hidden layer: a score of every token, or the probability that a step is right."""
 STEP_TOKEN = "<extra_0>"
 """Token after each step in the prompts of Qwen's process reward models."""
 _HEAD_OF_KIND: Mapping[str, Head] = {
@@ -82,7 +82,7 @@ def resolve_pooling(
                 pooling = _from_tokens(pooling, hf, model_dir)
     except QuireError:
         raise
-    except (TypeError, ValueError, OverflowError, AttributeError) as e:  # whatever else the files may hold
+    except (TypeError, ValueError, OverflowError, AttributeError) as e:  # any other fault of the files
         raise ModelLoadError(f"{model_dir} does not say how it pools: {type(e).__name__}: {e}") from e
     return override_pooling(pooling, overrides)
 
@@ -126,7 +126,7 @@ def _prompts(model_dir: Path) -> tuple[tuple[str, str], ...]:
 
 
 def _read_modules(model_dir: Path) -> list[tuple[str, str]] | None:
-    """(class name, subdirectory) of each module of a sentence-transformers model; None if it is not one."""
+    """Returns (class name, subdirectory) of each module of a sentence-transformers model; None if it is not one."""
     text = read_text(model_dir, "modules.json", MAX_JSON_BYTES)
     if text is None:
         return None
@@ -151,7 +151,7 @@ def _pooling_type(model_dir: Path, part: str) -> PoolingType:
 
 
 def _read_part(model_dir: Path, part: str) -> tuple[Path, dict[str, Any]]:
-    """(the config.json of a module, what it holds)."""
+    """Returns (path of a module's config.json, its content)."""
     name = f"{part}/config.json"
     return model_dir / name, read_object(model_dir, name) or {}
 
@@ -193,8 +193,8 @@ def _classification(hf: HFConfig, head: Head, is_encoder: bool) -> PoolingConfig
 
 
 def _from_tokens(pooling: PoolingConfig, hf: HFConfig, model_dir: Path) -> PoolingConfig:
-    """A classifier made of the logits head (`classifier_from_token`): one score per token, or how much more likely the
-    second of two is than the first (`is_original_qwen3_reranker`)."""
+    """Returns the pooling of a classifier made of the logits head (`classifier_from_token`): one score per token, or
+    the difference of two logits (`is_original_qwen3_reranker`)."""
     tokens = [str(token) for token in hf.require("classifier_from_token")]
     vocabulary = ((read_object(model_dir, "tokenizer.json") or {}).get("model") or {}).get("vocab") or {}
     unknown = [token for token in tokens if not 0 <= vocabulary.get(token, -1) < hf.vocab_size]
@@ -210,9 +210,10 @@ def _from_tokens(pooling: PoolingConfig, hf: HFConfig, model_dir: Path) -> Pooli
 
 
 def _reward(pooling: PoolingConfig, hf: HFConfig, model_dir: Path, *, has_steps: bool) -> PoolingConfig:
-    """A score of every token; of a process reward model, how probably each step is wrong and right."""
+    """Returns the pooling of a reward model: a score of every token, or for process reward models two probabilities for
+    each step."""
     if not has_steps:
-        if not isinstance(hf.get("id2label"), dict):  # else it says itself how many there are
+        if not isinstance(hf.get("id2label"), dict):  # otherwise config.json has the number of labels
             pooling = dataclasses.replace(pooling, labels=("reward",) * int(hf.get("num_labels", 1)))
         return dataclasses.replace(pooling, activation="none", classifier_layers=2)
     added = (read_object(model_dir, "tokenizer.json") or {}).get("added_tokens") or []
@@ -250,11 +251,12 @@ def _activation(hf: HFConfig, num_labels: int) -> Activation:
 
 
 _WHOLE = ("cls", "last", "mean")
-"""Ways of making one vector of a text."""
+"""Pooling types that make one vector of a text."""
 
 
 def override_pooling(pooling: PoolingConfig, overrides: Mapping[str, Any]) -> PoolingConfig:
-    """Raises ConfigError for what does not fit the model, or is none of the known keys."""
+    """Returns the pooling with --pooler-config applied. Raises ConfigError for a key that is unknown or does not fit
+    the model."""
     changes: dict[str, Any] = {}
     for key, value in overrides.items():
         match key:
@@ -300,8 +302,8 @@ def _type_changes(key: str, value: Any) -> dict[str, Any]:
 
 
 def scored_tokens(hf: HFConfig, token_ids: Any, *, can_generate: bool) -> PoolingConfig:
-    """`returned_token_ids`: a decoder that was trained to say how good a step is. The probability of each of some
-    tokens, against the others of them. Raises ConfigError."""
+    """Returns the pooling for `returned_token_ids`: a decoder that was trained to rate steps gives the probability of
+    each of some tokens, among these. Raises ConfigError."""
     is_list = isinstance(token_ids, list) and all(type(i) is int and 0 <= i < hf.vocab_size for i in token_ids)
     if not is_list or len(token_ids) < 2:
         raise ConfigError(

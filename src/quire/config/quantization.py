@@ -27,11 +27,12 @@ METHODS = (*WEIGHT_BITS, *STORED_METHODS)
 """Values of --quantization."""
 
 MAX_INT8_INPUTS = 65536
-"""Inputs of a layer whose int8 products add up exactly: 65536 * 255 * 128 is below 2^31."""
+"""Largest number of inputs of a layer whose int8 products add up exactly: 65536 * 255 * 128 is below 2^31."""
 GROUP_SIZES = (128, 64, 32)
-"""Inputs that share a scale at int4: the first that divides a layer's inputs; else the last, with a short end."""
+"""Numbers of inputs that share a scale at int4: the first that divides a layer's inputs, else the last, with a short
+end."""
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-"""Names of matrices that choose experts: small, and a wrong choice costs more than a rounded weight."""
+"""Names of matrices that choose experts: they are small, and a wrong choice costs more than a rounded weight."""
 _IN_A_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
 
 
@@ -41,11 +42,11 @@ class QuantizationScheme:
 
     bits: int
     quantizes_inputs: bool
-    """Activations become int8, too, each row by its own maximum (W8A8); False dequantizes weights instead."""
+    """True: activations become int8, too, each row by its own maximum (W8A8). False: weights are dequantized."""
 
 
 def scheme_of(method: str) -> QuantizationScheme:
-    """The scheme of a method that quantizes at load."""
+    """Returns the scheme of a method that quantizes at load."""
     return QuantizationScheme(bits=WEIGHT_BITS[method], quantizes_inputs=method == "int8")
 
 
@@ -62,8 +63,8 @@ def group_size_for(in_features: int) -> int:
 
 
 def quantization_method(asked: str | None, stored: Any, path: Path) -> str | None:
-    """The method that applies: that of the checkpoint whose config.json is at `path`, if its weights are quantized,
-    else what --quantization asks for. Raises ConfigError if the two contradict each other."""
+    """Returns the method that applies: that of the checkpoint whose config.json is at `path`, if its weights are
+    quantized, else what --quantization asks for. Raises ConfigError if the two contradict each other."""
     if not stored:
         if asked in STORED_METHODS:
             raise ConfigError(
@@ -91,11 +92,11 @@ class StoredScheme:
     zero_offset: int = 0
     """Number added to stored zero points."""
     quantizes_inputs: bool = False
-    """Activations become int8, each row by its own maximum."""
+    """True: activations become int8, each row by its own maximum."""
     is_symmetric: bool = False
-    """Zero points, where there are any, are all 0."""
+    """True: zero points, if any, are all 0."""
     is_scattered: bool = False
-    """Inputs of one group are no neighbours ("act order"), as far as the configuration says."""
+    """True: the configuration says that inputs of one group are not adjacent ("act order")."""
 
 
 def read_stored_scheme(config: Mapping[str, Any], source: Path) -> StoredScheme:
@@ -194,7 +195,7 @@ class WeightMemory:
     """Memory of all weights."""
 
     parameters: int
-    """Numbers of the model, however they are stored."""
+    """Number of the model's weights, in any form."""
     num_bytes: int
     quantized_parameters: int
     """Number of parameters stored as integers."""
@@ -210,7 +211,7 @@ def weight_memory(
     parameters = num_bytes = quantized = 0
     for name in list(tensors):
         if name not in tensors:
-            continue  # a part of a matrix that was counted
+            continue  # part of a matrix that was counted
         size, taken = math.prod(tensors[name].shape), None
         matrix = None if stored is None else _take_matrix(tensors, name, stored)
         if matrix is not None and stored is not None:
@@ -233,14 +234,14 @@ class _Matrix:
     group_size: int
     has_zeros: bool = False
     is_scattered: bool = False
-    """Inputs of one group are no neighbours."""
+    """True: inputs of one group are not adjacent."""
 
     @property
     def size(self) -> int:
         return self.outputs * self.inputs
 
     def num_bytes(self, bits: int) -> int | None:
-        """None if it is computed with as plain weights."""
+        """Returns the size in memory; None if it is computed with as plain weights."""
         if self.is_scattered or (self.group_size % STEP_INPUTS and self.group_size < self.inputs):
             return None
         groups = -(-self.inputs // self.group_size)
@@ -248,7 +249,8 @@ class _Matrix:
 
 
 def _take_matrix(tensors: dict[str, TensorInfo], name: str, stored: StoredScheme) -> _Matrix | None:
-    """The quantized matrix that tensor `name` is a part of, whose parts leave `tensors`; None if it is of none."""
+    """Returns the quantized matrix that tensor `name` is a part of and removes its parts from `tensors`; None if there
+    is none."""
     base, _, suffix = name.rpartition(".")
     values, scales, zeros = _SUFFIXES[stored.layout]
     if suffix not in (values, scales, zeros, *_NOTES) or f"{base}.{scales}" not in tensors:

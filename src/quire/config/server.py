@@ -227,7 +227,7 @@ class ServerConfig:
 
 
 def read_api_keys(config: ServerConfig) -> tuple[bytes, ...]:
-    """SHA-256 of every key: of --api-key, --api-key-file and QUIRE_API_KEY. Raises ConfigError."""
+    """Returns the SHA-256 of every key: of --api-key, --api-key-file and QUIRE_API_KEY. Raises ConfigError."""
     keys = [*config.api_key, *([envs.API_KEY.get()] if envs.API_KEY.get() else [])]
     if config.api_key_file is not None:
         keys += _read_key_file(Path(config.api_key_file).expanduser())
@@ -255,12 +255,12 @@ Config = TypeVar("Config", EngineConfig, ServerConfig)
 
 
 def encode_config(config: EngineConfig | ServerConfig) -> bytes:
-    """The bytes of a configuration."""
+    """Returns a configuration as bytes."""
     return msgspec.msgpack.encode(config, enc_hook=_encode_path)
 
 
 def decode_config(data: bytes) -> EngineConfig:
-    """The configuration of an engine back. Raises ConfigError for anything else."""
+    """Decodes the configuration of an engine. Raises ConfigError for anything else."""
     return _decode(data, EngineConfig, "engine")
 
 

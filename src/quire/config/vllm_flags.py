@@ -1,8 +1,8 @@
-"""The flags of `vllm serve`, and what becomes of those that Quire does not have.
+"""The flags of `vllm serve` that Quire does not have.
 
-The table is a file, `assets/vllm_flags.toml`: it is read when a command line has a flag that none of ours is, and by
-tools.compat. A value that asks for nothing is taken without a word. Another one is either without effect, and warned
-of, or would change what the server is, and refused.
+The table is a file, `assets/vllm_flags.toml`, which is read when an argument is not one of our flags. A value that asks
+for nothing is accepted. Any other value either has no effect, which is logged as a warning, or would change what the
+server is, and is refused.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class VllmFlag(NamedTuple):
     choices: tuple[str, ...] = ()
     is_switch: bool = False
     takes_many: bool = False
-    """A use may be followed by several values."""
+    """True: several values may follow one use."""
     short: str | None = None
     silent: tuple[Any, ...] = ()
     """Values beside the default that ask for nothing."""
     ignored: str = ""
-    """Why it has no effect, where Quire has no such flag and may do without."""
+    """Reason why the flag has no effect, if Quire can do without."""
     refused: str = ""
-    """Why it cannot be done, where ignoring it would make another server of this one."""
+    """Reason why the flag is refused: without it the server would not be what was asked for."""
 
     @property
     def option(self) -> str:
-        """Its spelling on the command line."""
+        """Spelling on the command line."""
         return "--" + self.name.replace("_", "-")
 
     def asks_nothing(self, value: Any) -> bool:
@@ -53,7 +53,7 @@ class VllmFlag(NamedTuple):
 
 
 def _read(value: Any) -> Any:
-    """The value behind a flag's text, as far as a comparison needs it."""
+    """Returns the value that a flag's text stands for, as far as comparisons need it."""
     if not isinstance(value, str):
         return value
     try:
@@ -64,7 +64,7 @@ def _read(value: Any) -> Any:
 
 @cache
 def vllm_flags() -> dict[str, VllmFlag]:
-    """Every flag, by name."""
+    """Returns every flag, by name."""
     table = tomllib.loads((ASSETS_DIR / "vllm_flags.toml").read_text(encoding="utf-8"))
     return {
         name: VllmFlag(
@@ -112,7 +112,7 @@ GRAMMAR_BACKENDS = {
     "outlines": "auto",
     "lm-format-enforcer": "auto",
 }
-"""vLLM's names for grammar libraries, and ours."""
+"""Our name for each of vLLM's names of grammar libraries."""
 
 
 def _grammar_backend(value: Any) -> dict[str, Any]:

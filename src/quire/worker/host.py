@@ -1,6 +1,6 @@
-"""The host: how much memory and how many cores are ours, and how much of that the KV cache takes on a CPU.
+"""The host: the memory and the cores that this process may use, and the size of the KV cache on a CPU.
 
-Imports no torch, so that `quire info` can tell beforehand what a worker will find.
+Imports no torch, so that `quire info` can compute beforehand what a worker will find.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from quire import envs
 GIB = 1 << 30
 DEFAULT_CPU_KV_CACHE_BYTES = 4 * GIB
 CPU_KV_CACHE_SHARE = 0.4
-"""Most of the memory left after loading that the cache takes unasked: the machine has other users."""
+"""Largest share of the memory left after loading that the cache takes by default: the machine has other users."""
 _ROOT = Path("/")
 
 
 def cpu_kv_cache_bytes(free_bytes: int, useful_bytes: int) -> int:
-    """Bytes of the KV cache on a CPU, where no flag says: QUIRE_CPU_KVCACHE_SPACE, or a share of `free_bytes` (left
-    after loading), never more than `useful_bytes`, which max_num_seqs requests of the full length would fill."""
+    """Returns the bytes of the KV cache on a CPU where no flag sets them: QUIRE_CPU_KVCACHE_SPACE, or a share of
+    `free_bytes` (left after loading), but never more than `useful_bytes`, which max_num_seqs requests of the full
+    length would fill."""
     asked = envs.CPU_KVCACHE_SPACE.number()
     if asked > 0:
         return int(asked * GIB)
@@ -28,15 +29,16 @@ def cpu_kv_cache_bytes(free_bytes: int, useful_bytes: int) -> int:
 
 
 def useful_kv_cache_bytes(model_len: int, max_num_seqs: int, block_size: int, block_bytes: int) -> int:
-    """What `max_num_seqs` requests of the full context length would fill, plus the null block. `block_bytes` is one
-    block of every layer."""
+    """Returns the bytes that `max_num_seqs` requests of the full context length would fill, plus the null block.
+    `block_bytes` is one block of every layer."""
     return (-(-model_len // block_size) * max_num_seqs + 1) * block_bytes
 
 
 def available_cpu_memory(root: Path = _ROOT) -> int:
-    """Bytes this process may still take: the system's available memory or what its control groups leave, if less.
+    """Returns the bytes this process may still take: the system's available memory, or what its control groups leave if
+    that is less.
 
-    Where the system does not say (no /proc), half of the physical memory. `root` is for tests.
+    Where the system does not report it (no /proc), half of the physical memory. `root` is for tests.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -47,12 +49,12 @@ def available_cpu_memory(root: Path = _ROOT) -> int:
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
-    """The smallest limit in bytes of the control groups this process is in; None without a limit."""
+    """Returns the smallest memory limit in bytes of this process' control groups; None without a limit."""
     return min((limit for limit, _ in _cgroup_limits(root)), default=None)
 
 
 def cpu_quota(root: Path = _ROOT) -> int | None:
-    """CPUs the control groups grant, rounded up; None without a limit."""
+    """Returns the number of CPUs the control groups grant, rounded up; None without a limit."""
     quotas = []
     for group in _cgroups(root, "cpu"):
         version_2 = _read(group / "cpu.max").split()
@@ -66,7 +68,8 @@ def cpu_quota(root: Path = _ROOT) -> int | None:
 
 
 def _cgroup_headrooms(root: Path) -> list[int]:
-    """Limit minus use, for each control group above this process that has a limit. Reclaimable page cache is free."""
+    """Returns limit minus use for each control group above this process that has a limit. Reclaimable page cache is
+    free."""
     headrooms = []
     for limit, group in _cgroup_limits(root):
         used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
@@ -79,10 +82,10 @@ def _cgroup_headrooms(root: Path) -> list[int]:
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, Path]]:
-    """(limit in bytes, directory) of each control group above this process that has a limit: one where processes are
-    killed, or one from which on they are slowed down (version 2, memory.high).
+    """Returns (limit in bytes, directory) of each control group above this process that has a limit: one at which
+    processes are killed, or one from which on they are slowed down (version 2, memory.high).
 
-    Without one, version 2 says "max" and version 1 a number near 2**63.
+    Without a limit, version 2 has the word "max" and version 1 a number near 2**63.
     """
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     texts = [(_read(group / name), group) for group in _cgroups(root, "memory") for name in names]
@@ -90,7 +93,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, Path]]:
 
 
 def _cgroups(root: Path, controller: str) -> list[Path]:
-    """The control group directories of this process for a controller, from its own up to the root, v2 and v1."""
+    """Returns this process' control group directories for a controller, from its own up to the root, v2 and v1."""
     groups = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

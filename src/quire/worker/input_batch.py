@@ -25,29 +25,30 @@ class BlockTable:
         self._num_blocks = np.zeros(max_num_reqs, dtype=np.int64)
 
     def set_row(self, row: int, block_ids: Sequence[int]) -> None:
-        """Replace the blocks of a row."""
+        """Replaces the blocks of a row."""
         self._num_blocks[row] = 0
         self.append_row(row, block_ids)
 
     def append_row(self, row: int, block_ids: Sequence[int]) -> None:
-        """Add blocks at the end of a row."""
+        """Adds blocks at the end of a row."""
         start = self._num_blocks[row]
         self._ids[row, start : start + len(block_ids)] = block_ids
         self._num_blocks[row] = start + len(block_ids)
 
     def move_row(self, source: int, target: int) -> None:
-        """Copy a row to another place."""
+        """Copies a row to another place."""
         n = self._num_blocks[source]
         self._ids[target, :n] = self._ids[source, :n]
         self._num_blocks[target] = n
 
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where the tokens at `positions` of the requests in `rows` (parallel arrays) are stored: [n] int64."""
+        """Returns [n] int64: the slots of the tokens at `positions` of the requests in `rows` (parallel arrays)."""
         blocks = self._ids[rows, positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + positions % self.block_size
 
     def rows(self, rows: npt.NDArray[np.int64], device: torch.device) -> Tensor:
-        """The table of some requests, [len(rows), blocks] int32, as wide as the longest. May be a view: use at once."""
+        """Returns the table of some requests, [len(rows), blocks] int32, as wide as the longest. May be a view: use at
+        once."""
         width = int(self._num_blocks[rows].max())
         # rows is ascending and distinct: if its last is len - 1, it is all rows up to there
         ids = self._ids[: len(rows), :width] if rows[-1] == len(rows) - 1 else self._ids[rows, :width]
@@ -55,7 +56,7 @@ class BlockTable:
 
 
 class InputBatch:
-    """Token ids, lengths, block tables and sampling parameters of the requests the worker knows."""
+    """Token ids, lengths, block tables and sampling parameters of the running requests."""
 
     def __init__(self, max_num_reqs: int, max_model_len: int, block_sizes: list[int]) -> None:
         self.max_num_reqs = max_num_reqs
@@ -78,7 +79,7 @@ class InputBatch:
         return len(self.req_ids)
 
     def add_request(self, request: NewRequestData) -> None:
-        """Enter a request that is not in the batch; there is room for it."""
+        """Adds a request that is not in the batch; there must be room for it."""
         row = len(self.req_ids)
         assert row < self.max_num_reqs, f"more than max_num_seqs={self.max_num_reqs} requests run at once"
         assert request.req_id not in self.rows, f"request {request.req_id} is already known"
@@ -98,7 +99,7 @@ class InputBatch:
         self.version += 1
 
     def remove_request(self, req_id: str) -> None:
-        """Forget a request; unknown ids are ignored (it may have been aborted before it ever ran)."""
+        """Removes a request. Unknown ids are ignored: the request may have been aborted before it ran."""
         row = self.rows.pop(req_id, None)
         if row is None:
             return
@@ -110,7 +111,7 @@ class InputBatch:
         self.version += 1
 
     def clear(self) -> None:
-        """Forget all requests, whatever state an interrupt has left their rows in."""
+        """Removes all requests, even where an interrupt has left their rows half written."""
         self.req_ids.clear()
         self.rows.clear()
         self.sampling.histories.clear()
@@ -128,12 +129,12 @@ class InputBatch:
         self.sampling.move_row(source, target)
 
     def append_blocks(self, row: int, block_ids: BlockIds) -> None:
-        """Add newly allocated blocks, per group."""
+        """Adds newly allocated blocks, per group."""
         for table, ids in zip(self.block_tables, block_ids, strict=True):
             table.append_row(row, ids)
 
     def append_tokens(self, rows: Rows, token_ids: npt.NDArray[np.int64]) -> None:
-        """Add one sampled token to each of the requests in `rows`."""
+        """Adds one sampled token to each of the requests in `rows`."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
         histories = self.sampling.histories
@@ -143,7 +144,7 @@ class InputBatch:
                     histories[row].append(token_id)
 
     def extend_tokens(self, row: int, token_ids: list[int]) -> None:
-        """Add outputs of one request that were not sampled here."""
+        """Adds outputs of one request that were not sampled here: tokens that a grammar forces."""
         start = self.num_tokens[row]
         self.token_ids[row, start : start + len(token_ids)] = token_ids
         self.num_tokens[row] += len(token_ids)
@@ -153,16 +154,16 @@ class InputBatch:
                 history.append(token_id)
 
     def output_lens(self, rows: Rows) -> npt.NDArray[np.int64]:
-        """Tokens each of the requests in `rows` has generated so far."""
+        """Returns the number of output tokens that each of the requests in `rows` has so far."""
         return self.num_tokens[rows] - self.num_prompt_tokens[rows]
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a forward pass gets, and which of its outputs are wanted. Requests are in the order of the batch."""
+    """Inputs of a forward pass, and which of its outputs are sampled. Requests are in the order of the batch."""
 
     rows: Rows
-    """[num_reqs] rows of the batch that take part."""
+    """[num_reqs] rows of the batch in the step."""
     starts: npt.NDArray[np.int64]
     """[num_reqs] where each request's tokens start."""
     query_lens: npt.NDArray[np.int64]
@@ -175,7 +176,7 @@ class StepInputs:
     attention: list[AttentionBatch]
     """Per KV cache group."""
     sampling: Rows
-    """Which of the requests sample a token: those that reach all the tokens they have."""
+    """Indices of the requests that sample a token: those whose last token is in the step."""
 
     @property
     def logits_indices(self) -> npt.NDArray[np.int64]:
@@ -184,7 +185,7 @@ class StepInputs:
 
 
 def make_step_inputs(batch: InputBatch, num_scheduled_tokens: Mapping[str, int], device: torch.device) -> StepInputs:
-    """Lay out the scheduled tokens. Every id is in the batch, with its num_computed_tokens up to date."""
+    """Returns the inputs of a step. Every id must be in the batch, with its num_computed_tokens up to date."""
     scheduled = np.zeros(batch.num_reqs, dtype=np.int64)
     for req_id, num_tokens in num_scheduled_tokens.items():
         scheduled[batch.rows[req_id]] = num_tokens

@@ -23,14 +23,14 @@ from quire.worker.kernels.packs import take_memory
 
 @dataclass(frozen=True)
 class KVCacheMemory:
-    """The allocated cache, as layers and groups see it."""
+    """The allocated cache, by layer and by group."""
 
     specs: list[AnyKVCacheSpec]
-    """Per group."""
+    """One for each group."""
     layer_groups: dict[str, int]
     """The group of each layer."""
     caches: dict[str, KVCache]
-    """By layer name."""
+    """Keys and values by layer name."""
 
     @property
     def block_sizes(self) -> list[int]:
@@ -39,9 +39,9 @@ class KVCacheMemory:
 
 
 def allocate_kv_cache(config: KVCacheConfig, backend: AttentionBackend[Any], device: torch.device) -> KVCacheMemory:
-    """Allocate the tensors of `config` and give each layer its view.
+    """Allocates the tensors of `config` and gives each layer its view.
 
-    On CPU the memory is only reserved: the system commits (small) pages as blocks are first written.
+    On a CPU the memory is only reserved: the system commits (small) pages as blocks are first written.
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     layer_groups = {name: i for i, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
@@ -69,7 +69,7 @@ def _reserve(num_bytes: int, all_bytes: int) -> torch.Tensor:
 
 
 def make_null_config(specs: Mapping[str, AnyKVCacheSpec]) -> KVCacheConfig:
-    """A cache of nothing but the null block, for runs that only measure. One group per kind of layer."""
+    """Returns the configuration of a cache of one block, the null block, for runs without requests."""
     groups = [
         KVCacheGroupSpec([name for name, s in specs.items() if s == spec], spec)
         for spec in dict.fromkeys(specs.values())
@@ -82,7 +82,7 @@ BLOCK_SIZE = 16
 
 
 class TransientKVCache:
-    """As much as the largest step takes: `max_num_tokens` tokens of up to `max_num_reqs` texts."""
+    """Memory for the texts of the largest step: `max_num_tokens` tokens of up to `max_num_reqs` texts."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class TransientKVCache:
         self._device = device
 
     def place(self, query_lens: npt.NDArray[np.int64]) -> AttentionBatch:
-        """The step's texts, of so many tokens each, one after another: each begins a block."""
+        """Returns the batch of a step's texts, whose lengths are `query_lens`: each begins a block."""
         num_blocks = -(-query_lens // BLOCK_SIZE)
         first_blocks = np.cumsum(num_blocks) - num_blocks  # [num_reqs]
         table = first_blocks[:, None] + np.arange(num_blocks.max())  # [num_reqs, blocks of the longest]

@@ -1,12 +1,12 @@
-"""`import torch` without what serving never uses: importing this module, before torch, is the switch.
+"""Importing this module before torch makes `import torch` leave out what serving never uses.
 
-More than half of torch's import is its compiler's and exporter's business: rules in Python for the shapes of operators,
+More than half of torch's import time goes to its compiler and exporter: rules in Python for the shapes of operators,
 decompositions, `torch.export`, quantization for training. Here those modules are entered in sys.modules without being
-run; the first look at one of their attributes runs it, so whoever wants one still gets it. What a module does besides
-(`torch._meta_registrations` registers shape rules) happens then, and not before: a model that computes on the meta
-device with an operator whose rule is in Python needs `QUIRE_LEAN_TORCH=0`.
+run; the first access to one of their attributes runs them. Their side effects come at that time, too
+(`torch._meta_registrations` registers shape rules): a model that computes on the meta device with an operator whose
+rule is in Python needs `QUIRE_LEAN_TORCH=0`.
 
-Engine core processes import it (`ParallelConfig.core_names`), and nobody else: a user's process is the user's.
+Only engine core processes import it (`ParallelConfig.core_names`): a user's own process is left alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from quire import envs
 
 TRIED_VERSIONS = ("2.13.",)
-"""Of torch. Its modules import one another in circles, so which of them can wait must be tried for each version; with
-any other, all of it is imported."""
+"""Versions of torch this was tried with. Its modules import one another in circles, so which of them can wait must be
+tried for each version; with any other, all of it is imported."""
 NOT_NEEDED = frozenset(
     {
         *("torch._meta_registrations", "torch.distributed._meta_registrations", "torch.export", "torch.distributions"),
@@ -34,15 +34,15 @@ NOT_NEEDED = frozenset(
     }
 )
 NEEDS_ALL = frozenset({"torch._dynamo", "torch._inductor"})
-"""What counts on all that having been run before it: the profiler, for one, asks for the compiler. Nothing in
-`NOT_NEEDED` imports these."""
+"""Modules that need all of those to have run: the profiler, for one, imports the compiler. Nothing in `NOT_NEEDED`
+imports them."""
 _lock = threading.RLock()
 _waiting: list[ModuleType] = []
-"""Modules that were asked for and not run, in the order in which torch wanted them."""
+"""Modules that were imported and not run, in the order in which torch imported them."""
 
 
 class LazyModule(ModuleType):
-    """A module that runs its code when something is asked of it that the import system has not put there."""
+    """A module that runs its code at the first access to an attribute that the import system has not set."""
 
     def __getattr__(self, name: str) -> Any:
         with _lock:
@@ -59,14 +59,14 @@ def _run(module: ModuleType) -> None:
 
 
 def run_waiting() -> None:
-    """Run all modules that wait."""
+    """Runs all modules that wait."""
     with _lock:
         while _waiting:
             _run(_waiting.pop(0))
 
 
 class LazyLoader(Loader):
-    """Has a `LazyModule` run what `loader` would have run at once."""
+    """A loader of `LazyModule`s, which later run what `loader` would have run at once."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -75,12 +75,12 @@ class LazyLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Not yet."""
+        """Enters the module without running it."""
         module.__class__ = LazyModule
         _waiting.append(module)
 
     def run(self, module: ModuleType) -> None:
-        """Now."""
+        """Runs the module."""
         spec = module.__spec__
         assert spec is not None  # the import system has set it
         spec.loader = module.__loader__ = self._loader
@@ -88,7 +88,7 @@ class LazyLoader(Loader):
 
 
 class LazyFinder(MetaPathFinder):
-    """Finds the modules named in `NOT_NEEDED`, and has them loaded lazily."""
+    """Finds the modules named in `NOT_NEEDED` and gives them a `LazyLoader`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -104,7 +104,7 @@ class LazyFinder(MetaPathFinder):
 
 
 def installed_version() -> str:
-    """Of torch, read from its files without importing it; empty if it cannot be told."""
+    """Returns torch's version, read from its files without importing it; empty if there is none."""
     spec = PathFinder.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""

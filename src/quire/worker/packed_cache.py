@@ -1,9 +1,9 @@
 """Packed weights on disk: files that a later start maps into memory instead of packing again (docs/weight_cache.md).
 
-A file holds named blobs, the bytes of one model's packed layers, and a table that says where each lies and for what the
-whole was made. It is only ever read as bytes: nothing in it is run. A file is written under another name and renamed
-when it is whole, and is checked (lengths, digest of the table, key) before any of it is used. No torch here, so that
-`quire cache` answers at once.
+A file holds named blobs, the bytes of one model's packed layers, and a table with their positions and the key the file
+was made for. It is only read as bytes: nothing in it is run. A file is written under another name and renamed when it
+is complete, and is checked (lengths, digest of the table, key) before it is used. No torch is imported, so that `quire
+cache` answers at once.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ MAX_TABLE_BYTES = 1 << 28
 SUFFIX = ".packed"
 CHUNK_BYTES = 8 << 20
 SUMMED_BYTES = 256
-"""Blobs up to that size are notes on others, and are summed at each start: that costs nothing."""
+"""Blobs up to this size describe others and are checked at each start, which costs nothing."""
 STALE_PART_S = 24 * 3600.0
-"""What a writer that died left behind is removed after that long."""
+"""Age at which the remains of a killed writer are deleted."""
 GIB = 1 << 30
 
 Key = Mapping[str, Any]
-"""What a file was made for, as JSON values: the same key means the same bytes."""
+"""The identity of a file's content as JSON values: the same key means the same bytes."""
 
 
 class InvalidPackedFileError(Exception):
-    """A file that is not what its name promises; the words say why. It is packed again."""
+    """A file that is not a valid file of packed weights; the message gives the reason. The weights are packed again."""
 
 
 class OtherKeyError(InvalidPackedFileError):
-    """A whole file that was made for another key, by another version of the code, say."""
+    """A valid file that was made for another key, for example by another version of the code."""
 
 
 @dataclass(frozen=True)
 class Blob:
-    """Where a layer's bytes lie in the file."""
+    """Position of a layer's bytes in the file."""
 
     offset: int
     num_bytes: int
@@ -68,17 +68,17 @@ class PackedFile:
     path: Path
     key: Key
     source: str
-    """The checkpoint directory it was packed from: for people."""
+    """Checkpoint directory it was packed from, for messages."""
     blobs: Mapping[str, Blob]
     memory: mmap.mmap = field(repr=False)
 
     @property
     def num_bytes(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return len(self.memory)
 
     def find_damage(self) -> str | None:
-        """Read all of it; the first layer whose bytes are not those that were written, or None."""
+        """Reads the whole file. Returns the first layer whose bytes differ from what was written, or None."""
         view = memoryview(self.memory)
         for name, blob in self.blobs.items():
             if zlib.crc32(view[blob.offset : blob.offset + blob.num_bytes]) != blob.crc32:
@@ -87,9 +87,10 @@ class PackedFile:
 
 
 def open_packed_file(path: Path, key: Key | None = None) -> PackedFile:
-    """Map a file. With `key`, only one made for exactly that.
+    """Maps a file. With `key`, only a file made for exactly that key.
 
-    Raises InvalidPackedFileError for one that is truncated, damaged, of another make or of another user; OSError.
+    Raises OSError, and InvalidPackedFileError for a file that is truncated, damaged, of another version or of another
+    user.
     """
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
@@ -138,7 +139,7 @@ def _as_json(key: Key) -> dict[str, Any]:
 
 
 class PackedFileWriter:
-    """Writes one file, layer by layer, under a name of its own until `commit`. Methods raise OSError."""
+    """Writes one file, layer by layer, under a temporary name until `commit`. Methods raise OSError."""
 
     def __init__(self, path: Path, key: Key, source: str) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ class PackedFileWriter:
         self._offset = ALIGNMENT
 
     def add(self, name: str, data: memoryview) -> None:
-        """Append a layer's bytes."""
+        """Appends a layer's bytes."""
         self._file.seek(self._offset)
         checksum = 0
         for start in range(0, len(data), CHUNK_BYTES):
@@ -160,7 +161,7 @@ class PackedFileWriter:
         self._offset += -(-len(data) // ALIGNMENT) * ALIGNMENT
 
     def commit(self) -> None:
-        """Everything is there: the file gets its name, once it is on the disk."""
+        """Completes the file, syncs it to the disk and gives it its name."""
         table = json.dumps({"key": self._key, "source": self._source, "blobs": self._blobs}).encode()
         self._file.seek(self._offset)
         self._file.write(table)
@@ -173,7 +174,7 @@ class PackedFileWriter:
         self._part.replace(self._path)
 
     def discard(self) -> None:
-        """Leave nothing behind. May follow anything."""
+        """Deletes the temporary file. May be called at any time."""
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):
@@ -188,17 +189,17 @@ class PackedCache:
 
     @staticmethod
     def default() -> PackedCache:
-        """That of this user."""
+        """Returns the packed-weight cache of the current user."""
         return PackedCache(cache_root() / "packed")
 
     def path_of(self, key: Key) -> Path:
-        """Where the file of `key` is, or would be. The code that packs is left out: what an upgrade packs takes the
-        place of what was there before it."""
+        """Returns the path of the file of `key`. The code that packs is no part of it: the file an upgrade writes
+        replaces the former one."""
         text = json.dumps({name: value for name, value in key.items() if name != "code"}, sort_keys=True).encode()
         return self.directory / f"{hashlib.sha256(text).hexdigest()[:32]}{SUFFIX}"
 
     def open(self, key: Key) -> PackedFile | None:
-        """The file of `key`, marked as used now; None if there is none that is whole."""
+        """Returns the file of `key` and marks it as used; None if there is no valid one."""
         path = self.path_of(key)
         try:
             file = open_packed_file(path, key)
@@ -211,15 +212,15 @@ class PackedCache:
             logger.warning("%s is not used: %s", path, e)
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # the time `trim` goes by
+            os.utime(path)  # `trim` sorts by this time
         return file
 
     def files(self) -> list[Path]:
-        """All of them, the one used last first."""
+        """Returns all files, the most recently used first."""
         return sorted(self._listing(SUFFIX), key=lambda path: -_mtime(path))
 
     def trim(self, max_bytes: int) -> None:
-        """Delete what was not used for longest until `max_bytes` are kept, and what dead writers left."""
+        """Deletes the least recently used files until `max_bytes` are left, and the remains of killed writers."""
         kept = 0
         for path in self.files():
             kept += _size(path)
@@ -231,7 +232,7 @@ class PackedCache:
                 remove(path)
 
     def clear(self) -> int:
-        """Delete everything; the bytes that were freed."""
+        """Deletes everything. Returns the bytes that were freed."""
         freed = 0
         for path in [*self.files(), *self._listing(".part")]:
             freed += _size(path)
@@ -244,18 +245,18 @@ class PackedCache:
 
 
 def cache_root() -> Path:
-    """Where Quire keeps what may be deleted: QUIRE_CACHE_ROOT, or quire in XDG_CACHE_HOME or ~/.cache."""
+    """Returns the directory of what may be deleted: QUIRE_CACHE_ROOT, or quire in XDG_CACHE_HOME or ~/.cache."""
     root = envs.CACHE_ROOT.get() or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "quire")
     return Path(root).expanduser()
 
 
 def max_cache_bytes() -> int:
-    """What the cache may hold: QUIRE_WEIGHT_CACHE_GIB. Raises ConfigError if that is no number."""
+    """Returns the size limit of the cache, QUIRE_WEIGHT_CACHE_GIB. Raises ConfigError if that is no number."""
     return int(envs.WEIGHT_CACHE_GIB.number() * GIB)
 
 
 def remove(path: Path) -> None:
-    """Delete a file; one that is gone, or that we may not delete, is left as it is."""
+    """Deletes a file. A file that is missing or may not be deleted is no error."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 

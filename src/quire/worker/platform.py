@@ -15,7 +15,7 @@ from quire.worker.host import cpu_quota
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of --device: auto takes CUDA when there is one. Raises ConfigError if it is not there."""
+    """Returns the device of --device: auto is CUDA if there is one. Raises ConfigError if the device is missing."""
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ConfigError(
@@ -25,17 +25,17 @@ def choose_device(name: str) -> torch.device:
 
 
 def set_num_threads(root: Path = Path("/")) -> None:
-    """Keep torch's threads within the CPU quota of the container. OMP_NUM_THREADS, where set, is left alone."""
+    """Limits torch's threads to the CPU quota of the container. OMP_NUM_THREADS, where set, wins."""
     quota = cpu_quota(root)
     if "OMP_NUM_THREADS" not in os.environ and quota is not None and quota < torch.get_num_threads():
         torch.set_num_threads(quota)
 
 
 def release_free_memory(device: torch.device) -> None:
-    """Hand freed memory back to the system: to the driver on CUDA, from the C library's heap on Linux.
+    """Returns freed memory to the system: to the driver on CUDA, from the C library's heap on Linux.
 
-    Large blocks go back by themselves when they are freed. glibc keeps those below its threshold, which grows with use
-    (up to 32 MiB), unless it is asked; other C libraries have no such call.
+    Large blocks are returned when they are freed. glibc keeps those below its threshold, which grows with use (up to 32
+    MiB), until malloc_trim is called; other C libraries have no such call.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -46,6 +46,6 @@ def release_free_memory(device: torch.device) -> None:
 
 
 def resolve_dtype(model_config: ModelConfig, device: torch.device) -> torch.dtype:
-    """See `resolve_dtype_name`. Raises ModelLoadError for a type Quire cannot run."""
+    """Returns the type the model computes in. Raises ModelLoadError for one that Quire cannot run."""
     dtype: torch.dtype = getattr(torch, resolve_dtype_name(model_config, device.type))
     return dtype

@@ -1,7 +1,7 @@
-"""From hidden states to what a pooling request asks for: an embedding, scores of classes, or either of every token.
+"""From hidden states to the result of a pooling request: an embedding or class scores, of the text or of each token.
 
-A request that needs more than its last token's hidden state keeps those of earlier chunks until its text is computed.
-All else happens in its last step, and nothing is done again: a row's numbers do not depend on the rows beside it.
+A request that needs more than the hidden state of its last token keeps those of earlier chunks until its text is
+computed. All else happens in its last step: a row's numbers do not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DENSE_SPECS = {
 
 
 class Classifier(Protocol):
-    """What a model with a classifying head offers."""
+    """The interface of a model with a classifying head."""
 
     def classify(self, hidden: Tensor) -> Tensor:
         """[n, hidden] to float32 [n, num_labels]."""
@@ -42,7 +42,7 @@ class Classifier(Protocol):
 
 
 class Pooler:
-    """Knows the pooling requests of the batch, and what of their hidden states is still needed."""
+    """The pooling requests of the batch, and the hidden states that they still need."""
 
     def __init__(
         self, config: PoolingConfig, model: object, kernels: Kernels, dtype: torch.dtype, device: torch.device
@@ -54,14 +54,14 @@ class Pooler:
         self._dense = [_load_dense(dense, kernels, dtype, device) for dense in config.dense]
         self._params: dict[str, PoolingParams] = {}
         self._steps: dict[str, Tensor] = {}
-        """Where the steps of an answer end, of requests that ask for no other tokens: [num_steps] positions."""
+        """[num_steps] positions at which the steps of an answer end, of requests that ask for those only."""
         self._earlier: dict[str, list[Tensor]] = {}
-        """Hidden states of the chunks a request has had, if it needs all of them."""
+        """Hidden states of earlier chunks, of requests that need all of them."""
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def add_request(self, request: NewRequestData) -> None:
-        """A request that begins, or begins again."""
+        """Adds a request that begins, or begins again."""
         assert request.pooling_params is not None, "this model pools: it was sent a request to generate"
         self.remove_request(request.req_id)
         self._params[request.req_id] = params = request.pooling_params
@@ -71,17 +71,17 @@ class Pooler:
             self._steps[request.req_id] = torch.from_numpy(steps).to(self._device)
 
     def remove_request(self, req_id: str) -> None:
-        """It has ended, or will begin again."""
+        """Removes a request that has ended or will begin again."""
         for kept in (self._params, self._steps, self._earlier):
             kept.pop(req_id, None)
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Removes all requests."""
         for kept in (self._params, self._steps, self._earlier):
             kept.clear()
 
     def segments(self, req_ids: Sequence[str], inputs: StepInputs) -> Tensor | None:
-        """[num_tokens] which of a pair of texts each token of the step belongs to; None if there are no pairs."""
+        """Returns [num_tokens]: the number of each token's text in its pair; None if there are no pairs."""
         firsts = [self._params[req_id].segment_start for req_id in req_ids]
         if all(first is None for first in firsts):
             return None
@@ -93,7 +93,7 @@ class Pooler:
     # -- pooling ------------------------------------------------------------------------------------------------------
 
     def pool(self, req_ids: Sequence[str], inputs: StepInputs, hidden: Tensor) -> ModelRunnerOutput:
-        """The results of the requests whose texts the step completes. hidden: [num_tokens, hidden_size]."""
+        """Returns the results of the requests whose texts the step completes. hidden: [num_tokens, hidden_size]."""
         complete = set(inputs.sampling.tolist())
         output = ModelRunnerOutput(list(req_ids), [[] for _ in req_ids])
         pooled: dict[str, Tensor] = {}
@@ -115,7 +115,7 @@ class Pooler:
         return output
 
     def _collect(self, req_id: str, rows: Tensor, *, is_last: bool) -> Tensor:
-        """All rows so far; they are remembered unless these are the last."""
+        """Returns all rows so far; they are stored unless these are the last."""
         earlier = self._earlier.pop(req_id, [])
         if is_last:
             return torch.cat([*earlier, rows]) if earlier else rows
@@ -123,7 +123,7 @@ class Pooler:
         return rows
 
     def _finish_pooled(self, pooled: dict[str, Tensor], output: ModelRunnerOutput) -> None:
-        """One row per request: what the head does is done for all of them at once."""
+        """Computes the head for all complete requests at once, one row each."""
         x = torch.stack(list(pooled.values()))  # [num_reqs, hidden_size] float32
         if self._config.head == "classify":
             x = self._model.classify(x.to(self._dtype))
@@ -133,11 +133,11 @@ class Pooler:
             output.pooler_output[req_id] = self._activate(self._params[req_id], row)
 
     def _finish(self, params: PoolingParams, rows: Tensor) -> npt.NDArray[Any]:
-        """Of every token of one request."""
+        """Returns the result for every token of one request."""
         return self._activate(params, rows.float() if self._config.head == "embed" else self._model.classify(rows))
 
     def _activate(self, params: PoolingParams, x: Tensor) -> npt.NDArray[Any]:
-        """x: [dim] or [num_tokens, dim] float32."""
+        """Returns x with the activation applied. x: [dim] or [num_tokens, dim] float32."""
         activates = self._config.activates if params.use_activation is None else params.use_activation
         if self._config.head == "embed":
             dim = params.dimensions or self._config.default_dim
@@ -150,7 +150,7 @@ class Pooler:
 
 
 def _select(pooling_type: str, rows: Tensor) -> Tensor:
-    """[hidden_size] float32 of the rows of one text."""
+    """Returns [hidden_size] float32: the pooled rows of one text."""
     if pooling_type == "mean":
         return rows.float().mean(dim=0)
     return rows[0 if pooling_type == "cls" else -1].float()
@@ -163,7 +163,7 @@ def _probabilities(activation: Activation, scores: Tensor) -> Tensor:
 
 
 def _load_dense(config: DenseConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> LinearKernel:
-    """Raises ModelLoadError."""
+    """Returns the kernel of a Dense module of sentence-transformers. Raises ModelLoadError."""
     index = CheckpointIndex.from_dir(config.directory)
     wanted = {"linear.weight": (config.out_features, config.in_features)}
     if config.bias:

@@ -1,4 +1,4 @@
-"""Traces of what torch does in a worker's steps, for Perfetto or chrome://tracing."""
+"""Traces of torch's work in a worker's steps, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class WorkerProfiler:
         self._num_left: int | None = None
         """Steps still to be recorded; None for as many as come."""
         self.is_armed = False
-        """Whether it wants to hear of steps."""
+        """True if `begin_step` is to be called."""
 
     def start(self, prefix: str | None, delay_iterations: int | None, max_iterations: int | None) -> None:
-        """Arguments that are None are the configured ones. Once more while it records changes nothing."""
+        """Starts recording. Arguments that are None take the configured values. A second call while it records has no
+        effect."""
         if self.is_armed:
             return
         self._prefix = prefix or "quire"
@@ -41,7 +42,7 @@ class WorkerProfiler:
             self._record()
 
     def begin_step(self) -> None:
-        """A step is about to run."""
+        """Counts a step that is about to run, and starts or ends the recording."""
         if self._num_to_skip:
             self._num_to_skip -= 1
             return
@@ -50,13 +51,13 @@ class WorkerProfiler:
         if self._num_left == 0:
             try:
                 self.stop()
-            except OSError:  # a trace that cannot be written is no reason for a step to fail
+            except OSError:  # a trace that cannot be written must not fail a step
                 logger.exception("the profile is lost")
         elif self._num_left is not None:
             self._num_left -= 1
 
     def stop(self) -> None:
-        """Write the trace, if there is one to write."""
+        """Writes the trace, if there is one."""
         self.is_armed = False
         if self._profile is None:
             return

@@ -1,8 +1,9 @@
-"""Short steps as one call into the native library.
+"""Runs short steps as one call into the native library.
 
-Calling a kernel from Python takes about as long as a small model's kernel itself: 50 calls for a token. So the calls of
-a forward pass are recorded once, from the model as it is written, and repeated by the library (kernels/plan.py). The
-bits are those of the model called module by module: the same kernels run in the same order on the same numbers.
+Calling a kernel from Python takes about as long as the kernel of a small model: 50 calls for a token. The calls of a
+forward pass are therefore recorded once, from the model as it is written, and repeated by the library
+(kernels/plan.py). The bits are those of the model called module by module: the same kernels run in the same order on
+the same numbers.
 """
 
 from __future__ import annotations
@@ -24,36 +25,36 @@ from quire.worker.kernels.plan import ArenaFullError, NotPlannableError, Plan
 logger = init_logger(__name__)
 
 MAX_NUM_TOKENS = 1024
-"""Tokens of the longest step that is planned: in a longer one the calls cost nothing that counts. A quarter of it, and
-so on, where the results of so many tokens do not fit into an arena."""
+"""Tokens of the longest step that is planned: in a longer one the cost of calls is negligible. Where the results of so
+many tokens do not fit into an arena, a quarter of it, and so on."""
 
 MIN_NUM_TOKENS = 16
-"""Plans are not made for fewer."""
+"""Tokens of the smallest plan that is tried."""
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 """ids and positions, [n] int64 each, to hidden states [n, dim]; needs a forward context."""
 
 
 class StepPlanner:
-    """A model's forward pass, planned where it can be. What it returns may be overwritten by the next step.
+    """The forward pass of a model, planned where that is possible. The next step may overwrite the result.
 
-    A plan is made for the kernels and the KV cache there are, and made again when they are others. One that does not
-    repeat the model's result to the bit is not used: something in the model bypasses the recording.
+    A plan is valid for the kernels and the KV cache it was made with; it is made again when they change. A plan that
+    does not repeat the model's result to the bit is not used: something in the model bypasses the recording.
     """
 
     def __init__(self, model: Forward, backend: NativeAttentionBackend) -> None:
         self._model = model
         self._backend = backend
         self._max_num_tokens = MAX_NUM_TOKENS
-        """0: the model cannot be planned."""
+        """Tokens of the longest step of the present plan; 0: the model cannot be planned."""
         self._plan: Plan | None = None
         self._generation = -1
         self._cache: Callable[[], Tensor | None] = lambda: None
-        """The tensor of a layer's keys, as long as it lives: caches are made and given back together."""
+        """Weak reference to the keys of a layer: all caches are allocated and freed together."""
 
     @property
     def is_planned(self) -> bool:
-        """Whether the last short step ran from a plan."""
+        """True if the last short step ran from a plan."""
         return self._plan is not None
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ class StepPlanner:
         return self._generation == self._backend.context.num_kernels and self._cache() is _some_keys(context)
 
     def _make_plan(self, context: ForwardContext, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Plan, and run the step both ways."""
+        """Makes a plan and runs the step both ways."""
         self._plan = None
         expected = self._model(input_ids, positions)
         try:
@@ -106,7 +107,7 @@ class StepPlanner:
 
 
 def plan_steps(model: Forward, backend: AttentionBackend[Any]) -> Forward:
-    """`model`, its short steps planned if `backend` is the native one."""
+    """Returns `model`, with short steps planned if `backend` is the native one."""
     return StepPlanner(model, backend) if isinstance(backend, NativeAttentionBackend) else model
 
 

@@ -1,4 +1,4 @@
-"""What follows a forward pass that generates: sampling, log-probabilities of prompts, and counts of NaNs."""
+"""Sampling after a forward pass, log-probabilities of prompts, and counts of NaNs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PendingStep:
     logits: Tensor | None
     """[len(inputs.sampling), vocab_size] float32; None if no request samples."""
     prompt_logprobs: dict[str, LogprobsTensors]
-    """Of the prompts that the step completes."""
+    """Results of the prompts that the step completes."""
 
 
 class StepSampler:
@@ -39,7 +39,7 @@ class StepSampler:
         self._device = device
         self._counts_nans = envs.COMPUTE_NANS_IN_LOGITS.flag()
         self._key: tuple[int, bytes] | None = None
-        """What `_metadata` was made for: the version of the batch, and its rows."""
+        """The version of the batch and the rows that `_metadata` was made for."""
         self._metadata: SamplingMetadata | None = None
 
     def forget_batch(self) -> None:
@@ -69,7 +69,7 @@ class StepSampler:
         if logits is None:
             return output
         sampling = step.inputs.sampling.tolist()
-        req_ids = [step.req_ids[i] for i in sampling]  # of each row of the logits
+        req_ids = [step.req_ids[i] for i in sampling]  # one for each row of the logits
         rows = step.inputs.rows[step.inputs.sampling]
         if self._counts_nans:
             output.num_nans_in_logits = dict(zip(req_ids, logits.isnan().sum(dim=-1).tolist(), strict=True))
@@ -124,7 +124,7 @@ class PromptLogprobs:
         self._kernel = kernel
         self._vocab_size = vocab_size
         self._partial: dict[str, tuple[LogprobsTensors, int, list[int]]] = {}
-        """By request id: rows so far, number of top tokens (-1: all), the prompt."""
+        """Rows so far, number of top tokens (-1: all) and prompt, by request id."""
 
     def add_request(self, request: NewRequestData) -> None:
         """Starts to collect if the request asks for it and has no outputs: one with outputs has had the result."""

@@ -1,4 +1,4 @@
-"""A worker: one device, its model, and its share of the KV cache. What an executor talks to."""
+"""A worker: one device, its model, and its share of the KV cache. Executors call it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Worker:
     """
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
-        stamp("torch")  # the executor has just imported this module, and that torch
+        stamp("torch")  # the executor has just imported this module and, with it, torch
         self.config = config
         self.rank = rank
         self.max_model_len = config.model_config.model_len
@@ -41,7 +41,7 @@ class Worker:
     # -- start-up -----------------------------------------------------------------------------------------------------
 
     def init_device(self) -> None:
-        """Choose device, types and threads. Raises ConfigError if the configuration cannot run here."""
+        """Chooses device, types and threads. Raises ConfigError if the configuration cannot run here."""
         model, cache_dtype = self.config.model_config, self.config.cache_config.cache_dtype
         self.device = platform.choose_device(self.config.device_config.device)
         self.dtype = platform.resolve_dtype(model, self.device)
@@ -56,12 +56,12 @@ class Worker:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner, once the model is loaded."""
+        """The model runner, once the model is loaded."""
         assert self._runner is not None, "load_model comes first"
         return self._runner
 
     def load_model(self) -> None:
-        """Read the weights, unless that is done. Raises ModelLoadError."""
+        """Reads the weights, unless that is done. Raises ModelLoadError."""
         if self._runner is not None:
             return
         model, scheduler = self.config.model_config, self.config.scheduler_config
@@ -85,12 +85,12 @@ class Worker:
         stamp("weights")
 
     def get_kv_cache_spec(self) -> dict[str, AnyKVCacheSpec]:
-        """What each attention layer keeps per token, by layer name. Loads the model: its layers know."""
+        """Returns the cache spec of each attention layer by its name. Loads the model, whose layers make them."""
         self.load_model()
         return self.runner.get_kv_cache_specs(self.config.cache_config.block_size, self.cache_dtype)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: --kv-cache-memory-bytes, or what is left after weights and the largest step."""
+        """Returns the bytes for the KV cache: --kv-cache-memory-bytes, or what weights and the largest step leave."""
         cache = self.config.cache_config
         if cache.kv_cache_memory_bytes is not None and cache.kv_cache_memory_bytes >= 0:
             return cache.kv_cache_memory_bytes
@@ -102,7 +102,9 @@ class Worker:
         block_size = self.config.cache_config.block_size
         block_bytes = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
         useful = host.useful_kv_cache_bytes(self.max_model_len, self.runner.max_num_reqs, block_size, block_bytes)
-        free = max(0, host.available_cpu_memory() - self.weight_cache.mapped_bytes)  # the system counts it as free
+        free = max(
+            0, host.available_cpu_memory() - self.weight_cache.mapped_bytes
+        )  # the system counts mapped weights as free
         return host.cpu_kv_cache_bytes(free, useful)
 
     def _available_cuda_memory(self, utilization: float) -> int:
@@ -118,17 +120,17 @@ class Worker:
         return max(0, int(total * utilization) - peak)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """Take the memory of the KV cache and of the batch."""
+        """Allocates the KV cache and the batch."""
         self._kv_cache_config = kv_cache_config
         self.runner.initialize_kv_cache(kv_cache_config, self.max_model_len)
         stamp("KV cache")
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """The context length, once fitted to the cache. Comes before initialize_from_config."""
+        """Sets the context length after it was fitted to the cache. Must be called before initialize_from_config."""
         self.max_model_len = max_model_len
 
     def compile_or_warm_up_model(self) -> None:
-        """Run once, so that the first request does not pay for what is set up on first use."""
+        """Runs a dummy step, so that the first request does not pay for what is set up on first use."""
         self.runner.execute_dummy_batch()
         stamp("warm-up")
 
@@ -143,18 +145,18 @@ class Worker:
         return self.runner.sample_tokens(grammar_output)
 
     def execute_dummy_batch(self) -> None:
-        """A step of nobody, to keep in time with other ranks."""
+        """Runs a dummy step of one token, to keep in step with other ranks."""
         self.runner.execute_dummy_batch()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Draft tokens for the next step: none, without a drafter."""
+        """Returns the draft tokens for the next step: None, because there is no drafter."""
         return None
 
     # -- sleep and new weights ----------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
-        """Give memory back to the system. 1: the KV cache; weights leave an accelerator for main memory, so on a CPU
-        they stay. 2: the weights, too. All requests are forgotten."""
+        """Frees memory and drops all requests. Level 1: the KV cache; weights move from an accelerator to main memory
+        and stay there on a CPU. Level 2: the weights, too."""
         if level == 1:
             self.weights.offload()
         else:
@@ -162,35 +164,35 @@ class Worker:
         self.release_kv_cache_memory()
 
     def release_kv_cache_memory(self) -> None:
-        """The KV cache only. All requests are forgotten."""
+        """Frees the KV cache only and drops all requests."""
         self.runner.release_kv_cache()
         self.kernels.release_memory()
         platform.release_free_memory(self.device)
 
     def wake_up(self, tags: list[str]) -> None:
-        """Take back what `tags` ("weights", "kv_cache") names. Raises ModelLoadError if the weights cannot be read."""
+        """Restores what `tags` ("weights", "kv_cache") name. Raises ModelLoadError if the weights cannot be read."""
         if "weights" in tags:
             self.weights.restore()
         if "kv_cache" in tags:
             self.initialize_from_config(self._kv_cache_config)
 
     def check_weights(self, path: str) -> None:
-        """Raise ModelLoadError unless the checkpoint directory `path` fits the model that is loaded."""
+        """Raises ModelLoadError unless the checkpoint directory `path` fits the loaded model."""
         self.weights.check(Path(path))
 
     def load_weights(self, path: str | None = None) -> None:
-        """Replace the weights in place by those of `path`; None: read again those they were. Raises ModelLoadError."""
+        """Replaces the weights in place by those of `path`; None: reads them again. Raises ModelLoadError."""
         self.weights.replace(None if path is None else Path(path))
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the loaded model can be asked for."""
+        """Returns the tasks that the loaded model serves."""
         pooling = self.config.model_config.pooling
         return ("generate",) if pooling is None else pooling.tasks
 
     def check_health(self) -> None:
-        """Raises if the worker cannot work. A worker in this process is as healthy as the process."""
+        """Raises if the worker cannot run. A worker in this process is as healthy as the process."""
 
     def profile(
         self,
@@ -199,7 +201,7 @@ class Worker:
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Start or stop recording what torch does: see WorkerProfiler."""
+        """Starts or stops the torch profiler: see WorkerProfiler."""
         if is_start:
             self._profiler.start(prefix, delay_iterations, max_iterations)
         else:
@@ -210,11 +212,11 @@ class Worker:
         return cast("nn.Module", self.runner.model)
 
     def reload_weights(self) -> None:
-        """Read the weights again from where they came from."""
+        """Reads the weights again from their checkpoint."""
         self.weights.replace()
 
     def shutdown(self) -> None:
-        """Let go of model and cache."""
+        """Releases model and cache."""
         if self._runner is not None:
             self.weight_cache.close()
         self._runner = None

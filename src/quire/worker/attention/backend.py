@@ -45,7 +45,7 @@ class AttentionSpec:
 
     @property
     def group_size(self) -> int:
-        """Query heads per key/value head."""
+        """Query heads for each key/value head."""
         return self.num_heads // self.num_kv_heads
 
 
@@ -58,7 +58,7 @@ class KVCache(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The requests of a step as one KV cache group sees them. Lengths are numpy: a backend plans on the host."""
+    """The requests of a step in one KV cache group. Lengths are numpy arrays: a backend plans on the host."""
 
     query_lens: npt.NDArray[np.int64]
     """[num_reqs] tokens of each request in this step, in the order of the flat batch."""
@@ -74,28 +74,28 @@ Metadata = TypeVar("Metadata")
 
 
 class AttentionBackend(ABC, Generic[Metadata]):
-    """Computes attention over a paged KV cache. `Metadata` is its own and opaque to everyone else."""
+    """Computes attention over a paged KV cache. `Metadata` is its own type and opaque to all others."""
 
     name: ClassVar[str]
 
     def __init__(self, kernels: Kernels = TORCH_KERNELS) -> None:
-        """`kernels`: those the model computes with."""
+        """`kernels`: the kernels of the model."""
 
     @classmethod
     @abstractmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels) -> bool:
-        """Whether this backend can run beside `kernels`, with activations of `dtype` and a cache of `cache_dtype`."""
+        """Returns True if this backend can run with `kernels`, activations of `dtype` and a cache of `cache_dtype`."""
 
     @abstractmethod
     def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int) -> KVCache:
-        """Look at `storage` ([num_blocks * spec.page_size_bytes] uint8) as one layer's keys and values. No copy.
+        """Returns a view of `storage` ([num_blocks * spec.page_size_bytes] uint8) as one layer's keys and values.
 
-        Layers of different kinds share a storage, so block b must own the same bytes whatever the kind.
+        Layers of different kinds share a storage, so block b must own the same bytes for every kind.
         """
 
     @abstractmethod
     def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> Metadata:
-        """What `forward` needs of this step, for all layers of a group."""
+        """Returns the inputs of `forward` that all layers of a group share in this step."""
 
     @abstractmethod
     def forward(
@@ -108,7 +108,7 @@ class AttentionBackend(ABC, Generic[Metadata]):
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store `key` and `value` in the cache, then attend. Exact up to float rounding.
+        """Stores `key` and `value` in the cache, then attends. Exact up to float rounding.
 
         query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size];
         sinks: [num_heads] scores of a key that every query sees and whose value is zero.
@@ -118,7 +118,8 @@ class AttentionBackend(ABC, Generic[Metadata]):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One step. `metadata` has an entry per KV cache group; `layer_groups` says which group a layer belongs to."""
+    """The context of one step. `metadata` has an entry for each KV cache group; `layer_groups` maps layers to
+    groups."""
 
     backend: AttentionBackend[Any]
     metadata: Sequence[Any]
@@ -133,7 +134,7 @@ _current: ContextVar[ForwardContext] = ContextVar("forward_context")
 
 @contextmanager
 def set_forward_context(context: ForwardContext) -> Iterator[None]:
-    """Make `context` current inside the block (and only in this thread)."""
+    """Makes `context` current inside the block, in this thread only."""
     token = _current.set(context)
     try:
         yield
@@ -142,5 +143,5 @@ def set_forward_context(context: ForwardContext) -> Iterator[None]:
 
 
 def get_forward_context() -> ForwardContext:
-    """The context of the running forward pass. LookupError outside of one: a layer was called by hand."""
+    """Returns the context of the running forward pass. Raises LookupError outside of one."""
     return _current.get()

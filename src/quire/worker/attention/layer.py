@@ -14,8 +14,8 @@ from quire.worker.attention.backend import AttentionSpec, get_forward_context
 class Attention(nn.Module):
     """Causal attention of one layer over the paged KV cache.
 
-    Owns its spec (and sinks, if the model has them); knows nothing of requests, blocks or backends: those come with the
-    forward context of the step. `layer_name` must be unique in the model; it names the layer's part of the cache.
+    Owns its spec (and sinks, if the model has them). Requests, blocks and the backend come with the forward context of
+    the step. `layer_name` must be unique in the model; it names the layer's part of the cache.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.sinks = sinks
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend the step's tokens, storing their keys and values.
+        """Stores the keys and values of the step's tokens and attends.
 
         query: [num_tokens, num_heads * head_size]; key, value: [num_tokens, num_kv_heads * head_size].
         Returns the shape of `query`.
@@ -56,11 +56,11 @@ class Attention(nn.Module):
 
     @property
     def is_cached(self) -> bool:
-        """Whether later steps need its keys and values."""
+        """True if later steps need its keys and values."""
         return True
 
     def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> AnyKVCacheSpec:
-        """What this layer keeps per token, with blocks of `block_size` tokens and elements of `dtype`."""
+        """Returns the cache spec of this layer, with blocks of `block_size` tokens and elements of `dtype`."""
         spec, name = self.spec, str(dtype).removeprefix("torch.")
         if spec.sliding_window is None:
             return FullAttentionSpec(block_size, spec.num_kv_heads, spec.head_size, name)
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 
 class EncoderAttention(Attention):
-    """Attention in both directions, among the tokens of a text that is computed whole: nothing of it is kept.
+    """Attention in both directions, among the tokens of a text that is computed whole. Nothing is stored.
 
     A query sees `reach` tokens on either side, or all.
     """

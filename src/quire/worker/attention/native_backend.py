@@ -1,7 +1,7 @@
 """Paged attention by the native library: bf16 and float32 on CPUs, row-invariant to the bit.
 
-A token's result is the same whether it was computed in a prompt, in a chunk of one, or while decoding, and whoever else
-was in the batch: csrc/attention.h says how.
+A token's result is the same whether it is computed in a prompt, in a chunk of one, or while decoding, and does not
+depend on the rest of the batch: see csrc/attention.h.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.worker.kernels.native import NativeKernels
 
 @dataclass(frozen=True)
 class NativeAttentionMetadata:
-    """A step: the batch's half of the arguments, and what they point to."""
+    """The batch's half of the arguments of a step, and the tensors they point to."""
 
     args: Structure
     """qk_attention_args"""
@@ -44,17 +44,17 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels) -> bool:
-        """Where there are native kernels, for a cache of the model's type."""
+        """Returns True for native kernels and a cache of the model's type."""
         return isinstance(kernels, NativeKernels) and dtype in DTYPES and cache_dtype == dtype
 
     def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int) -> KVCache:
-        """The first half of the storage holds keys, the second values."""
+        """Returns the first half of the storage as keys, the second as values."""
         shape = (2, num_blocks, spec.num_kv_heads, spec.block_size * spec.head_size)
         key, value = storage.view(getattr(torch, spec.dtype)).view(shape)
         return KVCache(key, value)
 
     def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> NativeAttentionMetadata:
-        """The batch's half of the arguments."""
+        """Returns the batch's half of the arguments."""
         query_lens, seq_lens = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.query_lens, batch.seq_lens))
         table, slots = with_packed_rows(batch.block_table), batch.slot_mapping.contiguous()
         args = AttentionArgs(
@@ -98,5 +98,5 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
 
 
 def with_packed_heads(x: Tensor) -> Tensor:
-    """x: [n, heads, head_size] itself if the heads of a token are neighbours, else a copy."""
+    """Returns x: [n, heads, head_size], copied if the heads of a token are not adjacent."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -16,13 +16,13 @@ BACKENDS: dict[str, str] = {
     "native": "quire.worker.attention.native_backend:NativeAttentionBackend",
     "torch": "quire.worker.attention.torch_backend:TorchAttentionBackend",
 }
-"""Name to class, in order of preference. Imported on demand: a backend may need what is not installed."""
+"""Dotted class names, in order of preference. They are imported on demand: a backend may need an optional package."""
 
 
 def make_attention_backend(
     device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels = TORCH_KERNELS
 ) -> AttentionBackend[Any]:
-    """The first backend of the table that supports this. Raises ConfigError if none does."""
+    """Returns the first backend of the table that supports these types. Raises ConfigError if none does."""
     for dotted_name in BACKENDS.values():
         backend_class: type[AttentionBackend[Any]] = resolve(dotted_name)
         if backend_class.supports(device, dtype, cache_dtype, kernels):

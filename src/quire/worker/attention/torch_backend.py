@@ -1,7 +1,7 @@
-"""Paged attention in plain torch, on any device: the reference other backends are compared with.
+"""Paged attention in plain torch, on any device: the reference for other backends.
 
-Keys and values are written to the cache through the slot mapping and read back through the block table, always, even
-where the step's own tensors hold the same numbers. Two shapes of work:
+Keys and values are always written to the cache through the slot mapping and read back through the block table, even
+where the step's own tensors hold the same numbers. There are two shapes of work:
 
 * requests with one new token (decoding) are gathered into one padded batch per bucket of similar lengths;
 * requests with several (a prompt chunk) are computed one by one, in tiles of queries.
@@ -9,11 +9,11 @@ where the step's own tensors hold the same numbers. Two shapes of work:
 Grouped-query attention needs no copies of the keys: the query heads that share a key head become query positions when
 decoding, and a batch dimension over which the keys are broadcast in a chunk.
 
-Scores and sums are float32 (torch's fused kernels do so internally for every dtype). Slots no request wrote are never
-read: padding repeats a request's own last slot and is masked, so even NaNs there do no harm.
+Scores and sums are float32 (torch's fused kernels do so internally for every dtype). Slots that no request wrote are
+never read: padding repeats a request's own last slot and is masked, so that even NaNs there do no harm.
 
-Decoding in bfloat16 on CPU goes another way: the cache is read head by head, so that a head's keys are one matrix, and
-attention is plain matrix products. The fused kernel is made for many queries, and takes up to five times as long there
+Decoding in bfloat16 on a CPU reads the cache head by head, so that a head's keys are one matrix and attention is plain
+matrix products. The fused kernel is made for many queries, and takes up to five times as long there
 (docs/performance.md).
 """
 
@@ -66,7 +66,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class TorchAttentionMetadata:
-    """A step, as the torch backend computes it."""
+    """A step, in the form the torch backend computes it."""
 
     slot_mapping: Tensor
     decodes: list[DecodeBucket]
@@ -80,17 +80,17 @@ class TorchAttentionBackend(AttentionBackend[TorchAttentionMetadata]):
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels) -> bool:
-        """Everything torch computes with."""
+        """Returns True: torch computes with everything."""
         return dtype.is_floating_point and cache_dtype.is_floating_point
 
     def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int) -> KVCache:
-        """The first half of the storage holds keys, the second values."""
+        """Returns the first half of the storage as keys, the second as values."""
         shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
         key, value = storage.view(getattr(torch, spec.dtype)).view(shape)
         return KVCache(key, value)
 
     def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> TorchAttentionMetadata:
-        """Split the batch in decodes and chunks and look up the slots each will read."""
+        """Splits the batch into decodes and chunks, and looks up the slots each will read."""
         window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
         ends = np.cumsum(batch.query_lens, dtype=np.int64)
         decoding = batch.query_lens == 1
@@ -140,7 +140,7 @@ class TorchAttentionBackend(AttentionBackend[TorchAttentionMetadata]):
 
 
 def bucket_by_length(indices: npt.NDArray[np.int64], lens: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """Cut `indices` into sets in which no length is below half the longest, so that padding at most doubles the work.
+    """Cuts `indices` into sets in which no length is below half the longest, so that padding at most doubles the work.
 
     Everything up to MIN_BUCKET_LEN is one set. Within a set the order of `indices` is kept.
     """
@@ -158,7 +158,7 @@ def _make_bucket(
     visible: npt.NDArray[np.int64],
     spec: AnyKVCacheSpec,
 ) -> DecodeBucket:
-    """`visible`: how many keys each of the requests `indices` sees, the last ones of its sequence."""
+    """`visible`: number of keys that each of the requests `indices` sees, the last ones of its sequence."""
     device = batch.block_table.device
     width = int(visible.max())
     counts = torch.from_numpy(visible).to(device)[:, None]  # [n, 1]
@@ -187,7 +187,8 @@ def _make_chunk(batch: AttentionBatch, index: int, end: int, block_size: int, wi
 
 
 def _gather_heads(cache: Tensor, slots: Tensor, spec: AttentionSpec) -> Tensor:
-    """What a bucket reads, [n, num_kv_heads, width, head_size]. cache: [num_slots, num_kv_heads * head_size]."""
+    """Returns a bucket's keys or values, [n, num_kv_heads, width, head_size]. cache: [num_slots, num_kv_heads *
+    head_size]."""
     if slots.dim() == 3:
         return cache.view(-1, spec.head_size).index_select(0, slots.flatten()).view(*slots.shape, spec.head_size)
     gathered = cache.index_select(0, slots.flatten())
@@ -214,7 +215,7 @@ def _attend_chunk(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write rows chunk.start:chunk.end of `out`. keys, values: [num_keys, num_kv_heads * head_size]."""
+    """Writes rows chunk.start:chunk.end of `out`. keys, values: [num_keys, num_kv_heads * head_size]."""
     kv_shape = (keys.shape[0], spec.num_kv_heads, spec.head_size)
     # [group_size, num_kv_heads, num_keys, head_size], the first dimension without memory of its own
     k = keys.view(kv_shape).transpose(0, 1).expand(spec.group_size, -1, -1, -1)
@@ -228,7 +229,7 @@ def _attend_chunk(
 
 
 def _tiles(chunk: PrefillChunk, spec: AttentionSpec) -> Iterator[tuple[slice, slice]]:
-    """Cut a chunk in tiles of queries: (rows of the flat batch, keys they can see at all)."""
+    """Cuts a chunk into tiles of queries: (rows of the flat batch, number of keys they can see)."""
     step = max(16, SCORES_PER_TILE // (chunk.slots.shape[0] * spec.num_heads))
     for start in range(chunk.start, chunk.end, step):
         end = min(start + step, chunk.end)
@@ -240,7 +241,7 @@ def _tiles(chunk: PrefillChunk, spec: AttentionSpec) -> Iterator[tuple[slice, sl
 
 
 def _mask(chunk: PrefillChunk, rows: slice, keys: slice, spec: AttentionSpec, device: torch.device) -> Tensor | None:
-    """[num_rows, num_keys], True where a query sees a key; None where each sees all."""
+    """Returns [num_rows, num_keys], True where a query sees a key; None where each sees all."""
     window, ahead = spec.sliding_window, spec.ahead
     if window is None and ahead is None:
         return None
@@ -262,7 +263,7 @@ def _attend(
     sinks: Tensor | None,
     by_products: bool = False,
 ) -> Tensor:
-    """Softmax attention. q: [a, b, queries, d]; k, v: [a, b, keys, d]; mask, sinks broadcast to the scores.
+    """Computes softmax attention. q: [a, b, queries, d]; k, v: [a, b, keys, d]; mask, sinks broadcast to the scores.
 
     `by_products`: q and k are bfloat16 matrices; multiply them as such.
     """
@@ -281,7 +282,7 @@ def _attend(
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T of bfloat16 matrices, in float32 and good to 16 bits.
+    """Returns q k^T of bfloat16 matrices, in float32 and good to 16 bits.
 
     torch rounds such a product to bfloat16, which keeps 8 bits: too few for scores. The remainder is a product, too (it
     is summed in float32 and rounded at the end), and keeps the next 8.

@@ -1,6 +1,6 @@
 """The kernels a model is built of. A `Kernels` makes them, each for one set of weights; layers call them.
 
-Every kernel treats each row (token) by itself. Only native kernels promise that a row's bits do not depend on the rows
+Every kernel treats each row (token) by itself. Native kernels guarantee that a row's bits do not depend on the rows
 beside it; torch's matrix products do not.
 """
 
@@ -53,7 +53,7 @@ class RotationKernel(Protocol):
 
     def __call__(self, query: Tensor, key: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor]:
         """query: [n, num_heads * head_size]; key: [n, num_kv_heads * head_size]; `angles` of the n tokens; None for no
-        rotation. May write into query and key; use what it returns."""
+        rotation. May write into query and key; use the returned tensors."""
         ...
 
 
@@ -78,30 +78,30 @@ class ExpertsKernel(Protocol):
     """The gated MLPs of a mixture of experts."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x: [n, hidden]; ids: [n, k] int64; weights: [n, k]. Each token's weighted sum of its experts' answers,
-        [n, hidden], added in the order of `ids`; `residual`, of that shape, is added. An expert nobody chose
-        is not touched."""
+        """x: [n, hidden]; ids: [n, k] int64; weights: [n, k]. Returns each token's weighted sum of its experts'
+        outputs, [n, hidden], added in the order of `ids`; `residual`, of that shape, is added. The weights of an expert
+        without tokens are not read."""
         ...
 
 
 class Kernels(ABC):
-    """Makes kernels. They may keep the weights in a form of their own: `keeps_weights` says whether the tensors they
-    were made from are still needed."""
+    """Makes kernels. They may store the weights in a form of their own: `keeps_weights` is False if the tensors they
+    were made from are no longer needed."""
 
     name: ClassVar[str]
     keeps_weights: ClassVar[bool]
-    """True: kernels read the tensors they were made from; False: those may be freed."""
+    """True: kernels read the tensors they were made from. False: those may be freed."""
 
     @property
     def pack_format(self) -> str | None:
-        """Names the form these kernels pack weights into: the same name means the same bytes. None: they pack none, and
-        ask no `Packs` for memory."""
+        """Name of the form these kernels pack weights into: the same name means the same bytes. None: they do not pack,
+        and take no memory from `Packs`."""
         return None
 
     @contextmanager
     def packing(self, packs: Packs) -> Iterator[None]:
-        """Kernels made meanwhile take the memory of what they pack from `packs`. Where it has that already, the weight
-        they are made of may be on the meta device."""
+        """Inside the block, kernels take the memory of packed weights from `packs`. The weight of a kernel that is
+        packed there already may be on the meta device."""
         yield
 
     def release_memory(self) -> None:  # noqa: B027  # most keep none
@@ -113,16 +113,17 @@ class Kernels(ABC):
 
     @abstractmethod
     def can_quantize(self, weight: QuantizedWeight) -> bool:
-        """Whether `quantized_linear` takes `weight`; otherwise it must be dequantized."""
+        """Returns True if `quantized_linear` accepts `weight`; otherwise it must be dequantized."""
 
     @abstractmethod
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
-        """As `linear`, of weights in few bits; sums are float32, and what follows them is rounded once. `weight` is
-        kept by no kernel that has a form of its own."""
+        """Makes a linear layer of quantized weights. Sums are float32, and what follows them is rounded once. Kernels
+        that pack do not keep a reference to `weight`."""
 
     @abstractmethod
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
-        """table: [num_embeddings, dim]. `head` says how `project` ends; None if it is never called."""
+        """table: [num_embeddings, dim]. `head` is what `project` computes after the product; None if it is never
+        called."""
 
     @abstractmethod
     def rms_norm(self, weight: Tensor, spec: NormSpec) -> NormKernel:
@@ -155,9 +156,9 @@ class Kernels(ABC):
     def quantized_experts(
         self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], activation: str
     ) -> ExpertsKernel:
-        """As `experts`, of weights in few bits: one matrix for each expert, those of a list of one kind. They are kept
-        by no kernel that has a form of its own."""
+        """Makes the experts of quantized weights: one matrix for each expert, all matrices of a list of one kind.
+        Kernels that pack do not keep a reference to them."""
 
     @abstractmethod
     def sampling(self) -> SamplingKernel:
-        """From logits to tokens."""
+        """Makes the sampling kernel."""

@@ -32,7 +32,7 @@ HEADER = Path(__file__).with_name("quire_kernels.h")
 class Header:
     """Structs, functions and constants of a C header, as ctypes needs them.
 
-    Reads what `quire_kernels.h` is made of: comments, enums and #defines of integers, structs without arrays, and
+    Understands the C of `quire_kernels.h`: comments, enums and #defines of integers, structs without arrays, and
     functions marked QK_EXPORT. A pointer to a struct keeps its type; all others become c_void_p, which takes addresses.
     """
 
@@ -108,7 +108,7 @@ class NativeLibrary:
             raise OSError(f"{path} has another ABI (version {version}, not {ABI_VERSION}): build it again")
 
     def instruction_sets(self) -> list[str]:
-        """Those that it has kernels for and this CPU says it can run, the best first."""
+        """Returns the instruction sets that the library has kernels for and this CPU supports, the best first."""
         found = map(self.cdll.qk_instruction_set, itertools.count())
         return [name.decode() for name in itertools.takewhile(lambda name: name is not None, found)]
 
@@ -116,7 +116,7 @@ class NativeLibrary:
 class Context:
     """Threads and scratch memory of the kernels of one instruction set. One thread at a time may use it.
 
-    `num_threads` counts the caller's. Raises ValueError if this CPU lacks the instruction set.
+    `num_threads` includes the calling thread. Raises ValueError if this CPU lacks the instruction set.
     """
 
     def __init__(self, library: NativeLibrary, num_threads: int, instruction_set: str) -> None:
@@ -130,12 +130,12 @@ class Context:
         self.num_threads = num_threads
         self.instruction_set = instruction_set
         self.packs: Packs = FRESH_PACKS
-        """Where kernels that are made now get the memory of what they pack: `Kernels.packing`."""
+        """Source of memory for weights that are packed now: `Kernels.packing`."""
         self.num_kernels = 0
-        """Made for this context so far. Whoever has recorded kernels knows by it that there are others now."""
+        """Kernels made for this context so far. A plan is valid as long as this number does not change."""
         self.result_memory = ResultMemory()
         self.is_recording = False
-        """Kernels are recorded for a plan, whose arena holds their results."""
+        """True while kernels are recorded for a plan, whose arena holds their results."""
         weakref.finalize(self, cdll.qk_destroy, self.handle)
 
     def empty_result(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -171,13 +171,13 @@ ACTIVATIONS = {
 
 
 def with_packed_rows(x: Tensor) -> Tensor:
-    """x: [n, dim] itself if the elements of a row are neighbours, else a copy."""
+    """Returns x: [n, dim], copied if the elements of a row are not adjacent."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def set_residual(args: Any, residual: Tensor | None) -> Tensor | None:
-    """Have `args`, of a linear layer or a norm, name what is added. The tensor returned is the one named, and must
-    outlive the call."""
+    """Sets the residual in `args` of a linear layer or a norm. The returned tensor is the one set, and must outlive the
+    call."""
     if residual is None:
         args.residual = None
         return None

@@ -127,7 +127,7 @@ class NativeKernels(Kernels):
 class Matrix:
     """A weight in the library's layout (csrc/layout.h), the same for every instruction set.
 
-    weight: [n, k], or [2 * n, k] if gated; of the meta device where `context.packs` has it packed.
+    weight: [n, k], or [2 * n, k] if gated; on the meta device if `context.packs` has it packed.
     """
 
     def __init__(self, context: Context, weight: Tensor, *, is_gated: bool = False) -> None:
@@ -139,7 +139,7 @@ class Matrix:
         self.data = context.packs.take(size, lambda memory: self._move(cdll.qk_pack, weight, memory))
 
     def unpack(self) -> Tensor:
-        """The weight as it was."""
+        """Returns the weight as it was before packing."""
         weight = torch.empty(self.n * (2 if self.is_gated else 1), self.k, dtype=self.dtype)
         self._move(self.context.library.cdll.qk_unpack, weight, self.data)
         return weight
@@ -164,7 +164,7 @@ class Matrix:
 
 
 class NativeLinear:
-    """See LinearKernel."""
+    """A linear layer: LinearKernel."""
 
     def __init__(self, matrix: Matrix, bias: Tensor | None, spec: LinearSpec) -> None:
         self._matrix = matrix
@@ -199,7 +199,7 @@ class NativeLinear:
 
 
 class NativeEmbedding:
-    """See EmbeddingKernel. A table that is also the logits head is kept once, packed."""
+    """A table of vectors: EmbeddingKernel. A table that is also the logits head is stored once, packed."""
 
     def __init__(self, context: Context, table: Tensor, head: LinearSpec | None) -> None:
         matrix = None if head is None else Matrix(context, table)
@@ -224,7 +224,7 @@ class NativeEmbedding:
 
 
 def copy_table(context: Context, table: Tensor) -> Tensor:
-    """The bytes of `table`, in memory of `context.packs`."""
+    """Returns the bytes of `table`, in memory of `context.packs`."""
     return context.packs.take(table.numel() * table.element_size(), lambda memory: memory.copy_(bytes_of(table)))
 
 
@@ -234,7 +234,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 class NativeRmsNorm:
-    """See NormKernel."""
+    """A root mean square norm: NormKernel."""
 
     def __init__(self, context: Context, weight: Tensor, spec: NormSpec) -> None:
         self._weight = weight
@@ -252,7 +252,7 @@ class NativeRmsNorm:
         self._handle = context.handle
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See NormKernel. x: [n, dim]."""
+        """x: [n, dim]."""
         x = with_packed_rows(x)
         args, n = self._args, x.shape[0]
         y = torch.empty(x.shape, dtype=x.dtype)
@@ -263,7 +263,7 @@ class NativeRmsNorm:
 
 
 class NativeRotation:
-    """See RotationKernel. Works in place."""
+    """Norms of heads and rotation: RotationKernel. Works in place."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class NativeRotation:
 
 
 class NativeActivation:
-    """See ActivationKernel."""
+    """An element-wise function: ActivationKernel."""
 
     def __init__(self, context: Context, name: str, is_gated: bool) -> None:
         self._is_gated = is_gated

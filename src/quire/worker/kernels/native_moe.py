@@ -24,7 +24,7 @@ from quire.worker.quantization.weight import QuantizedWeight
 
 
 class NativeRouter:
-    """See RouterKernel."""
+    """The choice of experts: RouterKernel."""
 
     def __init__(self, context: Context, spec: RouterSpec, dtype: torch.dtype) -> None:
         self._context = context
@@ -55,7 +55,7 @@ class PlainBlock:
 
 
 class QuantizedBlock:
-    """The same of quantized ones, one for each expert."""
+    """Quantized matrices of all experts."""
 
     def __init__(self, context: Context, weights: Sequence[QuantizedWeight], *, is_gated: bool) -> None:
         self._matrix = QuantizedMatrix(context, weights, is_gated=is_gated)
@@ -65,7 +65,7 @@ class QuantizedBlock:
 
 
 class NativeExperts:
-    """See ExpertsKernel."""
+    """The experts: ExpertsKernel."""
 
     def __init__(
         self, context: Context, gate_up: PlainBlock | QuantizedBlock, down: PlainBlock | QuantizedBlock, activation: str
@@ -97,8 +97,8 @@ class NativeExperts:
 
 
 def pack_all(context: Context, weights: Tensor, *, is_gated: bool) -> Tensor:
-    """weights: [num_experts, n, k], or [num_experts, 2 * n, k] if gated. All of them packed, one after another; of the
-    meta device where `context.packs` has them."""
+    """Returns all matrices packed, one after another. weights: [num_experts, n, k], or [num_experts, 2 * n, k] if
+    gated; on the meta device if `context.packs` has them."""
     num_experts, rows, k = weights.shape
     n, dtype, cdll = rows // 2 if is_gated else rows, DTYPES[weights.dtype], context.library.cdll
     size = cdll.qk_packed_bytes(n, k, dtype, is_gated)

@@ -1,4 +1,4 @@
-"""Linear layers of the native library on quantized weights, packed in one place: `QuantizedMatrix`."""
+"""Linear layers of the native library on quantized weights, packed in `QuantizedMatrix`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from quire.worker.quantization.weight import QuantizedWeight
 
 W8A8, W8, W4 = CONSTANTS["QK_W8A8"], CONSTANTS["QK_W8"], CONSTANTS["QK_W4"]
 STEP_INPUTS = 32
-"""What a group's size must be a multiple of, unless it is the whole row."""
+"""A group's size must be a multiple of it, unless the group is the whole row."""
 BLOCK, PANEL = 16, 64
-"""Outputs that stand together (csrc/layout.h)."""
+"""Outputs that are adjacent in memory (csrc/layout.h)."""
 OFFSET = 128
-"""What the kernels may add to int8 inputs, to make them unsigned."""
+"""Number that kernels may add to int8 inputs, to make them unsigned."""
 
 
 def can_pack(weight: QuantizedWeight) -> bool:
-    """Whether there are kernels for it."""
+    """Returns True if there are kernels for `weight`."""
     return weight.group_size % STEP_INPUTS == 0 or weight.group_size >= weight.shape[1]
 
 
 class QuantizedMatrix:
-    """Quantized weights of one kind and shape, one or several, in the library's layout, the same for every instruction
-    set. They may be outlines where `context.packs` has them packed."""
+    """One or several quantized weights of one kind and shape, in the library's layout, the same for every instruction
+    set. They may be outlines if `context.packs` has them packed."""
 
     def __init__(self, context: Context, weights: Sequence[QuantizedWeight], *, is_gated: bool) -> None:
         first = weights[0]
@@ -63,12 +63,12 @@ class QuantizedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """Of everything the kernel reads."""
+        """Size of all that the kernel reads."""
         parts = (self.values, self.scales, self.zeros, self.corrections)
         return sum(part.nbytes for part in parts if part is not None)
 
     def describe(self) -> Structure:
-        """What the library reads beside the values; it names tensors of this object, which must outlive it."""
+        """Returns the struct of scales and zero points. It points to tensors of this object, which must outlive it."""
         return Quantization(
             form=self.form,
             group_size=self.group_size,
@@ -95,7 +95,7 @@ class QuantizedMatrix:
     def _take(
         self, weights: Sequence[QuantizedWeight], dtype: torch.dtype, per_output: Callable[[QuantizedWeight], Tensor]
     ) -> Tensor:
-        """[weights, panels, groups, PANEL] of what `per_output` says of each output and group."""
+        """Returns [weights, panels, groups, PANEL]: `per_output` of each weight, in the order of packed values."""
         groups = weights[0].scales.shape[1]
         blocks = -(-self.n // BLOCK) * (2 if self.is_gated else 1)
         shape = (len(weights), -(-blocks * BLOCK // PANEL), groups, PANEL)
@@ -109,7 +109,8 @@ class QuantizedMatrix:
         return self.context.packs.take(num_bytes, fill).view(dtype).view(shape)
 
     def _arrange(self, per_output: Tensor) -> Tensor:
-        """[outputs, groups] to [panels, groups, PANEL]: outputs as packed values have them, zeros elsewhere."""
+        """Returns [panels, groups, PANEL] of [outputs, groups]: outputs in the order of packed values, padded with
+        zeros."""
         halves = per_output.view(2 if self.is_gated else 1, self.n, -1)  # [halves, n, groups]
         padded = functional.pad(halves, (0, 0, 0, -self.n % BLOCK))
         blocks = padded.view(padded.shape[0], -1, BLOCK, padded.shape[2])  # [halves, blocks, 16, groups]
@@ -119,18 +120,18 @@ class QuantizedMatrix:
 
 
 def zeros_of(weight: QuantizedWeight) -> Tensor:
-    """[outputs, groups] float32."""
+    """Returns [outputs, groups] float32."""
     assert weight.zeros is not None
     return weight.zeros.float()
 
 
 def corrections_of(weight: QuantizedWeight) -> Tensor:
-    """[outputs, 1] int32: what OFFSET adds to the sums of products."""
+    """Returns [outputs, 1] int32: the amounts by which OFFSET changes the sums of products."""
     return weight.values.sum(dim=1, dtype=torch.int32).unsqueeze(1) * OFFSET
 
 
 class NativeQuantizedLinear:
-    """See LinearKernel. `dtype` is that of the inputs."""
+    """A linear layer on quantized weights: LinearKernel."""
 
     def __init__(self, matrix: QuantizedMatrix, bias: Tensor | None, spec: LinearSpec) -> None:
         self._matrix = matrix

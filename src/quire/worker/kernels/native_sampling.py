@@ -1,4 +1,4 @@
-"""Sampling by the native library: no sort of the vocabulary, and a row's bits never depend on its company."""
+"""Sampling by the native library: no sort of the vocabulary, and a row's bits never depend on other rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.worker.sample.kernel import DrawRules, Ids, TokenLogprobs
 
 
 class NativeSampling:
-    """See SamplingKernel."""
+    """The choice of tokens, and log-probabilities: SamplingKernel."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -70,6 +70,6 @@ class NativeSampling:
 
 
 def as_rows(logits: Tensor) -> Tensor:
-    """[n, vocab] float32 whose rows' elements are neighbours; a copy where `logits` is not."""
+    """Returns logits, [n, vocab] float32, copied if the elements of a row are not adjacent."""
     assert logits.dtype == torch.float32
     return logits if logits.stride(1) == 1 else logits.contiguous()

@@ -1,4 +1,4 @@
-"""Memory for what every step reads: packed weights, the KV cache. Packed weights may be found instead of made."""
+"""Memory for what every step reads (packed weights, the KV cache) and for large results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 def take_memory(num_bytes: int, *, huge_pages: bool = True) -> Tensor:
-    """[num_bytes] uint8 zeros, straight from the system and given back to it with the tensor.
+    """Returns [num_bytes] uint8 zeros, taken from the system and returned to it with the tensor.
 
-    In huge pages, where those are allowed, reading gigabytes in order is not held up by address translation. This suits
-    weights and not the KV cache, where a huge page is two mebibytes to clear in the step that first writes to it: many
-    short requests lost a seventh of their throughput (docs/performance.md).
+    Huge pages, where those are allowed, keep address translation from slowing down reads of gigabytes in order. They
+    suit weights and not the KV cache, where a huge page is two mebibytes to clear in the step that first writes to it:
+    many short requests lost a seventh of their throughput (docs/performance.md).
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -25,7 +25,7 @@ def take_memory(num_bytes: int, *, huge_pages: bool = True) -> Tensor:
 
 
 def _map_memory(num_bytes: int, huge_pages: bool) -> mmap.mmap:
-    # private: to Python's default, shared memory, the system gives huge pages by a switch of its own that is off
+    # private: shared memory, Python's default, has a switch of its own for huge pages, which is off
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system built without them
@@ -49,7 +49,7 @@ class ResultMemory:
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
-        """The smallest first."""
+        """Free blocks, the smallest first."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns an unfilled tensor."""
@@ -75,24 +75,25 @@ class ResultMemory:
 
 
 Fill = Callable[[Tensor], object]
-"""Packs a layer's weights into memory."""
+"""Function that packs a layer's weights into memory."""
 
 
 class Packs(Protocol):
-    """Gives memory to layers that pack. `begin` says whose turn it is; a layer may then take several pieces, always the
-    same ones in the same order."""
+    """Memory for layers that pack. After `begin`, a layer may take several pieces, always the same ones in the same
+    order."""
 
     def begin(self, layer: str) -> None:
-        """From here on `layer`, a module's path in the model, takes."""
+        """Names the layer that takes from here on: a module's path in the model."""
         ...
 
     def take(self, num_bytes: int, fill: Fill) -> Tensor:
-        """[num_bytes] uint8 that holds what `fill` would write into zeros: now, or once. Not to be written to."""
+        """Returns [num_bytes] uint8 that hold what `fill` writes into zeros, now or in an earlier start. Must not be
+        written to."""
         ...
 
 
 class FreshPacks:
-    """Packs everything now, into memory of its own."""
+    """Packs all weights anew, into new memory."""
 
     def begin(self, layer: str) -> None:
         pass

@@ -1,8 +1,9 @@
-"""A step's kernel calls as one: recorded once from a function made of native kernels, then run by the library.
+"""The kernel calls of a step as one call: recorded once from a function made of native kernels, then run by the
+library.
 
-The function is called once as if for a step of the largest size, while the library records its kernels instead of
-running them. Memory for their results comes from an arena, where it stays. Whatever else the function asks of torch
-cannot be recorded: `NotPlannableError`. Views are free.
+The function is called once for a step of the largest size, while the library records its kernels instead of running
+them. Memory for their results comes from an arena, where it stays. Other torch operations than views cannot be
+recorded: `NotPlannableError`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.worker.kernels.library import AttentionArgs, Context, StepArgs
 
 ARENA_BYTES = 1 << 28
-"""Address space; the system gives memory where a result is first written."""
+"""Size of an arena's address space; the system commits memory where a result is first written."""
 LINE = 64
 STAGGER = 7 * LINE
-"""Between one result and the next: sizes are multiples of large powers of two, and first rows should not all share the
-same few lines of a cache."""
+"""Bytes between one result and the next: sizes are multiples of large powers of two, and first rows should not all
+share the same few cache lines."""
 
 
 class NotPlannableError(Exception):
-    """The function needs something that is no native kernel."""
+    """The function needs an operation that is no native kernel."""
 
 
 class ArenaFullError(NotPlannableError):
@@ -68,7 +69,7 @@ class Arena:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
-    """Inside it torch makes views, and new tensors in the arena; it computes nothing."""
+    """Lets torch make views, and new tensors in the arena; it computes nothing."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
@@ -76,11 +77,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled; keeping the compiler out would first import it, which takes a second."""
+        """Returns False: nothing here is compiled, and excluding the compiler would import it, which takes a second."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch calls for every operation."""
+        """Handles one torch operation."""
         if func is torch.ops.aten.empty.memory_format:
             return self._arena.take(args[0], (kwargs or {}).get("dtype") or torch.get_default_dtype())
         if not func.is_view:
@@ -93,8 +94,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
 
 
 class Plan:
-    """The recorded calls, and where their results go. Holds no weights and no cache: whoever made it sees to it that
-    those it was made with are still there."""
+    """The recorded calls, and the memory of their results. Holds no weights and no cache: those it was made with must
+    stay alive while it is used."""
 
     def __init__(
         self,
@@ -104,8 +105,8 @@ class Plan:
         batches: Sequence[Structure],
     ) -> None:
         """`function`: ids and positions, [max_num_tokens] int64 each, to [max_num_tokens, dim]. It attends with
-        `batches`, one per group of layers with the same block tables: calls are matched with them by their `slots`, so
-        those must differ. Raises NotPlannableError."""
+        `batches`, one per group of layers with the same block tables. Calls are matched with batches by their `slots`,
+        so those must differ. Raises NotPlannableError."""
         self._context, cdll = context, context.library.cdll
         self._batches = (POINTER(AttentionArgs) * len(batches))()
         self._step = StepArgs(num_batches=len(batches), batches=self._batches)
@@ -131,7 +132,8 @@ class Plan:
             self._batches[i] = ctypes.pointer(batch)
 
     def run(self, ids: Tensor, positions: Tensor, batches: Sequence[Structure]) -> Tensor:
-        """ids, positions: [n] int64, at most the number it was made for. [n, dim], overwritten by the next run."""
+        """Runs the plan. ids, positions: [n] int64, at most as many as it was made for. Returns [n, dim], which the
+        next run overwrites."""
         self._put(ids, positions, batches)
         self._context.library.cdll.qk_run_plan(self._context.handle, self._handle, byref(self._step))
         return self._result[: ids.shape[0]]

@@ -1,4 +1,4 @@
-"""The kernels in plain torch, on any device: the reference for others, and what runs where nothing else can."""
+"""The kernels in plain torch, on any device: the reference for the others, and used where there are no others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from quire.worker.sample.torch_kernel import TorchSampling
 
 
 class TorchKernels(Kernels):
-    """Everything by torch's own functions."""
+    """Kernels made of torch's own functions."""
 
     name: ClassVar[str] = "torch"
     keeps_weights: ClassVar[bool] = True
@@ -87,7 +87,7 @@ class TorchKernels(Kernels):
 
 
 class TorchEmbedding:
-    """See EmbeddingKernel."""
+    """A table of vectors: EmbeddingKernel."""
 
     def __init__(self, table: Tensor, head: LinearSpec) -> None:
         self._table = table
@@ -144,7 +144,7 @@ def rotate_heads(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first rotary_dim elements of each head, keep the rest.
+    """Rotates the first rotary_dim elements of each head and keeps the rest.
 
     x: [num_tokens, num_heads, head_size]; cos, sin: [num_tokens, 1, rotary_dim / 2]. The products are in the type of
     cos and sin, the result in that of x.
@@ -160,7 +160,8 @@ def activate(x: Tensor, *, name: str, is_gated: bool) -> Tensor:
 
 
 def route(logits: Tensor, *, spec: RouterSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See RouterKernel. Weights that are rounded have the model's type: products with them are rounded, too."""
+    """Chooses experts: RouterKernel. Rounded weights have the model's type, so that products with them are rounded,
+    too."""
     weights, ids = logits.softmax(dim=-1).topk(spec.num_experts_per_token, dim=-1)  # [n, k] each
     if spec.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -178,7 +179,7 @@ def ask_experts(
     activation: str,
     product: Callable[..., Tensor] = linear,
 ) -> Tensor:
-    """See ExpertsKernel, and with `quantized_linear` as product Kernels.quantized_experts."""
+    """Computes the experts: ExpertsKernel; with `quantized_linear` as `product`, on quantized weights."""
     inner = LinearSpec(activation=activation, gated=True)
 
     def answer(expert: int, x: Tensor) -> Tensor:
@@ -196,8 +197,8 @@ def combine_answers(
     answer: Callable[[int, Tensor], Tensor],
     num_experts: int,
 ) -> Tensor:
-    """The weighted sum of what each token's experts answer. Tokens are sorted by expert, so each expert runs once, on
-    its own tokens."""
+    """Returns the weighted sum of the outputs of each token's experts. Tokens are sorted by expert, so that each expert
+    runs once, on its own tokens."""
     (n, k), hidden = ids.shape, x.shape[1]
     order = ids.flatten().argsort(stable=True)  # [n * k] choices, by expert
     counts = torch.bincount(ids.flatten(), minlength=num_experts).tolist()
@@ -214,7 +215,7 @@ TORCH_KERNELS = TorchKernels()
 
 MAX_INT8 = 127.0
 SMALLEST_MAXIMUM = 1e-30
-"""A row of nothing larger is a row of zeros: dividing by its maximum would overflow."""
+"""A row without a larger magnitude counts as zeros: dividing by its maximum would overflow."""
 
 
 def quantized_linear(
@@ -234,8 +235,8 @@ def quantized_linear(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: [n, dim] to int8 [n, dim] and float32 [n, 1]: a row's largest magnitude becomes 127. A row that holds an
-    infinity or no number at all gets the scale NaN."""
+    """Returns int8 [n, dim] and float32 scales [n, 1] of x: [n, dim]. A row's largest magnitude becomes 127. A row with
+    a NaN or an infinity gets the scale NaN."""
     wide = x.float()
     largest = wide.abs().amax(dim=1, keepdim=True)
     factor = torch.where(largest > SMALLEST_MAXIMUM, torch.full_like(largest, MAX_INT8) / largest, 0.0)
@@ -245,15 +246,15 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiply_int8(x: Tensor, weight: Tensor) -> Tensor:
-    """x: [n, k] int8, weight: [m, k] int8, to [n, m]: exact sums. Where torch has no integer product, float64 is as
-    good: sums stay below 2^53."""
+    """Returns [n, m], exact sums. x: [n, k] int8, weight: [m, k] int8. Where torch has no integer product, float64 is
+    exact, too: sums stay below 2^53."""
     if x.device.type == "cpu":
         return torch._int_mm(x, weight.T)
     return x.double() @ weight.T.double()
 
 
 def finish(y: Tensor, residual: Tensor | None, bias: Tensor | None, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
-    """What follows the product, in float32: y is rounded once, at the end."""
+    """Applies bias, divisor, cap, activation and residual in float32, and rounds y once, at the end."""
     if bias is not None:
         y = y + bias
     if spec.divisor != 1.0:

@@ -1,7 +1,7 @@
-"""Chooses the kernels of a worker, and tries an instruction set that no machine of ours has before it is used.
+"""Chooses the kernels of a worker, and tries an instruction set that none of our machines has before it is used.
 
 The trial (`trial.py`) runs in a process of its own. Its verdict is stored in the cache directory under `trials`, for
-this CPU and this library; deleting the file has the trial run again.
+this CPU and this library; after the file is deleted the trial runs again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ logger = init_logger(__name__)
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int) -> Kernels:
-    """Native ones on a CPU, for the types they know; torch's for the rest, or where QUIRE_CPU_KERNELS says so.
+    """Returns native kernels on a CPU for the types they support, else torch's. QUIRE_CPU_KERNELS overrides the choice.
 
-    Raises ConfigError if QUIRE_CPU_KERNELS names an instruction set that is not there.
+    Raises ConfigError if QUIRE_CPU_KERNELS names an instruction set that is not available.
     """
     wanted = envs.CPU_KERNELS.get()
     if device.type != "cpu" or dtype not in DTYPES or wanted == "torch":
@@ -55,16 +55,16 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int) -
 
 TRIAL = "quire.worker.kernels.trial"
 ON_TRIAL = frozenset({"amx"})
-"""Instruction sets that no machine of ours has. `QUIRE_CPU_KERNELS` uses one of them without a trial."""
+"""Instruction sets that none of our machines has. `QUIRE_CPU_KERNELS` uses one of them without a trial."""
 TIMEOUT_S = 120.0
 AGREES, DISAGREES = 0, 3
 """Exit codes of the trial."""
 FATAL_SIGNALS = frozenset({signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT})
-"""Which say something about the kernels; others about the machine's day."""
+"""Signals that show a fault of the kernels; others come from outside."""
 
 
 def choose_instruction_set(names: list[str]) -> str:
-    """The best of `names`, which are the best first, that needs no trial or has passed it."""
+    """Returns the best of `names` that needs no trial or has passed it. `names` begins with the best."""
     for i, name in enumerate(names):
         others = [other for other in names[i + 1 :] if other not in ON_TRIAL]
         if name not in ON_TRIAL or (others and has_passed(name, others[0])):
@@ -73,7 +73,8 @@ def choose_instruction_set(names: list[str]) -> str:
 
 
 def has_passed(candidate: str, reference: str) -> bool:
-    """Whether kernels of `candidate` do on this CPU what those of `reference` do. Logs a warning if not."""
+    """Returns True if kernels of `candidate` compute on this CPU what those of `reference` do. Logs a warning
+    if not."""
     path = cache_root() / "trials" / f"{candidate}-{_fingerprint(candidate, reference)}.json"
     verdict = _read(path)
     if verdict is None:
@@ -89,7 +90,8 @@ def has_passed(candidate: str, reference: str) -> bool:
 
 
 def run_trial(candidate: str, reference: str, timeout_s: float = TIMEOUT_S) -> tuple[dict[str, Any], bool]:
-    """({"agrees", "why"}, whether another trial would say the same) of a process that compares the two."""
+    """Runs a process that compares the two. Returns ({"agrees", "why"}, True if another trial would have the same
+    result)."""
     logger.info("trying the %s kernels on this CPU, once", candidate)
     command = [sys.executable, "-P", "-m", TRIAL, candidate, reference]
     environment = {**os.environ, "PYTHONPATH": search_path()}
@@ -111,14 +113,14 @@ def run_trial(candidate: str, reference: str, timeout_s: float = TIMEOUT_S) -> t
 
 
 def _fingerprint(candidate: str, reference: str) -> str:
-    """Of what a verdict depends on: the CPU and its microcode, the kernel, the library's code."""
+    """Returns a digest of what a verdict depends on: the CPU and its microcode, the kernel, the library's code."""
     digest = hashlib.sha256(repr((candidate, reference, os.uname().release, _cpu())).encode())
     digest.update(library_module.LIBRARY.read_bytes())
     return digest.hexdigest()[:32]
 
 
 def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """The lines about the first CPU that do not change from one moment to the next."""
+    """Returns the lines about the first CPU that do not change over time."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Values that say what a kernel computes, and the activation functions: what layers and kernels have in common."""
+"""Values that describe what a kernel computes, and the activation functions. Layers and kernels share them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.errors import UnsupportedModelError
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpec:
-    """What a linear layer computes after its matrix product, in this order."""
+    """The operations of a linear layer after its matrix product, in this order."""
 
     divisor: float = 1.0
     """The sums are divided by it."""
@@ -46,7 +46,7 @@ class NormSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
-    """How a mixture of experts chooses."""
+    """The rule by which a mixture of experts chooses."""
 
     num_experts_per_token: int
     normalize: bool

@@ -1,8 +1,8 @@
-"""Does an instruction set compute on this CPU what the next one does? `python -m quire.worker.kernels.trial amx avx512`
+"""Compares an instruction set on this CPU with the next one: `python -m quire.worker.kernels.trial amx avx512`
 
-A small fixed set of products by both, compared within rounding, and each row of the first alone and among others,
-compared to the bit. It is a process of its own: kernels that this CPU cannot run after all end this process, and no
-engine. `registry.py` starts it, and stores its verdict.
+Both compute a small fixed set of products, which must agree within rounding. Each row of the first, alone and among
+others, must be the same to the bit. The trial is a process of its own, because kernels that this CPU cannot run end the
+process. `registry.py` starts it and stores its verdict.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SHAPES = ((64, 64), (37, 53), (130, 515), (256, 96))
 """(outputs, inputs): whole tiles, and odd remains of both."""
 ROWS = (1, 2, 15, 16, 17, 33, 64)
 SUM_STEP = 2.0**-19
-"""How far two float32 sums may be apart, by the sum of the sizes of what is summed: 16 steps, in whatever order."""
+"""Largest distance of two float32 sums, relative to the sum of the magnitudes of what is summed: 16 rounding steps."""
 BFLOAT16_STEP = 2.0**-7
-"""The same of two numbers that were rounded to bfloat16."""
+"""Largest distance of two numbers that were rounded to bfloat16."""
 
 Words = Iterator[str]
-"""What is wrong; nothing if all is well."""
+"""Descriptions of what is wrong; none if all is well."""
 Check = Callable[[Kernels, Kernels, Kernels], Words]
-"""Of (candidate, candidate with another number of threads, reference)."""
+"""Check of (candidate, candidate with another number of threads, reference)."""
 
 
 def check_linear(candidate: Kernels, other: Kernels, reference: Kernels) -> Words:
@@ -56,8 +56,8 @@ def check_linear(candidate: Kernels, other: Kernels, reference: Kernels) -> Word
 def compare_rows(
     name: str, linears: tuple[LinearKernel, LinearKernel, LinearKernel], x: Tensor, limit: Tensor
 ) -> Words:
-    """Layers of (candidate, candidate with another number of threads, reference) on the first rows of x; `limit` is
-    how far each result may be from the reference's."""
+    """Compares layers of (candidate, candidate with another number of threads, reference) on the first rows of x;
+    `limit` is the largest distance of each result from the reference's."""
     mine, others, theirs = linears
     rows = [mine(x[i : i + 1]) for i in range(max(ROWS))]
     for m in ROWS:
@@ -81,7 +81,7 @@ def check_experts(candidate: Kernels, other: Kernels, reference: Kernels) -> Wor
 
 
 def compare_experts(name: str, kernels: Sequence[ExpertsKernel], x: Tensor) -> Words:
-    """Four experts of (candidate, candidate with another number of threads, reference), asked by twos."""
+    """Compares four experts of (candidate, candidate with another number of threads, reference), two for each token."""
     (mine, others, theirs), n, num_experts = kernels, len(x), 4
     ids = torch.stack([torch.arange(n) % num_experts, (torch.arange(n) + 1) % num_experts], dim=1)  # [n, 2]
     weights = torch.tensor([0.75, 0.25]).repeat(n, 1)  # [n, 2]
@@ -112,24 +112,24 @@ CHECKS: tuple[Check, ...] = (check_linear, check_experts, check_quantized)
 
 
 def noise(*shape: int) -> Tensor:
-    """bfloat16 in [-1, 1), the same for the same shape."""
+    """Returns bfloat16 in [-1, 1), the same for the same shape."""
     count = int(torch.tensor(shape).prod())
-    numbers = (torch.arange(count) * 2654435761) % 65521  # a multiplicative hash: no generator to depend on
+    numbers = (torch.arange(count) * 2654435761) % 65521  # a multiplicative hash, which needs no generator
     return (numbers.float() / 32760.5 - 1.0).view(shape).bfloat16()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal to the bit."""
+    """Returns True if two tensors are equal to the bit."""
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def close(found: Tensor, expected: Tensor, limit: Tensor) -> bool:
-    """Whether they differ by no more than `limit`, and are numbers."""
+    """Returns True if the tensors differ by no more than `limit` and are finite."""
     return bool(torch.isfinite(found).all() and ((found.float() - expected.float()).abs() <= limit).all())
 
 
 def compare(candidate: str, reference: str) -> list[str]:
-    """What is wrong with the kernels of instruction set `candidate`. Raises ValueError if either is not there."""
+    """Returns descriptions of what is wrong with the kernels of `candidate`. Raises ValueError if either is missing."""
     library = native_library()
     if library is None:
         raise ValueError("there is no library of native kernels")
@@ -141,8 +141,8 @@ def compare(candidate: str, reference: str) -> list[str]:
 
 
 def main() -> int:
-    """The process: its exit code is the verdict, its output the reasons."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer here, not worth a file
+    """Runs the process: its exit code is the verdict, its output the reasons."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is a result here and needs no core file
     arm_failpoints()
     failpoint("kernels.trial")
     wrong = compare(*sys.argv[1:3])

@@ -61,7 +61,8 @@ class Linear(nn.Module):
         return kernel
 
     def _quantized_weight(self, kernels: Kernels) -> QuantizedWeight | None:
-        """In integers, if they came so or are wanted so, and `kernels` can compute with them."""
+        """Returns the weight in integers, if it was stored or is to be quantized so and `kernels` can compute
+        with it."""
         weight, self._stored = self._stored, None
         if weight is not None:
             weight = weight.to(self.weight.device)
@@ -98,8 +99,8 @@ class PackedLinear(Linear):
 
 
 class Embedding(nn.Module):
-    """A vector per id. `weight` is [num_embeddings, dim]. In a model with tied embeddings it is the logits head, too:
-    then `head` says how logits are finished."""
+    """A vector for each id. `weight` is [num_embeddings, dim]. In a model with tied embeddings the table is the logits
+    head, too; then `head` is what follows its product."""
 
     packed_parameters = ("weight",)
 
@@ -123,5 +124,5 @@ class Embedding(nn.Module):
         return (self._kernel or self.prepare(TORCH_KERNELS)).lookup(ids)
 
     def project(self, x: Tensor) -> Tensor:
-        """As a logits head. x: [num_tokens, dim] to float32 [num_tokens, num_embeddings]."""
+        """Computes logits. x: [num_tokens, dim]; returns float32 [num_tokens, num_embeddings]."""
         return (self._kernel or self.prepare(TORCH_KERNELS)).project(x)

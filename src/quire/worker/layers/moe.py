@@ -35,7 +35,7 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class QuantizedExperts:
-    """The matrices of all experts in few bits: each list of one kind."""
+    """Quantized matrices of all experts: each list of one kind."""
 
     gate_up: Sequence[QuantizedWeight]
     """(2 * expert_size, hidden) each."""
@@ -107,7 +107,8 @@ class Experts(nn.Module):
         return kernel
 
     def _quantized_experts(self, kernels: Kernels) -> QuantizedExperts | None:
-        """In integers, if they came so or are wanted so, and `kernels` can compute with them."""
+        """Returns the experts in integers, if they were stored or are to be quantized so and `kernels` can compute with
+        them."""
         experts, self._stored = self._stored, None
         if experts is not None:
             experts = experts.to(self.gate_up_proj.device)
@@ -128,11 +129,11 @@ class Experts(nn.Module):
         self._kernel = GIVEN_BACK
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Weighted sum of each token's experts.
+        """Returns the weighted sum of each token's experts.
 
         x: [num_tokens, hidden]; expert_ids: [num_tokens, k] int64; expert_weights: [num_tokens, k]. An expert runs
-        once, on its own tokens, and idle experts cost nothing. A token's answers are added in the order of its own
-        choices, whatever else is in the batch; `residual`, of x's shape, is added, too.
+        once, on its own tokens, and experts without tokens cost nothing. A token's outputs are added in the order of
+        its own choices, independent of the rest of the batch; `residual`, of x's shape, is added.
         """
         return (self._kernel or self.prepare(TORCH_KERNELS))(x, expert_ids, expert_weights, residual)
 

@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps) * w + b (Ba et al. 2016); `affine` says whether there is a w, `bias` whether a b."""
+    """(x - mean) / sqrt(var + eps) * w + b (Ba et al. 2016); without `affine` no w, without `bias` no b."""
 
     def __init__(self, dim: int, eps: float = 1e-5, *, affine: bool = True, bias: bool = True) -> None:
         super().__init__()

@@ -5,8 +5,8 @@ inv_freq, and some also the length of the rotated vector. All of it is computed 
 operations: an ulp of inv_freq is a visible angle at position 100,000.
 
 Two scalings (dynamic, longrope) depend on the sequence's length in their papers. Here the length is the engine's
-context length, so that a token's rotation depends on its position and nothing else (promise 1: the same request gives
-the same tokens, however it was batched or chunked).
+context length, so that a token's rotation depends on its position only and the same request gives the same tokens,
+however it was batched or chunked.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _yarn(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> tup
     factor, original_len = float(params["factor"]), float(params["original_max_position_embeddings"])
 
     def dimension_of(turns: float) -> float:
-        """Which dimension makes that many turns within the original context."""
+        """Returns the dimension that makes that many turns within the original context."""
         return dim * math.log(original_len / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
     low = dimension_of(float(params.get("beta_fast") or 32))
@@ -74,7 +74,7 @@ def _yarn(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> tup
 
 
 def _yarn_magnitude(rope: RopeConfig, factor: float) -> float:
-    """Factor of sine and cosine: attention over more keys needs larger scores."""
+    """Returns the factor of sine and cosine: attention over more keys needs larger scores."""
 
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
@@ -112,16 +112,16 @@ ROPE_TYPES: dict[str, Scaling] = {
 
 
 def _wavelengths(theta: float, dim: int) -> Tensor:
-    """theta^(2i / dim) for i in 0 .. dim/2 - 1: positions per radian."""
+    """Returns theta^(2i / dim) for i in 0 .. dim/2 - 1: positions per radian."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     return torch.as_tensor(theta**exponents)
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int, trained_len: int, context_len: int) -> tuple[Tensor, float]:
-    """inv_freq [rotary_dim / 2] float32, and the factor of sine and cosine.
+    """Returns inv_freq [rotary_dim / 2] float32, and the factor of sine and cosine.
 
-    `trained_len` is config.json's max_position_embeddings, `context_len` the longest sequence the engine runs.
-    Raises UnsupportedModelError for an unknown type, a missing parameter, or parameters that give no finite numbers.
+    `trained_len` is config.json's max_position_embeddings, `context_len` the longest sequence the engine runs. Raises
+    UnsupportedModelError for an unknown type, a missing parameter, or parameters that give no finite numbers.
     """
     scaling = ROPE_TYPES.get(rope.rope_type)
     if scaling is None:
@@ -143,8 +143,8 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, trained_len: int, con
 class RotaryEmbedding(nn.Module):
     """Tables of sine and cosine for every position, shared by all layers that rotate the same way.
 
-    A table, and not a computation per step, so that a row's bits never depend on what else is in the batch. Memory:
-    context_len * rotary_dim elements of the model's type. `allocate` makes them once the device is known.
+    They are tables, and not computed in each step, so that a row's bits never depend on the rest of the batch. Memory:
+    context_len * rotary_dim elements of the model's type. `allocate` fills them once the device is known.
     """
 
     cos: Tensor
@@ -157,14 +157,12 @@ class RotaryEmbedding(nn.Module):
         rotary_dim = int(head_dim * rope.partial_rotary_factor)
         self.context_len = context_len
         self.in_float32 = in_float32
-        with torch.device("cpu"):  # a model is built on the meta device; these few numbers are real
+        with torch.device("cpu"):  # a model is built on the meta device; these few numbers must be real
             self.inv_freq, self.factor = inverse_frequencies(rope, rotary_dim, trained_len, context_len)
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Compute the tables, each [context_len, rotary_dim / 2], and round them to the model's `dtype`.
-
-        Not where a family rotates in float32 (`in_float32`).
-        """
+        """Computes the tables, each [context_len, rotary_dim / 2], and rounds them to the model's `dtype`, unless the
+        family rotates in float32 (`in_float32`)."""
         dtype = torch.float32 if self.in_float32 else dtype
         positions = torch.arange(self.context_len, dtype=torch.float32)
         angles = positions[:, None] * self.inv_freq  # [context_len, rotary_dim / 2]

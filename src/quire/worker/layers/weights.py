@@ -1,8 +1,8 @@
-"""Weights as checkpoints name them.
+"""Interfaces between modules and the weights of checkpoints.
 
-A module tree mirrors the checkpoint's names, so a parameter's path is its tensor's name. A module that keeps several of
-the checkpoint's tensors in one parameter (`q_proj`, `k_proj`, `v_proj` in one matrix; all experts in one block) says so
-by implementing `PackedWeights`.
+A module tree mirrors the checkpoint's names, so a parameter's path is its tensor's name. A module that stores several
+of the checkpoint's tensors in one parameter (`q_proj`, `k_proj`, `v_proj` in one matrix; all experts in one block)
+implements `PackedWeights`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ class PackedWeights(Protocol):
     """A module whose own parameters are not tensors of the checkpoint, but hold them."""
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor's name, relative to the module's parent, and the part of a parameter it belongs in (a view)."""
+        """Yields each tensor's name, relative to the module's parent, and its part of a parameter (a view)."""
 
 
 @runtime_checkable
 class NamedWeights(Protocol):
-    """A model whose tensors checkpoints call by several names, or keep beside some that it has no use for."""
+    """A model whose tensors have other names in checkpoints, or whose checkpoints hold tensors that it does not
+    need."""
 
     def checkpoint_name(self, name: str) -> str | None:
-        """What the model calls a checkpoint's tensor; None for one of no use."""
+        """Returns the model's name of a checkpoint's tensor; None if the model does not need it."""
 
 
 @runtime_checkable
@@ -39,35 +40,35 @@ class Prepared(Protocol):
     """A module that computes by kernels made of its weights, or of its children's."""
 
     def prepare(self, kernels: Kernels) -> Any:
-        """Make the kernels: the weights are loaded. What the kernels do not need any more is given back."""
+        """Makes the kernels from the loaded weights, and frees what they do not need."""
 
     def discard(self) -> None:
-        """Give the kernels back, because the weights they were made of go."""
+        """Drops the kernels, because the weights they were made of are about to be freed."""
 
 
 @runtime_checkable
 class QuantizableWeights(Protocol):
-    """A module that can compute with its matrices in few bits."""
+    """A module that can compute with quantized matrices."""
 
     scheme: QuantizationScheme | None
-    """How they are quantized when the kernels are made; None: they are not."""
+    """Quantization when the kernels are made; None: none."""
     quantized_bytes: int | None
-    """What they take, once kernels are made of integers."""
+    """Bytes of the quantized matrices, once kernels are made of them."""
 
     def store(self, parts: Sequence[QuantizedWeight]) -> bool:
-        """Make the next kernels of these: the checkpoint's matrices, in the order of the module's tensors. False if
-        they differ too much to be computed with in one; then the module's parameters are to be filled."""
+        """Stores the checkpoint's quantized matrices, in the order of the module's tensors, for the next kernels.
+        Returns False if they differ too much to form one matrix; then the module's parameters must be filled."""
 
     @property
     def stored_kinds(self) -> tuple[Kind, ...]:
-        """Of the matrices that are stored, as the kernels get them; empty if none are."""
+        """Kinds of the stored matrices, as the kernels get them; empty if none are stored."""
 
     def store_outlines(self, kinds: Sequence[Kind]) -> None:
-        """Make the next kernels of matrices of these kinds that are packed already."""
+        """Stores outlines of matrices of these kinds, whose values are packed already, for the next kernels."""
 
 
 class GivenBack:
-    """Stands where a module's kernels were until its weights were given back: whoever calls it is told so."""
+    """Stands for a module's kernels while its weights are freed: each use raises."""
 
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError("the weights of this module were given back: load them again first")
@@ -79,17 +80,18 @@ GIVEN_BACK: Any = GivenBack()
 
 
 def weight(*shape: int) -> nn.Parameter:
-    """An unfilled parameter on the current default device. Quire never trains: no gradients."""
+    """Returns an unfilled parameter on the current default device. Quire never trains: no gradients."""
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor the model wants from a checkpoint, by the checkpoint's name: parameters, or views into them."""
+    """Returns every tensor the model needs, by the checkpoint's name: parameters, or views into them."""
     return {name: tensor for path, module in model.named_modules() for name, tensor in own_tensors(path, module)}
 
 
 def own_tensors(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Those of `checkpoint_tensors` that are the module's own, not its children's. `path` is its place in the model."""
+    """Returns the entries of `checkpoint_tensors` that belong to the module itself. `path` is its place in the
+    model."""
     if isinstance(module, PackedWeights):
         parent, _, _ = path.rpartition(".")
         return [(f"{parent}.{name}", view) for name, view in module.checkpoint_tensors()]
@@ -98,16 +100,15 @@ def own_tensors(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def packed_parameters(module: nn.Module) -> tuple[str, ...]:
-    """The parameters that a module's kernels pack, and need no more once they have: `module.packed_parameters`, where
-    it says so."""
+    """Returns the parameters that a module's kernels pack and then no longer need: `module.packed_parameters`."""
     return tuple(getattr(module, "packed_parameters", ()))
 
 
 def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype, without: Collection[str] = ()) -> None:
-    """Give the module's own parameters unfilled memory; on the meta device, take it away. Those named in `without` are
-    left on the meta device.
+    """Gives the module's own parameters unfilled memory on `device`, which may be meta. Those named in `without` go to
+    the meta device.
 
-    Not nn.Module.to_empty: on meta tensors it makes torch import sympy, which takes a second.
+    nn.Module.to_empty is not used: on meta tensors it makes torch import sympy, which takes a second.
     """
     for name, parameter in module.named_parameters(recurse=False):
         place = torch.device("meta") if name in without else device
@@ -116,13 +117,13 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype, withou
 
 
 def forget(module: nn.Module, name: str) -> None:
-    """Give back the memory of a parameter. Its shape and type stay, on the meta device."""
+    """Frees the memory of a parameter. Its shape and type stay, on the meta device."""
     shape = torch.empty_like(getattr(module, name), device="meta")
     setattr(module, name, nn.Parameter(shape, requires_grad=False))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Memory of the weights, in the form they are computed with."""
+    """Returns the memory of the weights, in the form that kernels compute with."""
     return sum(_own_bytes(module) for module in model.modules())
 
 

@@ -1,9 +1,9 @@
 """Builds a model and fills it from safetensors files.
 
-The model is first built without memory (torch's meta device) and every tensor it wants is compared with the headers of
+The model is first built without memory (torch's meta device) and every tensor it needs is compared with the headers of
 the files, so that a wrong checkpoint is refused in well under a second. Then one module after another gets memory, its
-tensors are read through a memory map, and its kernels are made: those that keep weights in a form of their own take the
-memory back, so that no more than one module is ever there twice.
+tensors are read through a memory map, and its kernels are made. Kernels that pack their weights free that memory, so
+that no more than one module is in memory twice.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Noise:
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill each tensor. Vectors whose name says norm become ones, so that activations keep their size."""
+        """Fills each tensor. Vectors with norm in their name become ones, so that activations keep their size."""
         for name, tensor in tensors:
             if tensor.dim() == 1 and "norm" in name and name.endswith("weight"):
                 tensor.fill_(1.0)
@@ -90,13 +90,13 @@ class Noise:
 
 
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$")
-"""Tensors that older exports hold and nobody needs: they follow from config.json."""
+"""Tensors of older exports that are not needed: they follow from config.json."""
 _FLOATING = ("F32", "F16", "BF16", "F64")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights go, in which type, and what computes with them."""
+    """Device, type and kernels of a model's weights."""
 
     device: torch.device
     dtype: torch.dtype
@@ -106,10 +106,10 @@ class Placement:
 def load_model(
     model_config: ModelConfig, load_config: LoadConfig, placement: Placement, cache: WeightCache | None = None
 ) -> nn.Module:
-    """The model of `model_config`, ready to run at its `placement`: no gradients, weights loaded. What kernels pack is
-    taken from `cache`, or put there.
+    """Returns the model of `model_config` with its weights loaded, without gradients. Packed weights are taken from
+    `cache`, or written there.
 
-    Raises UnsupportedModelError or ModelLoadError, naming file and tensor, before any memory is taken.
+    Raises UnsupportedModelError or ModelLoadError, naming file and tensor.
     """
     start = time.monotonic()
     hf = dataclasses.replace(model_config.hf_config, max_model_len=model_config.model_len)
@@ -141,11 +141,11 @@ def match_tensors(
     format: StoredFormat | None = None,
     rename: Callable[[str], str | None] = str,
 ) -> dict[str, Stored]:
-    """The stored tensor of each wanted one, with its name in the file as `TensorInfo.name`.
+    """Returns the stored tensor of each wanted one, with its name in the file as `TensorInfo.name`.
 
-    Every wanted tensor must be stored with its shape, and nothing else may be stored that could matter. Raises
-    ModelLoadError naming file and tensor. Exports of a bare decoder leave out the leading "model.". `format` says how
-    the quantized ones are stored, `rename` what the model calls one: None if it has no use for it.
+    Every wanted tensor must be stored with its shape, and no other tensor may be stored that could matter. Raises
+    ModelLoadError naming file and tensor. Exports of a bare decoder leave out the leading "model.". `format` reads the
+    quantized tensors. `rename` gives the model's name of a stored tensor; None: not needed.
     """
     stored: dict[str, Stored] = {
         name: tensor
@@ -185,7 +185,7 @@ def _check_tensor(name: str, wanted: Tensor, stored: Stored) -> None:
 
 
 def _build(hf: HFConfig, pooling: PoolingConfig | None) -> nn.Module:
-    """The model on the meta device: shapes only."""
+    """Returns the model on the meta device: shapes only."""
     if not hf.architecture:
         raise ModelLoadError(f"{hf.path} does not name an architecture in 'architectures'")
     model_class = get_model_class(hf)
@@ -196,14 +196,14 @@ def _build(hf: HFConfig, pooling: PoolingConfig | None) -> nn.Module:
                 model = PooledDecoder(model, hf, pooling)
     except QuireError:
         raise
-    except Exception as e:  # whatever else a config.json may hold: a word for a number, a list too short
+    except Exception as e:  # any other fault of a config.json: a word for a number, a list too short
         cause = str(e).partition("\n")[0]
         raise ModelLoadError(f"{hf.path} does not describe a {hf.architecture}: {type(e).__name__}: {cause}") from e
     return model.eval()
 
 
 def find_tensors(model: nn.Module, hf: HFConfig, directory: Path) -> dict[str, Stored]:
-    """What `directory`, whose config.json is `hf`, stores for each tensor the model wants. Reads headers only.
+    """Returns the entry of `directory`, whose config.json is `hf`, for each tensor the model needs. Reads headers only.
 
     Raises as `match_tensors` and `read_stored_scheme` do.
     """
@@ -223,10 +223,11 @@ def fill_weights(
     *,
     keep: bool = False,
 ) -> None:
-    """Read the tensors that `find_tensors` found, or fill in noise (None: load_format "dummy"), and make the kernels.
+    """Reads the tensors that `find_tensors` found, or fills in noise (None: load_format "dummy"), and makes the
+    kernels.
 
-    Parameters that are where they belong are filled in place; the others get memory. Those whose packed form is in
-    `cache` are not read; with `keep`, what is packed goes there.
+    Parameters of the right device and type are filled in place; the others get memory. Weights whose packed form is in
+    `cache` are not read; with `keep`, newly packed weights are written there.
     """
     if cache is None:
         _fill(model, stored, seed, placement, FRESH_PACKS, are_packed=False)
@@ -272,11 +273,11 @@ def _fill(
             if own:
                 module.prepare(placement.kernels)
             else:
-                composed.append(module)  # of the weights of its children
+                composed.append(module)  # made of the weights of its children
         for module in composed:
             module.prepare(placement.kernels)
     if not placement.kernels.keeps_weights:
-        release_free_memory(placement.device)  # what the weights took before they were packed
+        release_free_memory(placement.device)  # memory of the weights before they were packed
 
 
 class _Checkpoint:
@@ -299,9 +300,10 @@ class _Checkpoint:
             _check_finite(tensor, info)
 
     def hand_over(self, module: QuantizableWeights, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Give `module` its matrices as the checkpoint's integers, if every part of them is stored so, in one way.
+        """Gives `module` its matrices as the checkpoint's integers, if all their parts are stored as integers of one
+        kind.
 
-        Returns what is left to be filled.
+        Returns the tensors that are left to be filled.
         """
         weights = [name for name, tensor in tensors if tensor.dim() == 2]
         parts = [info for name in weights if isinstance(info := self._stored[name], StoredMatrix)]

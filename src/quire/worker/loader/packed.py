@@ -1,4 +1,4 @@
-"""A model's packed weights between memory and the cache on disk: found there, or written there while it loads."""
+"""A model's packed weights, found in the cache on disk or written there while the model loads."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from quire.worker.packed_cache import GIB, Key, PackedCache, PackedFile, PackedF
 logger = init_logger(__name__)
 
 SETTLED_S = 2.0
-"""A checkpoint that changed less than that ago may still be being written: what is made of it is not kept."""
+"""Age from which a checkpoint is known to be complete: one that changed later may still be being written."""
 SPARE_DISK_BYTES = GIB
-"""Room that is left on the disk."""
+"""Free space that is left on the disk."""
 WRITER_NICENESS = 10
 END_S = 5.0
-"""How long an engine that ends waits for its writer."""
+"""Seconds that an engine waits for its writer when it ends."""
 
 
 class MismatchError(Exception):
@@ -54,11 +54,11 @@ def make_key(
     kernels: Kernels,
     asked: Mapping[str, str] | None = None,
 ) -> Key:
-    """What the packed bytes depend on: the checkpoint's files, the model they are put into, how it packs, and the code
-    that does. `asked` is what else makes another model of a checkpoint: by `WeightCache`. Raises OSError.
+    """Returns the key of the packed bytes: the checkpoint's files, the model, the way it packs, and the code. `asked`
+    holds further options that change the model. Raises OSError.
 
-    A file is known by size, inode and the times of its last changes. ctime cannot be set: a file that is overwritten in
-    place is another one, whatever its mtime says. Paths do not count.
+    A file is identified by size, inode and the times of its last changes. ctime cannot be set: a file that is
+    overwritten in place is another one, whatever its mtime. Paths do not count.
     """
     files = sorted({info.file for info in _infos(stored)})
     root = Path(quire.worker.__file__).parent
@@ -80,25 +80,25 @@ def _identity(file: Path) -> list[int]:
 
 
 def is_settled(stored: Mapping[str, Stored]) -> bool:
-    """Whether nothing has changed the checkpoint lately. Raises OSError."""
+    """Returns True if the checkpoint has not changed lately. Raises OSError."""
     return time.time() - max(file.stat().st_ctime for file in {info.file for info in _infos(stored)}) > SETTLED_S
 
 
 def _infos(stored: Mapping[str, Stored]) -> Iterator[TensorInfo]:
-    """Every tensor of the checkpoint that is read."""
+    """Yields every tensor of the checkpoint that is read."""
     for tensor in stored.values():
         yield from tensor.infos.values() if isinstance(tensor, StoredMatrix) else (tensor,)
 
 
 class MappedPacks:
-    """Gives layers what a file holds, through one read-only mapping that lives as long as any of them."""
+    """Gives layers the content of a file, through one read-only mapping that lives as long as any of them."""
 
     def __init__(self, file: PackedFile) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "not writable": nobody writes
+            warnings.simplefilter("ignore", UserWarning)  # "not writable": nothing writes to it
             self._memory = torch.frombuffer(file.memory, dtype=torch.uint8)
         if hasattr(mmap, "MADV_WILLNEED"):
-            file.memory.madvise(mmap.MADV_WILLNEED)  # read from the disk in one go, not page by page as they are used
+            file.memory.madvise(mmap.MADV_WILLNEED)  # read from the disk at once, not page by page on first use
         self._blobs = file.blobs
         self._names: Iterator[str] = iter(())
 
@@ -106,7 +106,7 @@ class MappedPacks:
         self._names = _names_of(layer)
 
     def take(self, num_bytes: int, fill: Fill) -> Tensor:
-        """See Packs. Raises MismatchError if the file does not have it."""
+        """Raises MismatchError if the file does not have it."""
         name = next(self._names)
         blob = self._blobs.get(name)
         if blob is None or blob.num_bytes != num_bytes:
@@ -115,7 +115,7 @@ class MappedPacks:
 
 
 class RecordedPacks:
-    """Packs now, and hands every layer to a writer."""
+    """Packs anew and gives every layer to a writer."""
 
     def __init__(self, writer: CacheWriter) -> None:
         self._writer = writer
@@ -139,9 +139,9 @@ def _names_of(layer: str) -> Iterator[str]:
 
 
 class CacheWriter(threading.Thread):
-    """Writes layers to the cache while the model goes on loading, and while it serves. What fails is a line in the log.
+    """Writes layers to the cache while the model loads and serves. A failure is logged.
 
-    It holds on to the memory of what it has not written yet: `cancel` before that is to be given back.
+    References the memory of layers that are not written yet: call `cancel` before freeing it.
     """
 
     def __init__(self, cache: PackedCache, key: Key, source: str) -> None:
@@ -153,17 +153,17 @@ class CacheWriter(threading.Thread):
         self.start()
 
     def add(self, name: str, memory: Tensor) -> None:
-        """Write a layer, some time; forget it at once if writing has failed."""
+        """Queues a layer, or drops it if writing has failed."""
         self._layers.put((name, memory))
         if self._has_ended:
             self._forget()
 
     def finish(self) -> None:
-        """That was the last one."""
+        """Ends the queue: no further layer follows."""
         self._layers.put(None)
 
     def cancel(self) -> None:
-        """Give up, and let go of all memory. Waits for the chunk that is being written."""
+        """Stops writing and releases all memory. Waits for the chunk that is being written."""
         self._is_cancelled = True
         self._layers.put(None)
         self.join()
@@ -171,7 +171,9 @@ class CacheWriter(threading.Thread):
     def run(self) -> None:
         """The thread's body."""
         with contextlib.suppress(AttributeError, OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)  # of this thread, on Linux
+            os.setpriority(
+                os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS
+            )  # the priority of this thread, on Linux
         writer = None
         try:
             writer = PackedFileWriter(self._cache.path_of(self._key), self._key, self._source)
@@ -210,12 +212,12 @@ def _warn_not_stored(directory: Path, reason: str) -> None:
 
 
 class WeightCache:
-    """The packed weights of one model: finds them on disk, or has them written there. Owns the writer."""
+    """The packed weights of one model: finds them on disk or writes them there. Owns the writer."""
 
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
         self._load_config = load_config
         self._hf = model_config.hf_config
-        self._asked = {  # a head that pools, and weights in few bits
+        self._asked = {  # options that change the weights: a pooling head, quantization
             "head": "" if model_config.pooling is None else model_config.pooling.head,
             "quantization": model_config.quantization or "",
         }
@@ -223,14 +225,14 @@ class WeightCache:
         self._cache = PackedCache.default() if is_wanted else None
         self._writer: CacheWriter | None = None
         self.mapped_bytes = 0
-        """Of the file that is in use: page cache, but not to be counted on as free memory."""
+        """Size of the file in use: page cache, which must not be counted as free memory."""
 
     @contextmanager
     def packs(
         self, stored: Mapping[str, Stored] | None, dtype: torch.dtype, kernels: Kernels, *, keep: bool
     ) -> Iterator[tuple[Packs, bool]]:
-        """Where layers take their memory while a model is filled from `stored`, and whether that has everything they
-        packed before. With `keep` what is packed anew is written to the cache."""
+        """Yields the source of memory for a model that is filled from `stored`, and True if it has all weights packed.
+        With `keep`, newly packed weights are written to the cache."""
         self.cancel()
         self.mapped_bytes = 0
         if self._cache is None or stored is None or kernels.pack_format is None:
@@ -266,7 +268,7 @@ class WeightCache:
         if make_key(stored, self._hf, self._load_config, dtype, kernels, self._asked) == key:
             writer.finish()
         else:
-            self.cancel()  # somebody wrote to the checkpoint while we read it
+            self.cancel()  # the checkpoint was changed while it was read
 
     def _can_store(self, stored: Mapping[str, Stored]) -> bool:
         """Returns True if the cache's directory can be written to and has room; logs a warning if not."""
@@ -280,7 +282,7 @@ class WeightCache:
         except OSError as e:
             _warn_not_stored(self._cache.directory, e.strerror or str(e))
             return False
-        if not os.access(place, os.W_OK | os.X_OK):  # first: a read-only file system may be full, too
+        if not os.access(place, os.W_OK | os.X_OK):  # checked first: a read-only file system may be full, too
             _warn_not_stored(self._cache.directory, f"{place} cannot be written to")
             return False
         if needed > free:
@@ -288,13 +290,13 @@ class WeightCache:
         return needed <= free
 
     def cancel(self) -> None:
-        """Stop writing: the weights are about to go."""
+        """Stops writing, because the weights are about to be freed."""
         if self._writer is not None:
             self._writer.cancel()
             self._writer = None
 
     def close(self) -> None:
-        """The engine ends: what is almost written is written."""
+        """Waits shortly for the writer to finish, then stops it."""
         if self._writer is not None:
             self._writer.join(END_S)
             self.cancel()

@@ -25,21 +25,21 @@ from quire.worker.quantization.weight import Kind, QuantizedWeight
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A quantized matrix: takes the place of the TensorInfo of the plain `weight` it stands for."""
+    """A quantized matrix: stands for the TensorInfo of the plain `weight`."""
 
     name: str
     shape: tuple[int, int]
     infos: Mapping[str, TensorInfo]
-    """By suffix."""
+    """The matrix' tensors by suffix."""
     format: StoredFormat
 
     @property
     def file(self) -> Path:
-        """Where the first of its tensors lies: for messages."""
+        """File of the first of its tensors, for messages."""
         return next(iter(self.infos.values())).file
 
     def read(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Raises ModelLoadError naming file and matrix, and ScatteredGroupsError."""
+        """Returns the matrix. Raises ModelLoadError naming file and matrix, and ScatteredGroupsError."""
         try:
             weight = self.format.read(tensors, self.shape)
         except ScatteredGroupsError:
@@ -51,7 +51,7 @@ class StoredMatrix:
         return weight
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """[out_features, in_features] float32. Raises as `read` does."""
+        """Returns [out_features, in_features] float32. Raises as `read` does."""
         try:
             return self.read(tensors).dequantize()
         except ScatteredGroupsError as scattered:
@@ -62,7 +62,7 @@ Stored = TensorInfo | StoredMatrix
 
 
 def gather_matrices(tensors: Mapping[str, TensorInfo], format: StoredFormat) -> dict[str, Stored]:
-    """`tensors` with those of each quantized matrix joined, under the name its plain weight would have.
+    """Returns `tensors` with the tensors of each quantized matrix joined, under the name of its plain weight.
 
     Raises as StoredFormat.shape.
     """
@@ -84,11 +84,11 @@ def gather_matrices(tensors: Mapping[str, TensorInfo], format: StoredFormat) -> 
 MAX_KINDS = 2
 _RECORD = torch.Size((1 + MAX_KINDS * len(Kind._fields),))
 NUM_BYTES = _RECORD.numel() * 8
-"""Of a record: how many kinds there are, then the fields of each, int64."""
+"""Size of a record: the number of kinds, then the fields of each, int64."""
 
 
 def remember_kinds(packs: Packs, kinds: Sequence[Kind]) -> None:
-    """Have the layer whose turn it is take a record of the kinds of its matrices."""
+    """Stores a record of the kinds of the present layer's matrices in `packs`."""
     assert len(kinds) <= MAX_KINDS
 
     def fill(memory: Tensor) -> None:
@@ -99,7 +99,7 @@ def remember_kinds(packs: Packs, kinds: Sequence[Kind]) -> None:
 
 
 def recall_kinds(packs: Packs) -> list[Kind]:
-    """The kinds that were remembered for the layer whose turn it is. Raises as `Packs.take` does."""
+    """Returns the kinds that were stored for the present layer. Raises as `Packs.take` does."""
     count, *fields = packs.take(NUM_BYTES, lambda _: None).view(torch.int64).tolist()
     size = len(Kind._fields)
     records = [fields[i * size : (i + 1) * size] for i in range(count)]
@@ -107,8 +107,8 @@ def recall_kinds(packs: Packs) -> list[Kind]:
 
 
 def plan_quantization(model: nn.Module, scheme: QuantizationScheme) -> list[str]:
-    """Have the linear layers and experts inside the decoder's layers quantize their weights when these are loaded, and
-    return their names. Embeddings, logits head and routers stay as they are."""
+    """Sets the linear layers and experts inside the decoder's layers to quantize their weights when these are loaded.
+    Returns their names. Embeddings, logits head and routers stay as they are."""
     chosen = {path: module for path, module in model.named_modules() if is_quantizable(path, module, scheme)}
     for module in chosen.values():
         assert isinstance(module, Linear | Experts)
@@ -117,7 +117,7 @@ def plan_quantization(model: nn.Module, scheme: QuantizationScheme) -> list[str]
 
 
 def is_quantizable(path: str, module: nn.Module, scheme: QuantizationScheme) -> bool:
-    """Whether the module at `path` is one of them."""
+    """Returns True if the module at `path` is to be quantized."""
     if not isinstance(module, Linear | Experts) or not is_quantizable_name(path):
         return False
     matrices = (module.weight,) if isinstance(module, Linear) else (module.gate_up_proj, module.down_proj)

@@ -1,4 +1,4 @@
-"""The weights of a model that is in use: given back, taken again, replaced."""
+"""The weights of a running model: freed, restored, replaced."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ NOT_THE_MODELS = frozenset(
         *("rope_theta", "rope_scaling", "rope_parameters"),
     }
 )
-"""Keys of config.json that may differ between two checkpoints of one model: notes, how weights are stored, the
-frontend's business (which keeps what the engine was started with), and rotary embeddings, which have several spellings
-and are compared as a whole."""
+"""Keys of config.json that may differ between two checkpoints of one model: notes, the storage of weights, keys for the
+frontend (which keeps those the engine was started with), and rotary embeddings, which have several spellings and are
+compared as a whole."""
 
 
 class ModelWeights:
-    """Owns where the weights of `model` come from and whether they are in memory; the module tree stays the same.
+    """The weights of `model`: their source, and their state in memory. The module tree stays the same.
 
-    A weight that is given back leaves its shape behind, on torch's meta device, and its kernels are gone: a forward
-    pass would fail, not lie.
+    A freed weight leaves its shape on torch's meta device, and its kernels are dropped: a forward pass raises.
     """
 
     def __init__(
@@ -60,31 +59,31 @@ class ModelWeights:
         """A checkpoint directory; None for noise."""
         self._offloaded: dict[str, Tensor] | None = None
         self._are_whole = True
-        """Whether the model can run: not while they are elsewhere, and not when reading them broke off half-way."""
+        """True if the model can run: its weights are neither freed nor half read."""
 
     @property
     def _live_in_main_memory(self) -> bool:
         return self._placement.device.type == "cpu"
 
     def offload(self) -> None:
-        """Move them to main memory. On a CPU they are there, and stay where they are."""
+        """Moves the weights to main memory. On a CPU they are there, and stay."""
         if self._live_in_main_memory or not self._are_whole:
             return
         if any(parameter.is_meta for parameter in self._model.parameters()):
-            self.drop()  # kernels keep them in a form of their own: quicker read again than taken apart
+            self.drop()  # packed by kernels: reading them again is quicker than unpacking
             return
         self._offloaded = {name: parameter.data.cpu() for name, parameter in self._model.named_parameters()}
         self._release()
 
     def drop(self) -> None:
-        """Give their memory back, that of an offloaded copy as well."""
+        """Frees the weights, and an offloaded copy."""
         if self._cache is not None:
             self._cache.cancel()
         self._offloaded = None
         self._release()
 
     def restore(self) -> None:
-        """Back in their place: from main memory, or read again from where they came from. Raises ModelLoadError."""
+        """Restores the weights from main memory, or reads them again. Raises ModelLoadError."""
         if self._are_whole:
             return
         if self._offloaded is None:
@@ -100,13 +99,13 @@ class ModelWeights:
         self._are_whole = True
 
     def check(self, directory: Path) -> None:
-        """Raise ModelLoadError unless checkpoint `directory` fits this model: tensors, shapes, architecture."""
+        """Raises ModelLoadError unless checkpoint `directory` fits this model: tensors, shapes, architecture."""
         self._find(directory)
 
     def replace(self, directory: Path | None = None) -> None:
-        """Read the weights of another checkpoint into this model; None: again those it had. Raises ModelLoadError.
+        """Reads the weights of another checkpoint into this model; None: reads its own again. Raises ModelLoadError.
 
-        In place: no second copy is taken. If reading breaks off half-way, `restore` reads the ones it had.
+        Works in place, without a second copy. If reading fails half-way, `restore` reads the former weights.
         """
         self._load(self._source if directory is None else directory)
         self._source = self._source if directory is None else directory
@@ -142,9 +141,9 @@ class ModelWeights:
 
 
 def _check_same_model(ours: HFConfig, other: HFConfig) -> None:
-    """Raise ModelLoadError if two config.json describe models that compute something different.
+    """Raises ModelLoadError if two config.json describe models that compute something different.
 
-    A key that only one of them has is not compared: transformers leaves out what is the family's default.
+    A key that only one of them has is not compared: transformers leaves out the family's defaults.
     """
     mine, theirs = _facts(ours), _facts(other)
     for key in sorted(mine.keys() & theirs.keys()):

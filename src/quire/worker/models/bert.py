@@ -45,7 +45,7 @@ class BertEmbeddings(nn.Module):
 
 
 class _Projections(nn.Module):
-    """What checkpoints call attention.self."""
+    """The matrices that checkpoints call attention.self."""
 
     def __init__(self, hf: HFConfig, name: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Projections(nn.Module):
 
 
 class _SumAndNorm(nn.Module):
-    """The end of each half of a layer, what checkpoints call output."""
+    """The end of each half of a layer, which checkpoints call output."""
 
     def __init__(self, hf: HFConfig, in_features: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _SumAndNorm(nn.Module):
 
 
 class BertAttention(nn.Module):
-    """Attention in both directions, and its sum."""
+    """Attention in both directions, with its sum and norm."""
 
     def __init__(self, hf: HFConfig, name: str) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class BertEncoder(nn.Module):
 
 
 class BertModel(nn.Module):
-    """An encoder, with the head the checkpoint has for what it is asked to do."""
+    """An encoder, with the head that its task needs."""
 
     def __init__(self, hf: HFConfig, pooling: PoolingConfig) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class BertModel(nn.Module):
 
 
 class _RobertaHead(nn.Module):
-    """Its classifier has two matrices."""
+    """The classifier of RoBERTa, which has two matrices."""
 
     def __init__(self, hf: HFConfig, num_labels: int) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class _RobertaHead(nn.Module):
 
 
 class RobertaModel(BertModel):
-    """RoBERTa (Liu et al. 2019) and XLM-RoBERTa: positions are counted from behind the padding's id."""
+    """RoBERTa (Liu et al. 2019) and XLM-RoBERTa: positions are counted from the padding's id on."""
 
     def _add_head(self, hf: HFConfig, pooling: PoolingConfig) -> None:
         if pooling.head == "classify":

@@ -1,10 +1,10 @@
 """The decoder that most open models share, with a switch for everything in which they differ.
 
 A family's file (llama.py, gemma.py, ...) reads its config.json into a `DecoderSpec` and, where its layers are wired
-differently, gives its own layer class. The tree of modules has the checkpoint's names: no renaming at load.
+differently, gives its own layer class. The tree of modules has the checkpoint's names: nothing is renamed at load.
 
-All tokens of a step are one flat batch: there is no batch dimension and no padding. Which tokens may see which is the
-attention layer's business.
+All tokens of a step are one flat batch, without batch dimension or padding. The attention layer decides which tokens
+see which.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.layers.weights import GIVEN_BACK
 
 Rotations = Mapping[str, RotaryAngles]
-"""How the step's tokens turn, for each rotary embedding the model has."""
+"""Rotation angles of the step's tokens, for each rotary embedding of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What distinguishes one layer from its neighbours."""
+    """The properties in which the layers of a model differ."""
 
     sliding_window: int | None = None
     """Tokens a query sees, its own included; None for all before it."""
     rope: str | None = "rope"
     """Which of the model's rotary embeddings; None for no rotation at all."""
     moe: MoESpec | None = None
-    """Experts in the place of the MLP."""
+    """Experts instead of the MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class DecoderSpec:
     """Norm of queries and keys: over each head, or over all heads together."""
     norm_offset: float = 0.0
     norm_in_float32: bool = False
-    """See RMSNorm, for both."""
+    """Parameters of RMSNorm, like `norm_offset`."""
     activation: str = "silu"
     attention_scale: float | None = None
     """Factor of the query-key products; None for 1 / sqrt(head_dim)."""
@@ -215,13 +215,13 @@ class DecoderForCausalLM(nn.Module):
 
 
 def make_norm(hf: HFConfig, spec: DecoderSpec, dim: int) -> RMSNorm:
-    """A norm over `dim` elements, of the model's kind."""
+    """Returns a norm over `dim` elements, of the model's kind."""
     eps = float(hf.get("rms_norm_eps", 1e-6))
     return RMSNorm(dim, eps, weight_offset=spec.norm_offset, scale_in_float32=spec.norm_in_float32)
 
 
 def make_mlp(hf: HFConfig, spec: DecoderSpec, layer: LayerSpec) -> MLP | MoE:
-    """The layer's MLP, or its experts."""
+    """Returns the layer's MLP, or its experts."""
     if layer.moe is not None:
         return MoE(layer.moe, hf.hidden_size, spec.activation)
     return MLP(hf, spec)
@@ -233,7 +233,7 @@ def make_layers(
     rope: Callable[[int], str | None] = lambda layer: "rope",
     moe: Callable[[int], MoESpec | None] = lambda layer: None,
 ) -> tuple[LayerSpec, ...]:
-    """Every layer of a model, with its window; `rope` and `moe` are asked for what else may differ, layer by layer.
+    """Returns every layer of a model, with its window; `rope` and `moe` are called with the number of each layer.
 
     Windows come from config/attention_layout.py: a family that has them has a row there. Raises as its functions do.
     """
@@ -242,7 +242,7 @@ def make_layers(
 
 
 def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> DecoderSpec:
-    """What the keys that most families share say; a family replaces what it does differently."""
+    """Returns the spec that follows from the keys most families share; a family replaces what it does differently."""
     attention_bias = bool(hf.get("attention_bias", False))
     return DecoderSpec(
         layers=make_layers(hf) if layers is None else layers,
@@ -257,7 +257,7 @@ def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> De
 def _side_by_side(
     in_features: int, parts: dict[str, int], bias: bool, is_fused: bool, spec: LinearSpec = PLAIN
 ) -> Linear:
-    """Several projections as one matrix, whichever way the checkpoint keeps them."""
+    """Returns several projections as one matrix, fused in the checkpoint or not."""
     if not is_fused:
         return PackedLinear(in_features, parts, bias, spec)
     return Linear(in_features, sum(parts.values()) // (2 if spec.gated else 1), bias, spec)

@@ -61,7 +61,7 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
 
 
 def _gemma_spec(hf: HFConfig) -> DecoderSpec:
-    """What both generations share. The kind of a layer also says how it rotates."""
+    """Returns the spec that both generations share. The kind of a layer also selects its rotary embedding."""
     if hf.get("use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{hf.path} asks for bidirectional attention, which is not implemented")
     kinds = layer_kinds(hf)

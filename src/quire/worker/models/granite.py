@@ -18,7 +18,7 @@ from quire.worker.models.decoder import (
 
 
 class GraniteLayer(DecoderLayer):
-    """What a layer adds is scaled."""
+    """A decoder layer that scales what it adds."""
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
         super().__init__(hf, spec, layer, name)

@@ -27,7 +27,7 @@ class MistralForCausalLM(DecoderForCausalLM):
 
 
 class MixtralLayer(nn.Module):
-    """The plain layer; its experts are called block_sparse_moe."""
+    """A decoder layer whose experts are called block_sparse_moe in checkpoints."""
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
         super().__init__()

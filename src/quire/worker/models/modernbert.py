@@ -1,4 +1,4 @@
-"""ModernBERT (Warner et al. 2024): an encoder with rotation, gated MLPs, and two layers of three that see near by."""
+"""ModernBERT (Warner et al. 2024): an encoder with rotation, gated MLPs, and a window in two layers of three."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModernBertEmbeddings(nn.Module):
 
 
 class ModernBertAttention(nn.Module):
-    """Attention in both directions, of all tokens or of those near by."""
+    """Attention in both directions, over all tokens or within a window."""
 
     def __init__(self, hf: HFConfig, kind: str, name: str) -> None:
         super().__init__()
@@ -81,7 +81,8 @@ class ModernBertMLP(nn.Module):
 
 
 class ModernBertLayer(nn.Module):
-    """Norm, attention, add; norm, MLP, add. The first has no norm of its own: the embeddings' is before it."""
+    """Norm, attention, add; norm, MLP, add. The first layer has no first norm: that of the embeddings takes its
+    place."""
 
     def __init__(self, hf: HFConfig, index: int, kind: str) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class ModernBertLayer(nn.Module):
 
 
 class ModernBertHead(nn.Module):
-    """Between pooling and classifier."""
+    """The layer between pooling and classifier."""
 
     def __init__(self, hf: HFConfig) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class ModernBertHead(nn.Module):
 
 
 class ModernBertModel(nn.Module):
-    """An encoder, with the head the checkpoint has for what it is asked to do."""
+    """An encoder, with the head that its task needs."""
 
     def __init__(self, hf: HFConfig, pooling: PoolingConfig) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class ModernBertModel(nn.Module):
 
 
 def _rope(hf: HFConfig, kind: str) -> RopeConfig:
-    """Of one kind of layer; the older spelling has a base for each, at the top."""
+    """Returns the rotary embedding of one kind of layer; the older spelling has a base for each, at the top."""
     old = hf.get("global_rope_theta" if kind == FULL_ATTENTION else "local_rope_theta")
     default = 160_000.0 if kind == FULL_ATTENTION else 10_000.0
     rope = hf.rope(kind)

@@ -11,7 +11,7 @@ from quire.worker.layers.linear import Embedding, Linear, PackedLinear
 from quire.worker.layers.norm import LayerNorm
 
 _POSITION_OFFSET = 2
-"""Rows at the head of the position table that stand for no position."""
+"""Rows at the head of the position table that are no positions."""
 
 
 class OPTAttention(nn.Module):

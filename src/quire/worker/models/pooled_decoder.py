@@ -1,6 +1,7 @@
-"""A decoder that pools: its logits head is left out, and a classifier's put in its place where it has one.
+"""A decoder that pools: without its logits head, and with a classifier where the task needs one.
 
-Rerankers that were trained to say "yes" or "no" keep the logits head: their classifier is a few of its rows."""
+Rerankers that were trained to answer "yes" or "no" keep the logits head: their classifier is a few of its rows.
+"""
 
 from __future__ import annotations
 

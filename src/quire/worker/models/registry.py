@@ -1,4 +1,4 @@
-"""The table of models: the architecture a checkpoint names -> the class that runs it."""
+"""The table of models: from the architecture in config.json to the class that runs it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ MODELS: dict[str, str] = {
     "SmolLM3ForCausalLM": "quire.worker.models.smollm3:SmolLM3ForCausalLM",
     "XLMRobertaModel": "quire.worker.models.bert:RobertaModel",
 }
-"""By `HFConfig.family`: heads for pooling have no rows of their own. Imported on demand.
+"""Dotted class names by `HFConfig.family`; heads for pooling have no rows of their own. They are imported on demand.
 
-To add a row: docs/recipes/add_a_model.md."""
+To add a row: docs/recipes/add_a_model.md.
+"""
 
 
 def get_model_class(hf: HFConfig) -> Any:
-    """The class of a model's family: `cls(hf)`, of an encoder `cls(hf, pooling)`, is an nn.Module. Raises
-    UnsupportedModelError naming near ones."""
+    """Returns the class of a model's family: `cls(hf)`, of an encoder `cls(hf, pooling)`, is an nn.Module. Raises
+    UnsupportedModelError naming similar ones."""
     if hf.family in MODELS:
         return resolve(MODELS[hf.family])
     architecture = hf.architecture

@@ -8,7 +8,7 @@ from quire.worker.models.decoder import DecoderForCausalLM, common_spec, make_la
 
 
 class SmolLM3ForCausalLM(DecoderForCausalLM):
-    """Some layers do not rotate (NoPE, Yang et al. 2025); only those may have a window."""
+    """A decoder in which some layers do not rotate (NoPE, Yang et al. 2025); only those may have a window."""
 
     def __init__(self, hf: HFConfig) -> None:
         layers = make_layers(hf, rope=lambda layer: "rope" if rotates(hf, layer) else None)

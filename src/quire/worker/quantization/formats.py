@@ -1,12 +1,12 @@
-"""Quantized checkpoints, as other tools write them: which tensors make up a matrix, and how they are read.
+"""The formats of quantized checkpoints: the tensors of a matrix, and how they are read.
 
 Field and tensor names, packings and formulas are those of the formats themselves:
 
-* compressed-tensors (https://github.com/vllm-project/compressed-tensors): `int-quantized` keeps int8 `weight` and
-  `weight_scale`; `pack-quantized` keeps `weight_packed`, int32 of several unsigned values each along the inputs, the
+* compressed-tensors (https://github.com/vllm-project/compressed-tensors): `int-quantized` has int8 `weight` and
+  `weight_scale`; `pack-quantized` has `weight_packed`, int32 of several unsigned values each along the inputs, the
   first in the lowest bits.
 * GPTQ (https://github.com/ModelCloud/GPTQModel): `qweight` is packed along the inputs and transposed, `qzeros` along
-  the outputs; the first version of the format stores zero points less 1. `g_idx` names each input's group.
+  the outputs; the first version of the format stores zero points less 1. `g_idx` is each input's group.
 * AWQ (https://github.com/casper-hansen/AutoAWQ), "gemm": both are packed along the outputs, eight 4-bit values in the
   order 0, 2, 4, 6, 1, 3, 5, 7.
 
@@ -28,22 +28,23 @@ from quire.worker.quantization.weight import QuantizedWeight
 
 WORD_BITS = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbouring outputs lies in each 4-bit field, from the lowest."""
+"""The output, of eight neighbouring ones, in each 4-bit field, from the lowest."""
 
 
 class StoredFormat(Protocol):
-    """One way of storing matrices."""
+    """One format of stored matrices."""
 
     suffixes: ClassVar[tuple[str, ...]]
     """Names of the tensors of one matrix, after its own name and a dot."""
     mark: ClassVar[str]
-    """The one that every quantized matrix has."""
+    """The suffix of the tensor that every quantized matrix has."""
 
     def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
-        """(out_features, in_features) of the matrix that these tensors are. Raises ModelLoadError if they are none."""
+        """Returns (out_features, in_features) of the matrix these tensors form. Raises ModelLoadError if they form
+        none."""
 
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        """The matrix. Raises ModelLoadError or UnsupportedModelError without the name of a tensor."""
+        """Returns the matrix. Raises ModelLoadError or UnsupportedModelError without the name of a tensor."""
 
 
 class CompressedInt8:
@@ -89,7 +90,7 @@ class CompressedPacked:
         self.quantizes_inputs = quantizes_inputs
 
     def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
-        """See StoredFormat.shape. Inputs fill whole words; a last one that does not is not supported."""
+        """Inputs must fill whole words."""
         packed = _need(infos, self.mark)
         _need(infos, "weight_scale")
         rows, words = _two(packed)
@@ -173,7 +174,7 @@ class AwqGemm:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """words: [rows, n] int32 to [rows, n * 32 / bits] int32: unsigned values, the lowest bits first."""
+    """Returns [rows, n * 32 / bits] int32: the unsigned values of words [rows, n] int32, the lowest bits first."""
     if words.dtype != torch.int32:
         raise ModelLoadError(f"packed values are {words.dtype}, not int32")
     shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
@@ -181,13 +182,13 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """AWQ's fields to the order of the outputs. values: [rows, n], n a multiple of 8."""
+    """Returns the values in the order of the outputs. values: [rows, n] in AWQ's order, n a multiple of 8."""
     places = torch.tensor([AWQ_ORDER.index(i) for i in range(8)])
     return values.view(values.shape[0], -1, 8)[:, :, places].flatten(1)
 
 
 def _or_none(zeros: Tensor) -> Tensor | None:
-    """Symmetric checkpoints store the middle as their zero point, which is 0 once shifted."""
+    """Returns None for zero points that are all 0: symmetric checkpoints store the middle, which is 0 once shifted."""
     return zeros if zeros.any() else None
 
 
@@ -199,7 +200,8 @@ def _group_size(scales: Tensor, shape: tuple[int, int]) -> int:
 
 
 def _with_groups(weight: QuantizedWeight, groups: Tensor | None) -> QuantizedWeight:
-    """Some quantize inputs in another order than they stand in ("act order"): groups are no neighbours then."""
+    """Returns `weight`, or raises ScatteredGroupsError if the checkpoint groups inputs that are not adjacent ("act
+    order")."""
     if groups is None or (groups < 0).any():
         return weight
     if groups.shape != (weight.shape[1],) or groups.amax() >= weight.scales.shape[1]:
@@ -211,7 +213,7 @@ def _with_groups(weight: QuantizedWeight, groups: Tensor | None) -> QuantizedWei
 
 
 class ScatteredGroupsError(Exception):
-    """Inputs of one group are no neighbours: kernels cannot compute with that, but `dequantize` can."""
+    """Inputs of one group are not adjacent: kernels cannot compute with that, but `dequantize` can."""
 
     def __init__(self, weight: QuantizedWeight, groups: Tensor) -> None:
         super().__init__("groups are not of neighbouring inputs")
@@ -241,7 +243,7 @@ def _two(info: TensorInfo) -> tuple[int, int]:
 
 
 def make_format(scheme: StoredScheme) -> StoredFormat:
-    """What reads matrices stored as `scheme` says."""
+    """Returns the format of matrices stored as `scheme` describes."""
     match scheme.layout:
         case "int8":
             return CompressedInt8(scheme.quantizes_inputs)

@@ -15,7 +15,7 @@ from quire.config.quantization import QuantizationScheme, group_size_for
 
 
 class Kind(NamedTuple):
-    """What matrices must have in common to stand above one another in one."""
+    """Properties that matrices must have in common to be stacked."""
 
     bits: int
     group_size: int
@@ -27,8 +27,8 @@ class Kind(NamedTuple):
 class QuantizedWeight:
     """w[o, i] = (values[o, i] - zeros[o, g]) * scales[o, g] with g = i // group_size, all in float32.
 
-    Neighbouring inputs of one output form a group; the last one may be short. A group as long as the row is one scale
-    per output.
+    Adjacent inputs of one output form a group; the last one may be short. A group as long as the row is one scale per
+    output.
     """
 
     bits: int
@@ -41,8 +41,8 @@ class QuantizedWeight:
     zeros: Tensor | None = None
     """[out_features, groups] int16, shifted as the values are; None for zeros."""
     quantizes_inputs: bool = False
-    """Compute with int8 activations, each row quantized by its own maximum. Only with 8 bits, one scale per output and
-    no zeros."""
+    """True: compute with int8 activations, each row quantized by its own maximum. Only with 8 bits, one scale per
+    output and no zeros."""
 
     def __post_init__(self) -> None:
         out_features, in_features = self.values.shape
@@ -66,12 +66,12 @@ class QuantizedWeight:
 
     @property
     def is_outline(self) -> bool:
-        """Whether it says what a matrix is, and has no numbers: those are packed already."""
+        """True if it only describes a matrix, whose values are packed already."""
         return self.values.is_meta
 
     @staticmethod
     def outline(shape: Sequence[int], kind: Kind) -> QuantizedWeight:
-        """A matrix of (out_features, in_features) without its numbers, on the meta device."""
+        """Returns a matrix of (out_features, in_features) without values, on the meta device."""
         per_group = (shape[0], -(-shape[1] // kind.group_size))
         return QuantizedWeight(
             bits=kind.bits,
@@ -84,29 +84,29 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Of values and scales, as a kernel that packs them tightly keeps them."""
+        """Size of values and scales when packed tightly."""
         per_group = 4 if self.zeros is None else 8
         return self.values.numel() * self.bits // 8 + self.scales.numel() * per_group
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[out_features, in_features]: the weights that the integers stand for."""
+        """Returns [out_features, in_features]: the weights that the integers represent."""
         w = self.values.float() - self._spread(self.zeros) if self.zeros is not None else self.values.float()
         return (w * self._spread(self.scales)).to(dtype)
 
     def to(self, device: torch.device) -> QuantizedWeight:
-        """The same on `device`; an outline stays one."""
+        """Returns the matrix on `device`; an outline stays one."""
         if self.is_outline:
             return self
         zeros = None if self.zeros is None else self.zeros.to(device)
         return dataclasses.replace(self, values=self.values.to(device), scales=self.scales.to(device), zeros=zeros)
 
     def _spread(self, per_group: Tensor) -> Tensor:
-        """[out_features, groups] to [out_features, in_features] float32."""
+        """Returns [out_features, in_features] float32 of [out_features, groups]."""
         return per_group.float().repeat_interleave(self.group_size, dim=1)[:, : self.values.shape[1]]
 
     @staticmethod
     def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Matrices of one `kind` above one another."""
+        """Returns matrices of one `kind` stacked into one."""
         first = parts[0]
         assert all(part.kind == first.kind for part in parts)
         zeros = [part.zeros for part in parts if part.zeros is not None]
@@ -119,31 +119,31 @@ class QuantizedWeight:
 
 
 def same_kind(weights: Sequence[QuantizedWeight]) -> bool:
-    """Whether they can stand in one matrix, or in several that one kernel computes with."""
+    """Returns True if the matrices can form one, or be computed with by one kernel."""
     return len({weight.kind for weight in weights}) == 1
 
 
 _MAX_INT8 = 127
 _TINY = torch.finfo(torch.float32).tiny
-"""Below it a scale would be lost: a group of zeros gets 1 instead."""
+"""Smallest usable scale: a group of zeros gets 1 instead."""
 
 
 def quantize(weight: Tensor, scheme: QuantizationScheme) -> QuantizedWeight:
-    """weight: [out_features, in_features], finite. Of the meta device: what it would become."""
+    """Returns the quantized matrix. weight: [out_features, in_features], finite; on the meta device: an outline."""
     if weight.is_meta:
         return QuantizedWeight.outline(weight.shape, kind_of(weight.shape[1], scheme))
     return quantize_int8(weight) if scheme.bits == 8 else quantize_int4(weight, group_size_for(weight.shape[1]))
 
 
 def kind_of(in_features: int, scheme: QuantizationScheme) -> Kind:
-    """What `quantize` makes of a matrix with so many inputs."""
+    """Returns the kind of matrix that `quantize` makes for so many inputs."""
     if scheme.bits == 8:
         return Kind(bits=8, group_size=in_features, has_zeros=False, quantizes_inputs=True)
     return Kind(bits=4, group_size=group_size_for(in_features), has_zeros=False, quantizes_inputs=False)
 
 
 def quantize_int8(weight: Tensor) -> QuantizedWeight:
-    """One scale per output, values from -127 to 127; activations are quantized, too."""
+    """Returns a matrix with one scale per output and values from -127 to 127; activations are quantized, too."""
     wide = weight.float()
     scales = _usable(wide.abs().amax(dim=1, keepdim=True) / _MAX_INT8)  # [out_features, 1]
     values = (wide / scales).round_().clamp_(-_MAX_INT8, _MAX_INT8).to(torch.int8)
@@ -151,7 +151,8 @@ def quantize_int8(weight: Tensor) -> QuantizedWeight:
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> QuantizedWeight:
-    """One scale per group: its element that is farthest from 0 becomes -8, so that all sixteen values are used."""
+    """Returns a matrix with one scale per group: the element farthest from 0 becomes -8, so that all sixteen values are
+    used."""
     (out_features, in_features), groups = weight.shape, -(-weight.shape[1] // group_size)
     padded = functional.pad(weight.float(), (0, groups * group_size - in_features))
     grouped = padded.view(out_features, groups, group_size)

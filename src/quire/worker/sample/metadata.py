@@ -1,7 +1,7 @@
-"""How to sample the rows of one step: the parameters of its requests, turned into arrays.
+"""Sampling parameters of the rows of one step, as arrays.
 
-`SamplingTable` keeps them per row of the batch; `select` turns the rows that sample into `SamplingMetadata`, which
-holds only what someone asked for: a field that is None or empty is work that is skipped.
+`SamplingTable` stores them by row of the batch. `select` turns the rows that sample into `SamplingMetadata`, which
+holds only what some request asked for: a field that is None or empty is work that is skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TokenHistory:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """Note one more output token."""
+        """Appends one output token."""
         self.output_token_ids.append(token_id)
         slot = self._slot_of.setdefault(token_id, len(self._slot_of))
         if slot == len(self._token_ids):
@@ -47,24 +47,25 @@ class TokenHistory:
         self._counts[slot] += 1
 
     def token_counts(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Distinct tokens of prompt and output, and how often each occurs in the output. Views: use at once."""
+        """Returns the distinct tokens of prompt and output, and their counts in the output. Views: use at once."""
         n = len(self._slot_of)
         return self._token_ids[:n], self._counts[:n]
 
     def num_after(self, token_id: int | None) -> int | None:
-        """How many outputs have followed the first one that was `token_id`, None for the prompt; None if it has not
-        come."""
+        """Returns the number of outputs after the first one that was `token_id` (None: after the prompt); None if it
+        has not occurred."""
         if token_id is None:
             return len(self.output_token_ids)
         return len(self.output_token_ids) - self.output_token_ids.index(token_id) - 1 if self.has(token_id) else None
 
     def has(self, token_id: int) -> bool:
-        """Is it among the outputs?"""
+        """Returns True if the token is among the outputs."""
         slot = self._slot_of.get(token_id)
         return slot is not None and bool(self._counts[slot])
 
     def banned_by(self, words: Iterable[list[int]]) -> list[int]:
-        """The tokens that would complete one of `words` (non-empty token sequences) at the end of the output."""
+        """Returns the tokens that would complete one of `words` (non-empty token sequences) at the end of the
+        output."""
         return list({word[-1] for word in words if self._ends_with(word[:-1])})
 
     def _ends_with(self, tail: list[int]) -> bool:
@@ -81,7 +82,7 @@ class TokenEntries(NamedTuple):
     def build(
         ids_by_row: Sequence[tuple[int, Sequence[int] | npt.NDArray[np.int32]]], device: torch.device
     ) -> TokenEntries:
-        """From (row, its distinct tokens)."""
+        """Returns the pairs of (row, its distinct tokens)."""
         rows = np.repeat([row for row, _ in ids_by_row], [len(ids) for _, ids in ids_by_row]).astype(np.int64)
         token_ids = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in ids_by_row])
         return TokenEntries(torch.from_numpy(rows).to(device), torch.from_numpy(token_ids).to(device))
@@ -112,7 +113,7 @@ class LogprobRow:
 
 @dataclass(frozen=True)
 class ThinkingRow:
-    """A row whose reasoning is to be closed after `budget` tokens."""
+    """A row whose reasoning is closed after `budget` tokens."""
 
     row: int
     budget: int
@@ -121,14 +122,15 @@ class ThinkingRow:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether it has had them, and reasons still."""
+        """True if the budget is used up and the reasoning has not ended."""
         num_thought = None if self.history.has(self.tokens.close) else self.history.num_after(self.tokens.open)
         return num_thought is not None and num_thought >= self.budget
 
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """Constant while the same requests sample: what changes with each step is in histories and output lengths."""
+    """Sampling parameters that are constant while the same requests sample; histories and output lengths change in each
+    step."""
 
     rules: DrawRules | None
     """None: all rows are greedy."""
@@ -143,12 +145,12 @@ class SamplingMetadata:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether sampling changes logits of greedy rows, too."""
+        """True if sampling changes the logits of greedy rows, too."""
         return bool(self.allowed or self.bias or self.penalized or self.bad_words or self.min_tokens or self.thinking)
 
 
 class SamplingTable:
-    """Sampling parameters by row of the batch: arrays of what every request has, the rest looked up when it is rare."""
+    """Sampling parameters by row of the batch: arrays for what every request has, a list for the rest."""
 
     def __init__(self, max_num_reqs: int) -> None:
         self._temperature = np.zeros(max_num_reqs, dtype=np.float32)
@@ -159,29 +161,29 @@ class SamplingTable:
         self._params: list[SamplingParams | None] = [None] * max_num_reqs
         self._is_plain = np.ones(max_num_reqs, dtype=bool)
         self.histories: dict[int, TokenHistory] = {}
-        """By row, of the requests whose sampling looks back."""
+        """Histories of the requests whose sampling depends on earlier tokens, by row."""
 
     def set_row(
         self, row: int, req_id: str, params: SamplingParams, prompt_token_ids: list[int], output_token_ids: list[int]
     ) -> None:
-        """Enter a request."""
+        """Stores the parameters of a request."""
         self._temperature[row] = 0.0 if params.is_greedy else params.temperature
         self._min_p[row], self._top_k[row], self._top_p[row] = params.min_p, params.top_k, params.top_p
         self._seeds[row] = _seed_of(req_id, params)
         self._params[row] = params
         self._is_plain[row] = _is_plain(params)
         if _has_penalty(params) or params.bad_words_token_ids or params.thinking_token_budget is not None:
-            # Only the repetition penalty looks at the prompt.
+            # only the repetition penalty depends on the prompt
             prompt = prompt_token_ids if params.repetition_penalty != 1.0 else []
             self.histories[row] = TokenHistory(prompt, output_token_ids)
 
     def clear_row(self, row: int) -> None:
-        """Forget the request of a row."""
+        """Drops the request of a row."""
         self._params[row] = None
         self.histories.pop(row, None)
 
     def move_row(self, source: int, target: int) -> None:
-        """Move a request to a free row."""
+        """Moves a request to a free row."""
         for array in (self._temperature, self._min_p, self._top_k, self._top_p, self._seeds, self._is_plain):
             array[target] = array[source]
         self._params[target], self._params[source] = self._params[source], None
@@ -189,7 +191,7 @@ class SamplingTable:
             self.histories[target] = self.histories.pop(source)
 
     def select(self, rows: Rows, device: torch.device) -> SamplingMetadata:
-        """The metadata of the requests in `rows`; row i of the logits will be the request in rows[i]."""
+        """Returns the metadata of the requests in `rows`; row i of the logits will be the request in rows[i]."""
         special = [
             (i, params) for i in np.flatnonzero(~self._is_plain[rows]).tolist() if (params := self._params[rows[i]])
         ]
@@ -242,7 +244,7 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Whether temperature, top-k, top-p, min-p and seed are all there is to it."""
+    """Returns True if temperature, top-k, top-p, min-p and seed are the only parameters."""
     return not (
         _has_penalty(params)
         or params.allowed_token_ids
@@ -256,7 +258,8 @@ def _is_plain(params: SamplingParams) -> bool:
 
 
 def _seed_of(req_id: str, params: SamplingParams) -> int:
-    """The seed as an unsigned 64-bit number. A request without one gets its id's: the same after every restart."""
+    """Returns the seed as an unsigned 64-bit number. Without a seed it follows from the request's id, so that it is the
+    same after a restart."""
     if params.seed is None:
         return int.from_bytes(hashlib.sha256(req_id.encode()).digest()[:8], "little")
     return params.seed & 0xFFFFFFFFFFFFFFFF

@@ -24,25 +24,25 @@ from quire.worker.sample.metadata import LogprobRow, PenalizedRows, SamplingMeta
 
 
 def allow_only(logits: Tensor, allowed: TokenEntries) -> None:
-    """In each row that has entries, drop all tokens but those."""
+    """Drops all tokens without an entry from each row that has entries."""
     kept = logits[allowed]
     logits[allowed.rows] = -torch.inf
     logits[allowed] = kept
 
 
 def ban(logits: Tensor, banned: TokenEntries) -> None:
-    """Drop these tokens."""
+    """Drops the tokens of the entries."""
     logits[banned] = -torch.inf
 
 
 def force(logits: Tensor, forced: TokenEntries) -> None:
-    """In each row that has an entry, leave nothing but that, whatever was said of it before."""
+    """Drops all tokens but that of the entry from each row that has one, even if it was dropped before."""
     logits[forced.rows] = -torch.inf
     logits[forced] = 0.0
 
 
 def add_bias(logits: Tensor, entries: TokenEntries, bias: Tensor) -> None:
-    """Add `bias` [m] to the logits of the entries."""
+    """Adds `bias` [m] to the logits of the entries."""
     logits[entries] += bias
 
 
@@ -54,11 +54,11 @@ def apply_penalties(
     frequency: Tensor,
     repetition: Tensor,
 ) -> None:
-    """Discourage the tokens of the entries: those a request's prompt or output holds. All arguments [m] float32.
+    """Penalizes the tokens of the entries: tokens of a request's prompt or output. All arguments [m] float32.
 
-    First repetition (positive logits are divided, negative ones multiplied: N. S. Keskar et al., "CTRL", 2019, §4.1,
-    as everyone implements it), then frequency times the number of occurrences in the output, then presence if there is
-    one. An entry that only the prompt holds has output count 0.
+    First repetition (positive logits are divided, negative ones multiplied: N. S. Keskar et al., "CTRL", 2019, §4.1),
+    then frequency times the number of occurrences in the output, then presence if there is one. An entry that only the
+    prompt holds has output count 0.
     """
     values = logits[entries]
     values = torch.where(values > 0, values / repetition, values * repetition)
@@ -68,7 +68,7 @@ def apply_penalties(
 
 
 def apply_grammar_bitmask(logits: Tensor, rows: Sequence[int], bitmask: npt.NDArray[np.int32]) -> None:
-    """Drop what a grammar forbids.
+    """Drops the tokens that a grammar forbids.
 
     bitmask: [len(rows), ceil(vocab / 32)]; token t is allowed if bit t % 32 of word t // 32 is set.
     """
@@ -79,19 +79,20 @@ def apply_grammar_bitmask(logits: Tensor, rows: Sequence[int], bitmask: npt.NDAr
 
 
 class SamplerOutput(NamedTuple):
-    """One token per row, and the log-probabilities of the rows that wanted them."""
+    """One token per row, and the log-probabilities of the rows that asked for them."""
 
     token_ids: npt.NDArray[np.int64]
     logprobs: dict[int, LogprobsLists]
-    """By row."""
+    """Log-probabilities by row."""
 
 
 def sample(
     logits: Tensor, metadata: SamplingMetadata, output_lens: npt.NDArray[np.int64], kernel: SamplingKernel
 ) -> SamplerOutput:
-    """logits: [n, vocab] float32, edited in place; output_lens: [n] tokens each row has generated so far.
+    """Samples one token per row. logits: [n, vocab] float32, edited in place; output_lens: [n] tokens each row has so
+    far.
 
-    What a row gets depends on nothing but its logits, its parameters, its history and its output length.
+    A row's token depends only on its logits, its parameters, its history and its output length.
     """
     wanted = metadata.logprobs
     which = np.array([w.row for w in wanted], dtype=np.int64)
@@ -107,7 +108,7 @@ def sample(
 
 
 def edit_logits(logits: Tensor, metadata: SamplingMetadata, output_lens: npt.NDArray[np.int64]) -> None:
-    """Apply, in place, what may change even the most likely token."""
+    """Applies, in place, the edits that may change even the most likely token."""
     if metadata.allowed is not None:
         allow_only(logits, metadata.allowed)
     banned = [(row, ids) for row, words, history in metadata.bad_words if (ids := history.banned_by(words))]
@@ -139,7 +140,8 @@ def _penalize(logits: Tensor, penalized: PenalizedRows) -> None:
 def _logprobs(
     raw: Tensor, raw_rows: Ids, selected: Ids, wanted: list[LogprobRow], kernel: SamplingKernel
 ) -> dict[int, LogprobsLists]:
-    """raw[raw_rows[i]]: the logits of wanted[i]. Column 0 is the sampled token; see LogprobRow for the others."""
+    """Returns log-probabilities. raw[raw_rows[i]]: the logits of wanted[i]. Column 0 is the sampled token; for the
+    others see LogprobRow."""
     vocab = raw.shape[1]
     counts = [vocab if w.num_top == -1 else min(w.num_top, vocab) for w in wanted]
     ids, values, ranks, log_totals = kernel.logprobs(raw, raw_rows, selected, max(counts))

@@ -23,7 +23,7 @@ from quire.worker.sample.kernel import DrawRules, Ids, TokenLogprobs
 
 
 def compute_logprobs(logits: Tensor, selected: Tensor, num_top: int) -> TokenLogprobs:
-    """logits: [n, vocab] float32; selected: [n] int64; num_top: at most the vocabulary."""
+    """Returns log-probabilities. logits: [n, vocab] float32; selected: [n] int64; num_top: at most the vocabulary."""
     chosen = logits.gather(1, selected[:, None])  # [n, 1]
     token_ids = torch.cat([selected[:, None], _rank(logits, num_top)], dim=1)
     log_totals = logits.logsumexp(dim=-1).double()
@@ -33,7 +33,8 @@ def compute_logprobs(logits: Tensor, selected: Tensor, num_top: int) -> TokenLog
 
 
 def _rank(logits: Tensor, k: int) -> Tensor:
-    """The k most likely tokens of each row in order, the smaller id first among equals, where topk has no order."""
+    """Returns the k most likely tokens of each row in order, the smaller id first among equals; topk has no
+    such order."""
     bits = (logits + 0.0).view(torch.int32).long()  # no negative zeros
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers, in the order of the floats
     ids = torch.arange(logits.shape[1], device=logits.device)
@@ -61,7 +62,7 @@ def philox4x32(counters: U64Array, keys: U64Array) -> U64Array:
 
 
 def uniforms(seeds: U64Array, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """[n] numbers in [0, 1), one for each (seed, output index).
+    """Returns [n] numbers in [0, 1), one for each (seed, output index).
 
     They are multiples of 2**-52, not 2**-53: then u * x < x holds for every positive float64 x after rounding, which
     the inverse CDF relies on.
@@ -76,20 +77,20 @@ def uniforms(seeds: U64Array, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.
 
 
 TOP_P_CANDIDATES = 128
-"""How many tokens top-p looks at before it sorts the whole vocabulary: most often enough, and much cheaper."""
+"""Number of tokens that top-p examines before it sorts the whole vocabulary: mostly enough, and much cheaper."""
 LEAST_LOG_WEIGHT = -87.0
-"""min_p below e^-87 means e^-87: about the smallest number float32 can tell from none."""
+"""Smaller min_p than e^-87 count as e^-87: about the smallest number that float32 distinguishes from zero."""
 
 
 def keep_min_p(logits: Tensor, temperature: Tensor, min_p: Tensor) -> None:
-    """Drop tokens less likely than min_p times the most likely one. min_p: [n] float32 in [0, 1]."""
+    """Drops tokens less likely than min_p times the most likely one. min_p: [n] float32 in [0, 1]."""
     share = min_p.double().log().clamp(min=LEAST_LOG_WEIGHT)  # p / p_max >= min_p, in logarithms
     threshold = (logits.amax(dim=-1).double() + temperature.double() * share).float()
     logits.masked_fill_(logits < threshold[:, None], -torch.inf)
 
 
 def keep_top_k(logits: Tensor, temperature: Tensor, top_k: Tensor) -> None:
-    """Keep the k most likely tokens. top_k: [n] int64, >= 1; more than the vocabulary keeps all."""
+    """Keeps the k most likely tokens. top_k: [n] int64, >= 1; more than the vocabulary keeps all."""
     k = top_k.clamp(max=logits.shape[1])
     best = logits.topk(int(k.max()), dim=-1).values
     threshold = best.gather(1, k[:, None] - 1)
@@ -97,7 +98,7 @@ def keep_top_k(logits: Tensor, temperature: Tensor, top_k: Tensor) -> None:
 
 
 def keep_top_p(logits: Tensor, temperature: Tensor, top_p: Tensor) -> None:
-    """Keep the smallest set of most likely tokens whose probability reaches top_p. top_p: [n] float32 in (0, 1]."""
+    """Keeps the smallest set of most likely tokens whose probability reaches top_p. top_p: [n] float32 in (0, 1]."""
     log_total = _scale(logits, temperature).logsumexp(dim=-1)
     best = logits.topk(min(TOP_P_CANDIDATES, logits.shape[1]), dim=-1).values
     threshold, is_reached = _last_kept(best, temperature, log_total, top_p)
@@ -109,13 +110,13 @@ def keep_top_p(logits: Tensor, temperature: Tensor, top_p: Tensor) -> None:
 
 
 def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Divided by the temperature, 0 for the largest of a row."""
+    """Returns the logits divided by the temperature, 0 for the largest of a row."""
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
 
 
 def _last_kept(ranked: Tensor, temperature: Tensor, log_total: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The logit among `ranked` [n, m], the largest of the row, at which the sum of probabilities reaches top_p: [n, 1];
-    and whether it does: [n]. log_total: that of the row, scaled."""
+    """Returns the logit among `ranked` [n, m], the largest of the row, at which the sum of probabilities reaches top_p:
+    [n, 1]; and [n], True where it does. log_total: that of the row, scaled."""
     probs = (_scale(ranked, temperature) - log_total[:, None]).exp()
     mass = probs.cumsum(dim=-1, dtype=torch.float64)
     last = (mass < top_p.double()[:, None]).sum(dim=-1, keepdim=True)
@@ -129,10 +130,10 @@ def _sort_descending(rows: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
-    """One token per row by inverse CDF in token id order. numbers: [n] float64 in [0, 1). Returns [n] int64.
+    """Returns one token per row, [n] int64, by inverse CDF in token id order. numbers: [n] float64 in [0, 1).
 
-    A token of probability zero is never drawn. Rows without any finite logit (a request that forbade every token)
-    give an arbitrary id inside the vocabulary.
+    A token of probability zero is never drawn. Rows without any finite logit (a request that forbade every token) give
+    an arbitrary id inside the vocabulary.
     """
     cdf = _scale(logits, temperature).softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)  # [n, vocab]
     targets = numbers[:, None] * cdf[:, -1:]
@@ -150,7 +151,7 @@ class RowValues:
 
 @dataclass(frozen=True)
 class RandomRows:
-    """The rows that are not greedy. Row numbers in the three filters count within these."""
+    """The rows that are not greedy. Row numbers in the three filters are indices into these."""
 
     rows: Ids
     seeds: npt.NDArray[np.uint64]
@@ -162,7 +163,7 @@ class RandomRows:
 
     @staticmethod
     def select(rules: DrawRules, device: torch.device) -> RandomRows:
-        """Those of a batch."""
+        """Returns the rows of a batch that are not greedy."""
         rows = np.flatnonzero(rules.temperature)
         temperature = rules.temperature[rows]
 
@@ -185,7 +186,7 @@ class RandomRows:
 
 
 class TorchSampling:
-    """See SamplingKernel."""
+    """The reference SamplingKernel."""
 
     def __init__(self) -> None:
         self._rules: DrawRules | None = None
@@ -213,14 +214,14 @@ class TorchSampling:
 
 
 def argmax(logits: Tensor) -> Ids:
-    """The most likely token of each row, the first among equals."""
+    """Returns the most likely token of each row, the first among equals."""
     if logits.device.type == "cpu":  # 12 times faster than torch 2.13's
         return np.asarray(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1).cpu().numpy()
 
 
 def _draw(logits: Tensor, random: RandomRows, indices: Ids) -> Ids:
-    """logits: [len(random.rows), vocab]."""
+    """Draws a token per row. logits: [len(random.rows), vocab]."""
     if random.min_p or random.top_k or random.top_p:
         logits = logits.clone()
         _filter_rows(logits, random.min_p, keep_min_p)
@@ -231,7 +232,7 @@ def _draw(logits: Tensor, random: RandomRows, indices: Ids) -> Ids:
 
 
 def _filter_rows(logits: Tensor, selected: RowValues | None, keep: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-    """Apply a filter to the rows that have its parameter."""
+    """Applies a filter to the rows that have its parameter."""
     if selected is None:
         return
     if selected.rows is None:
