@@ -12,10 +12,9 @@ from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request
 from quire.engine.sched import outputs
-from quire.engine.sched.admission import SchedulerLimits
 from quire.engine.sched.policy import WaitingRequests
 from quire.engine.sched.scheduler import Scheduler
-from quire.engine.sched.step import StepBuilder
+from quire.engine.sched.step import SchedulerLimits, StepBuilder
 from quire.wire.execution import BlockIds
 from quire.wire.stats import PrefillStats
 from tests.simulation.mutants.registry import Patch, mutant, wrap

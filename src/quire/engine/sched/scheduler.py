@@ -19,11 +19,10 @@ from quire.config.engine import SchedulerConfig
 from quire.engine.kv_cache.block import KVCacheMetricsCollector
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
-from quire.engine.sched.admission import Admission, SchedulerLimits
 from quire.engine.sched.interface import PauseState, SchedulerInterface, StructuredOutputManager
 from quire.engine.sched.outputs import OutputCollector
 from quire.engine.sched.policy import POLICIES, WaitingRequests
-from quire.engine.sched.step import StepBuilder, StepsInFlight
+from quire.engine.sched.step import Admission, SchedulerLimits, StepBuilder, StepsInFlight
 from quire.engine.sched.stop import check_stop
 from quire.engine.snapshot import MAX_REQUESTS, make_block_map, make_request_snapshots
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest

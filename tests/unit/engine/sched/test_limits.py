@@ -8,7 +8,7 @@ import pytest
 
 from quire.config.engine import SchedulerConfig
 from quire.engine.request import Request
-from quire.engine.sched.admission import SchedulerLimits
+from quire.engine.sched.step import SchedulerLimits
 from quire.errors import ConfigError, PromptTooLongError
 from quire.pooling_params import PoolingParams
 from quire.wire.engine_core import EngineCoreRequest
