@@ -32,6 +32,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
+from quire.wire.handshake import ClientAddresses
 
 from .pace import Pace
 from .peer import DEADLINE_S, make_config
@@ -206,8 +207,9 @@ def test_what_the_client_owns(start: Clients) -> None:
 
 
 def test_a_core_in_this_process_cannot_be_shared() -> None:
+    addresses = ClientAddresses(1, "ipc:///in", "ipc:///out")
     with pytest.raises(ConfigError, match="only an engine core in a process of its own can be shared"):
-        make_client(make_config(), log_stats=False, multiprocess=False, client_count=2)
+        make_async_client(make_config(), log_stats=False, multiprocess=False, client_addresses=addresses)
 
 
 # -- death ------------------------------------------------------------------------------------------------------------

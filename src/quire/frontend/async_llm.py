@@ -133,7 +133,7 @@ class AsyncLLM:
             NewRequest(
                 request_id=request_id,
                 prompt=prompt,
-                params=self._params(prompt, sampling_params),
+                params=self.pipeline.choose_params(prompt, sampling_params),
                 prompt_text=prompt_text,
                 priority=priority,
                 tokenization_kwargs=tokenization_kwargs or {},
@@ -208,7 +208,7 @@ class AsyncLLM:
             NewRequest(
                 request_id=request_id,
                 prompt=prompt,
-                params=self._params(prompt, params),
+                params=self.pipeline.choose_params(prompt, params),
                 prompt_text=prompt_text,
                 arrival_time=arrival_time,
                 priority=priority,
@@ -233,11 +233,6 @@ class AsyncLLM:
             raise
         self._output_handler.start()
         return await self._intake.add(new)
-
-    def _params(self, prompt: Any, params: Params | None) -> Params:
-        if isinstance(prompt, EngineCoreRequest):
-            return prompt.params
-        return self.get_default_sampling_params() if params is None else params
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Aborts requests by the user's id, or several, or internal ones. Unknown and finished ids are ignored.

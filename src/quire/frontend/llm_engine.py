@@ -108,38 +108,23 @@ class LLMEngine:
         no time limit but that given with its first input.
         """
         TIMEOUT_S.validate(timeout_s)
+        new = NewRequest(
+            request_id=request_id,
+            prompt=prompt,
+            params=self.pipeline.choose_params(prompt, params),
+            prompt_text=prompt_text,
+            arrival_time=arrival_time,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs or {},
+            trace_headers=trace_headers,
+            lora_request=lora_request,
+            resumable=resumable,
+            timeout_s=timeout_s,
+        )
         session = self.output_processor.find_session(request_id)
         if session is not None and not isinstance(prompt, EngineCoreRequest):
-            return self._submit_input(
-                session.request_id,
-                self.pipeline.prepare_input(
-                    session,
-                    prompt,
-                    params,
-                    resumable=resumable,
-                    arrival_time=arrival_time,
-                    tokenization_kwargs=tokenization_kwargs,
-                ),
-            )
-        if isinstance(prompt, EngineCoreRequest):
-            params = prompt.params
-        elif params is None:
-            params = self.input_processor.get_default_sampling_params()
-        return self._add(
-            NewRequest(
-                request_id=request_id,
-                prompt=prompt,
-                params=params,
-                prompt_text=prompt_text,
-                arrival_time=arrival_time,
-                priority=priority,
-                tokenization_kwargs=tokenization_kwargs or {},
-                trace_headers=trace_headers,
-                lora_request=lora_request,
-                resumable=resumable,
-                timeout_s=timeout_s,
-            )
-        )
+            return self._submit_input(session.request_id, self.pipeline.prepare_input(session, new))
+        return self._add(new)
 
     def _add(self, new: NewRequest) -> str:
         start = time.monotonic()

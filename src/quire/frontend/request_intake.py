@@ -96,9 +96,7 @@ class RequestIntake:
 
     async def _add_session(self, new: NewRequest, inputs: Inputs, start: float) -> RequestOutputCollector:
         """Queues a session: its time begins with the wait for the first of `inputs`, whose size is admitted."""
-        feed = SessionFeed(
-            self._pipeline, self._engine_core, inputs, new.params, new.tokenization_kwargs, self._read_prompt
-        )
+        feed = SessionFeed(self._pipeline, self._engine_core, inputs, new, self._read_prompt)
         timeout_s = new.timeout_s
         try:
             TIMEOUT_S.validate(timeout_s)
@@ -186,16 +184,15 @@ class SessionFeed:
         pipeline: RequestPipeline,
         engine_core: AsyncEngineCoreClient,
         inputs: Inputs,
-        params: Params,
-        tokenization_kwargs: Mapping[str, Any] | None,
-        tokenize: Callable[[Any, Mapping[str, Any]], Awaitable[Any]],
+        new: NewRequest,
+        read_prompt: Callable[[Any, Mapping[str, Any]], Awaitable[Any]],
     ) -> None:
+        """`new` is the request as its caller asked for it: its parameters are those of inputs without any."""
         self._pipeline = pipeline
         self._engine_core = engine_core
         self._inputs = inputs
-        self._params = params
-        self._tokenization_kwargs = {"add_special_tokens": False, **(tokenization_kwargs or {})}
-        self._tokenize = tokenize
+        self._new = replace(new, tokenization_kwargs={"add_special_tokens": False, **new.tokenization_kwargs})
+        self._read_prompt = read_prompt
         self._task: asyncio.Task[None] | None = None
 
     async def first(self) -> StreamingInput:
@@ -221,9 +218,10 @@ class SessionFeed:
     async def _run(self, session_id: str) -> None:
         try:
             async for item in self._inputs:
-                checked = _checked(item)
-                await self._send(session_id, checked.prompt, checked.sampling_params or self._params, resumable=True)
-            await self._send(session_id, [], self._params, resumable=False)
+                checked, new = _checked(item), self._new
+                params = checked.sampling_params or new.params
+                await self._send(session_id, replace(new, prompt=checked.prompt, params=params, resumable=True))
+            await self._send(session_id, replace(self._new, prompt=[]))
         except Exception as e:
             failed = self._pipeline.fail([session_id], e)
             if failed.reqs_to_abort and not isinstance(e, EngineDeadError):
@@ -231,13 +229,11 @@ class SessionFeed:
         finally:
             await self.close()
 
-    async def _send(self, session_id: str, prompt: Any, params: Params, *, resumable: bool) -> None:
-        prompt = await self._tokenize(prompt, self._tokenization_kwargs)
+    async def _send(self, session_id: str, new: NewRequest) -> None:
+        new = replace(new, prompt=await self._read_prompt(new.prompt, new.tokenization_kwargs))
         session = self._pipeline.output_processor.request_states[session_id]  # when it ends, this task is cancelled
-        new = self._pipeline.prepare_input(
-            session, prompt, params, resumable=resumable, tokenization_kwargs=self._tokenization_kwargs
-        )
-        for request in self._pipeline.add_input(session_id, new).reqs_to_add:
+        prepared = self._pipeline.prepare_input(session, new)
+        for request in self._pipeline.add_input(session_id, prepared).reqs_to_add:
             await self._engine_core.add_request_async(request)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
@@ -19,7 +19,7 @@ from quire.frontend.input_processor import InputProcessor
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats, StepStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
-from quire.frontend.new_request import NewRequest, Params, PromptType, parse_prompt
+from quire.frontend.new_request import NewRequest, Params, parse_prompt
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
 from quire.frontend.request_state import RequestState
 from quire.frontend.session import SessionInput
@@ -94,33 +94,30 @@ class RequestPipeline:
             )
         return new.prompt, new.prompt_text
 
-    def prepare_input(
-        self,
-        session: RequestState,
-        prompt: PromptType,
-        params: Params | None = None,
-        *,
-        resumable: bool = True,
-        arrival_time: float | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> SessionInput:
-        """Returns the next input of a live session; the last one without `resumable`.
+    def choose_params(self, prompt: object, params: Params | None) -> Params:
+        """Returns the parameters of a request: those of an `EngineCoreRequest`, `params`, or the model's defaults."""
+        if isinstance(prompt, EngineCoreRequest):
+            return prompt.params
+        return self.input_processor.get_default_sampling_params() if params is None else params
+
+    def prepare_input(self, session: RequestState, new: NewRequest) -> SessionInput:
+        """Returns the next input of a live session; the last one if `new` is not resumable.
 
         The last one may be empty: "" or []. Text gets no special tokens unless `tokenization_kwargs` ask for them.
         Raises as `prepare`, and ValidationError for another cache salt than the session's, PromptTooLongError if the
         context has no room for what is certain to come before it; the session goes on all the same.
         """
-        parsed = parse_prompt(prompt)
-        if not resumable and not parsed.text and not parsed.token_ids:
-            now = time.time() if arrival_time is None else arrival_time
+        parsed = parse_prompt(new.prompt)
+        if not new.resumable and not parsed.text and not parsed.token_ids:
+            now = time.time() if new.arrival_time is None else new.arrival_time
             return SessionInput([], None, now, is_last=True)
         request, text = self.input_processor.process_inputs(
             NewRequest(
                 request_id=session.external_req_id,
                 prompt=parsed,
-                params=self.input_processor.get_default_sampling_params() if params is None else params,
-                arrival_time=arrival_time,
-                tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
+                params=new.params,
+                arrival_time=new.arrival_time,
+                tokenization_kwargs={"add_special_tokens": False, **new.tokenization_kwargs},
                 resumable=True,
             )
         )
@@ -137,7 +134,7 @@ class RequestPipeline:
                 param="prompt",
                 value=len(token_ids),
             )
-        return SessionInput(token_ids, request.sampling_params, request.arrival_time, not resumable, text)
+        return SessionInput(token_ids, request.sampling_params, request.arrival_time, not new.resumable, text)
 
     def add_input(self, session_id: str, new: SessionInput) -> OutputProcessorOutput:
         """Adds an input to a session: what to send to the core, and outputs that no queue takes."""

@@ -112,19 +112,14 @@ def make_client(
     *,
     log_stats: bool,
     multiprocess: bool | None = None,
-    client_addresses: ClientAddresses | None = None,
-    client_count: int = 1,
     meanwhile: Callable[[], object] | None = None,
 ) -> EngineCoreClient:
-    """Returns a client of a new engine core, or with `client_addresses` of one that another client has started.
+    """Returns a client of a new engine core. Raises what the core's start-up raises.
 
-    `multiprocess` of None is what QUIRE_ENABLE_MULTIPROCESSING says. `client_count` clients share the core. `meanwhile`
-    is called once, while a core in a process of its own starts; what it raises ends that start. Raises what the core's
-    start-up raises.
+    `multiprocess` of None is what QUIRE_ENABLE_MULTIPROCESSING says. `meanwhile` is called once, while a core in a
+    process of its own starts; what it raises ends that start.
     """
-    client: EngineCoreClient = _make_client(
-        False, config, log_stats, multiprocess, client_addresses, client_count, meanwhile
-    )
+    client: EngineCoreClient = _make_client(False, config, log_stats, multiprocess, None, meanwhile)
     return client
 
 
@@ -134,13 +129,13 @@ def make_async_client(
     log_stats: bool,
     multiprocess: bool | None = None,
     client_addresses: ClientAddresses | None = None,
-    client_count: int = 1,
     meanwhile: Callable[[], object] | None = None,
 ) -> AsyncEngineCoreClient:
-    """Returns a client for asyncio. Needs no running loop yet; blocks until the core is ready."""
-    client: AsyncEngineCoreClient = _make_client(
-        True, config, log_stats, multiprocess, client_addresses, client_count, meanwhile
-    )
+    """Returns a client for asyncio: of a new core, or with `client_addresses` of one that another client has started.
+
+    Needs no running loop yet; blocks until the core is ready.
+    """
+    client: AsyncEngineCoreClient = _make_client(True, config, log_stats, multiprocess, client_addresses, meanwhile)
     return client
 
 
@@ -150,17 +145,15 @@ def _make_client(
     log_stats: bool,
     multiprocess: bool | None,
     addresses: ClientAddresses | None,
-    client_count: int,
     meanwhile: Callable[[], object] | None,
 ) -> Any:
-    is_shared = addresses is not None or client_count > 1
     if multiprocess is None:
-        multiprocess = is_shared or envs.ENABLE_MULTIPROCESSING.flag()
+        multiprocess = addresses is not None or envs.ENABLE_MULTIPROCESSING.flag()
     make = resolve(CLIENTS[for_asyncio, multiprocess])
-    if not multiprocess:
-        if is_shared:
-            raise ConfigError("only an engine core in a process of its own can be shared")
-        if meanwhile is not None:
-            meanwhile()  # in one process the two would only take turns
-        return make(config, log_stats=log_stats)
-    return make(config, log_stats=log_stats, client_addresses=addresses, client_count=client_count, meanwhile=meanwhile)
+    if multiprocess:
+        return make(config, log_stats=log_stats, client_addresses=addresses, meanwhile=meanwhile)
+    if addresses is not None:
+        raise ConfigError("only an engine core in a process of its own can be shared")
+    if meanwhile is not None:
+        meanwhile()  # in one process the two would only take turns
+    return make(config, log_stats=log_stats)
