@@ -126,13 +126,16 @@ def test_a_connection_is_used_again() -> None:
 
 def test_a_connection_that_died_idle_is_replaced() -> None:
     async def twice(client: HttpClient) -> Any:
+        for _ in range(5):
+            await client.get("/once")
+            await client.stream(STREAM, b"{}", lambda chunk: None)
         await client.get("/once")
         return await client.get("/v1/models")
 
     raw = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
     with serving(FakeServer(routes={"/once": always(Reply(raw=raw))})) as server:
         assert ask(server.url, twice)["data"][0]["id"] == "m"
-        assert server.num_connections == 2
+        assert server.num_connections == 7
 
 
 @pytest.mark.parametrize("ending", ["length", "connection", "chunks of one byte", "after a 100"])

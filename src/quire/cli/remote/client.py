@@ -41,8 +41,8 @@ T = TypeVar("T")
 CONNECT_LIMIT_S = 10.0
 QUESTION_LIMIT_S = 60.0
 """Longest wait for an answer that takes no computing."""
-IDLE_LIMIT_S = 4.0
-"""Idle time after which a connection is not used again: less than what uvicorn keeps one open for (5 s)."""
+IDLE_LIMIT_S = 60.0
+"""Idle time after which a connection is closed here; servers close them earlier (uvicorn after 5 s)."""
 MAX_WHOLE_BODY = 64 << 20
 """Largest size in bytes of an answer that is kept in memory."""
 CTRL_C_POLL_S = 0.2
@@ -125,12 +125,9 @@ class HttpClient:
     @asynccontextmanager
     async def _exchange(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.StreamReader]:
         """Yields the body of an answer with status 200. Raises RemoteError, and RefusedError for other statuses."""
-        if self._session is None:
-            self._session = self._open_session()
-        url = URL(f"{self.address}{path}")
         has_begun = False
         try:
-            async with self._session.request(method, url, data=body, allow_redirects=False) as response:
+            async with await self._request(method, path, body) as response:
                 has_begun = True
                 if response.status != 200:
                     refusal = await _read_whole(response.content)
@@ -149,15 +146,37 @@ class HttpClient:
         except (aiohttp.ClientError, ConnectionError):
             raise lost_connection(self.address, has_begun=has_begun) from None
 
+    async def _request(self, method: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
+        """Returns the head of an answer. A connection that the server has closed while it was idle is replaced."""
+        if self._session is None:
+            self._session = self._open_session()
+        url = URL(f"{self.address}{path}")
+        while True:
+            reuses: list[None] = []
+            try:
+                return await self._session.request(
+                    method, url, data=body, allow_redirects=False, trace_request_ctx=reuses
+                )
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not reuses:
+                    raise
+
     def _open_session(self) -> aiohttp.ClientSession:
         tls = ssl.create_default_context() if self.address.is_tls else True
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_note_reuse)
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_LIMIT_S, ssl=tls),
             headers=self._headers,
             skip_auto_headers=("Accept-Encoding",),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S),
+            trace_configs=[trace],
         )
+
+
+async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: object) -> None:
+    context.trace_request_ctx.append(None)
 
 
 async def _read_whole(content: aiohttp.StreamReader) -> bytes:
