@@ -102,6 +102,20 @@ def test_named_files_exist() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_named_classes_exist() -> None:
+    """Pages about the inside name classes: each CamelCase word in backticks occurs in the package."""
+    words = set(re.findall(r"\w+", "\n".join(source.path.read_text(encoding="utf-8") for source in CHECKOUT.sources)))
+    missing = [
+        f"{name}: {word}"
+        for name, page in PAGES.items()
+        if name.startswith(("docs/architecture/", "docs/ARCHITECTURE", "docs/tour", "docs/glossary"))
+        for code in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+        for word in re.findall(r"\b[A-Z][a-z]+[A-Z]\w*", code)
+        if word not in words
+    ]
+    assert not missing, "\n".join(missing)
+
+
 def test_named_tests_exist() -> None:
     missing = [
         f"{name}: {path}"
@@ -137,6 +151,15 @@ def test_lines_are_short() -> None:
         if len(line) > 120 and not line.lstrip().startswith("|")
     ]
     assert not long, "\n".join(long)
+
+
+def test_the_figures_of_the_readme_are_results() -> None:
+    """Each number in README.md's table of peers stands in the table that `benchmarks.versus` wrote."""
+    results = PAGES["docs/performance.md"].read_text(encoding="utf-8").partition("<!-- versus: end -->")[0]
+    rows = re.findall(r"^\| `.*\|$", PAGES["README.md"].read_text(encoding="utf-8"), re.MULTILINE)
+    figures = [figure for row in rows for figure in re.findall(r"(?<![\w.])\d[\d.,]*×?", row.split("|", 2)[2])]
+    assert len(figures) > 25
+    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d×])", results)] == []
 
 
 def test_the_page_beside_vllm_is_up_to_date() -> None:
