@@ -112,13 +112,13 @@ class ApiProcesses:
             if link is None:
                 process.signal(signal.SIGTERM)  # it has no requests
             else:  # a signal could be its second: one sent to the process group has reached it, too
-                link.tell("stop", self._is_hurried)
+                link.notify("stop", self._is_hurried)
 
     def note_core_gone(self, reason: str) -> None:
         """Reports that the core is gone for good. The processes answer requests with an error from now on."""
         self._core_gone = reason
         for link in self._links.values():
-            link.tell("core_gone", reason)
+            link.notify("core_gone", reason)
 
     # -- one process ----------------------------------------------------------------------------------------------
 
@@ -230,9 +230,9 @@ class ApiProcesses:
         if self.metrics is not None:
             self.metrics.join(index, link)
         if self._core_gone:
-            link.tell("core_gone", self._core_gone)
+            link.notify("core_gone", self._core_gone)
         if self._stopping.is_set():
-            link.tell("stop", self._is_hurried)
+            link.notify("stop", self._is_hurried)
 
     def _note_ready(self, index: int) -> None:
         if index not in self._waiting:
@@ -318,7 +318,7 @@ async def _run(processes: ApiProcesses, core: _SharedCore, drain_s: float, on_re
     stats = core.watch.stats
     with StopSignals() as stop:
         helpers = [
-            asyncio.create_task(_tell_when_ready(processes, on_ready)),
+            asyncio.create_task(_report_ready(processes, on_ready)),
             asyncio.create_task(_stop_when_asked(processes, core.client, stop, drain_s)),
             asyncio.create_task(_watch_core(processes, core.watch)),
             asyncio.create_task(core.attribution.run()),
@@ -334,7 +334,7 @@ async def _run(processes: ApiProcesses, core: _SharedCore, drain_s: float, on_re
                 helper.cancel()
 
 
-async def _tell_when_ready(processes: ApiProcesses, on_ready: Callable[[], None]) -> None:
+async def _report_ready(processes: ApiProcesses, on_ready: Callable[[], None]) -> None:
     await processes.are_ready.wait()
     on_ready()
 

@@ -92,7 +92,7 @@ class PeerLink:
         finally:
             del self._waiting[call_id]
 
-    def tell(self, method: str, *args: Any) -> None:
+    def notify(self, method: str, *args: Any) -> None:
         """Sends a call without waiting for its result. Does nothing where the other end is gone."""
         self._send(PeerMessage(0, method, PARENT, args))
 

@@ -77,7 +77,7 @@ class ApiServer:
                 os._exit(1)
             await serving
         except QuireError as e:
-            link.tell("failed", error_name(e), str(e))
+            link.notify("failed", error_name(e), str(e))
             raise
         finally:
             await link.end()
@@ -95,7 +95,7 @@ class ApiServer:
                 build_app,
                 self._listeners(),
                 shutdown_timeout_s=self._lifecycle.shutdown_timeout,
-                on_ready=partial(link.tell, "ready"),
+                on_ready=partial(link.notify, "ready"),
                 stop=self._stop,
             )
 

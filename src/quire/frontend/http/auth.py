@@ -75,7 +75,7 @@ class Gatekeeper:
         if host and not is_own:
             raise HttpError(
                 403,
-                f"the Host header says {host[:60]!r}, and the admin listener answers to its own names only: "
+                f"the Host header is {host[:60]!r}, and the admin listener answers to its own names only: "
                 f"{', '.join(sorted(self._admin_names))}{', or any address' if self._takes_addresses else ''}",
             )
         origin = request.headers.get("origin", "")

@@ -118,7 +118,7 @@ class Endpoint:
             return Response(status_code=GONE)
         except Exception as e:
             note_error(e, exchange.request_id)
-            return error_response(exchange.in_own_words(e), self.shape_error)
+            return error_response(exchange.with_own_names(e), self.shape_error)
 
 
 def json_response(value: Any, status_code: int = 200) -> Response:

@@ -32,7 +32,7 @@ _KINDS = {
     503: "ServiceUnavailableError",
     504: "DeadlineExceededError",
 }
-HIDDEN = "the server failed on this request; its log says why, beside the request's id"
+HIDDEN = "the server failed on this request; its log has the reason, with the request's id"
 
 
 ErrorShape = Callable[[BaseException], dict[str, Any]]
@@ -63,7 +63,7 @@ def status_of(error: BaseException) -> int:
     return error.status_code if isinstance(error, QuireError) else 500
 
 
-def words_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Returns the message that a client sees. Errors other than `QuireError` are not described."""
     return str(error) if isinstance(error, QuireError) else HIDDEN
 
@@ -73,7 +73,7 @@ def error_body(error: BaseException) -> dict[str, Any]:
     status = status_of(error)
     param = error.param if isinstance(error, ClientError) else None
     kind = _KINDS.get(status, "InternalServerError")
-    return {"error": {"message": words_of(error), "type": kind, "param": param, "code": status}}
+    return {"error": {"message": message_of(error), "type": kind, "param": param, "code": status}}
 
 
 def error_response(error: BaseException, shape: ErrorShape = error_body) -> Response:

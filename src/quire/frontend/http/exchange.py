@@ -144,7 +144,7 @@ class Exchange:
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
-    def in_own_words(self, error: BaseException) -> BaseException:
+    def with_own_names(self, error: BaseException) -> BaseException:
         """Returns the error with the field's name as the body spells it."""
         if isinstance(error, ClientError) and error.param is not None:
             error.param = self._own_names.get(error.param, error.param)

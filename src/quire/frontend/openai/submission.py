@@ -265,6 +265,6 @@ def stream_response(
         request_id=exchange.request_id,
         keep_alive_s=state.config.sse_keep_alive_interval,
         stall_s=state.stall_s,
-        encode_error=lambda error: encode_error(exchange.in_own_words(error)),
-        shape_error=lambda error: shape_error(exchange.in_own_words(error)),
+        encode_error=lambda error: encode_error(exchange.with_own_names(error)),
+        shape_error=lambda error: shape_error(exchange.with_own_names(error)),
     )

@@ -106,7 +106,7 @@ async def test_the_server_is_ready_when_all_are() -> None:
     await second.join()
     assert not fleet.processes.are_ready.is_set()
     assert second.link is not None
-    second.link.tell("ready")
+    second.link.notify("ready")
     await fleet.processes.are_ready.wait()
     await fleet.end()
     assert fleet.deaths == [1, 2]
@@ -164,7 +164,7 @@ async def test_what_keeps_one_from_serving_ends_the_server_in_its_words() -> Non
     fleet = Fleet(2)
     first, second = fleet.made
     link = await first.join()
-    link.tell("failed", "ConfigError", "--middleware is none")
+    link.notify("failed", "ConfigError", "--middleware is none")
     await link.call("join")
     first.end(1)
     with pytest.raises(ConfigError, match="--middleware is none"):
@@ -188,7 +188,7 @@ async def test_what_keeps_it_from_serving_again_is_said_in_the_end(monkeypatch: 
         fleet.made[0].end(3)
         again = await fleet.another()
         link = await again.join()
-        link.tell("failed", "ServerError", "no room for the counts")
+        link.notify("failed", "ServerError", "no room for the counts")
         await link.call("join")
         again.end(1)
         with pytest.raises(ServerError, match=r"exited with code 1 \(no room for the counts\), and its budget"):

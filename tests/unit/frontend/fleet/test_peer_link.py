@@ -81,7 +81,7 @@ def test_who_waits_is_told_when_the_other_side_is_gone() -> None:
             await tasks[0]
             with pytest.raises(UnavailableError):
                 await here.call("echo")
-            here.tell("echo")  # nothing happens
+            here.notify("echo")  # nothing happens
 
     asyncio.run(run())
 

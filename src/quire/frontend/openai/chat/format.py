@@ -69,7 +69,7 @@ class ChatPlan:
             return
         if params.structured_outputs is not None:
             raise ValidationError(
-                "a tool_choice that forces a call says what the answer is; leave response_format and "
+                "a tool_choice that forces a call sets the form of the answer; leave response_format and "
                 "structured_outputs out",
                 param="tool_choice",
             )
@@ -164,7 +164,7 @@ class ChatFormat:
         self.reasoning_spec = None if reasoning_name in (None, OFF) else reasoning_parser(reasoning_name)
         if config.enable_auto_tool_choice and self.tool_spec is None:
             raise ConfigError(
-                "--enable-auto-tool-choice needs --tool-call-parser: the chat template does not tell how this model "
+                "--enable-auto-tool-choice needs --tool-call-parser: the chat template does not show how this model "
                 "writes its calls"
             )
         self._hides_unwanted_tools = config.exclude_tools_when_tool_choice_none

@@ -186,7 +186,7 @@ class ResponsesBody(RequestBody, kw_only=True):
     }
     WITHOUT_EFFECT = {  # noqa: RUF012
         "max_tool_calls": "it counts tools that run on the server, and there are none",
-        "prompt_cache_key": "equal beginnings share the cache whatever it says",
+        "prompt_cache_key": "equal beginnings share the cache whatever its value",
         "vllm_xargs": "it is for extensions, and there are none",
         "session_id": "requests of a session are served like others; equal prefixes are found by their content",
         "mm_payload": "no answer has processed media",

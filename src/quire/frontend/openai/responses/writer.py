@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import GenerationError, OverloadedError
-from quire.frontend.http.errors import status_of, words_of
+from quire.frontend.http.errors import message_of, status_of
 from quire.frontend.http.state import ServerState
 from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import BlockEvent, BlockReader
@@ -86,7 +86,7 @@ class ResponseWriter:
         code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
         if isinstance(error, OverloadedError):
             code = "rate_limit_exceeded"
-        self._error = {"code": code, "message": words_of(error)}
+        self._error = {"code": code, "message": message_of(error)}
 
     def cancel(self) -> None:
         """Ends the response because a client has cancelled it."""

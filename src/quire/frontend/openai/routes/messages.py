@@ -11,7 +11,7 @@ from starlette.responses import Response
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, json_response
-from quire.frontend.http.errors import status_of, words_of
+from quire.frontend.http.errors import message_of, status_of
 from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, Events
@@ -174,7 +174,7 @@ def _event(kind: str, data: dict[str, Any]) -> bytes:
 def error_object(error: BaseException) -> dict[str, Any]:
     """Returns an error in Anthropic's shape."""
     kind = _ERROR_KINDS.get(status_of(error), "api_error")
-    return {"type": "error", "error": {"type": kind, "message": words_of(error)}}
+    return {"type": "error", "error": {"type": kind, "message": message_of(error)}}
 
 
 def _error_event(error: BaseException) -> bytes:
