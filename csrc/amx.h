@@ -19,7 +19,7 @@ struct alignas(64) TileConfig {
 
 #include <immintrin.h>
 
-// GCC 12's intrinsics tell the compiler neither which memory they read nor which they write.
+// GCC 12's intrinsics do not declare to the compiler which memory they read and write.
 #define QK_TILE_BARRIER() asm volatile("" ::: "memory")
 
 namespace QK_ISA {

@@ -81,8 +81,8 @@ struct ChunkView {
     int64_t first_group, num_groups;
     int64_t last_rows;  // of values in the last group, `step` keys each: what is past them was not written
 
-    // Positions [low, end) of the chunk at `start`. Values of other slots are never used: nobody may have written them, or
-    // somebody else. `scratch` has room for 2 * CHUNK * padded_head() elements.
+    // Positions [low, end) of the chunk at `start`. Values of other slots are never used: they may be
+    // unwritten, or another request's. `scratch` has room for 2 * CHUNK * padded_head() elements.
     void open(const Pages<D>& pages, const int32_t* table, int64_t kv_head, int64_t start, int64_t low, int64_t end,
               E* scratch) {
         first_group = low > start ? (low - start) / KEYS : 0;

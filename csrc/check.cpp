@@ -1,5 +1,5 @@
 // The kernels beside plain loops in double, on the machine this runs on: for builds that have no Python, such as arm64's under an emulator.
-// Every instruction set of this CPU, with one thread and with three; exits with 1 if anything is wrong, and says what.
+// Every instruction set of this CPU, with one thread and with three; exits with 1 if anything is wrong, and prints what.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>

@@ -1,6 +1,6 @@
 // Mixture of experts: which experts a token goes to, and what they answer.
 //
-// Row-invariance: a token's experts are linear layers on its own row, so their sums are those of linear.h whoever else chose them;
+// Row-invariance: a token's experts are linear layers on its own row, so their sums are those of linear.h, whichever other tokens chose them;
 // their answers are added in the order of the token's own choices, from a float32 copy that no other token shares.
 #include <cmath>
 

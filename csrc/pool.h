@@ -12,7 +12,7 @@
 
 namespace qk {
 
-// Works on items [begin, end). `thread` is below Pool::num_threads and belongs to nobody else during the call.
+// Works on items [begin, end). `thread` is below Pool::num_threads and is used by no other thread during the call.
 using Task = void (*)(void* argument, int64_t begin, int64_t end, int thread);
 
 class Pool {
@@ -26,7 +26,7 @@ class Pool {
     int num_threads() const { return int(threads_.size()) + 1; }
 
     // Runs `task` over [0, items), in pieces of `grain` items or more, and returns when all are done. Items are handed out as
-    // threads ask for them: who computes what changes from run to run, so no result may depend on it.
+    // threads ask for them: which thread computes an item changes from run to run, so no result may depend on it.
     void run(int64_t items, int64_t grain, Task task, void* argument);
 
   private:

@@ -11,7 +11,7 @@ constexpr int64_t ELEMENTS_PER_PIECE = 8192;  // less is not worth another threa
 
 int64_t rows_per_piece(int64_t vocab) { return vocab < ELEMENTS_PER_PIECE ? ELEMENTS_PER_PIECE / vocab : 1; }
 
-// x > below(bound) says x >= bound.
+// x > below(bound) means x >= bound.
 float below(float bound) { return nextafterf(bound, -INFINITY); }
 
 // The first token of the largest logit.
@@ -24,7 +24,7 @@ int64_t likeliest(const Row& row) {
     return 0;  // nothing but NaNs and negative infinities
 }
 
-// A lower bound of the row's k-th largest logit; -inf where the survey is too coarse to tell. `scratch`: 16 per block.
+// A lower bound of the row's k-th largest logit; -inf where the survey is too coarse. `scratch`: 16 per block.
 float bound_of_kth(const Row& row, int64_t k, float* scratch) {
     const int64_t n = 16 * row.num_blocks;
     if (k > n) return -INFINITY;

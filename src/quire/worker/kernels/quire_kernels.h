@@ -216,7 +216,7 @@ QK_EXPORT void qk_experts(qk_context* context, const qk_experts_args* args);
 
 typedef struct {
     /* Stores the keys and values of a step in the paged cache, then attends. A layer's cache is keys, then values, each
-     * [num_blocks, num_kv_heads, page], a page holding block_size * head_size elements as attention.h says. */
+     * [num_blocks, num_kv_heads, page], a page holding block_size * head_size elements in the order of attention.h. */
     int64_t num_tokens, num_reqs;
     int32_t dtype;
     int32_t num_heads, num_kv_heads, head_size, block_size;
