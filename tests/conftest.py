@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import core as hypothesis_core
 
 from tests.rows import ALL_ROWS, keep_pairwise
-from tests.seeds import BASE_SEED, FRESH, seed_of
+from tests.seeds import BASE_SEED, FRESH, examples, seed_of
 from tests.times import COVERED, Times
 from tests.workers import longest_first, make_scheduler
 
@@ -27,8 +27,8 @@ _COVERED = [_HERE.parent / folder for folder in COVERED]
 """Tests in which `scripts/test --coverage` counts branches: those of the parts with a floor. Counting them doubles the
 time of these tests."""
 _UNTIMED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fresh", _UNTIMED, database=None, max_examples=1000)
-settings.register_profile("same", _UNTIMED, database=None, derandomize=True)
+settings.register_profile("fresh", _UNTIMED, database=None, max_examples=examples(50))
+settings.register_profile("same", _UNTIMED, database=None, max_examples=examples(50), derandomize=True)
 settings.load_profile("fresh" if FRESH else "same")
 if FRESH:
     hypothesis_core.global_force_seed = seed_of(0)

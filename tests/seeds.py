@@ -40,5 +40,5 @@ def seeds(num: int) -> list[int]:
 
 
 def examples(num: int) -> int:
-    """Returns Hypothesis' `max_examples`: `num` in the default suite, ten times as many in the fresh tier."""
-    return num * 10 if FRESH else num
+    """Returns Hypothesis' `max_examples`: `num` in the default suite, thirty times as many in the fresh tier."""
+    return num * 30 if FRESH else num

@@ -32,6 +32,7 @@ from quire.wire.serial import (
     WireError,
 )
 from quire.wire.stats import PrefillStats, PrefixCacheStats, SchedulerStats
+from tests.seeds import examples
 
 from .equality import assert_same
 from .samples import LARGE_ARRAY, PROMPT_LOGPROBS, SMALL_ARRAY
@@ -116,13 +117,13 @@ def _sent(frames: list[Frame]) -> list[bytes]:
     return [bytes(frame) for frame in frames]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(60))
 @given(REQUESTS)
 def test_requests_come_back_equal(request: EngineCoreRequest) -> None:
     assert_same(MsgpackDecoder(EngineCoreRequest).decode(_sent(MsgpackEncoder().encode(request))), request)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(60))
 @given(STEPS)
 def test_outputs_come_back_equal(outputs: EngineCoreOutputs) -> None:
     assert_same(MsgpackDecoder(EngineCoreOutputs).decode(_sent(MsgpackEncoder().encode(outputs))), outputs)

@@ -23,6 +23,7 @@ from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.new_request import NewRequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind
+from tests.seeds import examples
 
 from .scripted_engine import ScriptedEngine
 
@@ -250,7 +251,7 @@ def test_a_resumed_batch_draws_the_same_seeds(batch: Batch) -> None:
     assert len(set(seeds)) == 3
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, 2000))
 def test_resume_after_a_cut_at_any_byte(cut: int, batch: Batch) -> None:
     """The machine may die at any moment: whatever prefix of the file is left, a rerun completes it."""
@@ -372,7 +373,7 @@ def real_engine() -> LLMEngine:
     return LLMEngine.from_engine_args(EngineArgs(max_model_len=64, num_gpu_blocks_override=64, disable_log_stats=True))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(
     url=st.sampled_from([CHAT_URL, TEXT_URL]),
     body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3),

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quire.frontend.beam_search import score, search
 from quire.outputs import Logprob
 from quire.sampling_params import BeamSearchParams
+from tests.seeds import examples
 
 VOCAB = 5
 EOS = 0
@@ -77,7 +78,7 @@ def generated(tokens: list[int], prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 @given(
     seed=st.integers(0, 10**6),
     width=st.integers(1, 4),

@@ -28,6 +28,7 @@ from quire.wire.engine_core import (
 )
 from quire.wire.execution import LogprobsLists, LogprobsTensors
 from quire.wire.stats import PrefillStats
+from tests.seeds import examples
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
@@ -481,7 +482,7 @@ def test_the_first_output_may_have_no_tokens() -> None:
 # -- any stream -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
     kind=st.sampled_from(list(RequestOutputKind)),

@@ -27,7 +27,7 @@ def test_fresh_seeds_follow_from_the_base_seed_alone(monkeypatch: pytest.MonkeyP
         assert drawn[base] == seeds.seeds(3)
         assert len(set(drawn[base])) == 300
     assert not set(drawn["1"]) & set(drawn["2"])
-    assert (seeds.volume(1000), seeds.examples(60)) == (100_000, 600)
+    assert (seeds.volume(1000), seeds.examples(60)) == (100_000, 1800)
 
 
 def test_pairwise_rows_hold_every_pair_of_values() -> None:

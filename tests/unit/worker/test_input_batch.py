@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import NewRequestData
 from quire.worker.input_batch import BlockTable, InputBatch, make_step_inputs
+from tests.seeds import examples
 
 MAX_LEN, BLOCK_SIZES, CAPACITY = 32, [4, 8], 5
 CPU = torch.device("cpu")
@@ -141,7 +142,7 @@ class BatchMachine(RuleBasedStateMachine):
                 assert row not in batch.sampling.histories
 
 
-BatchMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+BatchMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=30)
 TestBatch = BatchMachine.TestCase
 
 

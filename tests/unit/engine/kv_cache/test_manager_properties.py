@@ -18,6 +18,7 @@ from quire.engine.kv_cache.block import BlockHash, ExtraKeys
 from quire.engine.kv_cache.hashing import HashFunction, hash_block
 from quire.wire.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
 from quire.wire.stats import PrefixCacheStats
+from tests.seeds import examples
 from tests.unit.engine.kv_cache.model import BLOCK_SIZE, ModelRequest, full, make_manager, sliding
 
 MAX_MODEL_LEN = 40
@@ -235,7 +236,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.world.check_stats()
 
 
-KVCacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, derandomize=True)
+KVCacheMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40)
 TestKVCacheMachine = KVCacheMachine.TestCase
 
 

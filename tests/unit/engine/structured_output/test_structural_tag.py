@@ -16,6 +16,7 @@ from quire.engine.structured_output.llguidance_backend import LLGuidanceBackend
 from quire.engine.structured_output.vocabulary import compile_matcher, load_vocabulary
 from quire.errors import ValidationError
 from quire.structured_outputs import StructuredOutputsParams
+from tests.seeds import examples
 
 from .conftest import EOS, TOKENIZER_FILE, VOCAB_SIZE
 from .test_llguidance_backend import takes
@@ -172,7 +173,7 @@ def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(st.recursive(LEAVES, branches, max_leaves=5))
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 def test_any_tree_is_a_grammar_or_the_clients_error(form: Any) -> None:
     params = StructuredOutputsParams(structural_tag=json.dumps({"format": form}))
     with contextlib.suppress(ValidationError):

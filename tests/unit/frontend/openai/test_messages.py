@@ -17,6 +17,7 @@ from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.protocol.messages import MessagesBody, conversation_of
 from quire.frontend.openai.routes.messages import MessageWriter
 from quire.outputs import CompletionOutput, RequestOutput
+from tests.seeds import examples
 
 from ..http.test_streaming import until_gone, watch_aborts
 from .asgi import Call
@@ -316,7 +317,7 @@ def test_arguments_that_are_no_object_are_not_lost() -> None:
     assert cut["stop_reason"] == "max_tokens"
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     text=st.lists(st.sampled_from([*THOUGHT.split("<"), "<", "{}", "é", "<think>", "</think>"])).map("".join),
     size=st.integers(1, 9),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quire.frontend.text.detokenizer import IncrementalDetokenizer, StopMatch, StopStrings, TextDetokenizer, TextStream
 from quire.frontend.text.tokenizer import REPLACEMENT, Tokenizer
 from quire.sampling_params import SamplingParams
+from tests.seeds import examples
 
 from ..toy_tokenizers import KINDS
 
@@ -202,7 +203,7 @@ def is_beginning(tail: str, stops: Sequence[str]) -> bool:
 STOP_LISTS = st.lists(st.text(st.sampled_from("ab c中😀"), min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @example(text="aaa", stops=["a", "aaa"], min_tokens=2, include=True, delta=False, cuts=[2], kind="byte_level")
 @given(
     text=st.text(st.sampled_from("abc 中😀"), max_size=24),

@@ -18,6 +18,7 @@ from quire.worker.attention import torch_backend
 from quire.worker.attention.backend import AttentionBatch, AttentionSpec, KVCache
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.attention.torch_backend import TorchAttentionBackend, bucket_by_length
+from tests.seeds import examples
 
 
 def dense_attention(q, k, v, first_position, spec: AttentionSpec, sinks) -> np.ndarray:
@@ -123,14 +124,14 @@ def run_paged(
     return out, np.concatenate(expected)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 @given(cases())
 def test_equals_dense_attention(case: Case) -> None:
     out, expected = run_paged(case)
     np.testing.assert_allclose(out.double().numpy(), expected, rtol=2e-5, atol=2e-5)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(cases())
 def test_bfloat16_accumulates_in_float32(case: Case) -> None:
     """Inputs are rounded to bfloat16 for both sides, so what is left is the rounding of weights and output."""

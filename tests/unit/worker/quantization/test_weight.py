@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quire.config.quantization import group_size_for, scheme_of
 from quire.worker.quantization.weight import QuantizedWeight, quantize, quantize_int4, quantize_int8
+from tests.seeds import examples
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -30,7 +31,7 @@ def test_integers_stand_for_scaled_differences_from_their_zeros() -> None:
 
 
 @given(st.integers(1, 9), st.integers(1, 70), st.integers(0, 99))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_int8_is_off_by_half_a_step_at_most(rows: int, columns: int, seed: int) -> None:
     weight = randn(rows, columns, seed=seed)
     quantized = quantize_int8(weight)
@@ -40,7 +41,7 @@ def test_int8_is_off_by_half_a_step_at_most(rows: int, columns: int, seed: int) 
 
 
 @given(st.integers(1, 9), st.integers(1, 70), st.sampled_from([8, 16, 32, 128]), st.integers(0, 99))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_int4_is_off_by_a_step_at_most(rows: int, columns: int, group_size: int, seed: int) -> None:
     """By half a step, except for what lies at the far end of the shorter side, where there is no 8."""
     weight = randn(rows, columns, seed=seed)

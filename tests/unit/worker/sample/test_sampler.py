@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.sampling_params import SamplingParams
@@ -14,6 +14,7 @@ from quire.worker.sample import sampler, torch_kernel
 from quire.worker.sample.kernel import SamplingKernel
 from quire.worker.sample.metadata import SamplingTable
 from quire.worker.sample.torch_kernel import uniforms
+from tests.seeds import examples
 
 VOCAB = 24
 CPU = torch.device("cpu")
@@ -108,6 +109,7 @@ def run(
     return sampler.sample(logits.clone(), table.select(np.arange(len(requests)), CPU), lens, kernel)
 
 
+@settings(max_examples=examples(20))
 @given(requests=requests_strategy, seed=st.integers(0, 2**32 - 1))
 def test_equals_the_book_and_does_not_depend_on_neighbours(
     sampling: SamplingKernel, requests: list[tuple[SamplingParams, list[int], list[int]]], seed: int

@@ -243,9 +243,9 @@ class _HistogramRow(CountedRow):
 
     def _observe_each(self, events: Sequence[Any], read: Callable[[Any], Any], series: Series, time: float) -> None:
         """Observes events with one value each. A hundred requests may end in one step, most with similar values."""
-        bounds, counts = self._bounds, series.counts
+        bounds, counts, has_owners = self._bounds, series.counts, self.spec.has_owners
         latest: dict[int, Any] = {}
-        total = 0.0
+        total, changed = 0.0, False
         bucket, above, up_to = 0, math.inf, -math.inf
         for event in events:
             value = read(event)
@@ -255,14 +255,14 @@ class _HistogramRow(CountedRow):
                     above = bounds[bucket - 1] if bucket else -math.inf
                     up_to = bounds[bucket] if bucket < len(bounds) else math.inf
                 counts[bucket] += 1
-                latest[bucket] = event
                 total += value
+                changed = True
+                if has_owners and event.owner is not None:
+                    latest[bucket] = event
         series.value += total
-        self.changes += bool(latest)
-        if self.spec.has_owners:
-            for bucket, event in latest.items():
-                if event.owner is not None:
-                    series.exemplars[bucket] = Exemplar(read(event), time, event.owner.labels)
+        self.changes += changed
+        for bucket, event in latest.items():
+            series.exemplars[bucket] = Exemplar(read(event), time, event.owner.labels)
 
 
 _ROWS: dict[str, type[CountedRow]] = {

@@ -12,6 +12,7 @@ from quire.frontend.openai.chat.blocks import BlockReader
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import ChatParser, make_message
 from quire.frontend.openai.protocol.chat import ChatBody, FunctionDefinition, Tool
+from tests.seeds import examples
 
 FORMAT = ChatFormat(ServerConfig(tool_call_parser="hermes", reasoning_parser="qwen3"), None)
 PLAN = FORMAT.plan(ChatBody(messages=[], tools=[Tool(FunctionDefinition("f"))]))
@@ -33,7 +34,7 @@ def parser() -> ChatParser:
     return PLAN.make_parser("")
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(text=TEXTS, cuts=CUTS)
 def test_events_add_up_to_what_the_chat_route_says(text: str, cuts: list[int]) -> None:
     reader, seen = BlockReader(parser()), dict[int, str]()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError
 from quire.frontend.openai.parsers.reasoning import REASONING_PARSERS, reasoning_parser
+from tests.seeds import examples
 
 from ..reading import Summary, all_text, count_work, read, split
 from .texts import PIECES
@@ -51,7 +52,7 @@ def test_a_text_means_the_same_however_it_is_cut(name: str, prompt: str, text: s
 
 
 @pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(text=st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join), size=st.integers(1, 9))
 def test_hostile_text_means_the_same_however_it_is_cut(name: str, text: str, size: int) -> None:
     program = REASONING_PARSERS[name].make_program("")

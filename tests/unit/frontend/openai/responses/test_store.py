@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quire.errors import NotFoundError, OverloadedError, ValidationError
 from quire.frontend.openai.responses.store import OVERHEAD, ResponseStore, StoredResponse
+from tests.seeds import examples
 
 MAX_NUM, MAX_BYTES = 5, 6 * OVERHEAD
 OWNERS = st.sampled_from([b"a", b"b", b"c"])
@@ -102,7 +103,7 @@ class Store(RuleBasedStateMachine):
 
 
 TestStore = Store.TestCase
-TestStore.settings = settings(max_examples=60, stateful_step_count=30)
+TestStore.settings = settings(max_examples=examples(60), stateful_step_count=30)
 
 
 def test_who_keeps_most_loses_first() -> None:

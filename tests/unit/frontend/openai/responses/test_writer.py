@@ -21,6 +21,7 @@ from quire.frontend.openai.protocol.responses import ResponsesBody
 from quire.frontend.openai.responses.writer import ResponseWriter
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.sampling_params import SamplingParams
+from tests.seeds import examples
 
 from ..chat.test_blocks import CUTS, FORMAT, TEXTS, cut
 from ..test_responses import events_in, without_ids
@@ -111,7 +112,7 @@ def accumulate(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(60))
 @given(text=TEXTS, cuts=CUTS, reason=st.sampled_from(["stop", "length"]), wants_logprobs=st.booleans())
 def test_however_an_answer_comes_its_events_are_the_whole_one(
     text: str, cuts: list[int], reason: str, wants_logprobs: bool
