@@ -18,7 +18,7 @@ from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineC
 
 
 class RequestStatus(IntEnum):
-    """The state of a request. Everything after PREEMPTED is an end."""
+    """The state of a request. Everything after PREEMPTED is an end. Recordings contain these numbers."""
 
     WAITING = 1
     RUNNING = 3
