@@ -48,7 +48,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     },
     "replay": {"msgspec", "numpy"},
     "face": set(),
-    "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "aiohttp", "yarl"},
+    "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "aiohttp"},
     "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec", "prometheus_client"},
 }
 ONLY_IN: dict[str, set[str]] = {

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
-from yarl import URL
 
 from quire import __version__
 from quire.cli.command_line import Arguments, nearest
@@ -150,12 +149,11 @@ class HttpClient:
         """Returns the head of an answer. A connection that the server has closed while it was idle is replaced."""
         if self._session is None:
             self._session = self._open_session()
-        url = URL(f"{self.address}{path}")
         while True:
             reuses: list[None] = []
             try:
                 return await self._session.request(
-                    method, url, data=body, allow_redirects=False, trace_request_ctx=reuses
+                    method, f"{self.address}{path}", data=body, allow_redirects=False, trace_request_ctx=reuses
                 )
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 if not reuses:
