@@ -63,7 +63,7 @@ class SharedQuota:
 
 
 class Quota:
-    """An amount with a limit (None: there is none): how much of it is taken, and how fast it comes free.
+    """An amount with a limit (None: unlimited), the part of it that is taken, and the rate at which it is released.
 
     Where several processes keep one (`share`), each of them may take what is left at the same moment: by that much the
     limit may be passed.
@@ -130,7 +130,7 @@ class Quota:
 
 
 class AdmissionControl:
-    """Counts what waits and what lives, and keeps it under its limits. Belongs to one thread."""
+    """Counts waiting and live requests and keeps them under their limits. Belongs to one thread."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ def refusal(kind: type[OverloadedError], quota: Quota, more: int, name: str, wor
 
 
 class Reservation:
-    """The quota one user request takes. It is given back part by part, and never twice."""
+    """The part of the quotas that one user request holds. It is released part by part, and never twice."""
 
     __slots__ = (
         "_num_live",

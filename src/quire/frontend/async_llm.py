@@ -472,4 +472,4 @@ def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 AsyncLLMEngine = AsyncLLM
-"""vLLM's older name for it."""
+"""vLLM's older name."""

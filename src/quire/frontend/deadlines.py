@@ -22,7 +22,7 @@ MIN_COMPACTION = 64
 
 
 class Deadlines(Generic[T]):
-    """Items and when each is due. An item that `is_over` needs no taking out: it is forgotten in time.
+    """Items and their deadlines. An item that `is_over` need not be taken out: it is forgotten in time.
 
     Memory stays within twice the live items: when as many are over, they are swept out.
     """

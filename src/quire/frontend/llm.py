@@ -46,7 +46,7 @@ logger = init_logger(__name__)
 
 
 class LLM:
-    """A model and the engine that runs it, for offline use. Names and defaults: spec/vllm.md §1.
+    """A model and the engine that runs it, for offline use. Names and defaults are those of vLLM's `LLM`.
 
     `model` is a checkpoint directory, a hub id, or nothing: the demo model inside the package. Every engine flag is a
     keyword argument. Statistics are off unless `disable_log_stats=False`. Raises ConfigError or ModelLoadError.

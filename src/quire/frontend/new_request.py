@@ -29,7 +29,7 @@ class TextPrompt(TypedDict, total=False):
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids; `prompt` is then only for show."""
+    """A prompt as token ids; `prompt` is then only shown."""
 
     prompt_token_ids: list[int]
     prompt: str
@@ -148,4 +148,5 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     """Seconds until the request ends with an error; None: --request-timeout-s."""
     reservation: Reservation | None = None
-    """Room in the queue that the caller has reserved; `RequestIntake.add` uses it up, whatever happens."""
+    """Reserved part of the admission quotas; `RequestIntake.add` takes it over, even if it fails. None: it makes
+    one."""

@@ -24,9 +24,9 @@ from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest
 logger = init_logger(__name__)
 
 OUTPUTS_PER_TURN = 16
-"""Processed in one go; then their readers have a turn, and whatever has come from outside: a millisecond or less
-between two looks at the sockets. With 32 or 128, or one turn for both, a scrape beside 256 streams waited longer, and
-nothing else was better; with 8 it waited as long (docs/performance.md)."""
+"""Outputs that are processed before readers and sockets have their turn: a millisecond or less. With 32 or 128, or one
+turn for both, a scrape beside 256 streams waited longer, and nothing else was better; with 8 it waited as long
+(docs/performance.md)."""
 
 
 class OutputHandler:
@@ -40,7 +40,7 @@ class OutputHandler:
         self._pipeline = pipeline
         self._task: asyncio.Task[None] | None = None
         self.dead_error: EngineDeadError | None = None
-        """Why no outputs will come any more; None while they do."""
+        """The reason why no outputs will come any more; None while they do."""
 
     def start(self) -> None:
         """Starts the task on the running loop, if it does not run already."""
@@ -131,16 +131,16 @@ class RequestOutputCollector:
 
     def __init__(self, output_kind: RequestOutputKind, request_id: str = "") -> None:
         self.request_id = request_id
-        """The internal id of what is awaited: of the parent, where there are n outputs."""
+        """Internal id of the request; of the parent, if there are n outputs."""
         self.num_taken = 0
         """Number of outputs the reader has taken."""
         self.is_final = False
-        """The end has been put in, whether or not the reader has taken it."""
+        """True once the end has been put in, even if the reader has not taken it."""
         self.on_end: Callable[[], None] | None = None
         """Called when the end is put in."""
         self._is_delta = output_kind is RequestOutputKind.DELTA
         self._output: Output | None = None
-        """The latest that was not taken."""
+        """The latest output that was not taken."""
         self._backlog: Backlog | None = None
         """`_output` and those before it, if there are any."""
         self._ended: deque[Output] = deque()

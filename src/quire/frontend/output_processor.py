@@ -65,7 +65,7 @@ class OutputProcessor:
         self.external_req_ids: dict[str, dict[str, None]] = {}
         """Internal ids by the user's, in order."""
         self.resting_sessions: set[str] = set()
-        """Live requests that nothing will come of before their users send more."""
+        """Live sessions that have no output to come before their users send more."""
 
     def get_num_unfinished_requests(self) -> int:
         """Returns the number of live requests, the children of a parent counted one by one, without sessions that wait

@@ -21,7 +21,7 @@ class OutputCounter:
         self._num_tokens = 0
         self._num_waits = 0
         self._since = 0.0
-        """Time of the output before, of the requests of the present run."""
+        """Time of the previous output of the requests of the present run."""
 
     def add(self, state: RequestState, output: EngineCoreOutput) -> None:
         """Counts one output, before anything else is done with it."""

@@ -37,7 +37,7 @@ CHILDREN_PER_TURN = 64
 
 
 class RequestIntake:
-    """Adds requests and ends them before their time. Whatever happens on the way, nothing of a request stays behind.
+    """Adds requests and ends them early. Whatever happens on the way, nothing of a request is left.
 
     Belongs to one event loop.
     """

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class RequestPipeline:
-    """Owns the processors and the statistics of one frontend. Knows no engine core: it says what is to be sent."""
+    """Owns the processors and the statistics of one frontend. Knows no engine core: it returns what must be sent."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class RequestPipeline:
         self._batch_times: deque[BatchTimes] | None = (
             deque(maxlen=config.observability_config.trace_events) if config.observability_config.trace_events else None
         )
-        """For traces: what was done with outputs of the core, and when. None where none are kept."""
+        """For traces: times at which outputs of the core were processed; None if traces are off."""
         self._step_start = 0.0
         self.stats = FrontendStats(
             config, ready, self.output_processor, ledger=self.ledger, log_stats=log_stats, stat_loggers=stat_loggers
         )
         self.stat_loggers = self.stats.loggers
         self._startup: StartupReport | None = StartupReport(ready)
-        """None once there was an output."""
+        """The report of the start; None once there was an output."""
         self.text_thread = TextThread()
         if self._span_sender is not None:
             self._span_sender.send_start(make_start_phases(get_stamps(), ready.stamps))
@@ -201,8 +201,8 @@ class RequestPipeline:
 
 
 class TextThread:
-    """One thread for work on long texts, so that an event loop does not stand still for it. Short texts are worked on
-    at once."""
+    """One thread for work on long texts, so that it does not block an event loop. Work on short texts is done at
+    once."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-tokenizer")

@@ -34,7 +34,7 @@ class OutputQueue(Protocol):
 
 @dataclass(slots=True)
 class RequestState:
-    """Everything the frontend remembers of a request between two outputs. Keyed by the internal id.
+    """State of a request between two outputs. Keyed by the internal id.
 
     What is looked at for every token stands here itself, not in the request or its parameters: each object more is a
     line more to be fetched into caches that a step of the model has emptied.
@@ -48,7 +48,7 @@ class RequestState:
     logprobs: LogprobsProcessor | None
     """None where no log-probabilities were asked for."""
     shown_stats: RequestStateStats | None
-    """To be read as `stats`."""
+    """Read it as `stats`, which brings it up to date."""
     queue: OutputQueue | None
     reservation: Reservation | None
     stream_interval: int
@@ -63,7 +63,7 @@ class RequestState:
     """Prompt tokens found in the prefix cache; None before the first output."""
     num_sent_tokens: int = 0
     num_discarded_tokens: int = 0
-    """Tokens the core made for it that its user is not given."""
+    """Tokens generated for it that are no part of its output."""
     last_token_ts: float = 0.0
     """On the core's clock, if there are statistics."""
     session: SessionState | None = None

@@ -64,7 +64,7 @@ class SessionInput(NamedTuple):
     """A further input of a session, validated and tokenized."""
 
     token_ids: list[int]
-    """Empty in the input that only ends the session."""
+    """Token ids; empty in the input that only ends the session."""
     sampling_params: SamplingParams | None
     arrival_time: float
     is_last: bool
@@ -92,7 +92,7 @@ class SessionState:
 
     def __init__(self, arrival_time: float) -> None:
         self.is_open = True
-        """The last input has not been added."""
+        """True until the last input has been added."""
         self.end: tuple[FinishReason, int | str | None] | None = None
         """Finish reason and stop reason of the present segment; None while it is being answered."""
         self.queued: deque[SessionInput] = deque()

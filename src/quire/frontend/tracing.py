@@ -38,7 +38,7 @@ PREPARE_MODEL = ("KV cache", "warm-up")
 
 @dataclass(slots=True)
 class StartPhase:
-    """Something that took time at a start; seconds by the wall clock."""
+    """A phase of a start; seconds by the wall clock."""
 
     name: str
     start_time: float
@@ -132,14 +132,14 @@ def describe_start(frontend: Sequence[Stamp], core: Sequence[Stamp], frontend_me
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A finished request. Times are seconds; None where it never came so far, or statistics are off."""
+    """A finished request. Times are seconds; None for a phase it did not reach, or without statistics."""
 
     request_id: str
-    """The user's."""
+    """The user's id."""
     model: str
     arrival_time: float
     end_time: float
-    """Both by the wall clock."""
+    """Start and end by the wall clock."""
     params: SamplingParams | None
     """None for a pooling request."""
     n: int
@@ -190,7 +190,7 @@ def make_span_sender(config: ObservabilityConfig) -> SpanSender | None:
 
 
 class RequestTracer:
-    """Makes records of requests as they finish. Whatever `send` raises is logged once, and costs no request a thing."""
+    """Makes records of requests as they finish. An error of `send` is logged once and affects no request."""
 
     def __init__(self, model: str, send: Callable[[RequestRecord], None]) -> None:
         self._model = model

@@ -87,7 +87,8 @@ def _mode_on_empty_core(args: tuple[Any, ...], position: int) -> str:
 
 
 MAX_PROBES = 8
-"""On their way at once: a flood of garbage must not become one of probes, and an answer may be garbage, too."""
+"""Maximum number of probes in flight: a flood of garbage must not become one of probes, and an answer may be garbage,
+too."""
 
 
 class Answer(NamedTuple):
@@ -98,7 +99,7 @@ class Answer(NamedTuple):
 
 
 class Purpose(Enum):
-    """Why a call is made."""
+    """Purpose of a call."""
 
     CALLER = "somebody waits for it"
     RESTORE = "it brings a new core into the state of the last one"

@@ -76,7 +76,7 @@ SHUTDOWN_TIMEOUT_S = 30.0
 """Longest wait of a shutdown for the step in progress."""
 
 _Command = Callable[[InprocClient | None], None]
-"""Done on the core's thread; None instead of a core: it is gone."""
+"""Called on the core's thread with the core; None: the core is gone."""
 
 
 class AsyncInprocClient(AsyncEngineCoreClient):
@@ -87,11 +87,11 @@ class AsyncInprocClient(AsyncEngineCoreClient):
 
     def __init__(self, config: EngineConfig, *, log_stats: bool) -> None:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        """For the core's thread; None ends it."""
+        """Commands for the core's thread; None ends it."""
         self._outputs = LoopMailbox(MAX_UNTAKEN_STEPS, lambda: self._commands.put(_wake_up))
         self._dead_error: EngineDeadError | None = None
         self._end = threading.Lock()
-        """Held while a command is put in and while the thread ends: no command falls between."""
+        """Held while a command is put in and while the thread ends, so that no command is lost."""
         self._abort_early: Callable[[list[str]], None] = lambda request_ids: None
         started: Future[EngineCoreReadyResponse] = Future()
         self._thread = threading.Thread(

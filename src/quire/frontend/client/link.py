@@ -47,11 +47,11 @@ class LinkState(Enum):
     """A core is connected and being brought into the state of the one before it."""
     UP = "up"
     GONE = "gone"
-    """For good."""
+    """No core will be connected any more."""
 
 
 class Message(NamedTuple):
-    """To be sent to the core, in order."""
+    """A message to the core. Messages are sent in order."""
 
     type: EngineCoreRequestType
     payload: Any
@@ -65,7 +65,7 @@ class Verdict(NamedTuple):
 
 
 class EngineLink:
-    """One client's side. Single-threaded. Take `messages`, `deliveries` and `answers` after each call.
+    """The link of one client. Single-threaded. Take `messages`, `deliveries` and `answers` after each call.
 
     `counts` says what happened: "stale", "corrupt", "repeated", "lost" messages and "unknown" outputs, which were
     dropped; "deaths", "resumed_requests", "recomputed_tokens", "poisoned_requests".

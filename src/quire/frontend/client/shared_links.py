@@ -34,7 +34,7 @@ class DeathReport(NamedTuple):
     """Number of the core that died."""
     death: CoreDeath
     verdict: Verdict | None
-    """On the request that was being tried."""
+    """Verdict on the request that was being tried."""
 
 
 class Suspect(NamedTuple):

@@ -19,11 +19,11 @@ class Standing(IntEnum):
     """State of a request with respect to the connected core."""
 
     SENT = 0
-    """With the core; what it answers is taken as it is."""
+    """With the core; its outputs are taken as they are."""
     WATCHED = 1
-    """With the core; its outputs are looked at: it was sent again, under another name perhaps."""
+    """With the core, and sent again, perhaps under another id: its outputs are inspected."""
     HELD = 2
-    """Here only: there is no core, or it is not this request's turn."""
+    """Not with the core: there is none, or another request is tried."""
 
 
 class JournalEntry:
@@ -47,11 +47,11 @@ class JournalEntry:
         self.wire_id = request.request_id
         """Id of the request at the core: its own, with a number after it if this core was sent it more than once."""
         self.num_sends = 0
-        """To the core that is connected now."""
+        """Number of times it was sent to the core that is connected now."""
         self.num_deaths = 0
         """Number of killed cores whose last step it was in, since its last token."""
         self.num_acquittals = 0
-        """Trials in quarantine it has come through."""
+        """Number of trials in quarantine that cleared it."""
 
     @property
     def request_id(self) -> str:

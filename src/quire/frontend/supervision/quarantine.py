@@ -77,7 +77,8 @@ def describe_exit(returncode: int) -> str:
 MAX_DEATHS_WITHOUT_TOKEN = 3
 MAX_TRIAL_TOKENS = 256
 MAX_NEWCOMERS = 16
-"""Requests no core has answered yet, which may have killed it on their way in: how many of the latest are suspected."""
+"""Maximum number of suspects among requests that no core has answered yet: such a request may have killed it on its way
+in."""
 
 
 class Quarantine:

@@ -39,9 +39,9 @@ WATCH_INTERVAL_S = 0.5
 NEED_INTERVAL_S = 0.02
 """Interval at which the supervisor checks whether a core that has died must be followed by another."""
 HANG_FACTOR = 5.0
-"""A phase may take this many times what the core expects of it."""
+"""Longest time of a phase, as a multiple of what the core expects."""
 FIRST_BACKOFF_S = 0.05
-"""Before the second restart within the window; doubled for each one more. The first comes at once."""
+"""Wait before the second restart within the window; doubled for each further one. The first has no wait."""
 MAX_BACKOFF_S = 5.0
 MIN_STAGE_S = 5.0
 """Least time allowed for a stage of a start, however short it was before."""

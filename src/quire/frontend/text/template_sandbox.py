@@ -21,12 +21,12 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 STEP = 16
-"""Units for a turn of a loop, or a call; a character is one."""
+"""Units charged for an iteration of a loop, or a call; a character costs one."""
 BASE_UNITS = 1 << 22
 UNITS_PER_CHAR = 64
 """Units per character of the conversation: a template reads it a few times."""
 MAX_NUMBER = 10_000
-"""A width, an indent, a precision of text."""
+"""Maximum width, indent or precision of text."""
 MAX_BITS = 4096
 _WIDTHS = re.compile(r"[:%][^{}%a-zA-Z]*\d{5}|:[^{}]*\{|%[^%a-zA-Z]*\*")
 """Widths in a format that are refused: five digits, or a width that comes from a value."""
