@@ -68,23 +68,27 @@ PAUSE_MODES = ("abort", "wait", "keep")
 MODE = QueryParameter(
     "mode",
     {"enum": PAUSE_MODES, "default": "abort"},
-    "What becomes of requests under way: they end, are let end, or are kept for later.",
+    "Requests under way: abort ends them, wait lets them end, keep freezes them.",
 )
 LEVEL = QueryParameter(
-    "level", {"enum": ("0", "1", "2"), "default": "1"}, "What is given back: nothing, the KV cache, the weights, too."
+    "level", {"enum": ("0", "1", "2"), "default": "1"}, "Memory to release: 0 none, 1 the KV cache, 2 the weights, too."
 )
 TAGS = QueryParameter(
     "tags",
     {"type": "array", "items": {"enum": ("weights", "kv_cache", "scheduling")}},
-    "What is taken again; may be repeated. Default: all.",
+    "Memory to allocate again; may be repeated. Default: all.",
 )
-CLEAR_CACHE = QueryParameter("clear_cache", {"type": "boolean", "default": True}, "Forget cached prefixes, too.")
+CLEAR_CACHE = QueryParameter("clear_cache", {"type": "boolean", "default": True}, "Drops cached prefixes, too.")
 RESET_RUNNING = QueryParameter(
-    "reset_running_requests", {"type": "boolean", "default": False}, "Running requests give up their blocks for it."
+    "reset_running_requests",
+    {"type": "boolean", "default": False},
+    "Takes the blocks of running requests, too.",
 )
-RESET_EXTERNAL = QueryParameter("reset_external", {"type": "boolean", "default": False}, "There is no external cache.")
+RESET_EXTERNAL = QueryParameter(
+    "reset_external", {"type": "boolean", "default": False}, "No effect: no external cache."
+)
 SECONDS = QueryParameter(
-    "seconds", {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TRACE_S, "default": 10}, "How far back."
+    "seconds", {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TRACE_S, "default": 10}, "Length of the trace."
 )
 
 

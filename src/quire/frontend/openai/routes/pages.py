@@ -166,9 +166,7 @@ def _has_documents(config: ServerConfig) -> bool:
 
 
 MAX_DIGITS = 18
-AFTER = QueryParameter(
-    "after", {"type": "integer", "minimum": 0, "default": 0}, "The number of a request that has ended."
-)
+AFTER = QueryParameter("after", {"type": "integer", "minimum": 0, "default": 0}, "Number of a request that has ended.")
 
 
 async def debug_state(exchange: Exchange) -> Response:

@@ -28,7 +28,7 @@ RESPONSES = BodyReader(ResponsesBody)
 PATH = "/v1/responses"
 ONE_PATH = f"{PATH}/{{response_id}}"
 SHOW_QUERY = (
-    QueryParameter("stream", {"type": "boolean", "default": False}, "As events: of a response in the background."),
+    QueryParameter("stream", {"type": "boolean", "default": False}, "Returns the events of a background response."),
     QueryParameter("starting_after", {"type": "integer", "default": -1}, "With stream: only events after this number."),
 )
 
