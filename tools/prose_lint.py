@@ -2,10 +2,9 @@
 
 | command | does |
 |---|---|
-| `python -m tools.prose_lint src/quire/engine` | prints each offender below a path as `file:line: what it is. Hint.` |
-| `python -m tools.prose_lint --check` | fails if a folder has more offenders than tools/prose_baseline.json allows |
+| `python -m tools.prose_lint` | prints each offender of src/quire with file, line and a hint; fails if there is one |
+| `python -m tools.prose_lint src/quire/engine` | the same below a path |
 | `python -m tools.prose_lint --summary` | prints the number of offenders per folder, by rule |
-| `python -m tools.prose_lint --lower` | writes the present numbers into the baseline where they have fallen |
 
 The rules are those of CONTRIBUTING.md, "Plain English". No comment switches the lint off: rephrase the sentence.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import json
 import re
 import sys
 import tokenize
@@ -26,7 +24,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "quire"
-BASELINE = ROOT / "tools" / "prose_baseline.json"
 
 OPENINGS = (
     "Of",
@@ -166,48 +163,9 @@ def check_files(paths: Iterable[Path]) -> list[Offence]:
     return [offence for file in files for offence in check_source(file.read_text(encoding="utf-8"), file)]
 
 
-def count_by_folder(offences: Iterable[Offence]) -> dict[str, int]:
-    """Returns the number of offences per folder of the package."""
-    return dict(sorted(Counter(folder_of(offence.path) for offence in offences).items()))
-
-
-def exceeded(counts: dict[str, int], baseline: dict[str, int]) -> dict[str, int]:
-    """Returns by how many each folder has more offences than its baseline, which is 0 for a folder without one."""
-    return {
-        folder: count - baseline.get(folder, 0) for folder, count in counts.items() if count > baseline.get(folder, 0)
-    }
-
-
-def read_baseline() -> dict[str, int]:
-    """Returns the number of offences that each folder may have. They only ever fall."""
-    return json.loads(BASELINE.read_text(encoding="utf-8"))
-
-
 def _excerpt(text: str, start: int) -> str:
     begin = max(0, start - 25)
     return " ".join(text[begin : start + 45].split())
-
-
-def _check() -> int:
-    baseline = read_baseline()
-    offences = check_files([PACKAGE])
-    counts = count_by_folder(offences)
-    over = exceeded(counts, baseline)
-    for folder, number in over.items():
-        print(f"src/quire/{folder}: {counts[folder]} offences, {number} more than tools/prose_baseline.json allows")
-        for offence in offences:
-            if folder_of(offence.path) == folder:
-                print(f"  {offence}")
-    if not over:
-        print(f"prose: {sum(counts.values())} offences, {sum(baseline.values())} allowed until they are mended")
-    return 1 if over else 0
-
-
-def _lower() -> None:
-    counts = count_by_folder(check_files([PACKAGE]))
-    lowered = {folder: min(limit, counts.get(folder, 0)) for folder, limit in read_baseline().items()}
-    kept = {folder: limit for folder, limit in sorted(lowered.items()) if limit}
-    BASELINE.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
 def _summarize(offences: list[Offence]) -> None:
@@ -222,15 +180,8 @@ def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.prose_lint", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("paths", nargs="*", type=Path, default=[PACKAGE], help="files or folders; default: src/quire")
-    parser.add_argument("--check", action="store_true", help="compare src/quire with the baseline")
-    parser.add_argument("--lower", action="store_true", help="lower the baseline to the present numbers")
     parser.add_argument("--summary", action="store_true", help="print numbers per folder and rule")
     arguments = parser.parse_args()
-    if arguments.check:
-        return _check()
-    if arguments.lower:
-        _lower()
-        return 0
     offences = check_files(path.resolve() for path in arguments.paths)
     if arguments.summary:
         _summarize(offences)
