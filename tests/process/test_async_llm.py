@@ -25,6 +25,7 @@ def make_args(executor: str = "Quick", max_model_len: int = MAX_MODEL_LEN) -> En
         "demo",
         distributed_executor_backend=f"tests.process.executors:{executor}",
         max_model_len=max_model_len,
+        hf_overrides={"max_position_embeddings": 8192},
         max_num_seqs=64,
     )
 
