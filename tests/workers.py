@@ -1,4 +1,4 @@
-"""How tests are shared among the workers of one run (pytest-xdist, `scripts/test` starts two).
+"""Shares the tests of one run among workers (pytest-xdist; `scripts/test` starts two).
 
 A file is run by one worker, so that its fixtures are made once. Tests that start servers are one group: they run one
 after the other, beside tests that are one process, and two cores are enough for both. The longest groups start first.

@@ -14,7 +14,7 @@ SELF = re.compile(r"quire\[(.*)\]")
 
 
 def _distributions(extra: str) -> list[str]:
-    """What an extra installs, other extras resolved."""
+    """Returns what an extra installs, other extras resolved."""
     names: list[str] = []
     for requirement in EXTRAS[extra]:
         match = SELF.fullmatch(requirement)

@@ -192,7 +192,7 @@ def test_on_a_phone_the_answer_is_followed_and_the_buttons_stay_in_sight(browser
 
 
 def is_in_sight(page: Any, selector: str) -> bool:
-    """Whether the first such element is inside the window, and nothing covers its middle."""
+    """Returns True if the first such element is inside the window, and nothing covers its middle."""
     return bool(
         page.evaluate(
             """(selector) => {

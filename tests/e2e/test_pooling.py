@@ -62,7 +62,7 @@ def pooled(llm: LLM, prompts: list[list[int]], task: str, **params: Any) -> list
 
 @torch.inference_mode()
 def oracle(path: Path, auto: str, prompts: list[list[int]]) -> list[Any]:
-    """What a class of transformers makes of each prompt, alone."""
+    """Returns what a class of transformers makes of each prompt, alone."""
     model = getattr(transformers, auto).from_pretrained(path, dtype=torch.float32).eval()
     return [model(torch.tensor([p])) for p in prompts]
 

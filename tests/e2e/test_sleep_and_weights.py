@@ -49,7 +49,7 @@ def inproc_llm(checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture(scope="module")
 def answers(checkpoints: list[Path]) -> list[list[list[int]]]:
-    """What engines that never sleep say, by checkpoint."""
+    """Returns what engines that never sleep say, by checkpoint."""
     found = []
     for path in checkpoints:
         with make(path) as llm:

@@ -139,7 +139,7 @@ class Stream:
 
     @property
     def expected(self) -> list[int]:
-        """What undisturbed streams bring."""
+        """Returns what undisturbed streams bring."""
         params = SamplingParams(max_tokens=self._max_tokens, ignore_eos=True)
         return expected_output(FakeModel(), self._prompt, params, 2048).token_ids
 

@@ -55,7 +55,7 @@ class Engine:
 
     @property
     def counts(self) -> Counter[str]:
-        """What the link has counted."""
+        """Returns what the link has counted."""
         return self.client.counts
 
     def signal_core(self, signum: int = signal.SIGKILL) -> int | None:

@@ -40,7 +40,7 @@ class Pace:
 
 
 def processor_seconds_until(condition: Callable[[], bool]) -> float:
-    """How long it took, in processor time of this thread, which does nothing but look.
+    """Returns how long it took, in processor time of this thread, which does nothing but look.
 
     On a machine with nothing else to do that is the time that passed; where many wait for a processor, whoever is
     waited for gets no larger share of it than this thread.

@@ -50,7 +50,7 @@ def make_config(executor: str = "Steady", *, shutdown_timeout: float = 0.0, **sc
 
 
 def core_command(handshake_address: str, parent_pid: int) -> list[str]:
-    """What starts a core."""
+    """Returns what starts a core."""
     options = ["--handshake-address", handshake_address, "--engine-index", "0", "--parent-pid", str(parent_pid)]
     return [sys.executable, "-m", "quire.engine.proc", *options]
 
@@ -187,7 +187,7 @@ class Peer:
 
     @property
     def log(self) -> str:
-        """What the core wrote to its standard error."""
+        """Returns what the core wrote to its standard error."""
         return self.log_path.read_text(encoding="utf-8")
 
     def launch(self, **environment: str) -> subprocess.Popen[bytes]:

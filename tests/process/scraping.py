@@ -23,7 +23,7 @@ class Scraper:
         self._audit = MetricsAudit()
 
     async def scrape(self) -> MetricsSnapshot:
-        """What the server says now. Raises AssertionError for an answer that cannot be true."""
+        """Returns what the server says now. Raises AssertionError for an answer that cannot be true."""
         response = await self._client.get("/metrics")
         assert response.status_code == 200, response.text
         snapshot = read_exposition(response.text)

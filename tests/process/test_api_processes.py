@@ -43,7 +43,7 @@ def is_alive(pid: int) -> bool:
 
 
 def free_blocks(client: Client) -> bool:
-    """Whether every block of the cache is held by nobody."""
+    """Returns True if every block of the cache is held by nobody."""
     cache = client.ask("GET", "/debug/state")[1]["kv_cache"]
     return bool(cache["free"] == cache["total"] - 1)
 

@@ -48,7 +48,7 @@ class BookProcess:
         self.made.append(self)
 
     async def say(self, command: str) -> str:
-        """What it answers, when it is done."""
+        """Returns what it answers, when it is done."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{command}\n".encode())

@@ -117,7 +117,7 @@ def _wrong_messages_to_the_frontend(rng: random.Random, count: int) -> Iterator[
 
 
 def _replays(canary: str) -> list[list[bytes]]:
-    """What the connected core said before, a former core says, or nobody should say: about the canary."""
+    """Returns what the connected core said before, a former core says, or nobody should say: about the canary."""
     messages = []
     for incarnation, sequence in ((0, 1), (0, 2), (7, 3), (7, 10_000)):
         for reason in (None, FinishReason.STOP, FinishReason.ERROR):

@@ -101,7 +101,7 @@ def rules() -> Iterator[dict[str, Any]]:
 
 
 def recorded() -> Iterator[Query]:
-    """What the recording rules make."""
+    """Yields what the recording rules make."""
     yield from (Query(rule["record"], rule["record"]) for rule in rules() if "record" in rule)
 
 
@@ -110,7 +110,7 @@ def alerts() -> Iterator[Alert]:
 
 
 def labels_of_pods() -> dict[str, str]:
-    """What the pod monitor copies from a pod to its series."""
+    """Returns what the pod monitor copies from a pod to its series."""
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "server.yaml").read_text()))
     (pods,) = (document for document in documents if document["kind"] == "Deployment")
     (monitor,) = (document for document in documents if document["kind"] == "PodMonitor")

@@ -100,12 +100,12 @@ class Auditor:
         return False
 
     def _is_theirs(self, path: Any) -> bool:
-        """Whether it lies where the repositories are."""
+        """Returns True if it lies where the repositories are."""
         text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
         return text.startswith(self._root) or os.path.realpath(text).startswith(self._root)
 
     def _is_planted(self, path: Any) -> bool:
-        """Whether it is a file beside the repositories, that nobody has named but a repository."""
+        """Returns True if it is a file beside the repositories, that nobody has named but a repository."""
         text = os.path.realpath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
         return text.startswith((self._outside, "/etc/passwd", "/dev/zero"))
 

@@ -44,7 +44,7 @@ class Loader:
         )
 
     def lines(self) -> list[dict[str, Any]]:
-        """What it says of each repository."""
+        """Returns what it says of each repository."""
         output, errors = self._process.communicate(timeout=400)
         assert self._process.returncode == 0, errors[-3000:]
         return [json.loads(line) for line in output.splitlines() if line.startswith("{")]

@@ -38,7 +38,7 @@ def chat(
 
 
 def conversations(engine: ScriptedEngine) -> list[list[str]]:
-    """What each answer was rendered from, as "role:content"."""
+    """Returns what each answer was rendered from, as "role:content"."""
     return [[f"{m['role']}:{m['content']}" for m in messages] for messages in engine.get_tokenizer().rendered]
 
 

@@ -33,7 +33,7 @@ SERVER = 2
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """What tries again draws random numbers, which other tests of this process would notice."""
+    """Yields what tries again draws random numbers, which other tests of this process would notice."""
     yield
     for thread in threading.enumerate():
         if thread.name == "SpanSenderEnd":

@@ -91,7 +91,7 @@ class Books:
         )
 
     def take(self) -> ProcessReport:
-        """What its process would report."""
+        """Returns what its process would report."""
         memory = Family("memory", "gauge", "", ("process",), series=[Series((self.name,), 5.0)])
         return self.metrics.report(MetricsSnapshot([memory]))
 

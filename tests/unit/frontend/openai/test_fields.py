@@ -37,7 +37,7 @@ def required_of(reader: BodyReader[Any]) -> dict[str, Any]:
 
 
 def unbounded(schema: dict[str, Any], path: str) -> Iterator[str]:
-    """Where a JSON schema has a number without a range, or a text or list without a length."""
+    """Yields where a JSON schema has a number without a range, or a text or list without a length."""
     for option in schema.get("anyOf", ()):
         yield from unbounded(option, path)
     kind = schema.get("type")

@@ -85,7 +85,7 @@ class Start:
 
 
 def packed_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """What a module's kernels have packed, as bytes."""
+    """Yields what a module's kernels have packed, as bytes."""
     kernels = [kernel for name, kernel in vars(module).items() if name.startswith("_kernel") and kernel is not None]
     while kernels:
         kernel = kernels.pop()

@@ -71,7 +71,7 @@ class DenseAttention(AttentionBackend[None]):
 
 
 def model_config_of(path: Path, **fields: Any) -> ModelConfig:
-    """What EngineArgs would make of a local checkpoint."""
+    """Returns what EngineArgs would make of a local checkpoint."""
     return ModelConfig(model=str(path), model_dir=path, hf_config=HFConfig.from_dir(path), **fields)
 
 

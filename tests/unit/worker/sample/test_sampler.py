@@ -57,7 +57,7 @@ def oracle(x: np.ndarray, p: SamplingParams, prompt: list[int], output: list[int
 
 
 def thinks_for(tokens: ReasoningTokens, output: list[int]) -> int:
-    """How many tokens of open reasoning there are at the end of an output; -1 if it is not open."""
+    """Returns how many tokens of open reasoning there are at the end of an output; -1 if it is not open."""
     is_open, num = tokens.open is None, 0
     for token in output:
         if token == tokens.close:

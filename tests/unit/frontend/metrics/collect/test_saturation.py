@@ -25,7 +25,7 @@ FIXED_S, PER_OUTPUT_S, PER_PROMPT_TOKEN_S = 0.010, 0.0005, 0.0001
 
 
 def learn(steps: Iterable[tuple[int, int, float]]) -> CostModel:
-    """What is made of steps, given as outputs, prompt tokens and seconds."""
+    """Returns what is made of steps, given as outputs, prompt tokens and seconds."""
     costs, now = StepCosts(), 0.0
     for num_outputs, num_prompt_tokens, duration_s in steps:
         now += duration_s
