@@ -160,7 +160,7 @@ def test_only_the_last_item_of_an_answer_that_is_cut_off_is_incomplete() -> None
     ("error", "code", "words"),
     [
         (GenerationError("the engine failed"), "server_error", "the engine failed"),
-        (KeyError("secret"), "server_error", "its log says why"),
+        (KeyError("secret"), "server_error", "its log has the reason"),
         (ValidationError("too much", param="x"), "invalid_prompt", "too much"),
     ],
 )
