@@ -98,17 +98,17 @@ class Quota:
     def change(self, more: int) -> None:
         """Takes more, or releases some."""
         self._forget()
-        self._freed += max(0, -more)
-        self._put(more, max(0, -more))
-
-    def correct(self, more: int) -> None:
-        """Corrects an estimated amount. Nothing was released."""
-        self._put(more, 0)
-
-    def _put(self, more: int, freed: int) -> None:
+        freed = max(0, -more)
+        self._freed += freed
         self._ours += more
         if self._shared is not None:
             self._shared.put(self._ours, freed)
+
+    def correct(self, more: int) -> None:
+        """Corrects an estimated amount. Nothing was released."""
+        self._ours += more
+        if self._shared is not None:
+            self._shared.put(self._ours, 0)
 
     def retry_after_s(self, amount: int) -> int:
         """Returns in how many seconds `amount` will be free, at the present release rate: 1 to `MAX_RETRY_AFTER_S`."""
@@ -141,7 +141,8 @@ class AdmissionControl:
         ledger: RequestLedger | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._ledger = RequestLedger() if ledger is None else ledger
+        self.ledger = RequestLedger() if ledger is None else ledger
+        """The ledger of what came. `reserve_unchecked`, or the receipt's `reject`, must follow its `receive`."""
         self._reqs = Quota(max_num_reqs, clock)
         self._tokens = Quota(max_num_tokens, clock)
         self._reserved = Quota(max_num_reserved_tokens, clock)
@@ -203,18 +204,13 @@ class AdmissionControl:
     def reserve(self, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0) -> Reservation:
         """Returns a reservation for `num_reqs` requests with prompts and outputs of so many tokens. Raises
         OverloadedError."""
-        receipt = self.receive(num_reqs)
+        receipt = self.ledger.receive(num_reqs)
         try:
             self.check_admission(num_reqs, num_reqs * num_tokens_each, num_reqs * num_output_tokens_each)
         except OverloadedError as e:
             receipt.reject(e)
             raise
         return self.reserve_unchecked(receipt, num_reqs, num_tokens_each, num_output_tokens_each)
-
-    def receive(self, num_reqs: int) -> Receipt:
-        """Records in the ledger that so many requests came. `reserve_unchecked` or the receipt's `reject` must
-        follow."""
-        return self._ledger.receive(num_reqs)
 
     def reserve_unchecked(
         self, receipt: Receipt, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0

@@ -23,7 +23,7 @@ from quire.frontend.admission import (
 )
 from quire.frontend.client.base import AsyncEngineCoreClient
 from quire.frontend.deadlines import TIMEOUT_S, Expired, RequestTimers, deadline_error
-from quire.frontend.new_request import NewRequest, Params, ParsedPrompt, parse_prompt
+from quire.frontend.new_request import NewRequest, ParsedPrompt, parse_prompt
 from quire.frontend.output_handler import RequestOutputCollector
 from quire.frontend.request_pipeline import RequestPipeline
 from quire.frontend.request_state import fan_out
@@ -57,15 +57,15 @@ class RequestIntake:
         self._aborts: set[asyncio.Task[None]] = set()
         """Tasks that abort expired requests in the core."""
 
-    async def add(self, new: NewRequest) -> RequestOutputCollector:
-        """Queues a request, or begins a streaming-input session. Returns the collector of its outputs."""
-        start = asyncio.get_running_loop().time()
+    async def add(self, new: NewRequest, start: float | None = None) -> RequestOutputCollector:
+        """Queues a request, or begins a streaming-input session. Returns the collector of its outputs.
+
+        Its time counts from `start`, on the loop's clock; None: from now.
+        """
+        if start is None:
+            start = asyncio.get_running_loop().time()
         if isinstance(new.prompt, AsyncGenerator):
             return await self._add_session(new, new.prompt, start)
-        return await self._add(new, start)
-
-    async def _add(self, new: NewRequest, start: float) -> RequestOutputCollector:
-        """Queues a request, whose time counts from `start`, on the loop's clock."""
         reservation = new.reservation or self._reserve(new)
         try:
             TIMEOUT_S.validate(new.timeout_s)
@@ -74,7 +74,8 @@ class RequestIntake:
                 new = replace(new, prompt=await self._read_prompt(new.prompt, new.tokenization_kwargs))
             request, text = self._pipeline.prepare(new)
             num_tokens = len(request.prompt_token_ids or ())
-            reservation.correct(num_tokens, self._max_output_tokens(request.params, num_tokens))
+            max_model_len = self._pipeline.input_processor.max_model_len
+            reservation.correct(num_tokens, max_output_tokens(request.params, max_model_len, num_tokens))
             if timeout_s is not None and start + timeout_s <= asyncio.get_running_loop().time():
                 raise deadline_error(timeout_s)
             collector = RequestOutputCollector(request.params.output_kind)
@@ -88,11 +89,9 @@ class RequestIntake:
 
     def _reserve(self, new: NewRequest) -> Reservation:
         num_tokens = estimate_num_tokens(new.prompt)
-        num_output_tokens = self._max_output_tokens(new.params, num_tokens)
+        max_model_len = self._pipeline.input_processor.max_model_len
+        num_output_tokens = max_output_tokens(new.params, max_model_len, num_tokens)
         return self.admission.reserve(count_requests(new.params), num_tokens, num_output_tokens)
-
-    def _max_output_tokens(self, params: Params, num_prompt_tokens: int) -> int:
-        return max_output_tokens(params, self._pipeline.input_processor.max_model_len, num_prompt_tokens)
 
     async def _add_session(self, new: NewRequest, inputs: Inputs, start: float) -> RequestOutputCollector:
         """Queues a session: its time begins with the wait for the first of `inputs`, whose size is admitted."""
@@ -105,7 +104,7 @@ class RequestIntake:
                 first = await feed.first()
             params = new.params if first.sampling_params is None else first.sampling_params
             new = replace(new, prompt=first.prompt, params=params, resumable=True)
-            collector = await self._add(new, start)
+            collector = await self.add(new, start)
         except BaseException as e:
             if new.reservation is not None:
                 new.reservation.release(e)

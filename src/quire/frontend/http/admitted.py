@@ -9,18 +9,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from quire.errors import OverloadedError, QuotaExceededError
-from quire.frontend.admission import (
-    AdmissionControl,
-    Quota,
-    Reservation,
-    SharedQuota,
-    count_requests,
-    max_output_tokens,
-    refusal,
-)
-from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams
+from quire.errors import QuotaExceededError
+from quire.frontend.admission import Quota, Reservation, SharedQuota, refusal
 
 
 class Tenants:
@@ -108,30 +98,3 @@ class Admitted:
             self._rooms.popleft().release(error)
         if self._share is not None:
             self._share.release()
-
-
-def admit(
-    admission: AdmissionControl,
-    tenants: Tenants,
-    owner: bytes,
-    nums_tokens: Sequence[int],
-    params: SamplingParams | PoolingParams,
-    max_model_len: int,
-) -> Admitted:
-    """Takes room and a share for prompts of about `nums_tokens` tokens each. Raises OverloadedError."""
-    n = count_requests(params)
-    nums_output_tokens = [max_output_tokens(params, max_model_len, num) for num in nums_tokens]
-    num_tokens, num_output_tokens = n * sum(nums_tokens), n * sum(nums_output_tokens)
-    receipts = [admission.receive(n) for _ in nums_tokens]
-    share = None
-    try:
-        share = tenants.take(owner, n * len(nums_tokens), num_tokens + num_output_tokens)
-        admission.check_admission(n * len(nums_tokens), num_tokens, num_output_tokens)
-    except OverloadedError as e:
-        for receipt in receipts:
-            receipt.reject(e)
-        if share is not None:
-            share.release()
-        raise
-    numbers = zip(receipts, nums_tokens, nums_output_tokens, strict=True)
-    return Admitted([admission.reserve_unchecked(receipt, n, *each) for receipt, *each in numbers], share)

@@ -82,40 +82,34 @@ class BodyReader(Generic[Body]):
     def read(self, body: bytes) -> Body:
         """Returns the checked body. Raises ValidationError that names the field."""
         try:
-            request = self._decode(body)
+            try:
+                request = self._decoder.decode(body)
+            except msgspec.ValidationError:
+                if len(body) > MAX_LAX_BYTES:
+                    raise
+                request = self._lax_decoder.decode(body)
         except msgspec.ValidationError as e:
             raise _field_error(str(e), body) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise ValidationError(f"the body is not valid JSON: {str(e)[:MAX_WORDS_CHARS]}", param="body") from None
         except RecursionError:
             raise ValidationError("the body is nested too deeply", param="body") from None
-        refuse_unknown_wishes(request)
-        _warn_of_fields_without_effect(request)
+        _check_foreign_fields(request)
         return request
 
-    def _decode(self, body: bytes) -> Body:
-        try:
-            return self._decoder.decode(body)
-        except msgspec.ValidationError:
-            if len(body) > MAX_LAX_BYTES:
-                raise
-            return self._lax_decoder.decode(body)
+
+_told: set[str] = set()
 
 
-def refuse_unknown_wishes(request: RequestBody) -> None:
-    """Raises ValidationError for a field of `NEUTRAL` that asks for something."""
+def _check_foreign_fields(request: RequestBody) -> None:
+    """Raises ValidationError for a field of `NEUTRAL` that asks for something. Logs the first use of a field of
+    `WITHOUT_EFFECT`."""
     for name, neutral in request.NEUTRAL.items():
         value = getattr(request, name)
         if value is not None and value not in neutral:
             raise ValidationError(
                 f"{name} is not supported by this version of Quire; leave it out", param=name, value=value
             )
-
-
-_told: set[str] = set()
-
-
-def _warn_of_fields_without_effect(request: RequestBody) -> None:
     for name, why in request.WITHOUT_EFFECT.items():
         if name not in _told and getattr(request, name):
             _told.add(name)

@@ -27,6 +27,7 @@ from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.errors import (
     ErrorShape,
+    UnavailableError,
     error_body,
     error_response,
     http_status_error,
@@ -99,9 +100,7 @@ class Endpoint:
         finally:
             if self.is_work:
                 state.lifecycle.end_request()
-            if self.path not in PROBES:
-                answer.count(self.path)
-            answer.log(only_failures=self.is_polled)
+            answer.close(self.path, is_counted=self.path not in PROBES, logs_success=not self.is_polled)
 
     async def _respond(self, exchange: Exchange, *, on_admin_listener: bool) -> Response:
         state = exchange.state
@@ -111,8 +110,10 @@ class Endpoint:
                 raise NotFoundError(
                     f"{self.path} is not for this model, which supports {', '.join(state.supported_tasks)}"
                 )
-            if self.is_work:
-                state.check_open()
+            if self.is_work and state.lifecycle.refuses_requests:
+                raise UnavailableError(
+                    "the server is shutting down and takes no new requests; try another one", close=True
+                )
             return await self.handler(exchange)
         except ClientDisconnect:
             return Response(status_code=GONE)

@@ -8,20 +8,24 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Send
 
-from quire.errors import ClientError, ValidationError
+from quire.errors import ClientError, OverloadedError, ValidationError
+from quire.frontend.admission import count_requests, max_output_tokens
+from quire.frontend.http.admitted import Admitted
 from quire.frontend.http.auth import shown_key
-from quire.frontend.http.bodies import Body, BodyReader
+from quire.frontend.http.bodies import Body, BodyReader, RequestBody
 from quire.frontend.http.errors import HttpError
 from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.collect.events import HttpExchange
 from quire.frontend.metrics.frontend_stats import FrontendStats
 from quire.logger import init_logger
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import SamplingParams
 
 logger = init_logger("quire.access")
 
@@ -56,7 +60,7 @@ class Exchange:
         self.size = 0
         """Bytes of the body, and of the stored conversation it continues."""
         self._content: bytes | None = None
-        self._own_names: Mapping[str, str] = {}
+        self._body: RequestBody | None = None
 
     @property
     def owner(self) -> bytes:
@@ -100,17 +104,13 @@ class Exchange:
             await asyncio.sleep(0)
             body = reader.read(content)
             await asyncio.sleep(0)
-        self._own_names = body.own_names
+        self._body = body
         return body
 
     async def read_bytes(self) -> bytes:
         """Returns the body as it came. May be called again. Raises HttpError: 408, 413, 415."""
-        if self._content is None:
-            self._content = await self._receive_bytes()
-            self.size = len(self._content)
-        return self._content
-
-    async def _receive_bytes(self) -> bytes:
+        if self._content is not None:
+            return self._content
         headers, config = self.request.headers, self.state.config
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json" and not media_type.endswith("+json"):
@@ -132,22 +132,50 @@ class Exchange:
             raise HttpError(
                 408, f"the body did not arrive within {config.body_timeout_s:g} s (--body-timeout-s)", close=True
             ) from None
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        self.size = size
+        self._content = parts[0] if len(parts) == 1 else b"".join(parts)
+        return self._content
 
     async def convert(self, work: Callable[[], Result]) -> Result:
         """Returns the result of `work`, which converts the body: on the text thread if the body is large."""
-        return work() if self.size <= LARGE_BODY_BYTES else await self.state.text_thread.run_aside(work)
+        if self.size <= LARGE_BODY_BYTES:
+            return work()
+        return await self.state.engine.pipeline.text_thread.run_aside(work)
 
     async def render(self, work: Callable[[], Result]) -> Result:
         """Returns the result of `work`, which reads all text of the request: on the text thread if it is long."""
-        return await self.state.text_thread.run(self.size, work)
+        return await self.state.engine.pipeline.text_thread.run(self.size, work)
+
+    # -- the work ------------------------------------------------------------------------------------------------------
+
+    def admit(self, nums_tokens: Sequence[int], params: SamplingParams | PoolingParams) -> Admitted:
+        """Takes room and a share for prompts of about `nums_tokens` tokens each, before work on them. Raises
+        OverloadedError."""
+        state, admission = self.state, self.state.engine.admission
+        n = count_requests(params)
+        nums_output_tokens = [max_output_tokens(params, state.max_model_len, num) for num in nums_tokens]
+        num_tokens, num_output_tokens = n * sum(nums_tokens), n * sum(nums_output_tokens)
+        receipts = [admission.ledger.receive(n) for _ in nums_tokens]
+        share = None
+        try:
+            share = state.tenants.take(self.owner, n * len(nums_tokens), num_tokens + num_output_tokens)
+            admission.check_admission(n * len(nums_tokens), num_tokens, num_output_tokens)
+        except OverloadedError as e:
+            for receipt in receipts:
+                receipt.reject(e)
+            if share is not None:
+                share.release()
+            raise
+        numbers = zip(receipts, nums_tokens, nums_output_tokens, strict=True)
+        return Admitted([admission.reserve_unchecked(receipt, n, *each) for receipt, *each in numbers], share)
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
     def with_own_names(self, error: BaseException) -> BaseException:
         """Returns the error with the field's name as the body spells it."""
         if isinstance(error, ClientError) and error.param is not None:
-            error.param = self._own_names.get(error.param, error.param)
+            names = {} if self._body is None else self._body.own_names
+            error.param = names.get(error.param, error.param)
         return error
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -190,45 +218,34 @@ class SentAnswer:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers = [*message["headers"], (b"x-request-id", self._exchange.request_id.encode("latin-1"))]
-            message["headers"] = headers + self._load_headers()
+            asked = self._exchange.request.headers.get(LOAD_REQUEST_HEADER)
+            if asked is not None and self._is_work:
+                report = load_report(self._exchange.state.engine.pipeline.stats, asked)
+                headers += [] if report is None else [(LOAD_RESPONSE_HEADER.encode(), report.encode())]
+            message["headers"] = headers
         else:
             self._num_bytes += len(message.get("body", b""))
         await self._send(message)
 
-    def _load_headers(self) -> list[tuple[bytes, bytes]]:
-        """Returns the load report, where the request is work and asked for one."""
-        asked = self._exchange.request.headers.get(LOAD_REQUEST_HEADER)
-        if asked is None or not self._is_work:
-            return []
-        report = load_report(self._exchange.state.engine.pipeline.stats, asked)
-        return [] if report is None else [(LOAD_RESPONSE_HEADER.encode(), report.encode())]
-
-    def count(self, path: str) -> None:
-        """Records the exchange in the metrics. `path` is the route's."""
-        headers = self._exchange.request.headers
-        length = headers.get("content-length", "")
-        self._exchange.state.engine.pipeline.stat_loggers.record_exchange(
-            HttpExchange(
-                self._exchange.request.method,
-                path,
-                self._status,
-                time.perf_counter() - self._start,
-                int(length) if length.isdigit() and len(length) < _MAX_LENGTH_DIGITS else 0,
-                self._num_bytes,
-            )
-        )
-
-    def log(self, *, only_failures: bool) -> None:
-        """Logs one line, without the query and other text that a client chooses."""
+    def close(self, path: str, *, is_counted: bool, logs_success: bool) -> None:
+        """Records the exchange in the metrics, under the `path` of its route, and logs one line, without the query and
+        other text that a client chooses."""
         request, state = self._exchange.request, self._exchange.state
-        if only_failures and self._status < 400:
-            return
-        if state.logs_path(request.scope["path"]):
+        duration_s = time.perf_counter() - self._start
+        if is_counted:
+            length = request.headers.get("content-length", "")
+            num_received = int(length) if length.isdigit() and len(length) < _MAX_LENGTH_DIGITS else 0
+            state.engine.pipeline.stat_loggers.record_exchange(
+                HttpExchange(request.method, path, self._status, duration_s, num_received, self._num_bytes)
+            )
+        full_path = request.scope["path"]
+        is_quiet = state.config.disable_uvicorn_access_log or full_path in state.quiet_paths
+        if not is_quiet and (logs_success or self._status >= 400):
             fields = {
                 "method": request.method,
-                "path": request.scope["path"][:200],
+                "path": full_path[:200],
                 "status": self._status,
-                "duration_ms": round(1000 * (time.perf_counter() - self._start), 1),
+                "duration_ms": round(1000 * duration_s, 1),
                 "request_id": self._exchange.request_id,
             }
             logger.info("%s %s %d %.1f ms %s", *fields.values(), extra=fields)

@@ -11,16 +11,12 @@ from quire.config.model import ModelConfig
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.http.admitted import Admitted, Tenants, admit
+from quire.frontend.http.admitted import Tenants
 from quire.frontend.http.auth import Gatekeeper
 from quire.frontend.http.engine_view import RequestWatch, SnapshotSource
-from quire.frontend.http.errors import UnavailableError
 from quire.frontend.http.membership import Membership
 from quire.frontend.metrics.publish.stat_loggers import RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics
-from quire.frontend.request_pipeline import TextThread
-from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams
 from quire.version import __version__
 from quire.wire.peers import SharedCount
 
@@ -46,17 +42,16 @@ class Lifecycle:
 
     def begin_request(self) -> None:
         """Counts a request that begins."""
-        self._count(1)
+        self.num_in_flight += 1
         self._idle.clear()
+        if self._shared is not None:
+            self._shared.put(self.num_in_flight)
 
     def end_request(self) -> None:
         """Counts a request that is answered, or whose client has disconnected."""
-        self._count(-1)
+        self.num_in_flight -= 1
         if not self.num_in_flight:
             self._idle.set()
-
-    def _count(self, more: int) -> None:
-        self.num_in_flight += more
         if self._shared is not None:
             self._shared.put(self.num_in_flight)
 
@@ -99,10 +94,13 @@ class ServerState:
         )
         self.lifecycle = Lifecycle(member.in_flight)
         self.model_names = engine.model_config.names
+        self.max_model_len = engine.pipeline.input_processor.max_model_len
+        """Maximum number of tokens of prompt and output together."""
         self.fingerprint = _fingerprint(config, engine.model_config)
         self.supported_tasks = tuple(engine.engine_core.ready_response.supported_tasks)
         quiet = config.disable_access_log_for_endpoints or ""
-        self._quiet_paths = frozenset(path.strip() for path in quiet.split(",") if path.strip())
+        self.quiet_paths = frozenset(path.strip() for path in quiet.split(",") if path.strip())
+        """Paths whose requests are not logged."""
         self._parts: dict[type, Any] = {}
 
     def add_part(self, part: object) -> None:
@@ -119,11 +117,6 @@ class ServerState:
         """Name of the model in answers to requests that give none."""
         return self.model_names[0]
 
-    @property
-    def max_model_len(self) -> int:
-        """Maximum number of tokens of prompt and output together."""
-        return self.engine.pipeline.input_processor.max_model_len
-
     def check_model(self, name: str | None) -> str:
         """Returns the model's name for the answer. Raises NotFoundError for a name that is not served."""
         if name is None or name == "":
@@ -133,19 +126,6 @@ class ServerState:
                 f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}", param="model"
             )
         return name
-
-    @property
-    def text_thread(self) -> TextThread:
-        """The engine's thread for long texts."""
-        return self.engine.pipeline.text_thread
-
-    def admit(self, owner: bytes, nums_tokens: Sequence[int], params: SamplingParams | PoolingParams) -> Admitted:
-        """Takes room for prompts of about `nums_tokens` tokens each, before work on them. Raises OverloadedError."""
-        return admit(self.engine.admission, self.tenants, owner, nums_tokens, params, self.max_model_len)
-
-    def logs_path(self, path: str) -> bool:
-        """Returns whether requests for `path` are logged."""
-        return not self.config.disable_uvicorn_access_log and path not in self._quiet_paths
 
     def check_num_outputs(self, num_outputs: int) -> None:
         """Raises ValidationError for more outputs than one request may have."""
@@ -157,11 +137,6 @@ class ServerState:
                 param="n",
                 value=num_outputs,
             )
-
-    def check_open(self) -> None:
-        """Raises UnavailableError while no new work is taken."""
-        if self.lifecycle.refuses_requests:
-            raise UnavailableError("the server is shutting down and takes no new requests; try another one", close=True)
 
 
 def hash_model(model: ModelConfig) -> str:

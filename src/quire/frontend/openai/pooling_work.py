@@ -48,7 +48,7 @@ async def pool_input(exchange: Exchange, body: InputBody, params: PoolingParams)
     messages, renderer = body.messages, exchange.state.part(PromptRenderer)
     with naming("messages"):
         size = estimate_text_tokens(texts_of(messages))
-        with exchange.state.admit(exchange.owner, [size], params) as admitted:
+        with exchange.admit([size], params) as admitted:
             variables = check_template_variables(body.chat_template_kwargs)
             text = await exchange.render(
                 lambda: renderer.render_chat(
@@ -67,7 +67,7 @@ async def pool_texts(
     exchange: Exchange, body: PoolingBody, texts: Sequence[Prompt], params: PoolingParams
 ) -> list[PoolingRequestOutput]:
     """Returns the results of some prompts, in order. Raises as `AsyncLLM.add_request`, and the engine's errors."""
-    with exchange.state.admit(exchange.owner, list(map(estimate_num_tokens, texts)), params) as admitted:
+    with exchange.admit(list(map(estimate_num_tokens, texts)), params) as admitted:
         submission = await _submit_texts(exchange, admitted, body, texts, params)
     return await pooled_outputs(exchange, submission)
 

@@ -36,24 +36,14 @@ class _Output:
 class RequestLog:
     """Logs one HTTP request: --enable-log-requests, --enable-log-outputs. Lines hold text only with --max-log-len."""
 
-    def __init__(
-        self, http_id: str, engine: AsyncLLM, max_len: int, *, with_requests: bool, with_outputs: bool
-    ) -> None:
+    def __init__(self, config: ServerConfig, http_id: str, engine: AsyncLLM) -> None:
         self._facts = {"request_id": http_id}
         self._engine = engine
-        self._max_len = max_len
-        self._with_requests = with_requests
-        self._with_outputs = with_outputs
+        self._max_len = config.max_log_len
+        self._with_requests = config.enable_log_requests
+        self._with_outputs = config.enable_log_outputs
         self._outputs: dict[tuple[str, int], _Output] = {}
         """Outputs of requests that have not ended, with no more text than is logged."""
-
-    @classmethod
-    def from_config(cls, config: ServerConfig, http_id: str, engine: AsyncLLM) -> RequestLog | None:
-        """Returns a log; None where neither requests nor outputs are logged."""
-        with_requests, with_outputs = config.enable_log_requests, config.enable_log_outputs
-        if not with_requests and not with_outputs:
-            return None
-        return cls(http_id, engine, config.max_log_len, with_requests=with_requests, with_outputs=with_outputs)
 
     def note_request(self, request_id: str, new: NewRequest) -> None:
         """Logs a request that the engine has taken under this id."""
@@ -122,7 +112,8 @@ class Submission:
         self._engine = state.engine
         self._lifecycle = state.lifecycle
         self._share = share
-        self._log = RequestLog.from_config(state.config, exchange.request_id, state.engine)
+        is_logged = state.config.enable_log_requests or state.config.enable_log_outputs
+        self._log = RequestLog(state.config, exchange.request_id, state.engine) if is_logged else None
         self._collectors: list[RequestOutputCollector] = []
 
     @classmethod
@@ -144,31 +135,28 @@ class Submission:
         if isinstance(params, SamplingParams):
             params.skip_clone = len(prompts) == 1  # made for this request, and used once
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        submission, trace_headers = cls(exchange, admitted.take_share()), exchange.trace_headers
+        trace_headers = exchange.trace_headers
+        submission = cls(exchange, admitted.take_share())
         try:
             for index, prompt in enumerate(prompts):
                 if index > 1:
                     await asyncio.sleep(0)  # others may go on between two prompts
-                await submission._add(
-                    NewRequest(
-                        request_id=request_id,
-                        prompt=prompt,
-                        params=each[index],
-                        priority=priority,
-                        trace_headers=trace_headers,
-                        reservation=admitted.take_room(),
-                    )
+                new = NewRequest(
+                    request_id=request_id,
+                    prompt=prompt,
+                    params=each[index],
+                    priority=priority,
+                    trace_headers=trace_headers,
+                    reservation=admitted.take_room(),
                 )
+                collector = await submission._engine.add_new(new)
+                submission._collectors.append(collector)
+                if submission._log is not None:
+                    submission._log.note_request(collector.request_id, new)
         except BaseException:
             await submission.close()
             raise
         return submission
-
-    async def _add(self, new: NewRequest) -> None:
-        collector = await self._engine.add_new(new)
-        self._collectors.append(collector)
-        if self._log is not None:
-            self._log.note_request(collector.request_id, new)
 
     async def __aenter__(self) -> Self:
         return self

@@ -46,7 +46,7 @@ async def submit_chats(
     """
     params, plan = await plan_chats(exchange, bodies)
     sizes = [estimate_text_tokens(texts_of(body.messages)) for body in bodies]
-    with exchange.state.admit(exchange.owner, sizes, params) as admitted:
+    with exchange.admit(sizes, params) as admitted:
         chat = await render_chats(exchange, bodies, params, plan, thinking_budget)
         return chat, await Submission.submit(exchange, admitted, chat.prompts, params, request_id, priority=priority)
 
@@ -89,19 +89,20 @@ async def render_prompts(
     """Returns the prompts of conversations, through the model's chat template. Unless `max_tokens` is 0 they must leave
     room for so many tokens (None: for one)."""
     renderer, body = exchange.state.part(PromptRenderer), bodies[0]
-
-    def render(body: ChatBody) -> str:
-        return renderer.render_chat(
-            body.messages,
-            chat_template=body.chat_template,
-            tools=plan.tools,
-            documents=body.documents,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            variables=body.template_variables(),
-        )
-
-    texts = await exchange.render(lambda: [render(body) for body in bodies])
+    texts = await exchange.render(
+        lambda: [
+            renderer.render_chat(
+                each.messages,
+                chat_template=each.chat_template,
+                tools=plan.tools,
+                documents=each.documents,
+                add_generation_prompt=each.add_generation_prompt,
+                continue_final_message=each.continue_final_message,
+                variables=each.template_variables(),
+            )
+            for each in bodies
+        ]
+    )
     options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body, max_tokens)
     salt = exchange.cache_salt(body.cache_salt)
     return await renderer.tokenize(texts, options, cache_salt=salt, max_tokens=max_tokens)

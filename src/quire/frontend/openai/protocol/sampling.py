@@ -52,10 +52,12 @@ class FormBody(RequestBody, kw_only=True):
     def form(self) -> StructuredOutputsParams | None:
         """Returns the form; None for any text. Raises ValidationError."""
         forms: dict[str, Any] = {
-            "response_format": _of_response_format(self.response_format),
+            "response_format": None if self.response_format is None else _of_response_format(self.response_format),
             "structured_outputs": self.structured_outputs or None,
-            **{f"guided_{kind}": _guided(kind, getattr(self, f"guided_{kind}")) for kind in _GUIDED_KINDS},
         }
+        for kind in _GUIDED_KINDS:
+            value = getattr(self, f"guided_{kind}")
+            forms[f"guided_{kind}"] = None if value is None else {kind: value}
         given = {name: fields for name, fields in forms.items() if fields is not None}
         if len(given) > 1:
             raise ValidationError(
@@ -73,13 +75,9 @@ _GUIDED_KINDS = ("json", "regex", "choice", "grammar")
 _FORMS = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind in _GUIDED_KINDS))
 
 
-def _guided(kind: str, value: Any) -> dict[str, Any] | None:
-    return None if value is None else {kind: value}
-
-
-def _of_response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
-    kind = None if value is None else value.get("type")
-    if value is None or kind == "text":
+def _of_response_format(value: dict[str, Any]) -> dict[str, Any] | None:
+    kind = value.get("type")
+    if kind == "text":
         return None
     if kind == "json_object":
         return {"json_object": True}

@@ -60,7 +60,8 @@ class ChatWriter:
         self._plan = chat.plan
         self._fingerprint = exchange.state.fingerprint
         self._role = config.response_role if body.add_generation_prompt else _last_role(body)
-        self._echoed = _last_text(body) if body.echo and not body.add_generation_prompt else ""
+        echoed = _last_text(body) if body.echo and not body.add_generation_prompt else ""
+        self._echo: list[Delta] = [{"content": echoed}] if echoed else []
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
         as_ids = bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids
         self._name = TokenNames(exchange.state.engine.tokenizer, as_ids=as_ids)
@@ -101,7 +102,7 @@ class ChatWriter:
         }
 
     def _choice(self, parser: ChatParser, completion: CompletionOutput) -> dict[str, Any]:
-        deltas = [*self._echo(), *parser.feed(completion.text, completion.token_ids), *parser.finish()]
+        deltas = [*self._echo, *parser.feed(completion.text, completion.token_ids), *parser.finish()]
         return {
             "index": completion.index,
             "message": make_message(self._role, deltas),
@@ -119,9 +120,6 @@ class ChatWriter:
                 text = parser.reasoning
                 self._usage.add_reasoning(await self._count_tokens(text) if text else 0)
 
-    def _echo(self) -> list[Delta]:
-        return [{"content": self._echoed}] if self._echoed else []
-
     # -- in chunks ----------------------------------------------------------------------------------------------------
 
     async def chunks(self, submission: Submission) -> AsyncGenerator[bytes, None]:
@@ -136,7 +134,7 @@ class ChatWriter:
                 if parser is None:
                     parser = parsers[completion.index] = self._plan.make_parser(self._prompt_text)
                     yield b"".join((head, self._first_choice(output, completion.index), self._tail()))
-                    for delta in self._echo():
+                    for delta in self._echo:
                         yield b"".join((head, _choice_chunk(completion.index, delta), b"]", self._tail()))
             self._usage.add_outputs(output)
             tail = self._tail()

@@ -34,7 +34,7 @@ async def create_completion(exchange: Exchange) -> Response:
     model = exchange.state.check_model(body.model)
     request_id = f"cmpl-{body.request_id or exchange.request_id}"
     texts, params = await plan_completion(exchange, body)
-    with exchange.state.admit(exchange.owner, list(map(estimate_num_tokens, texts)), params) as admitted:
+    with exchange.admit(list(map(estimate_num_tokens, texts)), params) as admitted:
         prompts = await tokenize_prompts(exchange, body, texts, params)
         submission = await Submission.submit(exchange, admitted, prompts, params, request_id, priority=body.priority)
     writer = CompletionWriter(exchange, body, model, request_id, prompts, params)

@@ -72,7 +72,7 @@ async def _score(exchange: Exchange, body: PoolingBody, pairs: Sequence[tuple[st
     if "score" in state.supported_tasks:
         params = body.params("score")
         sizes = [estimate_text_tokens(pair) for pair in pairs]
-        with state.admit(exchange.owner, sizes, params) as admitted:
+        with exchange.admit(sizes, params) as admitted:
             job = await exchange.render(lambda: scorer.plan(pairs, params, body.tokenization()))
             salt = exchange.cache_salt(body.cache_salt)
             prompts = [replace(parse_prompt(prompt), cache_salt=salt) for prompt in job.prompts]
