@@ -72,7 +72,7 @@ def test_it_shows_what_the_server_can_be_asked(browser: Any, server: ServerProce
     tools.click()
     inner = chat.locator("summary", has_text="FunctionDefinition").first
     inner.click()
-    chat.get_by_text("A JSON schema of its arguments.").wait_for()
+    chat.get_by_text("JSON schema of the arguments.").wait_for()
     window.keep("docs-light")
     assert operation(page, "health_get").inner_text().count("Open to all, without a key.") == 1
     assert "after" in operation(page, "debug_state_get").inner_text()
