@@ -40,7 +40,7 @@ def make_full_scheduler(num_blocks: int, num_requests: int) -> Scheduler:
     for number in range(num_requests):
         prompt = [number, *range(num_tokens - 1)]
         request = EngineCoreRequest(f"request-{number}", prompt, SamplingParams(), None, arrival_time=float(number))
-        scheduler.add_request(Request.from_engine_core_request(request, hasher))
+        scheduler.add_request(Request(request, hasher))
     scheduler.schedule()
     return scheduler
 

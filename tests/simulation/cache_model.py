@@ -108,7 +108,7 @@ def check_order_of_freed_blocks(manager: KVCacheManager, request_id: str) -> Ite
     that its start survives longest; the rest keeps its order.
     """
     before = free_queue(manager)
-    freed = [[b for b in group if b.ref_cnt == 1 and not b.is_null] for group in manager.get_blocks(request_id).blocks]
+    freed = [[b for b in group if b.ref_cnt == 1 and not b.is_null] for group in manager.get_tables(request_id)]
     worthless = {b.block_id for group in freed for b in group if b.block_hash is None}
     yield
     after = free_queue(manager)

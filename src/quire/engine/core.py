@@ -137,7 +137,7 @@ class EngineCore:
 
         Returns (request, wave). Raises ValidationError, which concerns this request only.
         """
-        core_request = Request.from_engine_core_request(request, self.block_hasher)
+        core_request = Request(request, self.block_hasher)
         self.structured_output_manager.grammar_init(core_request)
         return core_request, request.current_wave
 
@@ -149,7 +149,8 @@ class EngineCore:
         """
         if not isinstance(request.request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request.request_id).__name__}")
-        task = "generate" if request.pooling_params is None else request.pooling_params.task
+        pooling_params = request.origin.pooling_params
+        task = "generate" if pooling_params is None else pooling_params.task
         supported = self.ready_response.supported_tasks
         if task not in supported:
             raise ValidationError(

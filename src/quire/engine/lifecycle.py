@@ -78,7 +78,7 @@ class Lifecycle:
         frozen requests are then computed again. The returned Future ends when nothing runs; None: nothing runs already.
         Raises ValueError for an unknown mode, and for "wait" where the caller's own thread would have to run the steps.
         """
-        return self._pause(mode, self._reset_caches if clear_cache else _nothing)
+        return self._pause(mode, self._reset_caches if clear_cache else lambda: None)
 
     def resume_scheduler(self) -> None:
         """Schedules everything again. Cancels a pause that is not complete: its Future fails.
@@ -90,7 +90,8 @@ class Lifecycle:
         self._is_asleep = False
         self._scheduler.set_pause_state(PauseState.UNPAUSED)
         while self._idle_state_callbacks:
-            self._idle_state_callbacks.popleft().call_off()
+            error = ClientError("the engine was resumed before the pause was complete")
+            self._idle_state_callbacks.popleft().future.set_exception(error)
 
     def is_scheduler_paused(self) -> bool:
         """Returns whether new requests wait."""
@@ -198,18 +199,10 @@ class Lifecycle:
         with InterruptShield():
             return self._scheduler.reset_prefix_cache(reset_running_requests)
 
-    def reset_mm_cache(self) -> None:
-        """Drops processed images and sounds. No model here takes any, so there is nothing to drop."""
-
-    def reset_encoder_cache(self) -> None:
-        """Drops encoder outputs. No model here has an encoder, so there is nothing to drop."""
-
     def _reset_caches(self) -> None:
         """Drops all cached prefixes, whatever runs. Raises ServerError if blocks are still in use."""
         if not self.reset_prefix_cache(reset_running_requests=True):
             raise ServerError("the prefix cache cannot be reset: blocks are in use though no request runs")
-        self.reset_mm_cache()
-        self.reset_encoder_cache()
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -275,14 +268,6 @@ class _Pause:
             self.future.set_exception(e)
         else:
             self.future.set_result(None)
-
-    def call_off(self) -> None:
-        """Cancels the pause: the engine continues before everything had stopped."""
-        self.future.set_exception(ClientError("the engine was resumed before the pause was complete"))
-
-
-def _nothing() -> None:
-    """Does nothing: the end of a pause that keeps the caches."""
 
 
 def _next_version(version: str) -> str:

@@ -209,16 +209,16 @@ class EngineCoreProc(EngineCore):
             return
         request, wave = data
         if not self.is_running:
-            self._send_end(request.client_index, [request.request_id], FinishReason.ABORT, SHUTTING_DOWN)
+            self._send_end(request.origin.client_index, [request.request_id], FinishReason.ABORT, SHUTTING_DOWN)
             return
         try:
             self.add_request(request, wave)
         except ValidationError as e:
-            self._refuse(request.client_index, request.request_id, str(e), error_name(e))
+            self._refuse(request.origin.client_index, request.request_id, str(e), error_name(e))
         except Exception as e:  # a fault of the request or of the core, but of no other request
             logger.exception("request %s could not be added", request.request_id)
             self.abort_requests([request.request_id])
-            self._refuse(request.client_index, request.request_id, f"{type(e).__name__}: {e}")
+            self._refuse(request.origin.client_index, request.request_id, f"{type(e).__name__}: {e}")
 
     def _refuse(self, client_index: int, request_id: str, message: str, error_type: str = "") -> None:
         """Answers an ADD with an error. One whose id is live is a replay: an answer would end the live request."""

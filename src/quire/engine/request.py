@@ -6,13 +6,12 @@ cache; the scheduler lets the second number catch up with the first, and every c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import IntEnum
 
 from quire.engine.structured_output.request import StructuredOutputRequest
 from quire.errors import QuireError, ValidationError
 from quire.lora_request import LoRARequest
-from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
 
@@ -45,10 +44,10 @@ _FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 }
 
 
-class RequestHistory:
-    """Counts of a request's admissions and preemptions."""
+class RequestReport:
+    """Counts of a request's admissions and preemptions; events, stop reason and error for its client."""
 
-    __slots__ = ("num_cached_tokens", "num_lost_tokens", "num_preemptions")
+    __slots__ = ("error", "events", "num_cached_tokens", "num_lost_tokens", "num_preemptions", "stop_reason")
 
     def __init__(self) -> None:
         self.num_cached_tokens = -1
@@ -56,14 +55,6 @@ class RequestHistory:
         self.num_lost_tokens = 0
         """Computed tokens that the last preemption lost; 0 after the next admission."""
         self.num_preemptions = 0
-
-
-class RequestReport:
-    """Events, stop reason and error for the client of a request."""
-
-    __slots__ = ("error", "events", "stop_reason")
-
-    def __init__(self) -> None:
         self.events: list[EngineCoreEvent] = []
         """To be sent with the next output."""
         self.stop_reason: int | str | None = None
@@ -98,7 +89,6 @@ class Request:
         "all_token_ids",
         "arrival_index",
         "block_hashes",
-        "history",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_tokens",
@@ -113,7 +103,10 @@ class Request:
     )
 
     def __init__(self, origin: EngineCoreRequest, block_hasher: BlockHasher | None = None) -> None:
-        """Raises ValidationError if `origin` has no prompt tokens, or not exactly one kind of parameters."""
+        """`origin.output_token_ids` (a resumption) are its first outputs.
+
+        Raises ValidationError if `origin` has no prompt tokens, or not exactly one kind of parameters.
+        """
         prompt = origin.prompt_token_ids
         if not prompt:
             raise ValidationError(
@@ -143,7 +136,6 @@ class Request:
         self.status = RequestStatus.WAITING
         self.arrival_index = 0
         """Number of requests that the scheduler was given before this one."""
-        self.history = RequestHistory()
         self.report = RequestReport()
         self.structured_output: StructuredOutputRequest | None = None
         """Its grammar, if its output must have a form."""
@@ -155,14 +147,6 @@ class Request:
         """One per full block of `all_token_ids`; empty where prefix caching is off."""
         if block_hasher is not None:
             self.block_hashes = block_hasher(self)
-
-    @classmethod
-    def from_engine_core_request(cls, req: EngineCoreRequest, block_hasher: BlockHasher | None = None) -> Request:
-        """Returns the request that the frontend describes; `req.output_token_ids` (a resumption) are its first outputs.
-
-        Raises as the constructor.
-        """
-        return cls(req, block_hasher)
 
     # -- tokens -------------------------------------------------------------------------------------------------
 
@@ -199,18 +183,18 @@ class Request:
 
     def start(self, num_cached: int) -> int:
         """Runs from now on, with `num_cached` tokens computed. Returns how many more it had before its preemption."""
-        history = self.history
-        if history.num_cached_tokens < 0:
-            history.num_cached_tokens = num_cached
-        num_lost, history.num_lost_tokens = history.num_lost_tokens, 0
+        report = self.report
+        if report.num_cached_tokens < 0:
+            report.num_cached_tokens = num_cached
+        num_lost, report.num_lost_tokens = report.num_lost_tokens, 0
         self.num_computed_tokens = num_cached
         self.status = RequestStatus.RUNNING
         return max(0, num_lost - num_cached)
 
     def preempt(self) -> None:
         """Has nothing computed any more. The caller has freed its blocks."""
-        self.history.num_lost_tokens = min(self.num_computed_tokens, self.num_tokens)
-        self.history.num_preemptions += 1
+        self.report.num_lost_tokens = min(self.num_computed_tokens, self.num_tokens)
+        self.report.num_preemptions += 1
         self.num_computed_tokens = 0
         self.spec_token_ids = []
         self.status = RequestStatus.PREEMPTED
@@ -221,14 +205,9 @@ class Request:
         return self.status > RequestStatus.PREEMPTED
 
     @property
-    def finish_reason(self) -> FinishReason | None:
-        """Reason reported to the client; None while the request lives."""
-        return self.status.finish_reason
-
-    @property
     def num_preemptions(self) -> int:
         """Number of times the request lost its blocks."""
-        return self.history.num_preemptions
+        return self.report.num_preemptions
 
     # -- what the frontend sent ---------------------------------------------------------------------------------
 
@@ -237,11 +216,6 @@ class Request:
         """The prompt. Must not be changed."""
         assert self.origin.prompt_token_ids is not None  # checked at the door
         return self.origin.prompt_token_ids
-
-    @property
-    def pooling_params(self) -> PoolingParams | None:
-        """Set exactly when `sampling_params` is not."""
-        return self.origin.pooling_params
 
     @property
     def priority(self) -> int:
@@ -262,16 +236,6 @@ class Request:
     def cache_salt(self) -> str | None:
         """Isolates the request's prefix cache."""
         return self.origin.cache_salt
-
-    @property
-    def client_index(self) -> int:
-        """The frontend its outputs go to."""
-        return self.origin.client_index
-
-    @property
-    def trace_headers(self) -> Mapping[str, str] | None:
-        """Echoed on its outputs."""
-        return self.origin.trace_headers
 
     @property
     def skip_reading_prefix_cache(self) -> bool:

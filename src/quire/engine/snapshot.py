@@ -109,7 +109,7 @@ def _snapshot(request: Request, place: RequestPlace, num_blocks: int, block_ids:
         num_prompt_tokens=request.num_prompt_tokens,
         num_tokens=request.num_tokens,
         num_computed_tokens=request.num_computed_tokens,
-        num_cached_tokens=request.history.num_cached_tokens,
+        num_cached_tokens=request.report.num_cached_tokens,
         max_tokens=None if params is None else params.max_tokens,
         num_preemptions=request.num_preemptions,
         priority=request.priority,

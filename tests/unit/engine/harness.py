@@ -62,9 +62,7 @@ def make_core_request(
 
 
 def make_request(request_id: str = "a", prompt: int | Sequence[int] = 4, **fields: Any) -> Request:
-    return Request.from_engine_core_request(
-        make_core_request(request_id, prompt, **fields), make_block_hasher(BLOCK_SIZE)
-    )
+    return Request(make_core_request(request_id, prompt, **fields), make_block_hasher(BLOCK_SIZE))
 
 
 def make_kv_cache_config(num_blocks: int) -> KVCacheConfig:

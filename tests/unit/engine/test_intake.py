@@ -36,7 +36,7 @@ class Intake:
 
     def preprocess(self, request: EngineCoreRequest) -> tuple[Request, int]:
         self.prepared.append(request)
-        return Request.from_engine_core_request(request), request.current_wave
+        return Request(request), request.current_wave
 
     def take(self, *frames: Frame, client_index: int = 0) -> list[InputItem]:
         self.intake.take_message(client_index, frames)
@@ -64,7 +64,7 @@ def test_a_request_is_prepared_before_it_is_queued(intake: Intake) -> None:
 
 def test_answers_go_where_the_question_came_from(intake: Intake) -> None:
     ((_, (request, _)),) = intake.take(ADD, pack(make_core_request("a", client_index=0)), client_index=2)
-    assert request.client_index == 2
+    assert request.origin.client_index == 2
     ((_, call),) = intake.take(UTILITY, pack((0, 7, "profile", (True,))), client_index=1)
     assert call == UtilityCall(1, 7, "profile", (True,))
 
@@ -105,7 +105,7 @@ def test_the_request_being_prepared_is_on_the_page(intake: Intake, tmp_path: Pat
         seen.append(page.get_heartbeat().intake_id)
         if request.request_id == "b":
             raise ValueError("no")
-        return Request.from_engine_core_request(request), 0
+        return Request(request), 0
 
     intake.intake = MessageIntake(
         preprocess, intake.input_queue, intake.aborts_queue, intake.dropped, HeartbeatWriter(page)

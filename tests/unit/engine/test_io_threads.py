@@ -90,7 +90,7 @@ class Input:
             frontend.inputs,
             0,
             lambda sequence: b"ready, the next is %d" % sequence,
-            MessageIntake(lambda r: (Request.from_engine_core_request(r), 0), self.queue, queue.Queue(), self.dropped),
+            MessageIntake(lambda r: (Request(r), 0), self.queue, queue.Queue(), self.dropped),
             on_link=self.links.put,
             on_failure=self.failures.put,
             owner_first=owner_first,
@@ -126,7 +126,7 @@ def test_every_client_is_told_to_begin(frontend: Frontend, input_of: Callable[..
         assert router.recv_multipart() == [b"\0\0", READY]
         send_request(router, f"r{index}")
         request_type, (request, _) = received.next()
-        assert (request_type, request.client_index) == (EngineCoreRequestType.ADD, index)
+        assert (request_type, request.origin.client_index) == (EngineCoreRequestType.ADD, index)
 
 
 def test_garbage_is_counted_and_the_thread_goes_on(frontend: Frontend, input_of: Callable[..., Input]) -> None:
@@ -155,7 +155,7 @@ def test_a_client_that_is_gone_is_noticed_and_greeted_when_it_is_back(
     received.thread.greet(1, 58)
     assert frontend.routers[1].recv_multipart() == [b"\0\0", b"ready, the next is 58"]
     send_request(frontend.routers[1], "new")
-    assert received.next()[1][0].client_index == 1
+    assert received.next()[1][0].origin.client_index == 1
     assert received.links.empty()
 
 
@@ -193,7 +193,7 @@ def test_others_are_told_to_begin_when_the_owner_has_restored_the_core(
         received.thread.admit_clients()
     assert other.recv_multipart() == [b"\0\0", READY]
     send_request(other, "b")
-    assert received.next()[1][0].client_index == 1
+    assert received.next()[1][0].origin.client_index == 1
     with pytest.raises(zmq.Again):
         other.recv_multipart(zmq.NOBLOCK)
 

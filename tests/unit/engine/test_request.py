@@ -22,13 +22,13 @@ def test_a_new_request_has_its_prompt_and_nothing_else() -> None:
     assert list(request.all_token_ids) == [5, 6, 7]
     assert list(request.output_token_ids) == []
     assert (request.num_tokens, request.num_prompt_tokens, request.num_output_tokens) == (3, 3, 0)
-    assert (request.num_computed_tokens, request.history.num_cached_tokens, request.num_preemptions) == (0, -1, 0)
-    assert (request.priority, request.client_index, request.cache_salt, request.arrival_time) == (3, 2, "s", 9.0)
-    assert request.finish_reason is None
+    assert (request.num_computed_tokens, request.report.num_cached_tokens, request.num_preemptions) == (0, -1, 0)
+    assert (request.priority, request.origin.client_index, request.cache_salt, request.arrival_time) == (3, 2, "s", 9.0)
+    assert request.status.finish_reason is None
     assert not request.is_finished
-    assert request.trace_headers is None
+    assert request.origin.trace_headers is None
     assert request.lora_request is None
-    assert request.pooling_params is None
+    assert request.origin.pooling_params is None
 
 
 def test_tokens_that_came_before_a_restart_are_outputs() -> None:
@@ -41,7 +41,7 @@ def test_tokens_that_came_before_a_restart_are_outputs() -> None:
 
 def test_appending_tokens_leaves_what_the_frontend_sent_alone() -> None:
     origin = make_core_request("a", [5, 6, 7], output_token_ids=[8])
-    request = Request.from_engine_core_request(origin)
+    request = Request(origin)
     request.append_output_token_ids([9, 10])
     request.append_output_token_ids(11)
     assert list(request.all_token_ids) == [5, 6, 7, 8, 9, 10, 11]
@@ -74,7 +74,7 @@ def test_block_hashes_are_those_of_a_request_that_had_all_tokens_at_once(
 def test_a_request_without_prompt_tokens_is_refused(tokens: list[int] | None) -> None:
     origin = EngineCoreRequest("a", tokens, SamplingParams(), None, 0.0)
     with pytest.raises(ValidationError, match="no prompt tokens"):
-        Request.from_engine_core_request(origin)
+        Request(origin)
 
 
 @pytest.mark.parametrize(("sampling", "pooling"), [(None, None), (SamplingParams(), PoolingParams())])

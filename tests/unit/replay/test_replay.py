@@ -96,7 +96,7 @@ def test_pooling_requests_replay() -> None:
     scheduler, events = watch(make_scheduler(max_num_batched_tokens=8))
     for i in range(3):
         origin = EngineCoreRequest(f"p{i}", [1] * (6 + i), None, PoolingParams(task="embed"), 0.0)
-        scheduler.add_request(Request.from_engine_core_request(origin))
+        scheduler.add_request(Request(origin))
     while scheduler.has_requests():
         output = scheduler.schedule()
         done = [r for r in scheduler.running if r.num_computed_tokens == r.num_tokens]

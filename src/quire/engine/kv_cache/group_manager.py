@@ -14,7 +14,6 @@ from typing import ClassVar
 from quire.engine.kv_cache.block import CacheableRequest, KVCacheBlock
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.hashing import PrefixQuery
-from quire.engine.kv_cache.sizing import blocks_needed
 from quire.wire.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
 
 
@@ -37,10 +36,6 @@ class GroupManager(ABC):
     @abstractmethod
     def first_block_read(self, position: int) -> int:
         """Returns the index of the first block that a token at `position`, or any after it, attends to."""
-
-    def max_blocks_held(self, num_tokens: int) -> int:
-        """Returns the most blocks that a request of `num_tokens` tokens holds at once."""
-        return blocks_needed(self.spec, num_tokens, self.max_step_tokens)
 
 
 class FullAttentionManager(GroupManager):

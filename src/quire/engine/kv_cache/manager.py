@@ -15,6 +15,7 @@ from quire.engine.kv_cache.block import (
 )
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.group_manager import GroupManager, PrefixLookUp, make_group_manager
+from quire.engine.kv_cache.sizing import blocks_needed
 from quire.wire.execution import BlockIds
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.stats import KVCacheEvictionEvent, PrefixCacheStats
@@ -184,19 +185,16 @@ class KVCacheManager:
         columns = list(zip(*held.tables, strict=True))
         self.block_pool.free_blocks(block for column in reversed(columns) for block in column)
 
-    def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """Returns all blocks of a request; none if it was not admitted."""
-        held = self._requests.get(request_id)
-        return KVCacheBlocks(tuple(map(list, held.tables))) if held is not None else self.empty_kv_cache_blocks
-
     def get_tables(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:
-        """Returns its block tables themselves, which must not be kept or changed; none if it was not admitted."""
+        """Returns a request's own block tables, not to be kept or changed; none if it was not admitted."""
         held = self._requests.get(request_id)
         return held.tables if held is not None else ()
 
     def get_block_ids(self, request_id: str) -> BlockIds:
-        """Returns its block ids, per group."""
-        return self.get_blocks(request_id).get_block_ids()
+        """Returns the ids of a request's blocks, per group."""
+        held = self._requests.get(request_id)
+        tables = held.tables if held is not None else self.empty_kv_cache_blocks.blocks
+        return tuple([block.block_id for block in table] for table in tables)
 
     def reset_prefix_cache(self) -> bool:
         """Drops all cached prefixes. Returns False, and does nothing, while any request holds blocks."""
@@ -261,7 +259,7 @@ class KVCacheManager:
         count = 0
         for group, table, hit in zip(self.groups, tables, hits, strict=True):
             num_owned = sum(not block.is_null for part in (table, hit) for block in part)
-            count += max(0, group.max_blocks_held(request.num_tokens) - num_owned)
+            count += max(0, blocks_needed(group.spec, request.num_tokens, group.max_step_tokens) - num_owned)
         return count
 
     def _admit(

@@ -108,7 +108,7 @@ class Recorder(SchedulerObserver):
             max_tokens=None if params is None else params.max_tokens,
             priority=request.priority,
             arrival_time=request.arrival_time,
-            client_index=request.client_index,
+            client_index=request.origin.client_index,
             is_accepted=is_accepted,
             prompt=prompt if self._with_prompts else None,
         )

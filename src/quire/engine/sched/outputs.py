@@ -34,6 +34,7 @@ def apply_result(
         return None
     kept = _append_until_stop(request, new_token_ids, max_model_len)
     ends = request.status is not RequestStatus.RUNNING
+    error_message, error_type = _describe_error(request) if ends else (None, "")
     logprobs = result.logprobs.get(request_id) if result.logprobs else None
     if logprobs is not None and len(kept) < len(new_token_ids):
         logprobs = logprobs.slice_rows(0, len(kept))
@@ -42,23 +43,21 @@ def apply_result(
         new_token_ids=kept,
         new_logprobs=logprobs,
         new_prompt_logprobs_tensors=result.prompt_logprobs.get(request_id) if first else None,
-        finish_reason=request.finish_reason if ends else None,
+        finish_reason=request.status.finish_reason if ends else None,
         stop_reason=request.report.stop_reason if ends else None,
         events=request.report.take_events() if request.report.events else None,
         prefill_stats=make_prefill_stats(request) if first else None,
         trace_headers=request.origin.trace_headers,
         num_nans_in_logits=result.num_nans_in_logits.get(request_id, 0) if result.num_nans_in_logits else 0,
-        error_message=_error_message(request) if ends else None,
-        error_type=_error_type(request) if ends else "",
+        error_message=error_message,
+        error_type=error_type,
     )
 
 
-def _error_message(request: Request) -> str | None:
-    return None if request.report.error is None else str(request.report.error)
-
-
-def _error_type(request: Request) -> str:
-    return "" if request.report.error is None else error_name(request.report.error)
+def _describe_error(request: Request) -> tuple[str | None, str]:
+    """Returns the message and the type of the error that ended a request; (None, ""): no error did."""
+    error = request.report.error
+    return (None, "") if error is None else (str(error), error_name(error))
 
 
 def _append_until_stop(request: Request, new_token_ids: list[int], max_model_len: int) -> list[int]:
@@ -118,17 +117,17 @@ def _apply_pooling_result(request: Request, result: ModelRunnerOutput) -> Engine
         request_id=request.request_id,
         new_token_ids=[],
         pooling_output=pooled,
-        finish_reason=request.finish_reason,
+        finish_reason=request.status.finish_reason,
         events=request.report.take_events(),
         prefill_stats=make_prefill_stats(request),
-        trace_headers=request.trace_headers,
+        trace_headers=request.origin.trace_headers,
     )
 
 
 def make_prefill_stats(request: Request) -> PrefillStats:
     """Returns where the prompt's tokens came from at the request's first admission: recomputation is not counted
     again."""
-    num_cached = min(max(request.history.num_cached_tokens, 0), request.num_prompt_tokens)
+    num_cached = min(max(request.report.num_cached_tokens, 0), request.num_prompt_tokens)
     return PrefillStats(
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_prompt_tokens - num_cached,
@@ -171,7 +170,7 @@ class OutputCollector:
                 self._take_back_rejected(request, len(drafts[request_id]), max(len(new_token_ids) - 1, 0))
             output = apply_result(request, result, new_token_ids, self._max_model_len)
             if output is not None:
-                self._outputs[request.client_index].append(output)
+                self._outputs[request.origin.client_index].append(output)
                 if output.finish_reason is not None:
                     ended.append(request)
         return ended
@@ -186,23 +185,24 @@ class OutputCollector:
     def add_end(self, request: Request) -> None:
         """Adds the end of a request that no result of the worker caused."""
         self._num_ends += 1
-        self._outputs[request.client_index].append(
+        error_message, error_type = _describe_error(request)
+        self._outputs[request.origin.client_index].append(
             EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],
-                finish_reason=request.finish_reason,
+                finish_reason=request.status.finish_reason,
                 stop_reason=request.report.stop_reason,
                 events=request.report.take_events(),
-                trace_headers=request.trace_headers,
-                error_message=_error_message(request),
-                error_type=_error_type(request),
+                trace_headers=request.origin.trace_headers,
+                error_message=error_message,
+                error_type=error_type,
             )
         )
 
     def note_finished(self, request: Request) -> None:
         """Notes the id of a request that has ended."""
         if self._finished is not None:
-            self._finished[request.client_index].add(request.request_id)
+            self._finished[request.origin.client_index].add(request.request_id)
 
     def take(self, timestamp: float, stats: SchedulerStats | None) -> dict[int, EngineCoreOutputs]:
         """Returns everything gathered, by client, under one `timestamp`.

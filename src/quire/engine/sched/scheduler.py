@@ -260,7 +260,7 @@ class Scheduler(SchedulerInterface):
                 self._outputs.add_end(request)
         if ended:
             self._release(ended)
-        return [(request.request_id, request.client_index) for request in ended]
+        return [(request.request_id, request.origin.client_index) for request in ended]
 
     def _release(self, ended: list[Request]) -> None:
         """Removes requests whose status is final, and frees what they hold."""
@@ -289,7 +289,7 @@ class Scheduler(SchedulerInterface):
         return request_id in self.requests
 
     def get_request_ids(self, client_index: int) -> list[str]:
-        return [request_id for request_id, request in self.requests.items() if request.client_index == client_index]
+        return [i for i, request in self.requests.items() if request.origin.client_index == client_index]
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.requests)

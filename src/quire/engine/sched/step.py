@@ -68,22 +68,16 @@ class SchedulerLimits:
         )
 
     def validate_length(self, request: Request) -> None:
-        """Raises PromptTooLongError if the context has no room for the request and one more token."""
-        if not self.has_room(request):
+        """Raises PromptTooLongError if the context has no room for the request and, if it generates, one more token."""
+        room = self.max_model_len - (request.sampling_params is not None)
+        if request.num_tokens > room:
             raise PromptTooLongError(
                 f"request {request.request_id} has {request.num_tokens} tokens; the engine's context of "
-                f"{self.max_model_len} takes at most {self._room(request)}; shorten the prompt or raise "
+                f"{self.max_model_len} takes at most {room}; shorten the prompt or raise "
                 "--max-model-len",
                 param="prompt",
                 value=request.num_tokens,
             )
-
-    def has_room(self, request: Request) -> bool:
-        """Returns whether the context has room for the request's tokens and, of a generating one, one more."""
-        return request.num_tokens <= self._room(request)
-
-    def _room(self, request: Request) -> int:
-        return self.max_model_len - (request.sampling_params is not None)
 
     def cap_chunk(self, num_tokens: int, token_budget: int) -> int:
         """Returns how many of the `num_tokens` that a request lacks it may compute in a step with `token_budget`
@@ -135,7 +129,7 @@ class StepBuilder:
                 block_ids=block_ids,
                 num_computed_tokens=request.num_computed_tokens,
                 sampling_params=request.sampling_params,
-                pooling_params=request.pooling_params,
+                pooling_params=request.origin.pooling_params,
                 output_token_ids=request.output_token_ids,
                 lora_request=request.lora_request,
             )

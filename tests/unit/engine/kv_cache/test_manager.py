@@ -33,7 +33,7 @@ def _no_groups() -> KVCacheConfig:
 
 
 def _is_cached(manager: KVCacheManager, request: ModelRequest) -> list[bool]:
-    return [block.block_hash is not None for block in manager.get_blocks(request.request_id).blocks[0]]
+    return [block.block_hash is not None for block in manager.get_tables(request.request_id)[0]]
 
 
 def test_worked_example_of_three_requests() -> None:
@@ -49,7 +49,7 @@ def test_worked_example_of_three_requests() -> None:
     second = ModelRequest("1", letters("ABCDEFGHIJklmn"))
     assert admit(manager, second) == 8
     assert table(manager, second) == [1, 2, 6, 7]
-    assert [block.ref_cnt for block in manager.get_blocks("1").blocks[0]] == [2, 2, 1, 1]
+    assert [block.ref_cnt for block in manager.get_tables("1")[0]] == [2, 2, 1, 1]
     assert free_ids(manager) == [8, 9, 10]
 
     manager.free(
@@ -206,7 +206,7 @@ def test_an_evicted_parent_computed_anew_leads_to_the_old_child() -> None:
     manager = make_manager(8)
     first = ModelRequest("0", letters("ABCDEFGHI"))
     admit(manager, first)
-    manager.block_pool.evict_blocks(manager.get_blocks("0").blocks[0][:1])
+    manager.block_pool.evict_blocks(manager.get_tables("0")[0][:1])
     assert _hit(manager, "ABCDEFGHI") == 0
     second = ModelRequest("1", letters("ABCDX"))
     admit(manager, second)
@@ -288,8 +288,8 @@ def test_shared_blocks_stay() -> None:
     admit(manager, first)
     admit(manager, second)
     manager.free(first)
-    assert [block.ref_cnt for block in manager.get_blocks("1").blocks[0]] == [1, 1, 1]
-    assert manager.get_blocks("0") == manager.empty_kv_cache_blocks
+    assert [block.ref_cnt for block in manager.get_tables("1")[0]] == [1, 1, 1]
+    assert manager.get_tables("0") == ()
     manager.free(second)
     assert manager.usage == 0.0
     manager.check_integrity()

@@ -74,7 +74,7 @@ class World:
             )
             if new_blocks is None:
                 break
-            assert self.manager.get_blocks(request.request_id) == blocks + new_blocks
+            assert self.manager.get_tables(request.request_id) == (blocks + new_blocks).blocks
             request.num_computed_tokens = num_hit
             self.num_admissions += 1
             self.num_hit_tokens += num_hit

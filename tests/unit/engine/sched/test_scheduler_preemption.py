@@ -76,7 +76,7 @@ def test_a_resumed_request_is_new_to_the_worker_and_brings_its_outputs() -> None
     assert new.num_computed_tokens == 8, "its own blocks were still in the prefix cache"
     assert resumed.num_scheduled_tokens == {"b": 1}
     assert request.num_preemptions == 1
-    assert request.history.num_cached_tokens == 0, "as found when it was first admitted"
+    assert request.report.num_cached_tokens == 0, "as found when it was first admitted"
 
 
 # -- priority --------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def test_a_resumed_request_jumps_from_where_it_was(manager: StructuredOutputMana
         origin = make_core_request("a", 4, max_tokens=30, output_token_ids=range(1, resumed_at + 1))
         assert origin.sampling_params is not None
         origin.sampling_params.structured_outputs = StructuredOutputsParams(regex="9")
-        engine, steps = run(manager, Request.from_engine_core_request(origin))
+        engine, steps = run(manager, Request(origin))
         assert engine.tokens("a") == list(range(resumed_at + 1, 10))
         assert steps[0].scheduled_new_reqs[0].output_token_ids == list(range(1, resumed_at + 1))
 

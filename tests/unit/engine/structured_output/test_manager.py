@@ -95,7 +95,7 @@ def structured(request_id: str, last: str, **fields: Any) -> Request:
     params = request.sampling_params.clone()
     params.structured_outputs = StructuredOutputsParams(regex=last)
     request.origin.sampling_params = params
-    return Request.from_engine_core_request(request.origin)
+    return Request(request.origin)
 
 
 def wait(*requests: Request) -> None:
@@ -266,7 +266,7 @@ def bits(row: npt.NDArray[np.int32]) -> list[int]:
 def test_masks_are_for_requests_that_sample(manager: StructuredOutputManager) -> None:
     scheduler = make_scheduler(structured_output_manager=manager, max_num_batched_tokens=16)
     a, long = structured("a", "3"), structured("long", "3")
-    long = Request.from_engine_core_request(
+    long = Request(
         type(long.origin)("long", list(range(40)), long.sampling_params, None, 0.0)  # its prompt takes several steps
     )
     for request in (a, long):
