@@ -194,7 +194,8 @@ class EngineCoreProc(EngineCore):
                 self.heartbeat.input()
                 self._handle_add(data)
             case EngineCoreRequestType.ABORT:
-                self._handle_abort(data)
+                self._process_aborts_queue()  # a later request of that id would be aborted by ids left there
+                self.abort_requests(data)
             case EngineCoreRequestType.UTILITY:
                 self.heartbeat.input(UTILITY_S)
                 self._handle_utility(data)
@@ -226,10 +227,6 @@ class EngineCoreProc(EngineCore):
             self.dropped.drop("replayed", f"request {request_id} of client {client_index} is being served")
         else:
             self._send_end(client_index, [request_id], FinishReason.ERROR, message, error_type)
-
-    def _handle_abort(self, request_ids: list[str]) -> None:
-        self._process_aborts_queue()  # a later request of that id would be aborted by ids left there
-        self.abort_requests(request_ids)
 
     def _follow_link(self, link: ClientLink) -> None:
         if not link.is_up:
@@ -354,7 +351,7 @@ class EngineCoreProc(EngineCore):
             MessageIntake(
                 self.preprocess_add_request, self.input_queue, self.aborts_queue, self.dropped, self.heartbeat
             ),
-            on_link=self._note_link,
+            on_link=lambda link: self.input_queue.put((EngineCoreRequestType.WAKEUP, link)),
             on_failure=self.report_failure,
             curve=curve,
             owner_first=incarnation > 0,
@@ -365,9 +362,6 @@ class EngineCoreProc(EngineCore):
         for thread in self._threads:
             thread.start()
             thread.wait_open()
-
-    def _note_link(self, link: ClientLink) -> None:
-        self.input_queue.put((EngineCoreRequestType.WAKEUP, link))
 
     def close(self) -> None:
         """Answers late messages, sends everything, and ends the threads. Called after `run_busy_loop`."""

@@ -72,12 +72,9 @@ def make_request_snapshots(
                 return found
             num_blocks, block_ids = held_blocks(get_tables(request.request_id), min(share, room))
             room -= len(block_ids)
-            found.append(_snapshot(request, place or _waiting_place(request), num_blocks, block_ids))
+            place_now = place or ("preempted" if request.num_preemptions else "waiting")
+            found.append(_snapshot(request, place_now, num_blocks, block_ids))
     return found
-
-
-def _waiting_place(request: Request) -> RequestPlace:
-    return "preempted" if request.num_preemptions else "waiting"
 
 
 def held_blocks(tables: Sequence[list[KVCacheBlock]], limit: int) -> tuple[int, array[int]]:
@@ -85,17 +82,16 @@ def held_blocks(tables: Sequence[list[KVCacheBlock]], limit: int) -> tuple[int, 
 
     The null block does not count: a sliding window leaves it at the beginning of a table, and only there.
     """
-    starts = [bisect_left(table, True, key=_is_held) if table and table[0].is_null else 0 for table in tables]
+    starts = [
+        bisect_left(table, True, key=lambda block: not block.is_null) if table and table[0].is_null else 0
+        for table in tables
+    ]
     num_blocks = sum(map(len, tables)) - sum(starts)
     held = chain.from_iterable(
         table[start : start + limit] if start or len(table) > limit else table
         for table, start in zip(tables, starts, strict=True)
     )
     return num_blocks, array("I", map(_block_id, islice(held, limit)))
-
-
-def _is_held(block: KVCacheBlock) -> bool:
-    return not block.is_null
 
 
 def _snapshot(request: Request, place: RequestPlace, num_blocks: int, block_ids: array[int]) -> RequestSnapshot:

@@ -51,12 +51,8 @@ def parse_command_line(argv: Sequence[str]) -> LaunchOptions:
     parser.add_argument("--handshake-address", required=True)
     parser.add_argument("--engine-index", type=int, default=0)
     parser.add_argument("--parent-pid", type=int, required=True)
-    parser.add_argument("--preload", type=_split_names, default=())
+    parser.add_argument("--preload", type=lambda names: tuple(filter(None, names.split(","))), default=())
     return LaunchOptions(**vars(parser.parse_args(argv)))
-
-
-def _split_names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
 
 
 class Preload(threading.Thread):

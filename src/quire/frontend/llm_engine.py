@@ -140,7 +140,8 @@ class LLMEngine:
 
     def add_prepared(self, request: EngineCoreRequest, text: str | None) -> None:
         """Queues a request that the input processor has made; `text` is shown as its prompt."""
-        receipt = self.pipeline.ledger.receive(count_requests(request.params))
+        params = request.sampling_params
+        receipt = self.pipeline.ledger.receive(1 if params is None else params.n)
         limit = None if self._request_timeout_s is None else (time.monotonic(), self._request_timeout_s)
         try:
             self._submit(request, text, receipt, limit)
@@ -199,25 +200,22 @@ class LLMEngine:
         outputs.
         """
         if not self._undelivered or self.output_processor.has_unfinished_requests():
-            self._take_outputs()
+            outputs = self.engine_core.get_output()
+            with InterruptShield():
+                step = self.pipeline.open_step(outputs)
+                stats = step.open_batch()
+                processed = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp, stats)
+                step.close_batch(stats)
+                self.pipeline.note_processed(outputs)
+                self._undelivered += processed.request_outputs
+                if processed.reqs_to_abort:
+                    self.engine_core.abort_requests(processed.reqs_to_abort)
+                if processed.reqs_to_add:
+                    self._send(processed.reqs_to_add)
+                if self._deadlines:
+                    self._expire()
         delivered, self._undelivered = self._undelivered, []
         return delivered
-
-    def _take_outputs(self) -> None:
-        outputs = self.engine_core.get_output()
-        with InterruptShield():
-            step = self.pipeline.open_step(outputs)
-            stats = step.open_batch()
-            processed = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp, stats)
-            step.close_batch(stats)
-            self.pipeline.note_processed(outputs)
-            self._undelivered += processed.request_outputs
-            if processed.reqs_to_abort:
-                self.engine_core.abort_requests(processed.reqs_to_abort)
-            if processed.reqs_to_add:
-                self._send(processed.reqs_to_add)
-            if self._deadlines:
-                self._expire()
 
     def _expire(self) -> None:
         for request_id, timeout_s in self._deadlines.take_due(time.monotonic()):

@@ -278,7 +278,9 @@ class OutputProcessor:
             return
         user_output: RequestOutput | PoolingRequestOutput | None
         if state.is_pooling:
-            user_output = state.make_pooling_output(output)
+            user_output = state.make_pooling_output(
+                output.pooling_output, finish_reason, output.error_message, output.error_type
+            )
         else:
             stop_string = self._take_text(state, output, finish_reason is FinishReason.STOP)
             if stop_string is not None:
@@ -358,7 +360,9 @@ class OutputProcessor:
     ) -> None:
         """Forgets a request and records its statistics."""
         self._ledger.finish(finish_reason, error)
-        state.release()
+        if state.reservation is not None:
+            state.reservation.end_one(waits=state.is_prefilling)
+            state.reservation = None
         del self.request_states[state.request_id]
         self.resting_sessions.discard(state.request_id)
         siblings = self.external_req_ids[state.external_req_id]

@@ -89,6 +89,9 @@ class RequestState:
         params, prompt_ids = request.sampling_params, request.prompt_token_ids or []
         if params is not None and not params.detokenize:
             tokenizer = None
+        logprobs = None
+        if params is not None and (params.logprobs, params.logprob_token_ids, params.prompt_logprobs) != (None,) * 3:
+            logprobs = LogprobsProcessor(tokenizer, params, prompt_ids)
         return cls(
             request=request,
             prompt=prompt,
@@ -99,7 +102,7 @@ class RequestState:
                 if params is None
                 else IncrementalDetokenizer.from_params(tokenizer, params, prompt_ids)
             ),
-            logprobs=None if params is None else LogprobsProcessor.from_params(tokenizer, params, prompt_ids),
+            logprobs=logprobs,
             shown_stats=RequestStateStats(arrival_time=request.arrival_time) if log_stats else None,
             queue=queue,
             reservation=reservation,
@@ -163,12 +166,6 @@ class RequestState:
         if output.prefill_stats is not None and self.num_cached_tokens is None:
             self.num_cached_tokens = output.prefill_stats.num_cached_tokens
 
-    def release(self) -> None:
-        """Releases the reservation of a request that has ended."""
-        if self.reservation is not None:
-            self.reservation.end_one(waits=self.is_prefilling)
-            self.reservation = None
-
     def update_text(self, output: EngineCoreOutput, stop_terminated: bool) -> str | None:
         """Detokenizes and takes in log-probabilities. Returns the stop string that was found, if any.
 
@@ -199,8 +196,12 @@ class RequestState:
     ) -> RequestOutput | None:
         """Returns the output to show now; None if there is nothing to show."""
         finished = finish_reason is not None
-        if not finished and (self.output_kind is _FINAL_ONLY or not self._interval_is_over()):
-            return None
+        if not finished:
+            if self.output_kind is _FINAL_ONLY:
+                return None
+            interval, num_sent = self.stream_interval, self.num_sent_tokens
+            if interval > 1 and num_sent and len(self.detokenizer.token_ids) - num_sent < interval:
+                return None  # the first output is always shown
         detokenizer, logprobs, delta = self.detokenizer, self.logprobs, self.output_kind is _DELTA
         start = self.num_sent_tokens if delta else 0
         token_ids = detokenizer.token_ids[start:]
@@ -224,13 +225,13 @@ class RequestState:
     ) -> RequestOutput | PoolingRequestOutput | None:
         """Returns the end of a request that is aborted or failed here, with the tokens it has."""
         if self.is_pooling:
-            return self._show_pooled(None, finish_reason, error_message)
+            return self.make_pooling_output(None, finish_reason, error_message)
         return self.make_request_output(finish_reason, None, error_message)
 
     def make_error_output(self, message: str) -> RequestOutput | PoolingRequestOutput | None:
         """Returns the end of a request whose text cannot be made: no text, no tokens, `message`."""
         if self.is_pooling:
-            return self._show_pooled(None, FinishReason.ERROR, message)
+            return self.make_pooling_output(None, FinishReason.ERROR, message)
         return self._show(CompletionOutput(self.index, "", [], None, None, "error", error_message=message))
 
     def _show(self, completion: CompletionOutput) -> RequestOutput | None:
@@ -251,23 +252,14 @@ class RequestState:
             num_cached_tokens=self.num_cached_tokens,
         )
 
-    def _interval_is_over(self) -> bool:
-        """True for the first output and every `stream_interval` tokens."""
-        if self.stream_interval == 1 or self.num_sent_tokens == 0:
-            return True
-        return len(self.detokenizer.token_ids) - self.num_sent_tokens >= self.stream_interval
-
     def _prompt_logprobs(self, logprobs: LogprobsProcessor) -> PromptLogprobs | None:
         """Returns the log-probabilities of the prompt: in every output; in a stream of deltas only in the first."""
         return logprobs.take_prompt_logprobs() if self.output_kind is _DELTA else logprobs.prompt_logprobs
 
-    def make_pooling_output(self, output: EngineCoreOutput) -> PoolingRequestOutput:
-        """Returns the result of a pooling request, or its end without one."""
-        return self._show_pooled(output.pooling_output, output.finish_reason, output.error_message, output.error_type)
-
-    def _show_pooled(
+    def make_pooling_output(
         self, data: Any, finish_reason: FinishReason | None, error_message: str | None = None, error_type: str = ""
     ) -> PoolingRequestOutput:
+        """Returns the result of a pooling request, or its end without one (`data` of None)."""
         return PoolingRequestOutput(
             request_id=self.external_req_id,
             outputs=PoolingOutput(data),

@@ -116,7 +116,7 @@ class StructuredOutputManager:
         """Returns whether the request need not wait for its grammar: it has none, or it is compiled, or it cannot
         be."""
         structured = request.structured_output
-        return structured is None or structured.is_compiled
+        return structured is None or structured.compiling.done()
 
     def grammar_bitmask(self, requests: Sequence[Request], scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Returns token masks for those of `requests` that have a grammar and sample in this step; None if there are

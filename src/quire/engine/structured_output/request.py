@@ -38,11 +38,6 @@ class StructuredOutputRequest:
         self.error: QuireError | None = None
 
     @property
-    def is_compiled(self) -> bool:
-        """Returns whether the compiler has finished, with success or not."""
-        return self.compiling.done()
-
-    @property
     def grammar(self) -> Grammar:
         """The grammar; set after a successful compilation."""
         return self.compiling.result(timeout=0)

@@ -307,14 +307,6 @@ class LogprobsProcessor:
         self.cumulative_logprob: float | None = 0.0 if wanted else None
         self.prompt_logprobs: PromptLogprobs | None = None
 
-    @staticmethod
-    def from_params(
-        tokenizer: Tokenizer | None, params: SamplingParams, prompt_ids: Sequence[int]
-    ) -> LogprobsProcessor | None:
-        """Returns the processor that a request needs; None if it asks for no log-probabilities."""
-        asks = params.logprobs is not None or params.logprob_token_ids is not None or params.prompt_logprobs is not None
-        return LogprobsProcessor(tokenizer, params, prompt_ids) if asks else None
-
     def update_from_output(self, new: LogprobsLists | None, prompt: LogprobsTensors | None, num_tokens: int) -> None:
         """Takes in a step's rows, the first `num_tokens` of the new ones: a stop string may have cut off the rest."""
         if prompt is not None:
