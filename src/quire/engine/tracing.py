@@ -36,7 +36,7 @@ class _Life:
         self.phase = phase
         self.since = since
         self.num_outputs = 0
-        """When the phase began."""
+        """Number of output tokens when the phase began."""
         self.is_resumed = False
 
 
@@ -75,9 +75,7 @@ class StepTracer(SchedulerObserver):
 
     def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
         if is_accepted:
-            if (
-                request.request_id in self._lives
-            ):  # the request that had this id has ended, and the worker does not know it yet
+            if request.request_id in self._lives:  # the one that had this id has ended; the worker does not know it yet
                 self._end(request.request_id, self._last_end or now)
             self._lives[request.request_id] = _Life(request, "queued", now)
 

@@ -100,8 +100,7 @@ class OutputProcessor:
         """Registers a request. Must happen before it is sent to the core, or its first output would belong to no
         request.
 
-        `queue` takes its outputs, if a reader awaits them;  Raises ValueError for an id in
-        use.
+        `queue` takes its outputs, if a reader awaits them. Raises ValueError for an id in use.
         """
         if request.request_id in self.request_states:
             raise ValueError(f"request id {request.request_id} is in use; ids of live requests are unique")
