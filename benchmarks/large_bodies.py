@@ -21,9 +21,9 @@ from collections import Counter
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.bodies import LARGE_BODIES
 from quire import envs
 from quire.cli.bench.startup import own_server
-from quire.testing.large_bodies import LARGE_BODIES
 
 PAUSE_S = 0.005
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
-
-from quire.testing.large_bodies import LARGE_BODIES, TEXT
+from benchmarks.bodies import LARGE_BODIES, TEXT
 
 from .serving import Server, check
 from .test_field_fuzzer import post
