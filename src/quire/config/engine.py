@@ -166,7 +166,7 @@ class FrontendConfig:
     )
     slow_client_timeout_s: float = flag(
         60.0,
-        "Seconds a stream's reader may leave output lying; then the request is aborted (408). 0 for no limit.",
+        "Seconds that output of a stream may wait for its reader; then the request is aborted (408). 0 for no limit.",
         parse=float,
         minimum=0,
     )

@@ -126,13 +126,13 @@ class ServerConfig:
     )
     max_stored_responses: int = flag(
         1024,
-        "Most responses of /v1/responses that are kept, in memory, to be asked for or gone on from; 0 keeps none.",
+        "Most responses of /v1/responses that are stored in memory for later requests; 0 stores none.",
         parse=int,
         minimum=0,
         maximum=1 << 20,
     )
     max_stored_response_bytes: int = flag(
-        64 << 20, "Most bytes of them, about; the oldest are dropped.", parse=parse_human_int, minimum=0
+        64 << 20, "Approximate bytes of all stored responses; the oldest are dropped.", parse=parse_human_int, minimum=0
     )
     body_timeout_s: float = flag(
         60.0, "Seconds a client may take to send a body; then 408.", parse=float, minimum=0.001
@@ -148,7 +148,7 @@ class ServerConfig:
     )
     drain_accept_s: float = flag(
         0.0,
-        "Seconds after SIGTERM during which requests are still taken, while load balancers learn.",
+        "Seconds after SIGTERM during which requests are still accepted, until load balancers stop sending them.",
         parse=float,
         minimum=0,
     )

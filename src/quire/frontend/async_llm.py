@@ -200,8 +200,8 @@ class AsyncLLM:
     ) -> RequestOutputCollector:
         """Queues a request and returns the collector of its outputs. `generate` also aborts it when its reader ends.
 
-        `params` of None are the model's defaults. `reservation` is room in the queue that the caller took of
-        `admission`; it is used up. Raises OverloadedError, ValidationError, TypeError for an id that is not a str,
+        `params` of None are the model's defaults. `reservation` is one that the caller got from `admission`; this call
+        uses it up, even if it raises. Raises OverloadedError, ValidationError, TypeError for an id that is not a str,
         DeadlineExceededError, EngineDeadError.
         """
         return await self.add_new(
@@ -222,7 +222,7 @@ class AsyncLLM:
         )
 
     async def add_new(self, new: NewRequest) -> RequestOutputCollector:
-        """Queues a request that is one value."""
+        """Queues a request. Returns the collector of its outputs. Raises as `add_request`."""
         try:
             self._require_loop()
             if self.dead_error is not None:
