@@ -1,11 +1,13 @@
 """Processor seconds of every test file, and the time budgets of the folders.
 
 Wall time depends on what else a machine does. Counted is processor time, of the process of the tests and of the
-processes it has waited for, divided by the time of a fixed loop that is measured again and again between the tests: a
-slow or busy machine slows down both. One "second" is a second of the machine on which REFERENCE_LOOP_S was measured.
+processes it has waited for. Machines differ in that, too, by a factor of two where two workers share the caches of one
+core. The factor of a run is the median over the files of what they took now to what they took when times were stored,
+and the seconds of each folder are divided by it. So a folder that grew is found on any machine, and a machine that is
+slow in everything is not reported as a folder that grew.
 
 `--times` prints the seconds of each folder beside its budget and fails the run when one is exceeded. `--store-times`
-writes times.json, from which the workers take what to start first. The budgets are in time_budgets.toml.
+writes times.json, from which the workers also take what to start first. The budgets are in time_budgets.toml.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +24,12 @@ import pytest
 
 STORE = Path(__file__).with_name("times.json")
 BUDGETS = Path(__file__).with_name("time_budgets.toml")
-REFERENCE_LOOP_S = 0.010
-MARGIN = 1.5
-"""A folder may take this much more than its budget before the run fails: processor time differs between machines."""
+MARGIN = 2.0
+"""A folder may take this much more than its budget before the run fails: no machine is slower in all things alike."""
 COVERED = ("tests/unit/engine", "tests/unit/frontend")
 """Folders whose branches `scripts/test --coverage` counts, for which they may take twice as long."""
-CALIBRATION_INTERVAL_S = 5.0
+SHORTEST_COMPARED_S = 0.5
+"""Files that took less when times were stored say nothing about the machine."""
 
 
 def stored_seconds() -> dict[str, float]:
@@ -65,16 +65,13 @@ def _spent() -> float:
     return now.user + now.system + now.children_user + now.children_system
 
 
-def _loop() -> float:
-    """Returns the processor seconds of a fixed piece of work, without a tracer of branches."""
-    tracer = sys.gettrace()
-    sys.settrace(None)
-    start, table = time.process_time(), {}
-    for i in range(100_000):
-        table[i & 1023] = table.get(i & 511, 0) + i
-    spent = time.process_time() - start
-    sys.settrace(tracer)
-    return spent
+def factor_of(seconds: dict[str, float], stored: dict[str, float]) -> float:
+    """Returns how much slower this machine is than the one of the stored times: the median over the files.
+
+    Returns 1.0 where no file was long enough to be compared.
+    """
+    files = [file for file, before in stored.items() if before >= SHORTEST_COMPARED_S and file in seconds]
+    return statistics.median(seconds[file] / stored[file] for file in files) if files else 1.0
 
 
 class Times:
@@ -83,15 +80,10 @@ class Times:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.seconds: dict[str, float] = {}
-        """File -> processor seconds, not yet divided by the loop."""
-        self.loops: list[float] = []
-        self._next_loop = 0.0
+        """File -> processor seconds, not yet divided by the machine's factor."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
-        if time.monotonic() >= self._next_loop:
-            self.loops.append(_loop())
-            self._next_loop = time.monotonic() + CALIBRATION_INTERVAL_S
         before = _spent()
         result = yield
         file = item.nodeid.partition("::")[0]
@@ -102,31 +94,24 @@ class Times:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
-            output["times"] = (self.seconds, self.loops)
+            output["times"] = self.seconds
         elif self.config.getoption("--store-times"):
-            stored = {file: round(spent, 1) for file, spent in sorted(self.normal_seconds().items())}
+            stored = {file: round(spent, 1) for file, spent in sorted(self.seconds.items())}
             STORE.write_text(json.dumps(stored, indent=0) + "\n", encoding="utf-8")
         elif self.config.getoption("--times") and self._exceeded() and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        seconds, loops = getattr(node, "workeroutput", {}).get("times", ({}, []))
-        self.loops += loops
-        for file, spent in seconds.items():
+        for file, spent in getattr(node, "workeroutput", {}).get("times", {}).items():
             self.seconds[file] = self.seconds.get(file, 0.0) + spent
 
-    def normal_seconds(self) -> dict[str, float]:
-        """Returns file -> seconds of the reference machine."""
-        scale = REFERENCE_LOOP_S / statistics.median(self.loops) if self.loops else 1.0
-        return {file: spent * scale for file, spent in self.seconds.items()}
-
     def folder_seconds(self) -> dict[str, float]:
-        """Returns folder -> seconds of the reference machine, the folders being those with budgets."""
-        limits, total = budgets(), {}
-        for file, spent in self.normal_seconds().items():
+        """Returns folder -> seconds of the machine of the stored times, the folders being those with budgets."""
+        limits, total, factor = budgets(), {}, factor_of(self.seconds, stored_seconds())
+        for file, spent in self.seconds.items():
             folder = folder_of(file, limits)
-            total[folder] = total.get(folder, 0.0) + spent
+            total[folder] = total.get(folder, 0.0) + spent / factor
         return dict(sorted(total.items(), key=lambda pair: -pair[1]))
 
     def _exceeded(self) -> list[str]:
@@ -137,10 +122,8 @@ class Times:
         if not self.config.getoption("--times") or not self.seconds:
             return
         folders, limits = self.folder_seconds(), budgets()
-        whole, loop_ms = sum(folders.values()), 1000 * statistics.median(self.loops)
-        terminalreporter.section(
-            f"processor seconds (the loop took {loop_ms:.1f} ms, here {REFERENCE_LOOP_S * 1000:.0f})"
-        )
+        whole, factor = sum(folders.values()), factor_of(self.seconds, stored_seconds())
+        terminalreporter.section(f"processor seconds, divided by this machine's {factor:.2f}")
         for folder, spent in folders.items():
             limit = limits.get(folder)
             terminalreporter.write_line(f"{folder:<32}{spent:>8.1f}{100 * spent / whole:>6.1f} %  of {limit or '?'}")
