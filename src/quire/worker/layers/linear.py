@@ -98,6 +98,15 @@ class PackedLinear(Linear):
             yield from ((f"{part}.{parameter}", view) for part, view in zip(self.parts, rows, strict=True))
 
 
+def side_by_side(
+    in_features: int, parts: dict[str, int], bias: bool, is_fused: bool, spec: LinearSpec = PLAIN
+) -> Linear:
+    """Returns several projections as one matrix, fused in the checkpoint or not."""
+    if not is_fused:
+        return PackedLinear(in_features, parts, bias, spec)
+    return Linear(in_features, sum(parts.values()) // (2 if spec.gated else 1), bias, spec)
+
+
 class Embedding(nn.Module):
     """A vector for each id. `weight` is [num_embeddings, dim]. In a model with tied embeddings the table is the logits
     head, too; then `head` is what follows its product."""

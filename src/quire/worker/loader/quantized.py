@@ -75,7 +75,7 @@ def gather_matrices(tensors: Mapping[str, TensorInfo], format: StoredFormat) -> 
             info = tensors.get(f"{base}.{suffix}")
             if info is not None:
                 infos[suffix] = info
-                joined.pop(info.name, None)
+                joined.pop(f"{base}.{suffix}", None)
         name = f"{base}.weight"
         joined[name] = StoredMatrix(name, format.shape(infos), infos, format)
     return joined

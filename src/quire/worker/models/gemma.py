@@ -4,48 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch import Tensor, nn
-
 from quire.config.attention_layout import layer_kinds
 from quire.config.hf_config import HFConfig
 from quire.errors import UnsupportedModelError
-from quire.worker.models.decoder import (
-    DecoderForCausalLM,
-    DecoderSpec,
-    LayerSpec,
-    Rotations,
-    SelfAttention,
-    common_spec,
-    make_layers,
-    make_mlp,
-    make_norm,
-)
-
-
-class GemmaLayer(nn.Module):
-    """A norm before and after attention, a norm before and after the MLP."""
-
-    def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(hf, spec, layer, f"{name}.self_attn")
-        self.mlp = make_mlp(hf, spec, layer)
-        self.input_layernorm = make_norm(hf, spec, hf.hidden_size)
-        self.post_attention_layernorm = make_norm(hf, spec, hf.hidden_size)
-        self.pre_feedforward_layernorm = make_norm(hf, spec, hf.hidden_size)
-        self.post_feedforward_layernorm = make_norm(hf, spec, hf.hidden_size)
-
-    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
-        """x: [num_tokens, hidden] to [num_tokens, hidden]."""
-        attended = self.self_attn(self.input_layernorm(x), rotations)
-        x = self.post_attention_layernorm(attended, x)
-        y: Tensor = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)), x)
-        return y
+from quire.worker.models.decoder import DecoderForCausalLM
+from quire.worker.models.spec import DecoderSpec, common_spec, make_layers
 
 
 class Gemma2ForCausalLM(DecoderForCausalLM):
     """Every second layer has a window; attention scores are softly capped."""
-
-    layer_class = GemmaLayer
 
     def __init__(self, hf: HFConfig) -> None:
         super().__init__(hf, dataclasses.replace(_gemma_spec(hf), attention_soft_cap=hf.get("attn_logit_softcapping")))
@@ -53,8 +20,6 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
 
 class Gemma3ForCausalLM(DecoderForCausalLM):
     """Five layers with a window to one without, each kind with its own rotary base; qk-norm instead of soft caps."""
-
-    layer_class = GemmaLayer
 
     def __init__(self, hf: HFConfig) -> None:
         super().__init__(hf, dataclasses.replace(_gemma_spec(hf), qk_norm="head"))
@@ -67,6 +32,7 @@ def _gemma_spec(hf: HFConfig) -> DecoderSpec:
     kinds = layer_kinds(hf)
     return dataclasses.replace(
         common_spec(hf, make_layers(hf, rope=lambda layer: kinds[layer])),
+        block="sandwich",
         ropes={kind: hf.rope(kind) for kind in dict.fromkeys(kinds)},
         norm_offset=1.0,
         norm_in_float32=True,

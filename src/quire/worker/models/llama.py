@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire.config.hf_config import HFConfig
-from quire.worker.models.decoder import DecoderForCausalLM, common_spec
+from quire.worker.models.decoder import DecoderForCausalLM
+from quire.worker.models.spec import common_spec
 
 
 class LlamaForCausalLM(DecoderForCausalLM):

@@ -13,6 +13,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.pooling import PoolingConfig
 from quire.worker.kernels.specs import LOGITS, LinearSpec
 from quire.worker.layers.linear import Embedding, Linear
+from quire.worker.layers.weights import NamedWeights
 
 HIDDEN = LinearSpec(activation="relu")
 
@@ -42,6 +43,7 @@ class PooledDecoder(nn.Module):
         self.is_difference = bool(self.label_token_ids) and len(pooling.labels) == 1
         self.model = decoder.model
         self._hidden_states, self._logits = decoder.forward, decoder.compute_logits
+        self._rename = decoder.checkpoint_name if isinstance(decoder, NamedWeights) else str
         if self.label_token_ids:
             self.lm_head = decoder.lm_head
         for module in decoder.modules():
@@ -60,7 +62,7 @@ class PooledDecoder(nn.Module):
         is_other = (name.startswith("lm_head.") and not self.label_token_ids) or (
             self.score is None and name.startswith("score.")
         )
-        return None if is_other else name
+        return None if is_other else self._rename(name)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden]."""

@@ -6,7 +6,8 @@ import dataclasses
 
 from quire.config.hf_config import HFConfig
 from quire.worker.layers.moe import MoESpec
-from quire.worker.models.decoder import DecoderForCausalLM, common_spec, make_layers
+from quire.worker.models.decoder import DecoderForCausalLM
+from quire.worker.models.spec import common_spec, make_layers
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):

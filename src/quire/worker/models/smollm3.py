@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from quire.config.attention_layout import rotates
 from quire.config.hf_config import HFConfig
-from quire.worker.models.decoder import DecoderForCausalLM, common_spec, make_layers
+from quire.worker.models.decoder import DecoderForCausalLM
+from quire.worker.models.spec import common_spec, make_layers
 
 
 class SmolLM3ForCausalLM(DecoderForCausalLM):

@@ -1,0 +1,69 @@
+"""Grouped-query attention as decoders use it: projections, norms of queries and keys, rotation, the paged cache."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from quire.config.hf_config import HFConfig
+from quire.worker.attention.layer import Attention
+from quire.worker.kernels.base import Kernels, RotationKernel
+from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.layers.linear import Linear, side_by_side
+from quire.worker.layers.weights import GIVEN_BACK
+from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_norm
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with optional biases, norms of queries and keys, rotation and window."""
+
+    def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
+        super().__init__()
+        hidden_size, num_heads = hf.hidden_size, hf.num_attention_heads
+        num_kv_heads = layer.num_kv_heads or hf.num_key_value_heads
+        self.head_dim = layer.head_dim or hf.head_dim
+        self.q_size, self.kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        self.rope = layer.rope
+        self.qk_norm = spec.qk_norm
+        self.norms_after_rope = spec.qk_norm_after_rope
+        parts = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        self.qkv_proj = side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_checkpoint)
+        self.o_proj = Linear(self.q_size, hidden_size, spec.output_bias)
+        if spec.qk_norm != "none":
+            is_per_head = spec.qk_norm == "head"
+            self.q_norm = make_norm(spec, self.head_dim if is_per_head else self.q_size)
+            self.k_norm = make_norm(spec, self.head_dim if is_per_head else self.kv_size)
+        self._rotations: tuple[tuple[RotationKernel, bool], ...] | None = None
+        """Kernels for queries and keys, in order, and whether each rotates."""
+        self.attn = Attention(
+            num_heads,
+            self.head_dim,
+            self.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            num_kv_heads,
+            layer_name=name,
+            sliding_window=layer.sliding_window,
+            logits_soft_cap=spec.attention_soft_cap,
+        )
+
+    def prepare(self, kernels: Kernels) -> tuple[tuple[RotationKernel, bool], ...]:
+        rotates, plain = self.rope is not None, kernels.rotation(self.head_dim)
+        steps = ((plain, True),) if rotates else ()
+        if self.qk_norm == "head":
+            normed = kernels.rotation(self.head_dim, self.q_norm.weight.data, self.k_norm.weight.data, self.q_norm.spec)
+            steps = (*steps, (normed, False)) if self.norms_after_rope else ((normed, rotates),)
+        self._rotations = steps
+        return steps
+
+    def discard(self) -> None:
+        self._rotations = GIVEN_BACK
+
+    def forward(self, x: Tensor, rotations: Rotations, residual: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
+        q, k, v = self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        steps = self.prepare(TORCH_KERNELS) if self._rotations is None else self._rotations
+        for step, rotates in steps:
+            q, k = step(q, k, rotations[self.rope] if rotates and self.rope is not None else None)
+        attended = self.attn(q, k, v)  # [num_tokens, q_size]
+        output: Tensor = self.o_proj(attended, residual)
+        return output

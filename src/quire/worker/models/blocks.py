@@ -1,0 +1,146 @@
+"""The layers of a decoder: a mixer (attention) and an MLP, wired with norms in the ways of `BLOCKS`.
+
+Every block has the same parts by the same names, whatever a family's checkpoints call them: names.py renames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from quire.config.hf_config import HFConfig
+from quire.worker.kernels.specs import LinearSpec
+from quire.worker.layers.linear import Linear, side_by_side
+from quire.worker.layers.moe import MoE
+from quire.worker.layers.norm import RMSNorm
+from quire.worker.models.mixers import make_mixer
+from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_norm
+
+
+class MLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020); down(activation(up(x))) if the model has no gates."""
+
+    def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec) -> None:
+        super().__init__()
+        hidden, size = hf.hidden_size, layer.intermediate_size or hf.size("intermediate_size")
+        inner = LinearSpec(activation=spec.activation, gated=spec.gated_mlp)
+        if spec.gated_mlp:
+            parts, is_fused = {"gate_proj": size, "up_proj": size}, spec.fused_checkpoint or spec.fused_mlp_checkpoint
+            self.gate_up_proj = side_by_side(hidden, parts, spec.mlp_bias, is_fused, inner)
+        else:
+            self.up_proj = Linear(hidden, size, spec.mlp_bias, inner)
+        self.inner = "gate_up_proj" if spec.gated_mlp else "up_proj"
+        self.down_proj = Linear(size, hidden, spec.mlp_bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
+        output: Tensor = self.down_proj(getattr(self, self.inner)(x), residual)
+        return output
+
+
+def make_mlp(hf: HFConfig, spec: DecoderSpec, layer: LayerSpec) -> MLP | MoE:
+    """Returns the layer's MLP, or its experts."""
+    if layer.moe is not None:
+        return MoE(layer.moe, hf.hidden_size, spec.activation)
+    return MLP(hf, spec, layer)
+
+
+class Block(nn.Module):
+    """Base of all layers: a mixer, an MLP, and the norms that `norms` names."""
+
+    norms: ClassVar[tuple[str, ...]]
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
+    pre_feedforward_layernorm: RMSNorm
+    post_feedforward_layernorm: RMSNorm
+
+    def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
+        super().__init__()
+        self.self_attn = make_mixer(hf, spec, layer, f"{name}.self_attn")
+        self.mlp = make_mlp(hf, spec, layer)
+        self.multiplier = spec.residual_multiplier
+        for norm in self.norms:
+            self.add_module(norm, make_norm(spec, hf.hidden_size))
+
+    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]."""
+        raise NotImplementedError
+
+
+class PreNormBlock(Block):
+    """Norm, mixer, add; norm, MLP, add."""
+
+    norms = ("input_layernorm", "post_attention_layernorm")
+
+    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
+        x = self.self_attn(self.input_layernorm(x), rotations, x)
+        y: Tensor = self.mlp(self.post_attention_layernorm(x), x)
+        return y
+
+
+class ScaledBlock(PreNormBlock):
+    """Norm, mixer, scale, add; norm, MLP, scale, add (Granite)."""
+
+    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
+        x = x + self.multiplier * self.self_attn(self.input_layernorm(x), rotations)
+        y: Tensor = x + self.multiplier * self.mlp(self.post_attention_layernorm(x))
+        return y
+
+
+class PostNormBlock(Block):
+    """Mixer, norm, add; MLP, norm, add (OLMo 2)."""
+
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
+        x = self.post_attention_layernorm(self.self_attn(x, rotations), x)
+        y: Tensor = self.post_feedforward_layernorm(self.mlp(x), x)
+        return y
+
+
+class SandwichBlock(Block):
+    """Norm, mixer, norm, add; norm, MLP, norm, add (Gemma 2)."""
+
+    norms = (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    )
+
+    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
+        x = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rotations), x)
+        y: Tensor = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)), x)
+        return y
+
+
+class ParallelBlock(Block):
+    """Mixer and MLP of one norm, both added (GPT-J)."""
+
+    norms = ("input_layernorm",)
+
+    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
+        normed = self.input_layernorm(x)
+        y: Tensor = self.mlp(normed, self.self_attn(normed, rotations, x))
+        return y
+
+
+class ParallelTwoBlock(Block):
+    """Mixer and MLP, each of its own norm of the layer's input, both added (GPT-NeoX)."""
+
+    norms = ("input_layernorm", "post_attention_layernorm")
+
+    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
+        y: Tensor = self.mlp(self.post_attention_layernorm(x), self.self_attn(self.input_layernorm(x), rotations, x))
+        return y
+
+
+BLOCKS: Mapping[str, type[Block]] = {
+    "parallel": ParallelBlock,
+    "parallel-two": ParallelTwoBlock,
+    "post": PostNormBlock,
+    "pre": PreNormBlock,
+    "sandwich": SandwichBlock,
+    "scaled": ScaledBlock,
+}
+"""Values of `DecoderSpec.block`."""

@@ -1,0 +1,52 @@
+"""Names of tensors in checkpoints, where they differ from the tree of modules.
+
+Modules have Llama's names: `model.layers.N.self_attn.{q,k,v,o}_proj`, `mlp.{gate,up,down}_proj`, `model.norm`,
+`lm_head`; a block's norms have the names of blocks.py. A family whose checkpoints say otherwise has a row here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of one family's checkpoints. A path is one or more whole parts of a dotted name."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Paths and the modules' names for them. All are replaced at once; where two begin alike the longer one counts."""
+    ignored: tuple[str, ...] = ()
+    """Paths of tensors that the model does not need."""
+
+    @cached_property
+    def _renamed(self) -> re.Pattern[str] | None:
+        return _any_of(self.renamed)
+
+    @cached_property
+    def _ignored(self) -> re.Pattern[str] | None:
+        return _any_of(self.ignored)
+
+    def of(self, name: str) -> str | None:
+        """Returns the model's name of a checkpoint's tensor; None if the model does not need it."""
+        if self._ignored is not None and self._ignored.search(name):
+            return None
+        if self._renamed is None:
+            return name
+        return self._renamed.sub(lambda path: self.renamed[path.group()], name)
+
+
+def _any_of(paths: Mapping[str, str] | tuple[str, ...]) -> re.Pattern[str] | None:
+    """Returns a pattern that matches each path as whole parts of a name."""
+    if not paths:
+        return None
+    longest_first = sorted(paths, key=len, reverse=True)
+    return re.compile(rf"(?<![^.])(?:{'|'.join(map(re.escape, longest_first))})(?![^.])")
+
+
+NAMES: Mapping[str, Names] = {
+    "MixtralForCausalLM": Names({"block_sparse_moe": "mlp"}),
+}
+"""Names by `HFConfig.family`; families without a row have the modules' names."""

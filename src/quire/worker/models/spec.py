@@ -1,0 +1,124 @@
+"""The properties in which decoders differ: `DecoderSpec` for a whole model, `LayerSpec` for one layer.
+
+A family's file (llama.py, gemma.py, ...) reads its config.json into a spec. `common_spec` reads the keys that most
+families share; the family replaces what it does differently. A new difference is a new field here, with the behaviour
+of Llama as its default, and is read in one place: attention.py, blocks.py, mixers.py or decoder.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.config.attention_layout import attention_windows
+from quire.config.hf_config import HFConfig, RopeConfig
+from quire.errors import UnsupportedModelError
+from quire.worker.kernels.specs import RotaryAngles
+from quire.worker.layers.moe import MoESpec
+from quire.worker.layers.norm import RMSNorm
+
+Rotations = Mapping[str, RotaryAngles]
+"""Rotation angles of the step's tokens, for each rotary embedding of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """The properties in which the layers of a model differ."""
+
+    mixer: str = "attention"
+    """The part that mixes tokens: a key of `mixers.MIXERS`."""
+    sliding_window: int | None = None
+    """Tokens a query sees, its own included; None for all before it."""
+    rope: str | None = "rope"
+    """Which of the model's rotary embeddings; None for no rotation at all."""
+    head_dim: int | None = None
+    """Elements of a head; None for the config's `head_dim`."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values; None for the config's `num_key_value_heads`."""
+    intermediate_size: int | None = None
+    """Inner size of the MLP; None for the config's `intermediate_size`."""
+    moe: MoESpec | None = None
+    """Experts instead of the MLP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """One model. The defaults are Llama's."""
+
+    layers: tuple[LayerSpec, ...]
+    block: str = "pre"
+    """The wiring of a layer's norms, mixer and MLP: a key of `blocks.BLOCKS`."""
+    ropes: Mapping[str, RopeConfig] = field(default_factory=dict)
+    """The rotary embeddings, by the names layers use."""
+    rope_in_float32: bool = False
+    """Rotate in float32 whatever the model's type."""
+    rope_pairs: bool = False
+    """The checkpoint's heads rotate neighbouring elements (2i, 2i + 1) instead of the halves (i, i + r/2)."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    """Bias of the logits head."""
+    fused_checkpoint: bool = False
+    """The checkpoint already holds qkv_proj and gate_up_proj as single matrices."""
+    fused_mlp_checkpoint: bool = False
+    """The checkpoint holds gate_up_proj as a single matrix, but not qkv_proj."""
+    gated_mlp: bool = True
+    """False: the MLP is down(activation(up(x)))."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Root mean square norm, or LayerNorm."""
+    norm_eps: float = 1e-6
+    norm_bias: bool = False
+    """LayerNorms have a bias."""
+    norm_offset: float = 0.0
+    norm_in_float32: bool = False
+    """Parameters of RMSNorm, like `norm_offset`."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """Norm of queries and keys: over each head, or over all heads together."""
+    qk_norm_after_rope: bool = False
+    """Norm of each head follows the rotation instead of preceding it."""
+    activation: str = "silu"
+    attention_scale: float | None = None
+    """Factor of the query-key products; None for 1 / sqrt(head_dim)."""
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """Factor of what the block "scaled" adds."""
+    logits_divisor: float = 1.0
+
+
+def make_layers(
+    hf: HFConfig,
+    *,
+    rope: Callable[[int], str | None] = lambda layer: "rope",
+    moe: Callable[[int], MoESpec | None] = lambda layer: None,
+) -> tuple[LayerSpec, ...]:
+    """Returns every layer of a model, with its window; `rope` and `moe` are called with the number of each layer.
+
+    Windows come from config/attention_layout.py: a family that has them has a row there. Raises as its functions do.
+    """
+    windows = enumerate(attention_windows(hf))
+    return tuple(LayerSpec(sliding_window=window, rope=rope(i), moe=moe(i)) for i, window in windows)
+
+
+def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> DecoderSpec:
+    """Returns the spec that follows from the keys most families share; a family replaces what it does differently."""
+    attention_bias = bool(hf.get("attention_bias", False))
+    return DecoderSpec(
+        layers=make_layers(hf) if layers is None else layers,
+        ropes={"rope": hf.rope()},
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        activation=hf.get("hidden_act", "silu"),
+    )
+
+
+def make_norm(spec: DecoderSpec, dim: int) -> RMSNorm:
+    """Returns a norm over `dim` elements, of the model's kind."""
+    if spec.norm == "layer":
+        raise UnsupportedModelError("decoders with LayerNorm are not implemented")
+    return RMSNorm(dim, spec.norm_eps, weight_offset=spec.norm_offset, scale_in_float32=spec.norm_in_float32)
