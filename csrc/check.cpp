@@ -144,6 +144,28 @@ void check_norm(qk_context* context, int64_t rows, int64_t dim) {
     expect_near(y, expected, 1e-5, "a norm");
 }
 
+void check_layer_norm(qk_context* context, int64_t rows, int64_t groups, int64_t dim) {
+    Noise noise;
+    const int64_t width = groups * dim;
+    const std::vector<float> x = noise.take(rows * width), weight = noise.take(width), bias = noise.take(width);
+    std::vector<float> y(x.size());
+    std::vector<double> expected;
+    for (int64_t part = 0; part < rows * groups; ++part) {
+        const float* p = x.data() + part * dim;
+        const size_t own = size_t(part % groups * dim);
+        double mean = 0.0, variance = 0.0;
+        for (int64_t i = 0; i < dim; ++i) mean += double(p[i]) / double(dim);
+        for (int64_t i = 0; i < dim; ++i) variance += std::pow(double(p[i]) - mean, 2) / double(dim);
+        for (int64_t i = 0; i < dim; ++i)
+            expected.push_back((double(p[i]) - mean) / std::sqrt(variance + 1e-5) * double(weight[own + size_t(i)]) + double(bias[own + size_t(i)]));
+    }
+    qk_layer_norm_args args = {};
+    args.rows = rows, args.groups = groups, args.dim = dim, args.eps = 1e-5f, args.weight = weight.data(), args.bias = bias.data();
+    args.weight_stride = dim, args.x = x.data(), args.x_stride = width, args.y = y.data(), args.y_stride = width;
+    qk_layer_norm(context, &args);
+    expect_near(y, expected, 1e-5, "a LayerNorm");
+}
+
 void check_activation(qk_context* context, int64_t dim) {
     Noise noise;
     const std::vector<float> x = noise.take(dim);
@@ -209,6 +231,7 @@ void check_all(qk_context* context) {
                 for (int64_t group_size : {32, 128, 288}) check_quantized(context, form, dtype, 70, 288, m, group_size);
         }
     check_norm(context, 5, 100);
+    for (int64_t groups : {1, 3}) check_layer_norm(context, 5, groups, 100);
     check_activation(context, 100);
     for (int64_t length : {1, 20, 300}) check_attention(context, length, 32);
     check_greedy(context, 9, 1000);

@@ -40,7 +40,7 @@ int32_t qk_abi_version(void) { return QK_ABI_VERSION; }
 int64_t qk_struct_size(int32_t n) {
     constexpr int64_t sizes[] = {sizeof(qk_pack_args),       sizeof(qk_linear_args),
                                  sizeof(qk_pack_quantized_args), sizeof(qk_quantized_linear_args), sizeof(qk_rms_norm_args),
-                                 sizeof(qk_rotate_args),     sizeof(qk_activation_args),
+                                 sizeof(qk_layer_norm_args), sizeof(qk_rotate_args),     sizeof(qk_activation_args),
                                  sizeof(qk_gather_args),     sizeof(qk_route_args),  sizeof(qk_experts_args),
                                  sizeof(qk_attention_args),  sizeof(qk_step_args),   sizeof(qk_sample_args),
                                  sizeof(qk_logprobs_args)};
@@ -77,6 +77,7 @@ void qk_quantized_linear(qk_context* context, const qk_quantized_linear_args* ar
     call(context, quantized_linear, args);
 }
 void qk_rms_norm(qk_context* context, const qk_rms_norm_args* args) { call(context, context->kernels.rms_norm, args); }
+void qk_layer_norm(qk_context* context, const qk_layer_norm_args* args) { call(context, context->kernels.layer_norm, args); }
 void qk_rotate(qk_context* context, const qk_rotate_args* args) { call(context, context->kernels.rotate, args); }
 void qk_activation(qk_context* context, const qk_activation_args* args) { call(context, context->kernels.activation, args); }
 void qk_route(qk_context* context, const qk_route_args* args) { call(context, context->kernels.route, args); }

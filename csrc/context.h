@@ -23,6 +23,7 @@ struct KernelTable {
     void (*linear)(qk_context&, const qk_linear_args&);
     void (*grouped_linear)(qk_context&, const GroupedLinearArgs&);
     void (*rms_norm)(qk_context&, const qk_rms_norm_args&);
+    void (*layer_norm)(qk_context&, const qk_layer_norm_args&);
     void (*rotate)(qk_context&, const qk_rotate_args&);
     void (*activation)(qk_context&, const qk_activation_args&);
     void (*attention)(qk_context&, const qk_attention_args&);

@@ -13,6 +13,7 @@ qk_plan::Call& qk_plan::append(Kind kind, int64_t rows) {
 void qk_plan::add(const qk_linear_args& args) { append(LINEAR, args.m).linear = args; }
 void qk_plan::add(const qk_quantized_linear_args& args) { append(QUANTIZED_LINEAR, args.linear.m).quantized_linear = args; }
 void qk_plan::add(const qk_rms_norm_args& args) { append(RMS_NORM, args.rows).rms_norm = args; }
+void qk_plan::add(const qk_layer_norm_args& args) { append(LAYER_NORM, args.rows).layer_norm = args; }
 void qk_plan::add(const qk_activation_args& args) { append(ACTIVATION, args.rows).activation = args; }
 void qk_plan::add(const qk_route_args& args) { append(ROUTE, args.tokens).route = args; }
 void qk_plan::add(const qk_experts_args& args) { append(EXPERTS, args.tokens).experts = args; }
@@ -59,6 +60,10 @@ void qk_plan::run(qk_context& context, const qk_step_args& step) {
             case RMS_NORM:
                 call.rms_norm.rows = step.num_tokens;
                 qk_rms_norm(&context, &call.rms_norm);
+                break;
+            case LAYER_NORM:
+                call.layer_norm.rows = step.num_tokens;
+                qk_layer_norm(&context, &call.layer_norm);
                 break;
             case ROTATE:
                 call.rotate.tokens = step.num_tokens;

@@ -14,6 +14,7 @@ struct qk_plan {
     void add(const qk_linear_args& args);
     void add(const qk_quantized_linear_args& args);
     void add(const qk_rms_norm_args& args);
+    void add(const qk_layer_norm_args& args);
     void add(const qk_rotate_args& args);
     void add(const qk_activation_args& args);
     void add(const qk_gather_args& args);
@@ -25,7 +26,7 @@ struct qk_plan {
     void run(qk_context& context, const qk_step_args& step);
 
   private:
-    enum Kind { LINEAR, QUANTIZED_LINEAR, RMS_NORM, ROTATE, ACTIVATION, GATHER, ROUTE, EXPERTS, ATTENTION };
+    enum Kind { LINEAR, QUANTIZED_LINEAR, RMS_NORM, LAYER_NORM, ROTATE, ACTIVATION, GATHER, ROUTE, EXPERTS, ATTENTION };
     struct Call {
         Kind kind;
         int64_t batch;  // of an attention
@@ -33,6 +34,7 @@ struct qk_plan {
             qk_linear_args linear;
             qk_quantized_linear_args quantized_linear;
             qk_rms_norm_args rms_norm;
+            qk_layer_norm_args layer_norm;
             qk_rotate_args rotate;
             qk_activation_args activation;
             qk_gather_args gather;

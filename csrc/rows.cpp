@@ -32,6 +32,50 @@ QK_INLINE float inverse_rms(const E* x, int64_t dim, float eps) {
     return 1.0f / std::sqrt(sum / float(dim) + eps);
 }
 
+// Up to 16 elements from x, less their mean.
+template <class E>
+QK_INLINE F16 centred(const E* x, F16 mean, int n) {
+    return select(lanes(0, n), sub(load_n(x, n), mean), zero());
+}
+
+template <class E>
+QK_INLINE void layer_norm_part(const qk_layer_norm_args& a, const E* x, const E* weight, const E* bias, const E* residual, E* y) {
+    const auto count = [&](int64_t i) { return int(a.dim - i < 16 ? a.dim - i : 16); };
+    F16 sums[2] = {zero(), zero()};
+    for (int64_t i = 0; i < a.dim; i += 16) {
+        F16& sum = sums[i / 16 % 2];
+        sum = add(sum, load_n(x + i, count(i)));
+    }
+    const F16 mean = set1(reduce_add(add(sums[0], sums[1])) / float(a.dim));
+    F16 squares[2] = {zero(), zero()};
+    for (int64_t i = 0; i < a.dim; i += 16) {
+        F16 &sum = squares[i / 16 % 2], v = centred(x + i, mean, count(i));
+        sum = fma(v, v, sum);
+    }
+    const float variance = reduce_add(add(squares[0], squares[1])) / float(a.dim);
+    const F16 inverse = set1(1.0f / std::sqrt(variance + a.eps));
+    for (int64_t i = 0; i < a.dim; i += 16) {
+        const int n = count(i);
+        F16 v = mul(centred(x + i, mean, n), inverse);
+        if (weight) v = mul(v, load_n(weight + i, n));
+        if (bias) v = add(v, load_n(bias + i, n));
+        if (residual) v = add(load_n(residual + i, n), round_to(v, y));
+        store_n(y + i, v, n);
+    }
+}
+
+template <class E>
+void layer_norm_rows(const qk_layer_norm_args& a, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+        for (int64_t group = 0; group < a.groups; ++group) {
+            const int64_t at = group * a.dim, of_weight = group * a.weight_stride;
+            layer_norm_part(a, (const E*)a.x + row * a.x_stride + at, a.weight ? (const E*)a.weight + of_weight : nullptr,
+                            a.bias ? (const E*)a.bias + of_weight : nullptr,
+                            a.residual ? (const E*)a.residual + row * a.residual_stride + at : nullptr,
+                            (E*)a.y + row * a.y_stride + at);
+        }
+}
+
 struct NormScale {
     float inverse, offset;
     bool in_float32;
@@ -109,7 +153,8 @@ void activate_rows(const qk_activation_args& a, int64_t begin, int64_t end) {
         E* y = (E*)a.y + row * a.y_stride;
         for (int64_t i = 0; i < a.dim; i += 16) {
             const int n = int(a.dim - i < 16 ? a.dim - i : 16);
-            F16 v = activate(a.activation, load_n(x + i, n));
+            F16 v = load_n(x + i, n);
+            v = a.activation == QK_XIELU ? xielu(v, {a.positive, a.negative, a.slope, a.least}) : activate(a.activation, v);
             if (a.gated) v = mul(v, load_n(x + a.dim + i, n));
             store_n(y + i, v, n);
         }
@@ -123,6 +168,13 @@ void rms_norm(qk_context& context, const qk_rms_norm_args& a) {
         a.dtype == QK_BFLOAT16 ? rms_norm_rows<bf16>(a, begin, end) : rms_norm_rows<float>(a, begin, end);
     };
     context.parallel(a.rows, rows_per_piece(a.dim), work);
+}
+
+void layer_norm(qk_context& context, const qk_layer_norm_args& a) {
+    auto work = [&](int64_t begin, int64_t end, int) {
+        a.dtype == QK_BFLOAT16 ? layer_norm_rows<bf16>(a, begin, end) : layer_norm_rows<float>(a, begin, end);
+    };
+    context.parallel(a.rows, rows_per_piece(a.groups * a.dim), work);
 }
 
 void rotate(qk_context& context, const qk_rotate_args& a) {

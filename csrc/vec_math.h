@@ -7,20 +7,30 @@
 
 namespace QK_ISA {
 
+// (e^x - 1 - x) / x^2 for |x| <= log 2 / 2.
+QK_INLINE F16 exp_polynomial(F16 x) {
+    F16 p = set1(1.9875691500e-4f);
+    p = fma(p, x, set1(1.3981999507e-3f));
+    p = fma(p, x, set1(8.3334519073e-3f));
+    p = fma(p, x, set1(4.1665795894e-2f));
+    p = fma(p, x, set1(1.6666665459e-1f));
+    return fma(p, x, set1(5.0000001201e-1f));
+}
+
 // Below -87.3 it stays at about 1e-38, above 88.3 at about 2e38.
 QK_INLINE F16 exp(F16 x) {
     x = min(max(x, set1(-87.3365447f)), set1(88.3762626f));
     F16 n = round_even(mul(x, set1(1.44269504f)));
     x = fma(n, set1(-0.693359375f), x);  // log 2 in two parts
     x = fma(n, set1(2.12194440e-4f), x);
-    F16 p = set1(1.9875691500e-4f);
-    p = fma(p, x, set1(1.3981999507e-3f));
-    p = fma(p, x, set1(8.3334519073e-3f));
-    p = fma(p, x, set1(4.1665795894e-2f));
-    p = fma(p, x, set1(1.6666665459e-1f));
-    p = fma(p, x, set1(5.0000001201e-1f));
-    p = add(fma(p, mul(x, x), x), set1(1.0f));
+    F16 p = add(fma(exp_polynomial(x), mul(x, x), x), set1(1.0f));
     return scale_by_power(p, n);
+}
+
+// e^x - 1 - x for x <= 0, without losing digits near zero.
+QK_INLINE F16 exp_rest(F16 x) {
+    F16 small = mul(exp_polynomial(x), mul(x, x)), large = sub(sub(exp(x), set1(1.0f)), x);
+    return select(less(set1(-0.34f), x), small, large);
 }
 
 // 2^x within three units in the last place, for x <= 127; below -126 it stays at about 1e-38. The polynomial is a minimax fit of
@@ -70,6 +80,23 @@ QK_INLINE F16 gelu_tanh(F16 x) {
     F16 inner = mul(mul(x, set1(0.797884561f)), fma(mul(x, x), set1(0.044715f), set1(1.0f)));
     return mul(mul(x, set1(0.5f)), add(set1(1.0f), tanh(inner)));
 }
+QK_INLINE F16 sigmoid(F16 x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
+QK_INLINE F16 quick_gelu(F16 x) { return div(x, add(set1(1.0f), exp(mul(x, set1(-1.702f))))); }
+QK_INLINE F16 relu2(F16 x) {
+    F16 y = max(x, zero());
+    return mul(y, y);
+}
+
+// positive * x^2 + slope * x for x > 0, else negative * (e^min(x, least) - 1 - x) + slope * x (Huang and Schlag 2024).
+struct Xielu {
+    float positive, negative, slope, least;
+};
+QK_INLINE F16 xielu(F16 x, const Xielu& a) {
+    F16 t = min(x, set1(a.least));
+    F16 rest = add(exp_rest(t), sub(t, x)), line = mul(x, set1(a.slope));
+    F16 above = fma(mul(x, set1(a.positive)), x, line), below = fma(rest, set1(a.negative), line);
+    return select(less(zero(), x), above, below);
+}
 QK_INLINE F16 soft_cap(F16 x, float cap) { return mul(tanh(div(x, set1(cap))), set1(cap)); }
 
 QK_INLINE F16 activate(int kind, F16 x) {
@@ -78,6 +105,9 @@ QK_INLINE F16 activate(int kind, F16 x) {
         case QK_SILU: return silu(x);
         case QK_GELU: return gelu(x);
         case QK_GELU_TANH: return gelu_tanh(x);
+        case QK_RELU2: return relu2(x);
+        case QK_QUICK_GELU: return quick_gelu(x);
+        case QK_SIGMOID: return sigmoid(x);
         default: return x;
     }
 }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.kernels.packs import Packs
-from quire.worker.kernels.specs import PLAIN, LinearSpec, NormSpec, RotaryAngles, RouterSpec
+from quire.worker.kernels.specs import PLAIN, LinearSpec, NormSpec, RotaryAngles, RouterSpec, XieluSpec
 from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
 
@@ -130,6 +130,13 @@ class Kernels(ABC):
         """weight: [dim]."""
 
     @abstractmethod
+    def layer_norm(
+        self, dim: int, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, groups: int = 1
+    ) -> NormKernel:
+        """Makes the norm of each of `groups` parts of a row, of `dim` elements each. weight and bias: [dim], the same
+        for every part, or [groups, dim]; None for none."""
+
+    @abstractmethod
     def rotation(
         self,
         head_size: int,
@@ -142,6 +149,10 @@ class Kernels(ABC):
     @abstractmethod
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         """`name` is a key of specs.ACTIVATIONS."""
+
+    @abstractmethod
+    def xielu(self, spec: XieluSpec) -> ActivationKernel:
+        """Makes the activation of `specs.xielu`."""
 
     @abstractmethod
     def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:

@@ -77,6 +77,7 @@ ActivationArgs = _STRUCTS["qk_activation_args"]
 AttentionArgs = _STRUCTS["qk_attention_args"]
 ExpertsArgs = _STRUCTS["qk_experts_args"]
 GatherArgs = _STRUCTS["qk_gather_args"]
+LayerNormArgs = _STRUCTS["qk_layer_norm_args"]
 LinearArgs = _STRUCTS["qk_linear_args"]
 LogprobsArgs = _STRUCTS["qk_logprobs_args"]
 PackArgs = _STRUCTS["qk_pack_args"]
@@ -165,8 +166,13 @@ ACTIVATIONS = {
     "relu": CONSTANTS["QK_RELU"],
     "silu": CONSTANTS["QK_SILU"],
     "gelu": CONSTANTS["QK_GELU"],
+    "gelu_fast": CONSTANTS["QK_GELU_TANH"],
     "gelu_new": CONSTANTS["QK_GELU_TANH"],
     "gelu_pytorch_tanh": CONSTANTS["QK_GELU_TANH"],
+    "quick_gelu": CONSTANTS["QK_QUICK_GELU"],
+    "relu2": CONSTANTS["QK_RELU2"],
+    "sigmoid": CONSTANTS["QK_SIGMOID"],
+    "swish": CONSTANTS["QK_SILU"],
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,11 @@ from quire.worker.kernels.base import (
 )
 from quire.worker.kernels.library import (
     ABI_VERSION,
+    CONSTANTS,
     ActivationArgs,
     Context,
     GatherArgs,
+    LayerNormArgs,
     LinearArgs,
     PackArgs,
     RmsNormArgs,
@@ -41,7 +43,7 @@ from quire.worker.kernels.native_moe import NativeExperts, NativeRouter, PlainBl
 from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
 from quire.worker.kernels.native_sampling import NativeSampling
 from quire.worker.kernels.packs import FRESH_PACKS, Packs
-from quire.worker.kernels.specs import PLAIN, LinearSpec, NormSpec, RotaryAngles, RouterSpec
+from quire.worker.kernels.specs import PLAIN, LinearSpec, NormSpec, RotaryAngles, RouterSpec, XieluSpec
 from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
 
@@ -90,6 +92,12 @@ class NativeKernels(Kernels):
         self.context.num_kernels += 1
         return NativeRmsNorm(self.context, weight, spec)
 
+    def layer_norm(
+        self, dim: int, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, groups: int = 1
+    ) -> NormKernel:
+        self.context.num_kernels += 1
+        return NativeLayerNorm(self.context, dim, weight, bias, spec, groups)
+
     def rotation(
         self,
         head_size: int,
@@ -102,7 +110,12 @@ class NativeKernels(Kernels):
 
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         self.context.num_kernels += 1
-        return NativeActivation(self.context, name, gated)
+        return NativeActivation(self.context, ActivationArgs(gated=gated, activation=ACTIVATIONS[name]))
+
+    def xielu(self, spec: XieluSpec) -> ActivationKernel:
+        self.context.num_kernels += 1
+        args = ActivationArgs(activation=CONSTANTS["QK_XIELU"], **vars(spec))
+        return NativeActivation(self.context, args)
 
     def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:
         self.context.num_kernels += 1
@@ -262,6 +275,50 @@ class NativeRmsNorm:
         return y
 
 
+class NativeLayerNorm:
+    """A LayerNorm: NormKernel."""
+
+    def __init__(
+        self,
+        context: Context,
+        dim: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        spec: NormSpec,
+        groups: int,
+    ) -> None:
+        weight = weight + spec.weight_offset if weight is not None and spec.weight_offset else weight
+        self._tensors = weight, bias
+        self._args = LayerNormArgs(
+            groups=groups,
+            dim=dim,
+            eps=spec.eps,
+            weight=None if weight is None else weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            weight_stride=dim if weight is not None and weight.dim() == 2 else 0,
+            y_stride=groups * dim,
+        )
+        self._pointer = byref(self._args)
+        self._function = context.library.cdll.qk_layer_norm
+        self._handle = context.handle
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [n, groups * dim]."""
+        x = with_packed_rows(x)
+        args, n = self._args, x.shape[0]
+        y = torch.empty(x.shape, dtype=x.dtype)
+        args.rows, args.dtype, args.x, args.x_stride, args.y = (
+            n,
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            y.data_ptr(),
+        )
+        residual = set_residual(args, residual)
+        self._function(self._handle, self._pointer)
+        return y
+
+
 class NativeRotation:
     """Norms of heads and rotation: RotationKernel. Works in place."""
 
@@ -304,14 +361,13 @@ class NativeRotation:
 class NativeActivation:
     """An element-wise function: ActivationKernel."""
 
-    def __init__(self, context: Context, name: str, is_gated: bool) -> None:
-        self._is_gated = is_gated
-        self._args = ActivationArgs(gated=is_gated, activation=ACTIVATIONS[name])
+    def __init__(self, context: Context, args: Any) -> None:
+        self._args = args
         self._context = context
 
     def __call__(self, x: Tensor) -> Tensor:
         x = with_packed_rows(x)
-        n, dim = x.shape[0], x.shape[1] // 2 if self._is_gated else x.shape[1]
+        n, dim = x.shape[0], x.shape[1] // 2 if self._args.gated else x.shape[1]
         y, args = torch.empty((n, dim), dtype=x.dtype), self._args
         args.rows, args.dim, args.dtype, args.y_stride = n, dim, DTYPES[x.dtype], dim
         args.x, args.x_stride, args.y = x.data_ptr(), x.stride(0), y.data_ptr()

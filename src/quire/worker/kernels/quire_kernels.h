@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 6
+#define QK_ABI_VERSION 7
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -25,7 +25,10 @@ extern "C" {
 #endif
 
 enum { QK_FLOAT32 = 0, QK_BFLOAT16 = 1 };
-enum { QK_IDENTITY = 0, QK_RELU = 1, QK_SILU = 2, QK_GELU = 3, QK_GELU_TANH = 4 };
+enum {
+    QK_IDENTITY = 0, QK_RELU = 1, QK_SILU = 2, QK_GELU = 3, QK_GELU_TANH = 4,
+    QK_RELU2 = 5, QK_QUICK_GELU = 6, QK_SIGMOID = 7, QK_XIELU = 8 /* qk_activation only */
+};
 
 /* -- context: instruction set, threads, scratch memory. One thread at a time may use a context. ----------------------- */
 
@@ -132,6 +135,24 @@ typedef struct {
 QK_EXPORT void qk_rms_norm(qk_context* context, const qk_rms_norm_args* args);
 
 typedef struct {
+    /* y = (x - mean) / sqrt(variance + eps) * weight + bias + residual, in float32, for each of the `groups` parts of a row by itself:
+     * heads, or the whole row. */
+    int64_t rows, groups, dim; /* elements of a part */
+    int32_t dtype;
+    float eps;
+    const void* weight; /* [dim], or [groups, dim]; NULL for none */
+    const void* bias;   /* like weight */
+    int64_t weight_stride; /* between the weights, and the biases, of two groups; 0: they are the same */
+    const void* residual; /* NULL for none */
+    int64_t residual_stride;
+    const void* x; /* [rows, groups * dim] */
+    int64_t x_stride;
+    void* y;
+    int64_t y_stride;
+} qk_layer_norm_args;
+QK_EXPORT void qk_layer_norm(qk_context* context, const qk_layer_norm_args* args);
+
+typedef struct {
     /* Heads of queries and keys, in place: an optional norm over each head, then the rotation of its first elements. */
     int64_t tokens;
     int32_t dtype, table_dtype;
@@ -158,6 +179,7 @@ typedef struct {
     int32_t gated;
     int32_t activation;
     int32_t reserved;
+    float positive, negative, slope, least; /* of QK_XIELU: vec_math.h */
     const void* x;
     int64_t x_stride;
     void* y;

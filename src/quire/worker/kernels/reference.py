@@ -27,9 +27,11 @@ from quire.worker.kernels.specs import (
     NormSpec,
     RotaryAngles,
     RouterSpec,
+    XieluSpec,
     gated,
     get_activation,
     soft_cap,
+    xielu,
 )
 from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
@@ -57,6 +59,11 @@ class TorchKernels(Kernels):
     def rms_norm(self, weight: Tensor, spec: NormSpec) -> NormKernel:
         return functools.partial(rms_norm, weight=weight, spec=spec)
 
+    def layer_norm(
+        self, dim: int, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, groups: int = 1
+    ) -> NormKernel:
+        return functools.partial(layer_norm, dim=dim, weight=weight, bias=bias, spec=spec, groups=groups)
+
     def rotation(
         self,
         head_size: int,
@@ -68,6 +75,9 @@ class TorchKernels(Kernels):
 
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         return functools.partial(activate, name=name, is_gated=gated)
+
+    def xielu(self, spec: XieluSpec) -> ActivationKernel:
+        return functools.partial(xielu, spec=spec)
 
     def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:
         return functools.partial(route, spec=spec, dtype=dtype)
@@ -121,6 +131,28 @@ def rms_norm(x: Tensor, residual: Tensor | None = None, *, weight: Tensor, spec:
         y = (wide * (spec.weight_offset + weight.float())).to(x.dtype)
     else:
         y = weight * wide.to(x.dtype)
+    return y if residual is None else residual + y
+
+
+def layer_norm(
+    x: Tensor,
+    residual: Tensor | None = None,
+    *,
+    dim: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    groups: int = 1,
+) -> Tensor:
+    if weight is not None and spec.weight_offset:
+        weight = weight + spec.weight_offset
+    parts = x.reshape(*x.shape[:-1], groups, dim) if groups > 1 else x
+    if weight is None or weight.dim() == 1:
+        y = functional.layer_norm(parts, (dim,), weight, bias, spec.eps)
+    else:
+        y = functional.layer_norm(parts.float(), (dim,), eps=spec.eps) * weight
+        y = (y if bias is None else y + bias).to(x.dtype)
+    y = y.view(x.shape)
     return y if residual is None else residual + y
 
 

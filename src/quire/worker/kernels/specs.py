@@ -37,11 +37,22 @@ TANH = LinearSpec(soft_cap=1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """A root mean square norm: layers/norm.py."""
+    """A norm of rows: layers/norm.py."""
 
     eps: float
     weight_offset: float = 0.0
     scale_in_float32: bool = False
+    """A root mean square norm rounds after the product with the weight, not before. LayerNorm always does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class XieluSpec:
+    """The numbers of an xIELU activation, which are learned: `xielu`."""
+
+    positive: float
+    negative: float
+    slope: float = 0.5
+    least: float = -1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +84,37 @@ class RotaryAngles:
 
 Activation = Callable[[Tensor], Tensor]
 
+
+def relu2(x: Tensor) -> Tensor:
+    """Returns max(x, 0)^2 (So et al. 2021)."""
+    return functional.relu(x).square()
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Returns x * sigmoid(1.702 x), an approximation of gelu (Hendrycks and Gimpel 2016)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def xielu(x: Tensor, spec: XieluSpec) -> Tensor:
+    """Returns positive * x^2 + slope * x for x > 0, else negative * (e^min(x, least) - 1 - x) + slope * x (Huang and
+    Schlag 2024)."""
+    above = spec.positive * x * x + spec.slope * x
+    below = (torch.expm1(x.clamp(max=spec.least)) - x) * spec.negative + spec.slope * x
+    return torch.where(x > 0, above, below)
+
+
 _gelu_tanh = functools.partial(functional.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": functional.gelu,
+    "gelu_fast": _gelu_tanh,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": quick_gelu,
     "relu": functional.relu,
+    "relu2": relu2,
+    "sigmoid": torch.sigmoid,
     "silu": functional.silu,
+    "swish": functional.silu,
 }
 """Element-wise functions, by the name config.json gives them."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from quire.worker.kernels.base import Kernels, NormKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
@@ -37,15 +36,39 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps) * w + b (Ba et al. 2016); without `affine` no w, without `bias` no b."""
+    """(x - mean) / sqrt(var + eps) * w + b (Ba et al. 2016); without `affine` no w, without `bias` no b.
 
-    def __init__(self, dim: int, eps: float = 1e-5, *, affine: bool = True, bias: bool = True) -> None:
+    `groups`: each of that many parts of a row is normalised by itself, all with one w and b of their length, or with
+    `weight_per_group` each with its own. Nemotron stores w - 1 (`weight_offset=1`).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        *,
+        affine: bool = True,
+        bias: bool = True,
+        weight_offset: float = 0.0,
+        groups: int = 1,
+        weight_per_group: bool = False,
+    ) -> None:
         super().__init__()
-        self.dim = dim
-        self.eps = eps
-        self.weight = weight(dim) if affine else None
-        self.bias = weight(dim) if affine and bias else None
+        self.dim, self.groups = dim, groups
+        shape = (groups, dim) if weight_per_group else (dim,)
+        self.weight = weight(*shape) if affine else None
+        self.bias = weight(*shape) if affine and bias else None
+        self.spec = NormSpec(eps=eps, weight_offset=weight_offset)
+        self._kernel: NormKernel | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., dim], normalised over the last dimension."""
-        return functional.layer_norm(x, (self.dim,), self.weight, self.bias, self.eps)
+    def prepare(self, kernels: Kernels) -> NormKernel:
+        weight, bias = (None if parameter is None else parameter.data for parameter in (self.weight, self.bias))
+        self._kernel = kernel = kernels.layer_norm(self.dim, weight, bias, self.spec, self.groups)
+        return kernel
+
+    def discard(self) -> None:
+        self._kernel = GIVEN_BACK
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [n, groups * dim], each part normalised; `residual`, of the same shape, is added after it."""
+        return (self._kernel or self.prepare(TORCH_KERNELS))(x, residual)

@@ -27,6 +27,7 @@ class Toy:
         experts = randn(1, 4, 2 * 32, DIM, dtype=dtype), randn(2, 4, DIM, 32, dtype=dtype)
         self.embedding = kernels.embedding(randn(3, VOCAB, DIM, dtype=dtype), None)
         self.norm = kernels.rms_norm(randn(4, DIM, dtype=dtype), NormSpec(eps=1e-5))
+        self.layer_norm = kernels.layer_norm(HEAD, randn(9, HEAD, dtype=dtype), None, NormSpec(eps=1e-5), DIM // HEAD)
         self.qkv = kernels.linear(randn(5, 3 * DIM, DIM, dtype=dtype) / 8, None)
         self.rotation = kernels.rotation(HEAD)
         self.tables = randn(6, 50, HEAD // 2, dtype=dtype), randn(7, 50, HEAD // 2, dtype=dtype)
@@ -40,7 +41,7 @@ class Toy:
         for _ in range(2):
             q, k, v = self.qkv(self.norm(x)).split(DIM, dim=-1)
             q, k = self.rotation(q, k, RotaryAngles(*self.tables, positions))
-            x = self.norm(q, self.norm(k, x))
+            x = self.layer_norm(q, self.norm(k, x))
             x = self.experts(x, *self.router(self.gate(x)), v)
         pair = self.qkv(x)[:, : 2 * DIM]
         return self.act(pair)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.reference import activate, rms_norm, rotate_heads
-from quire.worker.kernels.specs import ACTIVATIONS, NormSpec, RotaryAngles
+from quire.worker.kernels.reference import activate, layer_norm, rms_norm, rotate_heads
+from quire.worker.kernels.specs import ACTIVATIONS, NormSpec, RotaryAngles, XieluSpec, xielu
 
 from ..conftest import MakeKernels
 
@@ -47,6 +47,48 @@ def test_rms_norm_of_a_strided_view(make_kernels: MakeKernels, dtype: torch.dtyp
     wide, weight = randn(4, 7, 200, dtype=dtype), randn(5, 64, dtype=dtype)
     norm = make_kernels(1).rms_norm(weight, NORMS[0])
     assert torch.equal(norm(wide[:, 70:134]), norm(wide[:, 70:134].contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", ["", "w", "wb", "b"])
+@pytest.mark.parametrize("dim", [1, 12, 48, 200, 896])
+def test_the_layer_norm_equals_the_reference_alone_and_in_company(
+    make_kernels: MakeKernels, dim: int, parts: str, dtype: torch.dtype
+) -> None:
+    x, residual = randn(1, 40, dim, dtype=dtype) + 3, randn(3, 40, dim, dtype=dtype)
+    weight, bias = (randn(seed, dim, dtype=dtype) if letter in parts else None for seed, letter in ((2, "w"), (4, "b")))
+    spec = NormSpec(eps=1e-3, weight_offset=1.0 if parts == "wb" else 0.0)
+    for r in (None, residual):
+        y = make_kernels(3).layer_norm(dim, weight, bias, spec)(x, r)
+        assert_close(y, layer_norm(x, r, dim=dim, weight=weight, bias=bias, spec=spec))
+        alone = [
+            make_kernels(1).layer_norm(dim, weight, bias, spec)(x[i : i + 1], None if r is None else r[i : i + 1])
+            for i in range(40)
+        ]
+        assert torch.equal(y, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 24), (24,), None], ids=str)
+def test_the_layer_norm_of_heads(make_kernels: MakeKernels, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+    """Each head of a strided view by itself, with the same weights or its own: those of its slice."""
+    groups, dim, spec = 5, 24, NormSpec(eps=1e-5)
+    x = randn(5, 9, 300, dtype=dtype)[:, 70 : 70 + groups * dim]
+    weight, bias = (None, None) if shape is None else (randn(6, *shape, dtype=dtype), randn(7, *shape, dtype=dtype))
+    y = make_kernels(2).layer_norm(dim, weight, bias, spec, groups)(x)
+    assert_close(y, layer_norm(x, dim=dim, weight=weight, bias=bias, spec=spec, groups=groups))
+    for i in range(groups):
+        own = [None if t is None else t.view(-1, dim)[i % t.view(-1, dim).shape[0]] for t in (weight, bias)]
+        head = make_kernels(1).layer_norm(dim, *own, spec)(x[:, i * dim : (i + 1) * dim])
+        assert torch.equal(y[:, i * dim : (i + 1) * dim], head)
+
+
+def test_the_layer_norm_of_rows_far_from_zero(make_kernels: MakeKernels) -> None:
+    """The variance is that of the distances from the mean, not a difference of two large sums."""
+    x = randn(8, 6, 200, dtype=torch.float32) + 1000.0
+    expected = layer_norm(x.double(), dim=200, weight=None, bias=None, spec=NormSpec(eps=1e-5))
+    found = make_kernels(1).layer_norm(200, None, None, NormSpec(eps=1e-5))(x)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("norm", [None, *NORMS], ids=str)
@@ -97,3 +139,17 @@ def test_activations_equal_the_reference(
     tolerance = 2**-7 if dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(y.double(), expected.to(dtype).double(), rtol=tolerance, atol=tolerance)
     assert torch.equal(torch.cat([make_kernels(1).activation(name, is_gated)(row) for row in x.split(1)]), y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_xielu_equals_the_reference(make_kernels: MakeKernels, dtype: torch.dtype) -> None:
+    edges = torch.tensor([-100.0, -20.0, -0.35, -0.33, -1e-3, -1e-6, -1e-7, 0.0, 1e-3, 20.0])
+    x = torch.cat([edges.repeat(20, 1), randn(12, 20, 201, dtype=torch.float32) * 4], dim=1).to(dtype)  # [20, 211]
+    spec = XieluSpec(positive=0.7, negative=1.3, slope=0.4, least=-1e-3)
+    y = make_kernels(3).xielu(spec)(x)
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 2e-6
+    expected = xielu(x.double(), spec).to(dtype)
+    torch.testing.assert_close(
+        y.double(), expected.double(), rtol=tolerance, atol=0 if dtype == torch.bfloat16 else 1e-7
+    )
+    assert torch.equal(torch.cat([make_kernels(1).xielu(spec)(row) for row in x.split(1)]), y)
