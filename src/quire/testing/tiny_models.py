@@ -50,6 +50,8 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3": {"head_dim": 16},
     "phi3": {},
+    "glm": {"head_dim": 24},
+    "glm4": {"head_dim": 16, "attention_bias": False},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
     "olmo2": {},
     "granite": {

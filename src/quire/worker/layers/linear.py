@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class Linear(nn.Module):
         self.weight = weight(rows, in_features)
         self.bias = weight(rows) if bias else None
         self.spec = spec
+        self.row_orders: Mapping[str, Tensor] = {}
         self.scheme: QuantizationScheme | None = None
         self._stored: QuantizedWeight | None = None
         self.quantized_bytes: int | None = None

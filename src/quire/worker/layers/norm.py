@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from quire.worker.kernels.base import Kernels, NormKernel
@@ -21,6 +23,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = weight(dim)
         self.spec = NormSpec(eps=eps, weight_offset=weight_offset, scale_in_float32=scale_in_float32)
+        self.row_orders: Mapping[str, Tensor] = {}
         self._kernel: NormKernel | None = None
 
     def prepare(self, kernels: Kernels) -> NormKernel:

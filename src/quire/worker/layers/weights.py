@@ -7,7 +7,7 @@ implements `PackedWeights`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -33,6 +33,15 @@ class NamedWeights(Protocol):
 
     def checkpoint_name(self, name: str) -> str | None:
         """Returns the model's name of a checkpoint's tensor; None if the model does not need it."""
+
+
+@runtime_checkable
+class ReorderedWeights(Protocol):
+    """A module that computes with rows in another order than checkpoints have them in: see row_order.py."""
+
+    row_orders: Mapping[str, Tensor]
+    """Orders of the rows: by the name of a part, for a module that is a `PackedWeights`, else of all its tensors, under
+    an empty name. What is not named stays in place."""
 
 
 @runtime_checkable
@@ -97,6 +106,14 @@ def own_tensors(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
         return [(f"{parent}.{name}", view) for name, view in module.checkpoint_tensors()]
     prefix = path + "." if path else ""
     return [(prefix + name, tensor.data) for name, tensor in module.named_parameters(recurse=False)]
+
+
+def own_row_orders(path: str, module: nn.Module) -> dict[str, Tensor]:
+    """Returns the row order of each of `own_tensors` that has one, by its name without the parameter's."""
+    if not isinstance(module, ReorderedWeights):
+        return {}
+    parent = path.rpartition(".")[0]
+    return {f"{parent}.{part}" if part else path: order for part, order in module.row_orders.items()}
 
 
 def packed_parameters(module: nn.Module) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ from quire.worker.layers.weights import (
     QuantizableWeights,
     allocate,
     checkpoint_tensors,
+    own_row_orders,
     own_tensors,
     packed_parameters,
     weight_bytes,
@@ -261,6 +262,8 @@ def _fill(
             elif any(p.device != placement.device or p.dtype != placement.dtype for p in own):
                 allocate(module, placement.device, placement.dtype)
             tensors = own_tensors(path, module)
+            if isinstance(source, _Checkpoint):
+                source.orders = own_row_orders(path, module)
             if isinstance(source, _Checkpoint) and isinstance(module, QuantizableWeights) and source.is_quantized:
                 if are_packed:
                     module.store_outlines(recall_kinds(packs))
@@ -285,6 +288,8 @@ class _Checkpoint:
 
     def __init__(self, stored: Mapping[str, Stored], files: ExitStack) -> None:
         self._stored = stored
+        self.orders: Mapping[str, Tensor] = {}
+        """Orders of rows of the module that is being filled: see `own_row_orders`."""
         self.is_quantized = any(isinstance(tensor, StoredMatrix) for tensor in stored.values())
         self._files = files
         self._open: dict[Path, Any] = {}
@@ -292,11 +297,9 @@ class _Checkpoint:
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies each tensor from its file and converts its type. Raises ModelLoadError for NaN and infinity."""
         for name, tensor in tensors:
-            info = self._stored[name]
-            if isinstance(info, StoredMatrix):
-                tensor.copy_(info.dequantize(self._read_all(info)))
-            else:
-                tensor.copy_(self._read(info))
+            info, order = self._stored[name], self._order(name)
+            read = info.dequantize(self._read_all(info)) if isinstance(info, StoredMatrix) else self._read(info)
+            tensor.copy_(read if order is None else read[order])
             _check_finite(tensor, info)
 
     def hand_over(self, module: QuantizableWeights, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -313,11 +316,17 @@ class _Checkpoint:
             read = [part.read(self._read_all(part)) for part in parts]
         except ScatteredGroupsError:
             return tensors
+        orders = [self._order(name) for name in weights]
+        read = [part if order is None else part.take_rows(order) for part, order in zip(read, orders, strict=True)]
         for part, matrix in zip(parts, read, strict=True):
             _check_finite(matrix.scales, part)
         if not module.store(read):
             return tensors
         return [(name, tensor) for name, tensor in tensors if tensor.dim() != 2]
+
+    def _order(self, name: str) -> Tensor | None:
+        """Returns the order of rows in which the model has a tensor; None for the checkpoint's."""
+        return self.orders.get(name.rpartition(".")[0])
 
     def _read(self, info: TensorInfo) -> Tensor:
         if info.file not in self._open:

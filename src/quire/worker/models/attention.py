@@ -9,6 +9,7 @@ from quire.worker.attention.layer import Attention
 from quire.worker.kernels.base import Kernels, RotationKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.linear import Linear, side_by_side
+from quire.worker.layers.row_order import attention_orders, half_order
 from quire.worker.layers.weights import GIVEN_BACK
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_norm
 
@@ -25,13 +26,26 @@ class SelfAttention(nn.Module):
         self.rope = layer.rope
         self.qk_norm = spec.qk_norm
         self.norms_after_rope = spec.qk_norm_after_rope
-        parts = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
-        self.qkv_proj = side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_checkpoint)
+        parts = {"q_proj": self.q_size * (2 if spec.output_gate else 1), "k_proj": self.kv_size, "v_proj": self.kv_size}
+        self.output_gate = spec.output_gate
+        self.sizes = list(parts.values())
+        self.qkv_proj = side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_qkv is not None)
         self.o_proj = Linear(self.q_size, hidden_size, spec.output_bias)
+        paired_dim = 0
+        if spec.rope_pairs and layer.rope is not None:
+            paired_dim = int(self.head_dim * spec.ropes[layer.rope].partial_rotary_factor)
+        self.qkv_proj.row_orders = attention_orders(
+            *(num_heads, num_kv_heads, self.head_dim),
+            paired_dim=paired_dim,
+            fused=spec.fused_qkv,
+            has_gates=spec.output_gate,
+        )
         if spec.qk_norm != "none":
-            is_per_head = spec.qk_norm == "head"
-            self.q_norm = make_norm(spec, self.head_dim if is_per_head else self.q_size)
-            self.k_norm = make_norm(spec, self.head_dim if is_per_head else self.kv_size)
+            q_heads, k_heads = (1, 1) if spec.qk_norm == "head" else (num_heads, num_kv_heads)
+            self.q_norm, self.k_norm = (make_norm(spec, heads * self.head_dim) for heads in (q_heads, k_heads))
+            if paired_dim:
+                self.q_norm.row_orders = {"": half_order(q_heads, self.head_dim, paired_dim)}
+                self.k_norm.row_orders = {"": half_order(k_heads, self.head_dim, paired_dim)}
         self._rotations: tuple[tuple[RotationKernel, bool], ...] | None = None
         """Kernels for queries and keys, in order, and whether each rotates."""
         self.attn = Attention(
@@ -58,12 +72,16 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotations: Rotations, residual: Tensor | None = None) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
-        q, k, v = self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
+        if self.output_gate:
+            q, gate = q.chunk(2, dim=-1)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         steps = self.prepare(TORCH_KERNELS) if self._rotations is None else self._rotations
         for step, rotates in steps:
             q, k = step(q, k, rotations[self.rope] if rotates and self.rope is not None else None)
         attended = self.attn(q, k, v)  # [num_tokens, q_size]
+        if self.output_gate:
+            attended = attended * gate.sigmoid()
         output: Tensor = self.o_proj(attended, residual)
         return output

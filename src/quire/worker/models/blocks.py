@@ -27,8 +27,8 @@ class MLP(nn.Module):
         hidden, size = hf.hidden_size, layer.intermediate_size or hf.size("intermediate_size")
         inner = LinearSpec(activation=spec.activation, gated=spec.gated_mlp)
         if spec.gated_mlp:
-            parts, is_fused = {"gate_proj": size, "up_proj": size}, spec.fused_checkpoint or spec.fused_mlp_checkpoint
-            self.gate_up_proj = side_by_side(hidden, parts, spec.mlp_bias, is_fused, inner)
+            parts = {"gate_proj": size, "up_proj": size}
+            self.gate_up_proj = side_by_side(hidden, parts, spec.mlp_bias, spec.fused_gate_up, inner)
         else:
             self.up_proj = Linear(hidden, size, spec.mlp_bias, inner)
         self.inner = "gate_up_proj" if spec.gated_mlp else "up_proj"

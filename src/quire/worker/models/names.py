@@ -47,6 +47,13 @@ def _any_of(paths: Mapping[str, str] | tuple[str, ...]) -> re.Pattern[str] | Non
 
 
 NAMES: Mapping[str, Names] = {
+    "Glm4ForCausalLM": Names(
+        {
+            "post_self_attn_layernorm": "post_attention_layernorm",
+            "post_attention_layernorm": "pre_feedforward_layernorm",
+            "post_mlp_layernorm": "post_feedforward_layernorm",
+        }
+    ),
     "MixtralForCausalLM": Names({"block_sparse_moe": "mlp"}),
 }
 """Names by `HFConfig.family`; families without a row have the modules' names."""

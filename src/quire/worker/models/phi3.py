@@ -13,4 +13,4 @@ class Phi3ForCausalLM(DecoderForCausalLM):
     """Llama with a window, and matrices that are already fused in the checkpoint."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, dataclasses.replace(common_spec(hf), fused_checkpoint=True))
+        super().__init__(hf, dataclasses.replace(common_spec(hf), fused_qkv="parts", fused_gate_up=True))

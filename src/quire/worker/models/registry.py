@@ -13,6 +13,8 @@ MODELS: dict[str, str] = {
     "BertModel": "quire.worker.models.bert:BertModel",
     "Gemma2ForCausalLM": "quire.worker.models.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "quire.worker.models.gemma:Gemma3ForCausalLM",
+    "Glm4ForCausalLM": "quire.worker.models.glm:Glm4ForCausalLM",
+    "GlmForCausalLM": "quire.worker.models.glm:GlmForCausalLM",
     "GraniteForCausalLM": "quire.worker.models.granite:GraniteForCausalLM",
     "LlamaForCausalLM": "quire.worker.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "quire.worker.models.mistral:MistralForCausalLM",

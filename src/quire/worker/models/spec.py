@@ -60,10 +60,11 @@ class DecoderSpec:
     mlp_bias: bool = False
     head_bias: bool = False
     """Bias of the logits head."""
-    fused_checkpoint: bool = False
-    """The checkpoint already holds qkv_proj and gate_up_proj as single matrices."""
-    fused_mlp_checkpoint: bool = False
-    """The checkpoint holds gate_up_proj as a single matrix, but not qkv_proj."""
+    fused_qkv: Literal["parts", "groups"] | None = None
+    """The checkpoint holds qkv_proj as a single matrix. Its rows are all queries, keys, values ("parts"), or queries,
+    key and value of each kv head ("groups")."""
+    fused_gate_up: bool = False
+    """The checkpoint holds gate_up_proj as a single matrix, the gates first."""
     gated_mlp: bool = True
     """False: the MLP is down(activation(up(x)))."""
     norm: Literal["rms", "layer"] = "rms"
@@ -79,6 +80,8 @@ class DecoderSpec:
     qk_norm_after_rope: bool = False
     """Norm of each head follows the rotation instead of preceding it."""
     activation: str = "silu"
+    output_gate: bool = False
+    """The answer of attention is multiplied by sigmoid(gate); q_proj has a query and a gate for each head."""
     attention_scale: float | None = None
     """Factor of the query-key products; None for 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None

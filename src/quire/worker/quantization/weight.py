@@ -100,6 +100,11 @@ class QuantizedWeight:
         zeros = None if self.zeros is None else self.zeros.to(device)
         return dataclasses.replace(self, values=self.values.to(device), scales=self.scales.to(device), zeros=zeros)
 
+    def take_rows(self, order: Tensor) -> QuantizedWeight:
+        """Returns the matrix with its outputs in another order. order: [out_features] row numbers."""
+        zeros = None if self.zeros is None else self.zeros[order]
+        return dataclasses.replace(self, values=self.values[order], scales=self.scales[order], zeros=zeros)
+
     def _spread(self, per_group: Tensor) -> Tensor:
         """Returns [out_features, in_features] float32 of [out_features, groups]."""
         return per_group.float().repeat_interleave(self.group_size, dim=1)[:, : self.values.shape[1]]

@@ -80,6 +80,15 @@ def test_a_checkpoint_is_what_its_integers_stand_for(tiny_checkpoint: Make, tmp_
     torch.testing.assert_close(quire_logits(model, TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("case", ["gptq", "compressed, int8 weights"])
+def test_quantized_rows_move_with_the_order_of_rows(tiny_checkpoint: Make, tmp_path: Path, case: str) -> None:
+    """GLM's queries and keys rotate in pairs: their integers, scales, zeros and biases are put in another order."""
+    stored, plain = quantize_checkpoint(tiny_checkpoint("glm", **SIZES), tmp_path, *CASES[case])
+    model = load(stored)
+    assert num_quantized(model) == len(linears(model))
+    torch.testing.assert_close(quire_logits(model, TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("case", ["gptq", "awq", "compressed, 4 bits"])
 def test_on_native_kernels(library: NativeLibrary, tiny_checkpoint: Make, tmp_path: Path, case: str) -> None:
     stored, plain = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES[case])
