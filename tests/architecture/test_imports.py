@@ -44,7 +44,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "engine": {"zmq", "numpy", "msgspec", "llguidance", "xgrammar"},
     "frontend": {
         *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"),
-        *("fastapi", "starlette", "uvicorn", "prometheus_client", "opentelemetry"),
+        *("starlette", "uvicorn", "prometheus_client", "opentelemetry"),
     },
     "replay": {"msgspec", "numpy"},
     "face": set(),
@@ -112,7 +112,7 @@ def test_some_packages_have_one_door() -> None:
 
 
 def test_only_the_server_knows_http() -> None:
-    web, server = {"fastapi", "starlette", "uvicorn"}, ("quire.frontend.http.", "quire.frontend.openai.")
+    web, server = {"starlette", "uvicorn"}, ("quire.frontend.http.", "quire.frontend.openai.")
     broken = [str(i) for i in IMPORTS if i.package in web and not i.importer.startswith(server)]
     assert not broken, "\n".join(broken)
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -38,7 +39,6 @@ from quire.frontend.http.errors import (
 from quire.frontend.http.exchange import GONE, Exchange, SentAnswer
 from quire.frontend.http.state import ServerState
 from quire.resolve import resolve
-from quire.version import __version__
 
 PROBES = frozenset(
     {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version", "/server_info"}
@@ -136,10 +136,10 @@ def select_endpoints(endpoints: Iterable[Endpoint], config: ServerConfig, *, is_
     return [e for e in found if e.access is not Access.ADMIN or with_admin]
 
 
-def make_app(state: ServerState, endpoints: Iterable[Endpoint], *, is_admin: bool = False) -> FastAPI:
+def make_app(state: ServerState, endpoints: Iterable[Endpoint], *, is_admin: bool = False) -> Starlette:
     """Returns the application that serves `endpoints`. Raises ConfigError for a middleware that cannot be used."""
     config = state.config
-    app = FastAPI(title="Quire", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app = Starlette()
     app.state.server = state
     app.state.is_admin = is_admin
     app.state.endpoints = select_endpoints(endpoints, config, is_admin=is_admin)
@@ -172,7 +172,7 @@ class _UnderPath:
         await self._app({**scope, "root_path": self._root_path}, receive, send)
 
 
-def add_endpoint(app: FastAPI, endpoint: Endpoint) -> None:
+def add_endpoint(app: Starlette, endpoint: Endpoint) -> None:
     """Registers a route. Raises TypeError for anything that is no `Endpoint` and so declares no access."""
     if not isinstance(endpoint, Endpoint) or not isinstance(endpoint.access, Access):
         raise TypeError(f"{endpoint!r} is no Endpoint with an Access; every route must declare one")
@@ -193,13 +193,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return response
 
 
-def _add_middleware(app: FastAPI, name: str) -> None:
+def _add_middleware(app: Starlette, name: str) -> None:
     """Adds a --middleware: a class, or an async function of (request, call_next), by dotted name."""
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     found: Any = resolve(f"{module_name}:{attribute}")
     if inspect.isclass(found):
         app.add_middleware(found)  # type: ignore[arg-type]  # whatever the operator names
     elif inspect.iscoroutinefunction(found):
-        app.middleware("http")(found)
+        app.add_middleware(BaseHTTPMiddleware, dispatch=found)
     else:
         raise ConfigError(f"--middleware {name} is neither a class nor an async function")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from quire import envs
 from quire.config.server import ServerConfig
@@ -40,7 +40,7 @@ END_GRACE_S = 1.0
 class AppBuilder(Protocol):
     """Makes the application of the main listener, or of the admin one."""
 
-    def __call__(self, state: ServerState, *, is_admin: bool = False) -> FastAPI: ...
+    def __call__(self, state: ServerState, *, is_admin: bool = False) -> Starlette: ...
 
 
 @dataclass
@@ -249,7 +249,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _make_server(state: ServerState, app: FastAPI) -> _Server:
+def _make_server(state: ServerState, app: Starlette) -> _Server:
     config = state.config
     settings = uvicorn.Config(
         app,

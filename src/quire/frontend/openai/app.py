@@ -5,7 +5,7 @@ A new endpoint is a file under `routes/` with its `ENDPOINTS`, and a row in `ROU
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from quire.config.server import ServerConfig
 from quire.frontend.http.endpoint import Endpoint, make_app, select_endpoints
@@ -67,6 +67,6 @@ def endpoints_of(config: ServerConfig, *, is_admin: bool) -> list[Endpoint]:
     return select_endpoints((endpoint for router in ROUTERS for endpoint in router), config, is_admin=is_admin)
 
 
-def build_app(state: ServerState, *, is_admin: bool = False) -> FastAPI:
+def build_app(state: ServerState, *, is_admin: bool = False) -> Starlette:
     """Returns the application of one listener. Raises ConfigError for a middleware that cannot be used."""
     return make_app(state, (endpoint for router in ROUTERS for endpoint in router), is_admin=is_admin)

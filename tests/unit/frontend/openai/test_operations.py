@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from quire.config.server import ServerConfig
 from quire.errors import EngineDeadError
@@ -187,7 +187,7 @@ def test_a_route_without_a_declared_access_does_not_register() -> None:
     with pytest.raises(TypeError, match="access"):
         Endpoint(path="/x", handler=handler)  # type: ignore[call-arg, arg-type]
     with pytest.raises(TypeError, match="Access"):
-        add_endpoint(FastAPI(), Endpoint(path="/x", handler=handler, access=None))  # type: ignore[arg-type]
+        add_endpoint(Starlette(), Endpoint(path="/x", handler=handler, access=None))  # type: ignore[arg-type]
 
 
 def test_admin_routes_have_an_app_of_their_own() -> None:
