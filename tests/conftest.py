@@ -11,7 +11,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,7 +19,7 @@ from hypothesis import core as hypothesis_core
 from tests.rows import ALL_ROWS, keep_pairwise
 from tests.seeds import BASE_SEED, FRESH, examples, seed_of
 from tests.times import COVERED, Times
-from tests.workers import longest_first, make_scheduler
+from tests.workers import in_file_order
 
 _HERE = Path(__file__).parent
 _COVERED = [_HERE.parent / folder for folder in COVERED]
@@ -65,12 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in rows if item in dropped])
         items[:] = [item for item in items if item not in dropped]
     if hasattr(config, "workerinput"):
-        items[:] = longest_first(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    return make_scheduler(config, log)
+        items[:] = in_file_order(items)
 
 
 @pytest.fixture(autouse=True, scope="session")

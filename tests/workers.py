@@ -1,43 +1,45 @@
-"""Shares the tests of one run among workers (pytest-xdist; `scripts/test` starts two).
+"""Orders the tests of one run for the workers that share them (pytest-xdist; `scripts/test` starts two).
 
-A file is run by one worker, so that its fixtures are made once. Tests that start servers are one group: they run one
-after the other, beside tests that are one process, and two cores are enough for both. The longest groups start first.
+A file is run by one worker, so that its fixtures are made once, and a worker that has no file left takes the next one.
+Long files come first, and files whose tests start servers alternate with the others: most of the time one worker waits
+for servers while the other computes, and what is left at the end is short.
 """
 
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Any
 
 import pytest
 
 from tests import times
 
-SERVERS = ("tests/process",)
-"""Folders whose tests start processes that compute."""
+SERVERS = "tests/process"
+"""Folder whose tests start processes that compute."""
 
 
-def group_of(nodeid: str) -> str:
-    """Returns the group that a test is run with."""
-    file = nodeid.partition("::")[0]
-    return next((folder for folder in SERVERS if PurePosixPath(file).is_relative_to(folder)), file)
+def file_order(seconds: dict[str, float]) -> list[str]:
+    """Returns the files of `seconds`: always the longest one left of the kind that had less time so far."""
+    longest_first = sorted(seconds, key=lambda file: -seconds[file])
+    kinds = [[file for file in longest_first if _starts_servers(file) is kind] for kind in (True, False)]
+    taken, order = [0.0, 0.0], []
+    while left := [kind for kind in (0, 1) if kinds[kind]]:
+        kind = min(left, key=taken.__getitem__)
+        order.append(file := kinds[kind].pop(0))
+        taken[kind] += seconds[file]
+    return order
 
 
-def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Returns the tests with those groups first that took the longest when times were stored."""
+def in_file_order(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the tests in the order in which workers should take their files."""
     stored = times.stored_seconds()
-    seconds: dict[str, float] = {}
-    for file in dict.fromkeys(item.nodeid.partition("::")[0] for item in items):
-        seconds[group_of(file)] = seconds.get(group_of(file), 0.0) + stored.get(file, 1.0)
-    return sorted(items, key=lambda item: -seconds[group_of(item.nodeid)])
+    seconds = {file: stored.get(file, 1.0) for file in map(_file_of, items)}
+    place = {file: number for number, file in enumerate(file_order(seconds))}
+    return sorted(items, key=lambda item: place[_file_of(item)])
 
 
-def make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Returns the scheduler of pytest-xdist with the groups of this module."""
-    from xdist.scheduler import LoadScopeScheduling
+def _starts_servers(file: str) -> bool:
+    return PurePosixPath(file).is_relative_to(SERVERS)
 
-    class Groups(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group_of(nodeid)
 
-    return Groups(config, log)
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

@@ -1,4 +1,4 @@
-"""The suite's own parts: seeds, pairwise rows, groups of tests, time budgets."""
+"""The suite's own parts: seeds, pairwise rows, the order of files, time budgets."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def test_pairwise_rows_hold_every_pair_of_values() -> None:
     assert pairs(kept) == pairs(rows)
 
 
-def test_tests_that_start_servers_are_one_group() -> None:
-    assert workers.group_of("tests/process/test_deaths.py::test_a[1-2]") == "tests/process"
-    assert workers.group_of("tests/process/test_kills.py::test_b") == "tests/process"
-    assert workers.group_of("tests/unit/test_logger.py::test_c") == "tests/unit/test_logger.py"
+def test_long_files_come_first_and_those_with_servers_alternate_with_others() -> None:
+    servers = {f"tests/process/test_{name}.py": seconds for name, seconds in (("a", 10.0), ("b", 30.0), ("c", 9.0))}
+    others = {f"tests/unit/test_{name}.py": seconds for name, seconds in (("d", 8.0), ("e", 20.0), ("f", 15.0))}
+    order = workers.file_order({**others, **servers})
+    assert "".join(file[-4] for file in order) == "befadc"
 
 
 def test_a_folder_over_its_budget_is_named() -> None:
