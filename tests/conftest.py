@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,7 +20,7 @@ from hypothesis import core as hypothesis_core
 from tests.rows import ALL_ROWS, keep_pairwise
 from tests.seeds import BASE_SEED, FRESH, examples, seed_of
 from tests.times import COVERED, Times
-from tests.workers import in_file_order
+from tests.workers import in_file_order, make_scheduler
 
 _HERE = Path(__file__).parent
 _COVERED = [_HERE.parent / folder for folder in COVERED]
@@ -65,6 +66,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in dropped]
     if hasattr(config, "workerinput"):
         items[:] = in_file_order(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return make_scheduler(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,13 +1,14 @@
-"""Orders the tests of one run for the workers that share them (pytest-xdist; `scripts/test` starts two).
+"""Shares the files of tests among the workers of one run (pytest-xdist; `scripts/test` starts three).
 
-A file is run by one worker, so that its fixtures are made once, and a worker that has no file left takes the next one.
-Long files come first, and files whose tests start servers alternate with the others: most of the time one worker waits
-for servers while the other computes, and what is left at the end is short.
+A file is run by one worker, so that its fixtures are made once; a worker that has no file left takes the next one, long
+files first. Tests that start servers wait more than they compute: two workers begin with them, and the others take
+files that start none. So two processors are busy to the end, and never are there servers of three tests at once.
 """
 
 from __future__ import annotations
 
 from pathlib import PurePosixPath
+from typing import Any
 
 import pytest
 
@@ -15,31 +16,43 @@ from tests import times
 
 SERVERS = "tests/process"
 """Folder whose tests start processes that compute."""
+NUM_SERVER_WORKERS = 2
+"""Number of workers whose tests may start servers."""
 
 
-def file_order(seconds: dict[str, float]) -> list[str]:
-    """Returns the files of `seconds`: always the longest one left of the kind that had less time so far."""
-    longest_first = sorted(seconds, key=lambda file: -seconds[file])
-    kinds = [[file for file in longest_first if _starts_servers(file) is kind] for kind in (True, False)]
-    taken, order = [0.0, 0.0], []
-    while left := [kind for kind in (0, 1) if kinds[kind]]:
-        kind = min(left, key=taken.__getitem__)
-        order.append(file := kinds[kind].pop(0))
-        taken[kind] += seconds[file]
-    return order
-
-
-def in_file_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Returns the tests in the order in which workers should take their files."""
-    stored = times.stored_seconds()
-    seconds = {file: stored.get(file, 1.0) for file in map(_file_of, items)}
-    place = {file: number for number, file in enumerate(file_order(seconds))}
-    return sorted(items, key=lambda item: place[_file_of(item)])
-
-
-def _starts_servers(file: str) -> bool:
+def starts_servers(file: str) -> bool:
+    """Returns whether the tests of a file start processes that compute."""
     return PurePosixPath(file).is_relative_to(SERVERS)
 
 
-def _file_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
+def next_file(files: list[str], worker: int) -> str | None:
+    """Returns the first of `files` that worker number `worker` may take; None if there is none."""
+    return next((file for file in files if worker < NUM_SERVER_WORKERS or not starts_servers(file)), None)
+
+
+def in_file_order(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the tests by files: first those that start servers; of each kind first those that took the longest when
+    times were stored."""
+    stored = times.stored_seconds()
+
+    def place(item: pytest.Item) -> tuple[bool, float, str]:
+        file = item.nodeid.partition("::")[0]
+        return not starts_servers(file), -stored.get(file, 1.0), file
+
+    return sorted(items, key=place)
+
+
+def make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Returns a scheduler of pytest-xdist that gives out files by `next_file`."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            file = next_file(list(self.workqueue), self.nodes.index(node))
+            if file is None:
+                node.shutdown()
+            else:
+                self.workqueue.move_to_end(file, last=False)
+                super()._assign_work_unit(node)
+
+    return Files(config, log)

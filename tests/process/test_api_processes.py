@@ -19,7 +19,8 @@ from .api_clients import TIME_LIMIT_S, Client, Stream, client_of, clients_of_eac
 from .serving import SRC, ServerProcess, environment, serve_command, serving
 
 KEY = "secret"
-FLAGS = ("--api-key", KEY, "--enable-admin", "--admin-port", "0")
+FLAGS = ("--api-key", KEY, "--enable-admin", "--admin-port", "0", "--sse-keep-alive-interval", "0.2")
+"""The headers of a stream that waits come with the first comment line."""
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +58,30 @@ def wait_whole(server: ServerProcess, core: int, num: int = 2) -> None:
     assert server.core_pid() == core
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_every_request_is_answered_as_by_one_process(count: int) -> None:
-    with serving("--api-server-count", str(count), executor="Steady") as server:
-        assert len(server.api_pids()) == count
-        clients = list(clients_of_each(server).values())
-        streams = [Stream(Client(server.url), [40 + number, 50], 5 + number % 40, n=1) for number in range(30)] + [
-            Stream(client, [90 + index, 51], 40) for index, client in enumerate(clients)
-        ]
+def test_every_request_is_answered_as_by_one_process(pair: ServerProcess) -> None:
+    check_answers(pair, 2)
+
+
+def test_every_request_is_answered_by_three_processes() -> None:
+    with serving("--api-server-count", "3", *FLAGS, executor="Leisurely") as server:
+        check_answers(server, 3)
+
+
+def check_answers(server: ServerProcess, num_processes: int) -> None:
+    """Reads streams of all processes at once, and looks whether anything is left of them."""
+    assert len(server.api_pids()) == num_processes
+    clients = list(clients_of_each(server, KEY).values())
+    streams = [Stream(Client(server.url, KEY), [40 + number, 50], 5 + number % 40, n=1) for number in range(30)] + [
+        Stream(client, [90 + index, 51], 40) for index, client in enumerate(clients)
+    ]
+    with server.pace.hurried():
         for stream in streams:
             assert stream.read() == stream.expected
-        names = {client.ask("GET", "/v1/models")[1]["data"][0]["created"] for client in clients}
-        assert len(names) == 1
-        for client in clients:  # a process has sent the last of an answer before it counts it as ended
-            wait_until(lambda asked=client: asked.ask("GET", "/load")[1] == {"server_load": 0})  # type: ignore[misc]
-        assert free_blocks(clients[0])
+    names = {client.ask("GET", "/v1/models")[1]["data"][0]["created"] for client in clients}
+    assert len(names) == 1
+    for client in clients:  # a process has sent the last of an answer before it counts it as ended
+        wait_until(lambda asked=client: asked.ask("GET", "/load")[1] == {"server_load": 0})  # type: ignore[misc]
+    assert free_blocks(clients[0])
 
 
 def test_the_death_of_one_process_costs_its_own_streams_only(pair: ServerProcess) -> None:

@@ -161,6 +161,7 @@ def test_a_core_that_stands_still_while_it_starts_again_is_replaced(
     faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "MIN_STAGE_S", 2.0)
+    monkeypatch.setattr(supervisor, "STAGE_FACTOR", 5.0)
     death = tmp_path / "death"
     faults.set(f"core.step.execute=kill,skip=7,times=1,tally={death};core.ready=stop,after={death},times=1")
     history, load = History(), FakeLoad(random.Random("start"))

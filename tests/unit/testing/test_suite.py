@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,11 +43,23 @@ def test_pairwise_rows_hold_every_pair_of_values() -> None:
     assert pairs(kept) == pairs(rows)
 
 
-def test_long_files_come_first_and_those_with_servers_alternate_with_others() -> None:
-    servers = {f"tests/process/test_{name}.py": seconds for name, seconds in (("a", 10.0), ("b", 30.0), ("c", 9.0))}
-    others = {f"tests/unit/test_{name}.py": seconds for name, seconds in (("d", 8.0), ("e", 20.0), ("f", 15.0))}
-    order = workers.file_order({**others, **servers})
-    assert "".join(file[-4] for file in order) == "befadc"
+def test_two_workers_begin_with_servers_and_no_third_one_starts_any() -> None:
+    files = ["tests/process/test_deaths.py", "tests/process/test_kills.py", "tests/unit/test_logger.py"]
+    assert [workers.next_file(files, worker) for worker in range(3)] == [files[0], files[0], files[2]]
+    assert workers.next_file(files[:2], worker=2) is None
+
+
+def test_long_files_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = {"tests/process/test_a.py": 1.5, "tests/process/test_b.py": 30.0, "tests/unit/test_c.py": 90.0}
+    monkeypatch.setattr(times, "stored_seconds", lambda: stored)
+    items = [SimpleNamespace(nodeid=f"{file}::test_{i}") for file in ("tests/unit/test_new.py", *stored) for i in "xy"]
+    ordered = workers.in_file_order(items)  # type: ignore[arg-type]  # of an item only its id is read
+    assert [item.nodeid.removesuffix(".py::test_x") for item in ordered[::2]] == [
+        "tests/process/test_b",
+        "tests/process/test_a",
+        "tests/unit/test_c",
+        "tests/unit/test_new",
+    ]
 
 
 def test_a_folder_over_its_budget_is_named() -> None:
