@@ -356,6 +356,18 @@ def test_a_core_that_fails_says_so_and_is_gone(peer: Peer) -> None:
     assert (beat.phase, beat.request_ids) == (Phase.EXECUTE, ("a",))
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is not enforced elsewhere")
+def test_a_core_without_memory_says_so_and_is_gone(peer: Peer) -> None:
+    """Although no thread can be started that would limit the time of its end."""
+    peer.start(QUIRE_FAILPOINTS="core.step.execute=memory(32)")
+    client = peer.client
+    client.add("a", max_tokens=50)
+    client.wait_for(lambda: client.is_core_dead)
+    assert peer.wait_exit() == 1
+    assert "MemoryError" in peer.log
+    assert "EngineCoreInput failed" not in peer.log
+
+
 @pytest.mark.parametrize(
     "fault", ["core.input.decode=raise", "core.input.queued=raise", "core.output.send=raise,skip=2"]
 )

@@ -59,6 +59,8 @@ class IOThread(threading.Thread):
         """Runs the thread. Sockets are made and closed here: they belong to this thread."""
         try:
             self._work()
+        except zmq.ContextTerminated:  # the process ends, after an error in its loop
+            logger.debug("%s ends with the process", self.name)
         except Exception as e:
             logger.exception("%s failed", self.name)
             self._on_failure(f"{self.name} failed: {e}")

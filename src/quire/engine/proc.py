@@ -478,7 +478,8 @@ def _end_without_launcher(core: EngineCoreProc) -> None:
 def watch_the_end() -> None:
     """Limits the rest of the process to END_S seconds, whatever hangs: a C thread ends it, with a traceback."""
     if sys.stderr is not None:
-        faulthandler.dump_traceback_later(END_S, exit=True)
+        with contextlib.suppress(RuntimeError):  # out of memory, no thread can be started: the way out goes on
+            faulthandler.dump_traceback_later(END_S, exit=True)
 
 
 def main() -> NoReturn:
