@@ -18,6 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, resolve_dtype_name
 from quire.config.quantization import quantization_method, read_stored_scheme, weight_memory
+from quire.config.tokenizer_json import read_tokenizer_json
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
 from quire.errors import ConfigError
 from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
@@ -234,10 +235,13 @@ def _sampling_defaults(config: EngineConfig, report: Facts) -> Facts:
 
 def _tokenizer(config: EngineConfig, report: Facts) -> Facts:
     model = config.model_config
-    tokenizer, settings = (_read_json(model.tokenizer_dir / f"{n}.json") for n in ("tokenizer", "tokenizer_config"))
+    settings = _read_json(model.tokenizer_dir / "tokenizer_config.json")
+    found = read_tokenizer_json(model.tokenizer_dir, settings)
+    tokenizer: Facts = json.loads(found.text) if found is not None else {}
+    settings = {**(found.special_tokens if found is not None else {}), **settings}
     kind = tokenizer.get("model") or {}
     return {
-        "file": "tokenizer.json" if tokenizer else None,
+        "file": found.path.name if found is not None else None,
         "kind": kind.get("type"),
         "vocabulary": len(kind.get("vocab") or ()) or None,
         "added_tokens": len(tokenizer.get("added_tokens") or ()),

@@ -73,6 +73,16 @@ def read_text(directory: Path, name: str, max_bytes: int) -> str | None:
         raise ModelLoadError(f"{path} cannot be read: {e.strerror}") from None
 
 
+def read_bytes(directory: Path, name: str, max_bytes: int) -> bytes:
+    """Returns the bytes of a file, which must exist. Raises ModelLoadError."""
+    path = checked_path(directory, name)
+    find_file(directory, name, max_bytes)
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise ModelLoadError(f"{path} cannot be read: {e.strerror}") from None
+
+
 def read_object(directory: Path, name: str) -> dict[str, Any] | None:
     """Returns the JSON object in a file; None if it is absent. Raises ModelLoadError."""
     text = read_text(directory, name, MAX_JSON_BYTES)

@@ -40,7 +40,9 @@ class ModelConfig:
     model: str = flag(DEMO_MODEL, "A local checkpoint directory, a hub id, or demo: the model inside the package.")
     tokenizer: str | None = flag(None, "Directory or hub id of the tokenizer; default is the model's.")
     tokenizer_mode: str = flag(
-        "auto", "auto reads tokenizer.json; hf goes through transformers.", choices=("auto", "hf")
+        "auto",
+        "auto reads tokenizer.json, or another vocabulary file; hf goes through transformers.",
+        choices=("auto", "hf"),
     )
     skip_tokenizer_init: bool = flag(False, "Load no tokenizer: prompts are token ids and no text comes back.")
     revision: str | None = flag(None, "Branch, tag or commit of the model on the hub.")

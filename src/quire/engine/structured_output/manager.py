@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
+from quire.config.tokenizer_json import find_vocabulary
 from quire.engine.request import Request
 from quire.engine.structured_output.backend import GrammarBackend, place_form
 from quire.engine.structured_output.compiler import CompilerSetup
@@ -183,7 +184,7 @@ def make_structured_output_manager(config: EngineConfig) -> StructuredOutputMana
     return StructuredOutputManager(
         partial(_make_backend, config),
         jumps=config.structured_outputs_config.grammar_jump_forward,
-        preloads=_is_slow_to_load(config) and model.pooling is None and _tokenizer_file(model).is_file(),
+        preloads=_is_slow_to_load(config) and model.pooling is None and _has_vocabulary(model),
     )
 
 
@@ -194,6 +195,10 @@ def _is_slow_to_load(config: EngineConfig) -> bool:
 
 def _tokenizer_file(model: ModelConfig) -> Path:
     return (model.tokenizer_dir / "tokenizer.json").absolute()
+
+
+def _has_vocabulary(model: ModelConfig) -> bool:
+    return _tokenizer_file(model).is_file() or find_vocabulary(model.tokenizer_dir) is not None
 
 
 def _make_backend(config: EngineConfig, request: Request | None) -> GrammarBackend:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import llguidance
 
+from quire.config.tokenizer_json import read_tokenizer_json
 from quire.engine.structured_output.grammar_text import grammar_error
 from quire.errors import ConfigError
 from quire.structured_outputs import StructuredOutputsParams
@@ -24,15 +25,14 @@ class GrammarVocabulary(NamedTuple):
 
 
 def load_vocabulary(tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-    """Reads a tokenizer.json. Raises ConfigError if it cannot be read.
+    """Reads a tokenizer.json, or the vocabulary file that its directory has instead. Raises ConfigError if it cannot be
+    read.
 
     The model may have more logits than the tokenizer has tokens, or fewer.
     """
-    if not tokenizer_file.is_file():
-        raise ConfigError(f"structured outputs need the model's tokenizer.json, and there is no {tokenizer_file}")
     eos = list(eos_token_ids)
     try:
-        text = tokenizer_file.read_text(encoding="utf-8")
+        text = _read_text(tokenizer_file)
         try:
             tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
         except ValueError as e:
@@ -42,6 +42,15 @@ def load_vocabulary(tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequen
     except (ValueError, OSError) as e:
         raise ConfigError(f"{tokenizer_file} cannot be used for structured outputs: {e}") from None
     return GrammarVocabulary(tokenizer, vocab_size)
+
+
+def _read_text(tokenizer_file: Path) -> str:
+    if tokenizer_file.is_file():
+        return tokenizer_file.read_text(encoding="utf-8")
+    found = read_tokenizer_json(tokenizer_file.parent)
+    if found is None:
+        raise ConfigError(f"structured outputs need the model's tokenizer.json, and there is no {tokenizer_file}")
+    return found.text
 
 
 def compile_matcher(vocabulary: GrammarVocabulary, text: str, params: StructuredOutputsParams) -> llguidance.LLMatcher:

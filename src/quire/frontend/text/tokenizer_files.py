@@ -1,4 +1,4 @@
-"""The files of a tokenizer: `tokenizer.json` and what stands beside it.
+"""The files of a tokenizer: `tokenizer.json`, or a vocabulary that is converted to one, and what stands beside it.
 
 `read_tokenizer_dir` gives the `tokenizers` backend, the special tokens and the chat templates of a directory. The rules
 (which file wins, which tokens are added to the backend, in which order) are those of transformers 5, so that ids come
@@ -17,7 +17,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from quire.config.checkpoint import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, find_file, read_object, read_text
+from quire.config.checkpoint import MAX_TEMPLATE_BYTES, read_object, read_text
+from quire.config.tokenizer_json import TokenizerText, read_tokenizer_json
 from quire.errors import ConfigError, ModelLoadError
 from quire.frontend.text.tokenizer_growth import validate_growth
 from quire.logger import init_logger
@@ -41,21 +42,21 @@ class TokenizerFiles:
 
 
 def read_tokenizer_dir(directory: Path, mode: str = "auto") -> TokenizerFiles:
-    """Reads a tokenizer. `mode` "auto" reads tokenizer.json; "hf" (or a directory without one) uses transformers.
+    """Reads a tokenizer. `mode` "auto" reads tokenizer.json or converts a vocabulary file; "hf" (or a directory with
+    neither) uses transformers.
 
     Truncation and padding that a tokenizer.json may carry are for training, and switched off. Raises ModelLoadError
     naming the file (for one that multiplies texts, too), or ConfigError when transformers is needed and absent.
     """
     config = read_object(directory, "tokenizer_config.json") or {}
-    path = find_file(directory, "tokenizer.json", MAX_TOKENIZER_BYTES)
-    text = read_text(directory, "tokenizer.json", MAX_TOKENIZER_BYTES)
-    if path is not None and text is not None:
-        validate_growth(path, text)
+    found = read_tokenizer_json(directory, config) if mode != "hf" else None
+    if found is not None:
+        validate_growth(found.path, found.text)
     try:
-        return _read_files(directory, mode, config, path)
+        return _read_files(directory, config, found)
     except BaseException as e:
         if is_panic(e):
-            raise ModelLoadError(f"{path or directory} cannot be used as a tokenizer: {e}") from None
+            raise ModelLoadError(f"{found.path if found else directory} cannot be used as a tokenizer: {e}") from None
         raise
 
 
@@ -65,14 +66,14 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def _read_files(directory: Path, mode: str, config: dict[str, Any], path: Path | None) -> TokenizerFiles:
-    if mode == "hf" or path is None:
+def _read_files(directory: Path, config: dict[str, Any], found: TokenizerText | None) -> TokenizerFiles:
+    if found is None:
         backend, names, others = load_with_transformers(directory)
         templates = _chat_templates(directory, config)
     else:
-        backend = _read_backend(path)
+        backend = _read_backend(found)
         try:
-            named, extra, decoder = _special_tokens(directory, config, backend)
+            named, extra, decoder = _special_tokens(directory, found.special_tokens | config, backend)
             _add_missing_tokens(backend, named, extra, decoder)
             names, others = {name: _content(token) for name, token in named.items()}, [_content(t) for t in extra]
             templates = _chat_templates(directory, config)
@@ -88,11 +89,11 @@ def _read_files(directory: Path, mode: str, config: dict[str, Any], path: Path |
     return TokenizerFiles(backend, names, others, templates)
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
+def _read_backend(found: TokenizerText) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_str(found.text)
     except Exception as e:  # the Rust side raises plain Exception
-        raise ModelLoadError(f"{path} cannot be read as a tokenizer: {e}") from None
+        raise ModelLoadError(f"{found.path} cannot be read as a tokenizer: {e}") from None
 
 
 def _special_tokens(
