@@ -48,6 +48,23 @@ def _near_by(hf: HFConfig, layer: int) -> bool:
     return layer % hf.size("global_attn_every_n_layers") != 0
 
 
+def _all_but_each_fourth(hf: HFConfig, layer: int) -> bool:
+    return (layer + 1) % 4 != 0
+
+
+def _after_each_fourth(hf: HFConfig, layer: int) -> bool:
+    return layer % 4 != 0
+
+
+def _by_pattern(hf: HFConfig, layer: int) -> bool:
+    """`sliding_window_pattern` is a number, or one letter per layer (L: window, G: none), repeated; the last layer has
+    none."""
+    pattern = hf.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern:
+        return layer + 1 < hf.num_hidden_layers and pattern[layer % len(pattern)] == "L"
+    return hf.get("sliding_window") is not None and _all_but_each_last(hf, layer)
+
+
 def _without_rotation(hf: HFConfig, layer: int) -> bool:
     return not rotates(hf, layer)
 
@@ -58,12 +75,17 @@ UNIFORM: frozenset[str] = frozenset(
 """Architectures whose layers all have the window, if there is one, with any `layer_types`."""
 
 MIXED: Mapping[str, IsSliding] = {
+    "CwmForCausalLM": _after_each_fourth,
+    "Exaone4ForCausalLM": _by_pattern,
     "Gemma2ForCausalLM": _every_second,
     "Gemma3ForCausalLM": _all_but_each_last,
+    "MinistralForCausalLM": _every,
     "ModernBertModel": _near_by,
+    "Olmo3ForCausalLM": _all_but_each_fourth,
     "Qwen2ForCausalLM": _after_the_first,
     "Qwen3ForCausalLM": _after_the_first,
     "SmolLM3ForCausalLM": _without_rotation,
+    "VaultGemmaForCausalLM": _every_second,
 }
 """Architectures with and without a window by layer: the rule where config.json has no `layer_types`."""
 

@@ -28,6 +28,38 @@ _ARCHITECTURE = re.compile(
 
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "bert": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "type_vocab_size": 2},
+    "cwm": {
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "rope_theta": 1000000.0,
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rope_theta": 1000000.0,
+        "sliding_window": 8192,
+    },
+    "ernie4_5": {
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    "exaone4": {"num_key_value_heads": 32, "rms_norm_eps": 1e-05, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "gemma": {
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
     "gemma2": {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
@@ -67,6 +99,16 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1.5625e-7,
     },
+    "granite": {"attention_multiplier": 1.0},
+    "helium": {
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 20,
+        "rms_norm_eps": 1e-08,
+        "rope_theta": 100000.0,
+    },
+    "hunyuan_v1_dense": {"rms_norm_eps": 1e-05},
+    "ministral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {
         "max_position_embeddings": 131072,
@@ -83,6 +125,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 8192,
     },
     "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-05, "rope_theta": 500000.0, "sliding_window": 4096},
     "opt": {"activation_function": "relu", "do_layer_norm_before": True, "tie_word_embeddings": True},
     "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "qwen2": {
@@ -108,12 +151,24 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "use_sliding_window": False,
     },
     "roberta": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "pad_token_id": 1, "type_vocab_size": 2},
+    "seed_oss": {"attention_bias": True, "head_dim": 128, "max_position_embeddings": 524288, "num_key_value_heads": 8},
     "smollm3": {
         "max_position_embeddings": 32768,
         "no_rope_layer_interval": 4,
         "rope_theta": 2e6,
         "tie_word_embeddings": True,
         "use_sliding_window": False,
+    },
+    "vaultgemma": {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
     },
     "xlm-roberta": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "pad_token_id": 1, "type_vocab_size": 2},
 }
@@ -347,7 +402,7 @@ class HFConfig:
         params = self.get("rope_parameters", {})
         if isinstance(params, dict) and (SLIDING_ATTENTION in params or FULL_ATTENTION in params):
             params = params.get(layer_type) or {}
-        has_local_rope = self.get("rope_local_base_freq") is not None
+        has_local_rope = self.get("rope_local_base_freq") is not None or self.model_type == "olmo3"
         if self.get("rope_scaling") and not (has_local_rope and layer_type == SLIDING_ATTENTION):
             params = self.get("rope_scaling")
         if not isinstance(params, dict):

@@ -38,6 +38,16 @@ _BASE: Mapping[str, Any] = {
 }
 _MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
+_WINDOWS: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "sliding_window": SLIDING_WINDOW,
+    "layer_types": _MIXED_LAYERS,
+}
+_TWO_ROPES: Mapping[str, Any] = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+}
+
 _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": SLIDING_WINDOW},
@@ -89,6 +99,31 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [1],
+    },
+    "seed_oss": {"head_dim": 16, "attention_out_bias": True},
+    "helium": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16},
+    "ernie4_5": {"head_dim": 24, "use_bias": True, "tie_word_embeddings": True},
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 10000.0},
+    },
+    "exaone4": _WINDOWS,
+    "cwm": {**_WINDOWS, "head_dim": 16},
+    "olmo3": {**_WINDOWS, "rope_parameters": _TWO_ROPES},
+    "gemma": {"head_dim": 16, "tie_word_embeddings": True},
+    "vaultgemma": {
+        **_WINDOWS,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 6,
+        "attn_logit_softcapping": 20.0,
+        "tie_word_embeddings": True,
+    },
+    "ministral": {**_WINDOWS, "head_dim": 24},
+    "hyperclovax": {
+        "embedding_multiplier": 1.5,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.8,
+        "logits_scaling": 0.5,
     },
 }
 

@@ -35,7 +35,10 @@ def _linear(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> t
 
 
 def _dynamic(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> tuple[Tensor, float]:
-    """A larger base beyond the trained length ("dynamic NTK"), for sequences of the context length."""
+    """A larger base beyond the trained length ("dynamic NTK"), for sequences of the context length; with `alpha`
+    (Hunyuan) one that does not depend on it."""
+    if rope.params.get("alpha"):
+        return 1.0 / _wavelengths(rope.rope_theta * float(rope.params["alpha"]) ** (dim / (dim - 2)), dim), 1.0
     factor, length = float(rope.params["factor"]), max(context_len, trained_len)
     stretch = factor * length / trained_len - (factor - 1.0)
     return 1.0 / _wavelengths(rope.rope_theta * stretch ** (dim / (dim - 2)), dim), 1.0

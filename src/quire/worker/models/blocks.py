@@ -114,6 +114,16 @@ class SandwichBlock(Block):
         return y
 
 
+class ScaledSandwichBlock(SandwichBlock):
+    """Norm, mixer, norm, scale, add; norm, MLP, norm, scale, add (HyperCLOVA X)."""
+
+    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), rotations)
+        x = x + self.multiplier * self.post_attention_layernorm(attended)
+        y: Tensor = x + self.multiplier * self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return y
+
+
 class ParallelBlock(Block):
     """Mixer and MLP of one norm, both added (GPT-J)."""
 
@@ -142,5 +152,6 @@ BLOCKS: Mapping[str, type[Block]] = {
     "pre": PreNormBlock,
     "sandwich": SandwichBlock,
     "scaled": ScaledBlock,
+    "scaled-sandwich": ScaledSandwichBlock,
 }
 """Values of `DecoderSpec.block`."""

@@ -1,4 +1,4 @@
-"""Granite 3."""
+"""Granite 3, and HyperCLOVA X, which has the same factors."""
 
 from __future__ import annotations
 
@@ -6,19 +6,35 @@ import dataclasses
 
 from quire.config.hf_config import HFConfig
 from quire.worker.models.decoder import DecoderForCausalLM
-from quire.worker.models.spec import common_spec
+from quire.worker.models.names import Names
+from quire.worker.models.spec import DecoderSpec, common_spec
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
     """Llama with a factor on embeddings, attention scores, residuals and logits."""
 
     def __init__(self, hf: HFConfig) -> None:
-        spec = dataclasses.replace(
-            common_spec(hf),
-            block="scaled",
-            attention_scale=float(hf.get("attention_multiplier", 1.0)),
-            embedding_multiplier=float(hf.get("embedding_multiplier", 1.0)),
-            residual_multiplier=float(hf.get("residual_multiplier", 1.0)),
-            logits_divisor=float(hf.get("logits_scaling", 1.0)),
-        )
-        super().__init__(hf, spec)
+        super().__init__(hf, dataclasses.replace(_granite_spec(hf), block="scaled"))
+
+
+class HyperCLOVAXForCausalLM(DecoderForCausalLM):
+    """Granite whose logits are multiplied instead of divided; most checkpoints also norm what they add."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        spec, norms_after = _granite_spec(hf), bool(hf.get("use_post_norm", True))
+        block = "scaled-sandwich" if norms_after else "scaled"
+        super().__init__(hf, dataclasses.replace(spec, block=block, logits_divisor=1.0 / spec.logits_divisor))
+        if not norms_after:
+            self.names = Names()
+
+
+def _granite_spec(hf: HFConfig) -> DecoderSpec:
+    """Returns the spec of both."""
+    scale = hf.get("attention_multiplier")
+    return dataclasses.replace(
+        common_spec(hf),
+        attention_scale=None if scale is None else float(scale),
+        embedding_multiplier=float(hf.get("embedding_multiplier", 1.0)),
+        residual_multiplier=float(hf.get("residual_multiplier", 1.0)),
+        logits_divisor=float(hf.get("logits_scaling", 1.0)),
+    )

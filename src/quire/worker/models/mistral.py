@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window; Mixtral: Mistral with experts."""
+"""Mistral and Ministral: Llama with a sliding window; Mixtral: Mistral with experts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ class MistralForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         super().__init__(hf, common_spec(hf))
+
+
+class MinistralForCausalLM(MistralForCausalLM):
+    """Mistral in which layers without a window may be listed."""
 
 
 class MixtralForCausalLM(DecoderForCausalLM):

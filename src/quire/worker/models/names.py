@@ -54,6 +54,15 @@ NAMES: Mapping[str, Names] = {
             "post_mlp_layernorm": "post_feedforward_layernorm",
         }
     ),
+    "HunYuanDenseV1ForCausalLM": Names({"query_layernorm": "q_norm", "key_layernorm": "k_norm"}),
+    "HyperCLOVAXForCausalLM": Names(
+        {
+            "post_norm1": "post_attention_layernorm",
+            "post_attention_layernorm": "pre_feedforward_layernorm",
+            "post_norm2": "post_feedforward_layernorm",
+        }
+    ),
     "MixtralForCausalLM": Names({"block_sparse_moe": "mlp"}),
+    "VaultGemmaForCausalLM": Names({"pre_feedforward_layernorm": "post_attention_layernorm"}),
 }
 """Names by `HFConfig.family`; families without a row have the modules' names."""
