@@ -26,7 +26,7 @@ from quire.worker.attention.torch_backend import TorchAttentionBackend
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.kernels.specs import LinearSpec
+from quire.worker.kernels.specs import ExpertsSpec, LinearSpec
 
 
 def linear_shapes(model: str) -> dict[str, tuple[int, int, bool]]:
@@ -128,7 +128,10 @@ def time_experts(kernels: NativeKernels, name: str, tokens: int, dtype: torch.dt
     x = torch.randn(tokens, hidden, dtype=dtype)
     ids = torch.rand(tokens, num_experts).topk(k).indices
     weights = torch.full((tokens, k), 1 / k)
-    native, by_torch = kernels.experts(gate_up, down, "silu"), TORCH_KERNELS.experts(gate_up, down, "silu")
+    native, by_torch = (
+        kernels.experts(gate_up, down, ExpertsSpec()),
+        TORCH_KERNELS.experts(gate_up, down, ExpertsSpec()),
+    )
     seconds = best_seconds(lambda: native(x, ids, weights), lambda: by_torch(x, ids, weights))
     return seconds[0], seconds[1], len(ids.unique())
 

@@ -22,7 +22,7 @@ int largest(const float* values, const bool* taken, int count) {
     return best;
 }
 
-// Sum of exp(logits - top), which it leaves in `exponentials`.
+// Sum of exp(logits - top), which it leaves in `exponentials`; that may be `logits`.
 float sum_exponentials(const float* logits, int count, float top, float* exponentials) {
     F16 total = zero();
     for (int i = 0; i < count; i += 16) {
@@ -34,26 +34,116 @@ float sum_exponentials(const float* logits, int count, float top, float* exponen
     return reduce_add(total);
 }
 
-void route_token(const qk_route_args& a, int64_t token, float* exponentials, bool* taken) {
-    const float* logits = a.logits + token * a.num_experts;
-    int64_t* ids = a.ids + token * a.chosen;
-    float* weights = a.weights + token * a.chosen;
-    memset(taken, 0, size_t(a.num_experts));
-    for (int j = 0; j < a.chosen; ++j) {
-        ids[j] = largest(logits, taken, a.num_experts);
-        taken[ids[j]] = true;
-    }
-    float total = sum_exponentials(logits, a.num_experts, logits[ids[0]], exponentials);
-    if (a.normalize) {
-        total = 0.0f;
-        for (int j = 0; j < a.chosen; ++j) total += exponentials[ids[j]];
-    }
-    for (int j = 0; j < a.chosen; ++j) {
-        float buffer[16] = {exponentials[ids[j]] / total};
-        if (a.round_to_bf16) store_f32(buffer, round_to(load_f32(buffer), (const bf16*)nullptr));
-        weights[j] = buffer[0];
+void sigmoids(const float* logits, int count, float* scores) {
+    for (int i = 0; i < count; i += 16) {
+        const int n = count - i < 16 ? count - i : 16;
+        store_n(scores + i, div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), load_n(logits + i, n))))), n);
     }
 }
+
+// The choices of one token. What is chosen by are the logits where that is the same: nothing of them was rounded.
+class Route {
+  public:
+    static size_t scratch_bytes(int num_experts) { return size_t(num_experts) * (3 * sizeof(float) + 2 * sizeof(bool)); }
+
+    Route(const qk_route_args& args, int64_t token, void* scratch)
+        : a_(args),
+          logits_(args.logits + token * args.num_experts),
+          ids_(args.ids + token * args.chosen),
+          weights_(args.weights + token * args.chosen),
+          scores_((float*)scratch),
+          sums_(scores_ + args.num_experts),
+          of_groups_(sums_ + args.num_experts),
+          taken_((bool*)(of_groups_ + args.num_experts)) {}
+
+    void run() {
+        memset(taken_, 0, size_t(a_.num_experts));
+        a_.score == QK_SPARSEMIXER ? choose_by_turns() : choose_by_scores();
+        if (a_.normalize) normalize();
+        for (int j = 0; j < a_.chosen; ++j) {
+            float weight = weights_[j] * a_.factor;
+            if (a_.expert_scale) weight *= a_.expert_scale[ids_[j]];
+            float buffer[16] = {weight};
+            if (a_.round_to_bf16) store_f32(buffer, round_to(load_f32(buffer), (const bf16*)nullptr));
+            weights_[j] = buffer[0];
+        }
+    }
+
+  private:
+    void choose_by_scores() {
+        const bool needs_sums = a_.choice_bias || a_.groups > 1;
+        if (!needs_sums) choose(logits_);
+        float total = 1.0f;
+        if (a_.score == QK_SIGMOID) {
+            sigmoids(logits_, a_.num_experts, scores_);
+        } else {
+            const float top = logits_[needs_sums ? largest(logits_, taken_, a_.num_experts) : ids_[0]];
+            total = sum_exponentials(logits_, a_.num_experts, top, scores_);
+        }
+        if (needs_sums) {
+            for (int i = 0; i < a_.num_experts; ++i) sums_[i] = scores_[i] / total + (a_.choice_bias ? a_.choice_bias[i] : 0.0f);
+            if (a_.groups > 1) leave_out_groups();
+            choose(sums_);
+        }
+        if (a_.normalize && a_.norm_eps == 0.0f && a_.norm_min == 0.0f) total = 1.0f;  // it cancels
+        for (int j = 0; j < a_.chosen; ++j) weights_[j] = scores_[ids_[j]] / total;
+    }
+
+    void choose(const float* by) {
+        for (int j = 0; j < a_.chosen; ++j) {
+            ids_[j] = largest(by, taken_, a_.num_experts);
+            taken_[ids_[j]] = true;
+        }
+    }
+
+    // Counts the experts of all groups but the best as taken.
+    void leave_out_groups() {
+        const int size = a_.num_experts / a_.groups;
+        bool* kept = taken_ + a_.num_experts;
+        memset(kept, 0, size_t(a_.groups));
+        for (int g = 0; g < a_.groups; ++g) {
+            const float* sums = sums_ + g * size;
+            bool* taken = taken_ + g * size;
+            const int best = largest(sums, taken, size);
+            of_groups_[g] = sums[best];
+            taken[best] = true;
+            if (a_.group_by_two && size > 1) of_groups_[g] += sums[largest(sums, taken, size)];
+        }
+        for (int j = 0; j < a_.kept_groups; ++j) kept[largest(of_groups_, kept, a_.groups)] = true;
+        for (int i = 0; i < a_.num_experts; ++i) taken_[i] = !kept[i / size];
+    }
+
+    void choose_by_turns() {
+        for (int j = 0; j < a_.chosen; ++j) {
+            const int best = largest(logits_, taken_, a_.num_experts);
+            const float top = logits_[best];
+            for (int i = 0; i < a_.num_experts; ++i) {
+                const float size = std::fabs(logits_[i]) > top ? std::fabs(logits_[i]) : top;
+                const bool is_in = !taken_[i] && !((top - logits_[i]) / size > a_.threshold);
+                sums_[i] = is_in ? logits_[i] : -INFINITY;
+            }
+            weights_[j] = 1.0f / sum_exponentials(sums_, a_.num_experts, top, scores_);
+            ids_[j] = best;
+            taken_[best] = true;
+        }
+    }
+
+    void normalize() {
+        float total = 0.0f;
+        for (int j = 0; j < a_.chosen; ++j) total += weights_[j];
+        total = (total < a_.norm_min ? a_.norm_min : total) + a_.norm_eps;
+        for (int j = 0; j < a_.chosen; ++j) weights_[j] /= total;
+    }
+
+    const qk_route_args& a_;
+    const float* const logits_;
+    int64_t* const ids_;
+    float* const weights_;
+    float* const scores_;     // [num_experts]
+    float* const sums_;       // [num_experts] scores + biases
+    float* const of_groups_;  // [groups]
+    bool* const taken_;       // [num_experts]; behind it whether a group is kept
+};
 
 template <class E>
 class Experts {
@@ -106,12 +196,20 @@ class Experts {
         auto work = [&](int64_t begin, int64_t end, int) {
             for (int64_t i = begin; i < end; ++i) {
                 E* row = inputs_ + rows_of_choices_[i] * hidden_;
-                memcpy(row, (const E*)a_.x + i / a_.chosen * a_.x_stride, size_t(a_.hidden) * sizeof(E));
+                const E* x = (const E*)a_.x + i / a_.chosen * a_.x_stride;
+                a_.scale_inputs ? scale(x, a_.weights[i], row) : (void)memcpy(row, x, size_t(a_.hidden) * sizeof(E));
                 memset(row + a_.hidden, 0, size_t(hidden_ - a_.hidden) * sizeof(E));
                 memset(between_ + rows_of_choices_[i] * inner_ + a_.expert_size, 0, size_t(inner_ - a_.expert_size) * sizeof(E));
             }
         };
         context_.parallel(rows_, rows_per_piece(), work);
+    }
+
+    void scale(const E* x, float weight, E* y) const {
+        for (int64_t i = 0; i < a_.hidden; i += 16) {
+            const int n = int(a_.hidden - i < 16 ? a_.hidden - i : 16);
+            store_n(y + i, mul(set1(weight), load_n(x + i, n)), n);
+        }
     }
 
     void multiply(const void* packed, const qk_quantization* quantization, int64_t n, int64_t k, bool is_gated, const void* x,
@@ -147,12 +245,14 @@ class Experts {
     void combine_token(int64_t token) const {
         const int64_t* rows = rows_of_choices_ + token * a_.chosen;
         const float* weights = a_.weights + token * a_.chosen;
+        const auto weight = [&](int32_t j) { return set1(a_.scale_inputs ? 1.0f : weights[j]); };
         E* y = (E*)a_.y + token * a_.y_stride;
         for (int64_t i = 0; i < a_.hidden; i += 16) {
             const int n = int(a_.hidden - i < 16 ? a_.hidden - i : 16);
-            F16 sum = mul(set1(weights[0]), load_n(answers_ + rows[0] * a_.hidden + i, n));
+            F16 sum = mul(weight(0), load_n(answers_ + rows[0] * a_.hidden + i, n));
             for (int32_t j = 1; j < a_.chosen; ++j)
-                sum = fma(set1(weights[j]), load_n(answers_ + rows[j] * a_.hidden + i, n), sum);
+                sum = fma(weight(j), load_n(answers_ + rows[j] * a_.hidden + i, n), sum);
+            if (a_.shared) sum = add(sum, load_n((const E*)a_.shared + token * a_.shared_stride + i, n));
             if (a_.residual) sum = add(sum, load_n((const E*)a_.residual + token * a_.residual_stride + i, n));
             store_n(y + i, sum, n);
         }
@@ -175,9 +275,8 @@ class Experts {
 
 void route(qk_context& context, const qk_route_args& a) {
     auto work = [&](int64_t begin, int64_t end, int thread) {
-        float* exponentials = (float*)context.thread_scratch(thread, size_t(a.num_experts) * (sizeof(float) + sizeof(bool)));
-        bool* taken = (bool*)(exponentials + a.num_experts);
-        for (int64_t token = begin; token < end; ++token) route_token(a, token, exponentials, taken);
+        void* scratch = context.thread_scratch(thread, Route::scratch_bytes(a.num_experts));
+        for (int64_t token = begin; token < end; ++token) Route(a, token, scratch).run();
     };
     context.parallel(a.tokens, ROUTES_PER_PIECE, work);
 }

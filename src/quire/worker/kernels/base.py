@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.kernels.packs import Packs
-from quire.worker.kernels.specs import PLAIN, LinearSpec, NormSpec, RotaryAngles, RouterSpec, XieluSpec
+from quire.worker.kernels.specs import PLAIN, ExpertsSpec, LinearSpec, NormSpec, RotaryAngles, RouterSpec, XieluSpec
 from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
 
@@ -70,17 +70,19 @@ class RouterKernel(Protocol):
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits: [n, num_experts] float32. Returns the k experts of each token, the best first: ids [n, k] int64, and
-        their weights [n, k], from a softmax over all experts, for the experts kernel of the same `Kernels`."""
+        their weights [n, k], for the experts kernel of the same `Kernels`."""
         ...
 
 
 class ExpertsKernel(Protocol):
     """The gated MLPs of a mixture of experts."""
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None, shared: Tensor | None = None
+    ) -> Tensor:
         """x: [n, hidden]; ids: [n, k] int64; weights: [n, k]. Returns each token's weighted sum of its experts'
-        outputs, [n, hidden], added in the order of `ids`; `residual`, of that shape, is added. The weights of an expert
-        without tokens are not read."""
+        outputs, [n, hidden], added in the order of `ids`; `shared` and then `residual`, of that shape, are added. The
+        weights of an expert without tokens are not read."""
         ...
 
 
@@ -155,17 +157,24 @@ class Kernels(ABC):
         """Makes the activation of `specs.xielu`."""
 
     @abstractmethod
-    def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:
-        """`dtype` is the model's type."""
+    def router(
+        self,
+        spec: RouterSpec,
+        dtype: torch.dtype,
+        choice_bias: Tensor | None = None,
+        expert_scale: Tensor | None = None,
+    ) -> RouterKernel:
+        """`dtype` is the model's type. choice_bias: [num_experts] float32, added to scores while experts are chosen,
+        not to weights; expert_scale: [num_experts], factors of the experts' weights."""
 
     @abstractmethod
-    def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
+    def experts(self, gate_up: Tensor, down: Tensor, spec: ExpertsSpec) -> ExpertsKernel:
         """gate_up: [num_experts, 2 * expert_size, hidden], the gates first; down: [num_experts, hidden,
         expert_size]."""
 
     @abstractmethod
     def quantized_experts(
-        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], activation: str
+        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], spec: ExpertsSpec
     ) -> ExpertsKernel:
         """Makes the experts of quantized weights: one matrix for each expert, all matrices of a list of one kind.
         Kernels that pack do not keep a reference to them."""

@@ -43,7 +43,7 @@ from quire.worker.kernels.native_moe import NativeExperts, NativeRouter, PlainBl
 from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
 from quire.worker.kernels.native_sampling import NativeSampling
 from quire.worker.kernels.packs import FRESH_PACKS, Packs
-from quire.worker.kernels.specs import PLAIN, LinearSpec, NormSpec, RotaryAngles, RouterSpec, XieluSpec
+from quire.worker.kernels.specs import PLAIN, ExpertsSpec, LinearSpec, NormSpec, RotaryAngles, RouterSpec, XieluSpec
 from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
 
@@ -117,21 +117,27 @@ class NativeKernels(Kernels):
         args = ActivationArgs(activation=CONSTANTS["QK_XIELU"], **vars(spec))
         return NativeActivation(self.context, args)
 
-    def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:
+    def router(
+        self,
+        spec: RouterSpec,
+        dtype: torch.dtype,
+        choice_bias: Tensor | None = None,
+        expert_scale: Tensor | None = None,
+    ) -> RouterKernel:
         self.context.num_kernels += 1
-        return NativeRouter(self.context, spec, dtype)
+        return NativeRouter(self.context, spec, dtype, choice_bias, expert_scale)
 
-    def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
+    def experts(self, gate_up: Tensor, down: Tensor, spec: ExpertsSpec) -> ExpertsKernel:
         self.context.num_kernels += 1
         first = PlainBlock(self.context, gate_up, is_gated=True)
-        return NativeExperts(self.context, first, PlainBlock(self.context, down, is_gated=False), activation)
+        return NativeExperts(self.context, first, PlainBlock(self.context, down, is_gated=False), spec)
 
     def quantized_experts(
-        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], activation: str
+        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], spec: ExpertsSpec
     ) -> ExpertsKernel:
         self.context.num_kernels += 1
         first = QuantizedBlock(self.context, gate_up, is_gated=True)
-        return NativeExperts(self.context, first, QuantizedBlock(self.context, down, is_gated=False), activation)
+        return NativeExperts(self.context, first, QuantizedBlock(self.context, down, is_gated=False), spec)
 
     def sampling(self) -> SamplingKernel:
         return NativeSampling(self.context)

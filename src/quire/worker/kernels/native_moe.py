@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.worker.kernels.library import (
     ACTIVATIONS,
+    CONSTANTS,
     DTYPES,
     Context,
     ExpertsArgs,
@@ -19,20 +20,45 @@ from quire.worker.kernels.library import (
     with_packed_rows,
 )
 from quire.worker.kernels.native_quantized import QuantizedMatrix
-from quire.worker.kernels.specs import RouterSpec
+from quire.worker.kernels.specs import ExpertsSpec, RouterSpec
 from quire.worker.quantization.weight import QuantizedWeight
+
+SCORES = {
+    "softmax": CONSTANTS["QK_SOFTMAX"],
+    "sigmoid": CONSTANTS["QK_SIGMOID"],
+    "sparsemixer": CONSTANTS["QK_SPARSEMIXER"],
+}
 
 
 class NativeRouter:
     """The choice of experts: RouterKernel."""
 
-    def __init__(self, context: Context, spec: RouterSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        context: Context,
+        spec: RouterSpec,
+        dtype: torch.dtype,
+        choice_bias: Tensor | None,
+        expert_scale: Tensor | None,
+    ) -> None:
         self._context = context
         self._k = spec.num_experts_per_token
+        self._per_expert = [None if t is None else t.float().contiguous() for t in (choice_bias, expert_scale)]
+        bias, scale = (None if t is None else t.data_ptr() for t in self._per_expert)
         self._args = RouteArgs(
             chosen=self._k,
+            score=SCORES[spec.score],
             normalize=spec.normalize,
+            groups=spec.num_groups,
+            kept_groups=spec.num_kept_groups,
+            group_by_two=spec.group_score == "two best",
             round_to_bf16=dtype == torch.bfloat16 and not spec.weights_in_float32,
+            norm_eps=spec.norm_eps,
+            norm_min=spec.norm_min,
+            factor=spec.factor,
+            threshold=spec.threshold,
+            choice_bias=bias,
+            expert_scale=scale,
         )
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +94,11 @@ class NativeExperts:
     """The experts: ExpertsKernel."""
 
     def __init__(
-        self, context: Context, gate_up: PlainBlock | QuantizedBlock, down: PlainBlock | QuantizedBlock, activation: str
+        self,
+        context: Context,
+        gate_up: PlainBlock | QuantizedBlock,
+        down: PlainBlock | QuantizedBlock,
+        spec: ExpertsSpec,
     ) -> None:
         self._context = context
         self._blocks = gate_up, down
@@ -76,7 +106,8 @@ class NativeExperts:
             hidden=gate_up.num_inputs,
             expert_size=down.num_inputs,
             num_experts=down.num_experts,
-            activation=ACTIVATIONS[activation],
+            activation=ACTIVATIONS[spec.activation],
+            scale_inputs=spec.scales_inputs,
             gate_up=gate_up.memory.data_ptr(),
             down=down.memory.data_ptr(),
             y_stride=gate_up.num_inputs,
@@ -85,13 +116,19 @@ class NativeExperts:
             self._args.gate_up_quantization = pointer(gate_up.quantization)
             self._args.down_quantization = pointer(down.quantization)
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None, shared: Tensor | None = None
+    ) -> Tensor:
         x, ids, weights, args = with_packed_rows(x), ids.contiguous(), weights.contiguous(), self._args
         y = torch.empty(x.shape, dtype=x.dtype)
         args.dtype = DTYPES[x.dtype]
         (args.tokens, args.chosen), args.ids, args.weights = ids.shape, ids.data_ptr(), weights.data_ptr()
         args.x, args.x_stride, args.y = x.data_ptr(), x.stride(0), y.data_ptr()
         residual = set_residual(args, residual)
+        args.shared = None
+        if shared is not None:
+            shared = with_packed_rows(shared)
+            args.shared, args.shared_stride = shared.data_ptr(), shared.stride(0)
         self._context.library.cdll.qk_experts(self._context.handle, byref(args))
         return y
 

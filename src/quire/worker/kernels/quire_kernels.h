@@ -200,31 +200,48 @@ QK_EXPORT void qk_gather(qk_context* context, const qk_gather_args* args);
 
 /* -- mixture of experts ------------------------------------------------------------------------------------------------- */
 
+/* Scores of experts: of all a softmax; of each a sigmoid; or of each choice a softmax of its own (qk_route_args.threshold). */
+enum { QK_SOFTMAX = 0, QK_SIGMOID = 1, QK_SPARSEMIXER = 2 };
+
 typedef struct {
-    /* Softmax of each row of logits; its `chosen` largest, the largest first (of equal ones the first), and their ids. */
+    /* Chooses the experts with the largest score + bias, the largest first, of equal ones the first. Groups: of `groups` groups of adjacent
+     * experts only those of the `kept_groups` best are chosen from. A weight is the score of what was chosen (without the bias),
+     * if `normalize` is set divided by max(norm_min, their sum) + norm_eps; times factor, times the expert's scale. */
     int64_t tokens;
     int32_t num_experts, chosen;
-    int32_t normalize;     /* scale the chosen to a sum of 1 */
-    int32_t round_to_bf16; /* round them to bfloat16 at the end, still stored as float32 */
-    const float* logits;   /* [tokens, num_experts] */
-    int64_t* ids;          /* [tokens, chosen] */
-    float* weights;        /* [tokens, chosen] */
+    int32_t score;
+    int32_t normalize;
+    int32_t groups, kept_groups; /* 1, 1: none. Kept groups hold `chosen` experts or more */
+    int32_t group_by_two;  /* a group is as good as the sum of its two best; else as its best */
+    int32_t round_to_bf16; /* round weights to bfloat16 at the end, still stored as float32 */
+    float norm_eps, norm_min, factor;
+    float threshold; /* QK_SPARSEMIXER: a softmax over those not chosen yet that are below the best by no more than this share; the
+                      * share is of the larger of the best and the logit's magnitude */
+    const float* choice_bias;  /* [num_experts]; NULL for none */
+    const float* expert_scale; /* [num_experts]; NULL for none */
+    const float* logits;       /* [tokens, num_experts] */
+    int64_t* ids;              /* [tokens, chosen] */
+    float* weights;            /* [tokens, chosen] */
 } qk_route_args;
 QK_EXPORT void qk_route(qk_context* context, const qk_route_args* args);
 
 typedef struct {
-    /* y = residual + the sum over a token's experts, in the order of `ids`, of weight * down(activation(gate(x)) * up(x)). What the
-     * experts answer is kept in float32 and rounded once, with the residual. */
+    /* y = residual + shared + the sum over a token's experts, in the order of `ids`, of weight * down(activation(gate(x)) * up(x)).
+     * What the experts answer is kept in float32 and rounded once, with the residual. */
     int64_t tokens, hidden, expert_size;
     int32_t dtype;
     int32_t num_experts, chosen;
     int32_t activation;
+    int32_t scale_inputs; /* an expert gets weight * x, rounded, and its answer has weight 1 */
+    int32_t reserved;
     const void* gate_up;  /* packed, gated, one expert after another */
     const void* down;     /* packed, one expert after another */
     const qk_quantization* gate_up_quantization; /* of all experts: `gate_up` holds values; NULL: it holds weights */
     const qk_quantization* down_quantization;
     const int64_t* ids;   /* [tokens, chosen], each below num_experts */
     const float* weights; /* [tokens, chosen] */
+    const void* shared;   /* [tokens, hidden], what other experts answered, like the residual; NULL for none */
+    int64_t shared_stride;
     const void* residual; /* [tokens, hidden]; NULL for none; may be y */
     int64_t residual_stride;
     const void* x; /* [tokens, hidden] */

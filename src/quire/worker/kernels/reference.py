@@ -23,6 +23,7 @@ from quire.worker.kernels.base import (
 from quire.worker.kernels.specs import (
     LOGITS,
     PLAIN,
+    ExpertsSpec,
     LinearSpec,
     NormSpec,
     RotaryAngles,
@@ -79,18 +80,22 @@ class TorchKernels(Kernels):
     def xielu(self, spec: XieluSpec) -> ActivationKernel:
         return functools.partial(xielu, spec=spec)
 
-    def router(self, spec: RouterSpec, dtype: torch.dtype) -> RouterKernel:
-        return functools.partial(route, spec=spec, dtype=dtype)
+    def router(
+        self,
+        spec: RouterSpec,
+        dtype: torch.dtype,
+        choice_bias: Tensor | None = None,
+        expert_scale: Tensor | None = None,
+    ) -> RouterKernel:
+        return functools.partial(route, spec=spec, dtype=dtype, choice_bias=choice_bias, expert_scale=expert_scale)
 
-    def experts(self, gate_up: Tensor, down: Tensor, activation: str) -> ExpertsKernel:
-        return functools.partial(ask_experts, gate_up=gate_up, down=down, activation=activation)
+    def experts(self, gate_up: Tensor, down: Tensor, spec: ExpertsSpec) -> ExpertsKernel:
+        return functools.partial(ask_experts, gate_up=gate_up, down=down, spec=spec)
 
     def quantized_experts(
-        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], activation: str
+        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], spec: ExpertsSpec
     ) -> ExpertsKernel:
-        return functools.partial(
-            ask_experts, gate_up=gate_up, down=down, activation=activation, product=quantized_linear
-        )
+        return functools.partial(ask_experts, gate_up=gate_up, down=down, spec=spec, product=quantized_linear)
 
     def sampling(self) -> SamplingKernel:
         return TorchSampling()
@@ -113,7 +118,10 @@ class TorchEmbedding:
 def linear(
     x: Tensor, residual: Tensor | None = None, *, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN
 ) -> Tensor:
-    y = functional.linear(x, weight, bias)
+    if spec.float32_inputs:
+        y = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    else:
+        y = functional.linear(x, weight, bias)
     if spec.float32_output:
         y = y.float()
     if spec.divisor != 1.0:
@@ -191,13 +199,63 @@ def activate(x: Tensor, *, name: str, is_gated: bool) -> Tensor:
     return gated(function, x) if is_gated else function(x)
 
 
-def route(logits: Tensor, *, spec: RouterSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor,
+    *,
+    spec: RouterSpec,
+    dtype: torch.dtype,
+    choice_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Chooses experts: RouterKernel. Rounded weights have the model's type, so that products with them are rounded,
     too."""
-    weights, ids = logits.softmax(dim=-1).topk(spec.num_experts_per_token, dim=-1)  # [n, k] each
+    if spec.score == "sparsemixer":
+        ids, weights = choose_by_turns(logits, spec)
+    else:
+        scores = logits.softmax(dim=-1) if spec.score == "softmax" else logits.sigmoid()
+        ids = choose(scores, logits, spec, choice_bias)
+        weights = scores.gather(-1, ids)
     if spec.normalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights / (weights.sum(dim=-1, keepdim=True).clamp(min=spec.norm_min) + spec.norm_eps)
+    weights = weights * spec.factor
+    if expert_scale is not None:
+        weights = weights * expert_scale[ids]
     return ids, weights if spec.weights_in_float32 else weights.to(dtype)
+
+
+def choose(scores: Tensor, logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None) -> Tensor:
+    """Returns the ids of the best experts, [n, k]. Where nothing is added to the scores, they are compared as logits,
+    of which none were rounded to the same number."""
+    k, groups = spec.num_experts_per_token, spec.num_groups
+    if choice_bias is None and groups == 1:
+        return best(logits, k)
+    sums = scores if choice_bias is None else scores + choice_bias
+    if groups > 1:
+        grouped = sums.view(sums.shape[0], groups, -1)  # [n, groups, experts of a group]
+        counted = 2 if spec.group_score == "two best" else 1
+        kept = best(grouped.topk(counted, dim=-1).values.sum(dim=-1), spec.num_kept_groups)
+        is_kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=sums.device).scatter(-1, kept, True)
+        sums = grouped.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)
+    return best(sums, k)
+
+
+def best(x: Tensor, k: int) -> Tensor:
+    """Returns the columns of the k largest of each row, the largest first, of equal ones the first. (torch.topk leaves
+    open which of equal ones it takes.)"""
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def choose_by_turns(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    """Returns ids and weights, [n, k] each, of the score "sparsemixer"."""
+    left, ids, weights = logits, [], []
+    for _ in range(spec.num_experts_per_token):
+        chosen = best(left, 1)
+        top = left.gather(-1, chosen)
+        is_far = (top - logits) / torch.maximum(logits.abs(), top) > spec.threshold
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(-1, chosen))
+        left = left.scatter(-1, chosen, -torch.inf)
+        ids.append(chosen)
+    return torch.cat(ids, dim=-1), torch.cat(weights, dim=-1)
 
 
 def ask_experts(
@@ -205,41 +263,51 @@ def ask_experts(
     ids: Tensor,
     weights: Tensor,
     residual: Tensor | None = None,
+    shared: Tensor | None = None,
     *,
     gate_up: Tensor | Sequence[QuantizedWeight],
     down: Tensor | Sequence[QuantizedWeight],
-    activation: str,
+    spec: ExpertsSpec,
     product: Callable[..., Tensor] = linear,
 ) -> Tensor:
     """Computes the experts: ExpertsKernel; with `quantized_linear` as `product`, on quantized weights."""
-    inner = LinearSpec(activation=activation, gated=True)
+    inner = LinearSpec(activation=spec.activation, gated=True)
 
     def answer(expert: int, x: Tensor) -> Tensor:
         between = product(x, weight=gate_up[expert], bias=None, spec=inner)
         return product(between, weight=down[expert], bias=None)
 
-    return combine_answers(x, ids, weights, residual, answer, len(gate_up))
+    y = combine_answers(x, ids, weights, answer, len(gate_up), scales_inputs=spec.scales_inputs)
+    for addend in (shared, residual):
+        y = y if addend is None else addend + y
+    return y
 
 
 def combine_answers(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    residual: Tensor | None,
     answer: Callable[[int, Tensor], Tensor],
     num_experts: int,
+    *,
+    scales_inputs: bool,
 ) -> Tensor:
-    """Returns the weighted sum of the outputs of each token's experts. Tokens are sorted by expert, so that each expert
-    runs once, on its own tokens."""
+    """Returns the weighted sum of the outputs of each token's experts, or their sum for weighted inputs. Tokens are
+    sorted by expert, so that each expert runs once, on its own tokens."""
     (n, k), hidden = ids.shape, x.shape[1]
     order = ids.flatten().argsort(stable=True)  # [n * k] choices, by expert
     counts = torch.bincount(ids.flatten(), minlength=num_experts).tolist()
     answers = x.new_empty(n * k, hidden)  # [n * k, hidden], a row per choice
     for expert, choices in enumerate(torch.split(order, counts)):
         if len(choices):
-            answers[choices] = answer(expert, x[choices // k])
-    y = (answers.view(n, k, hidden) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
-    return y if residual is None else residual + y
+            inputs = x[choices // k]
+            if scales_inputs:
+                inputs = (inputs * weights.flatten()[choices].unsqueeze(-1)).to(x.dtype)
+            answers[choices] = answer(expert, inputs)
+    answers = answers.view(n, k, hidden)
+    if not scales_inputs:
+        answers = answers * weights.unsqueeze(-1)
+    return answers.sum(dim=1).to(x.dtype)
 
 
 TORCH_KERNELS = TorchKernels()

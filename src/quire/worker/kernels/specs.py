@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ class LinearSpec:
     """The weight is two matrices, one above the other: activation(first(x)) * second(x)."""
     float32_output: bool = False
     """Keep the float32 sums instead of rounding them to the type of x."""
+    float32_inputs: bool = False
+    """Convert x and the weight to float32 before the product, where a product of their own type would be rounded. Not
+    on quantized weights."""
 
 
 PLAIN = LinearSpec()
@@ -57,13 +61,53 @@ class XieluSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
-    """The rule by which a mixture of experts chooses."""
+    """The rule by which a mixture of experts chooses. Of equal experts or groups, the smaller id is chosen."""
 
     num_experts_per_token: int
     normalize: bool
-    """Scale the chosen experts' weights to a sum of 1."""
+    """Scale the chosen experts' weights to a sum of 1. With softmax this is the softmax of the chosen logits."""
     weights_in_float32: bool = True
     """False rounds the experts' weights to the model's type."""
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    """An expert's score, which is its weight: from the logits of all, or from its own. sparsemixer: each choice has a
+    softmax of its own, over the experts not chosen before whose logits are near the best (Liu et al. 2024)."""
+    threshold: float = 0.0
+    """sparsemixer: largest distance of a near logit from the best, relative to the larger of the best and its own
+    magnitude."""
+    norm_eps: float = 0.0
+    """Added to the sum by which weights are divided."""
+    norm_min: float = 0.0
+    """Least sum by which weights are divided."""
+    factor: float = 1.0
+    """Factor of all weights, applied last."""
+    num_groups: int = 1
+    """Groups of adjacent experts; only the experts of the best groups can be chosen (DeepSeek-AI 2024)."""
+    num_kept_groups: int = 1
+    """Number of the best groups."""
+    group_score: Literal["best", "two best"] = "best"
+    """A group's score: that of its best expert, or the sum of the two best."""
+
+    def validate(self, num_experts: int) -> None:
+        """Raises UnsupportedModelError unless the numbers fit together."""
+        k, groups, kept = self.num_experts_per_token, self.num_groups, self.num_kept_groups
+        if num_experts % groups or not 1 <= kept <= groups:
+            raise UnsupportedModelError(f"{kept} of {groups} groups of {num_experts} experts cannot be chosen")
+        if groups > 1 and self.group_score == "two best" and num_experts // groups < 2:
+            raise UnsupportedModelError(f"{groups} groups of one expert have no sum of two scores")
+        if not 1 <= k <= num_experts // groups * kept:
+            raise UnsupportedModelError(
+                f"{k} experts for each token cannot be chosen from {num_experts // groups * kept}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """The experts' computation: weight * down(activation(gate(x)) * up(x))."""
+
+    activation: str = "silu"
+    """A key of `ACTIVATIONS`."""
+    scales_inputs: bool = False
+    """The weight scales an expert's input instead of its answer (Llama 4)."""
 
 
 @dataclass(frozen=True)

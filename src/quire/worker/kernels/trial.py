@@ -19,7 +19,7 @@ from quire.failpoints import arm_failpoints, failpoint
 from quire.worker.kernels.base import ExpertsKernel, Kernels, LinearKernel
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
-from quire.worker.kernels.specs import LinearSpec
+from quire.worker.kernels.specs import ExpertsSpec, LinearSpec
 from quire.worker.quantization.weight import quantize_int4, quantize_int8
 
 AGREES, DISAGREES = 0, 3
@@ -73,10 +73,10 @@ def check_experts(candidate: Kernels, other: Kernels, reference: Kernels) -> Wor
     num_experts, hidden, size, n = 4, 80, 48, 19
     gate_up, down, x = noise(num_experts, 2 * size, hidden), noise(num_experts, hidden, size), noise(n, hidden)
     all_kernels = candidate, other, reference
-    yield from compare_experts("experts", [kernels.experts(gate_up, down, "silu") for kernels in all_kernels], x)
+    yield from compare_experts("experts", [kernels.experts(gate_up, down, ExpertsSpec()) for kernels in all_kernels], x)
     for name, quantize in (("int8", quantize_int8), ("int4", functools.partial(quantize_int4, group_size=32))):
         first, second = ([quantize(weight) for weight in block] for block in (gate_up, down))
-        made = [kernels.quantized_experts(first, second, "silu") for kernels in all_kernels]
+        made = [kernels.quantized_experts(first, second, ExpertsSpec()) for kernels in all_kernels]
         yield from compare_experts(f"{name} experts", made, x)
 
 

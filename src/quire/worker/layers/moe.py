@@ -2,35 +2,70 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.quantization import QuantizationScheme
-from quire.worker.kernels.base import ExpertsKernel, Kernels, RouterKernel
+from quire.worker.kernels.base import ExpertsKernel, Kernels, LinearKernel, RouterKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.kernels.specs import LOGITS, RouterSpec, get_activation
-from quire.worker.layers.linear import Linear
+from quire.worker.kernels.specs import LOGITS, ExpertsSpec, LinearSpec, RouterSpec, get_activation
+from quire.worker.layers.linear import Linear, PackedLinear
+from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.weights import GIVEN_BACK, forget, weight
 from quire.worker.quantization.weight import Kind, QuantizedWeight, quantize, same_kind
+
+Layout = Literal["each", "one", "stacked", "transposed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertSpec:
+    """A gated MLP that every token goes through, beside its experts: `shared_experts` in the tree of modules."""
+
+    size: int
+    is_weighted: bool = False
+    """True: its answer is weighted by the sigmoid of one more logit, of the matrix `shared_expert_gate`."""
+    is_fused: bool = False
+    """The checkpoint holds gate_up_proj as a single matrix."""
+    bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """The experts of one layer, and how the checkpoint names their three matrices."""
+    """The experts of one layer. Tensors that a family's checkpoints call otherwise are renamed when they are found."""
 
     num_experts: int
-    num_experts_per_token: int
     expert_size: int
-    normalize: bool
-    """Scale the chosen experts' weights to a sum of 1."""
-    weights_in_float32: bool = True
-    """False rounds the experts' weights to the model's type."""
+    router: RouterSpec
+    activation: str | None = None
+    """None: the decoder's."""
+    layout: Layout = "each"
+    """Tensors in the checkpoint. each: three matrices of every expert, experts.E.gate_proj.weight and so on; one: those
+    of a single expert, without its number; stacked: experts.gate_up_proj [num_experts, 2 * expert_size, hidden], the
+    gates first, and experts.down_proj [num_experts, hidden, expert_size]; transposed: the same with the last two
+    dimensions swapped."""
     gate_name: str = "gate_proj"
     up_name: str = "up_proj"
     down_name: str = "down_proj"
+    """Names of the three matrices, with the layouts each and one."""
+    scales_inputs: bool = False
+    """The weights scale the experts' inputs instead of their answers (Llama 4)."""
+    router_bias: bool = False
+    """The router's logits have a bias: gate.bias."""
+    router_norm_eps: float | None = None
+    """The router sees its input normed, by a root mean square norm of this eps: gate.norm.weight (Gemma 4)."""
+    logits_divisor: float = 1.0
+    logits_in_float32: bool = False
+    """The family computes logits in float32. (Native kernels always do.)"""
+    choice_bias: bool = False
+    """Experts are chosen by their scores plus gate.e_score_correction_bias, which does not enter into weights."""
+    expert_scale: bool = False
+    """Each expert's weight has a factor, of gate.per_expert_scale."""
+    shared: SharedExpertSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -57,11 +92,12 @@ class Experts(nn.Module):
 
     packed_parameters = ("gate_up_proj", "down_proj")
 
-    def __init__(self, spec: MoESpec, hidden_size: int, activation: str) -> None:
+    def __init__(self, spec: MoESpec, hidden_size: int, activation: str, name: str = "experts") -> None:
         super().__init__()
         get_activation(activation)
         self.spec = spec
-        self.activation = activation
+        self.name = name
+        self.kernel_spec = ExpertsSpec(activation=activation, scales_inputs=spec.scales_inputs)
         self.scheme: QuantizationScheme | None = None
         self.quantized_bytes: int | None = None
         self._stored: QuantizedExperts | None = None
@@ -70,12 +106,16 @@ class Experts(nn.Module):
         self.down_proj = weight(spec.num_experts, hidden_size, spec.expert_size)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        spec, size = self.spec, self.spec.expert_size
+        spec, size, name = self.spec, self.spec.expert_size, self.name
+        if spec.layout in ("stacked", "transposed"):
+            for block, parameter in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
+                yield f"{name}.{block}", parameter.data if spec.layout == "stacked" else parameter.data.transpose(1, 2)
+            return
         for expert in range(spec.num_experts):
-            gate_up = self.gate_up_proj.data[expert]
-            yield f"experts.{expert}.{spec.gate_name}.weight", gate_up[:size]
-            yield f"experts.{expert}.{spec.up_name}.weight", gate_up[size:]
-            yield f"experts.{expert}.{spec.down_name}.weight", self.down_proj.data[expert]
+            gate_up, prefix = self.gate_up_proj.data[expert], name if spec.layout == "one" else f"{name}.{expert}"
+            yield f"{prefix}.{spec.gate_name}.weight", gate_up[:size]
+            yield f"{prefix}.{spec.up_name}.weight", gate_up[size:]
+            yield f"{prefix}.{spec.down_name}.weight", self.down_proj.data[expert]
 
     def store(self, parts: Sequence[QuantizedWeight]) -> bool:
         gate_up, down = [part for i, part in enumerate(parts) if i % 3 < 2], list(parts[2::3])
@@ -98,9 +138,9 @@ class Experts(nn.Module):
         quantized = self._quantized_experts(kernels)
         self.quantized_bytes = None if quantized is None else quantized.num_bytes
         if quantized is None:
-            self._kernel = kernel = kernels.experts(self.gate_up_proj.data, self.down_proj.data, self.activation)
+            self._kernel = kernel = kernels.experts(self.gate_up_proj.data, self.down_proj.data, self.kernel_spec)
         else:
-            self._kernel = kernel = kernels.quantized_experts(quantized.gate_up, quantized.down, self.activation)
+            self._kernel = kernel = kernels.quantized_experts(quantized.gate_up, quantized.down, self.kernel_spec)
         if quantized is not None or not kernels.keeps_weights:
             forget(self, "gate_up_proj")
             forget(self, "down_proj")
@@ -128,40 +168,115 @@ class Experts(nn.Module):
     def discard(self) -> None:
         self._kernel = GIVEN_BACK
 
-    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+        residual: Tensor | None = None,
+        shared: Tensor | None = None,
+    ) -> Tensor:
         """Returns the weighted sum of each token's experts.
 
         x: [num_tokens, hidden]; expert_ids: [num_tokens, k] int64; expert_weights: [num_tokens, k]. An expert runs
         once, on its own tokens, and experts without tokens cost nothing. A token's outputs are added in the order of
-        its own choices, independent of the rest of the batch; `residual`, of x's shape, is added.
+        its own choices, independent of the rest of the batch; `shared` and `residual`, of x's shape, are added.
         """
-        return (self._kernel or self.prepare(TORCH_KERNELS))(x, expert_ids, expert_weights, residual)
+        kernel = self._kernel or self.prepare(TORCH_KERNELS)
+        return kernel(x, expert_ids, expert_weights, residual, shared)
+
+
+class Router(nn.Module):
+    """The matrix of the experts' logits, whose sums stay in float32, and the rule of choice."""
+
+    packed_parameters = ("weight",)
+    float32_parameters = ("e_score_correction_bias", "per_expert_scale")
+
+    def __init__(self, spec: MoESpec, hidden_size: int) -> None:
+        super().__init__()
+        spec.router.validate(spec.num_experts)
+        self.rule = spec.router
+        self.linear_spec = dataclasses.replace(
+            LOGITS, divisor=spec.logits_divisor, float32_inputs=spec.logits_in_float32
+        )
+        self.weight = weight(spec.num_experts, hidden_size)
+        self.bias = weight(spec.num_experts) if spec.router_bias else None
+        self.e_score_correction_bias = weight(spec.num_experts) if spec.choice_bias else None
+        self.per_expert_scale = weight(spec.num_experts) if spec.expert_scale else None
+        self.norm = None if spec.router_norm_eps is None else RMSNorm(hidden_size, spec.router_norm_eps)
+        self._kernels: tuple[LinearKernel, RouterKernel] | None = None
+
+    def prepare(self, kernels: Kernels) -> tuple[LinearKernel, RouterKernel]:
+        bias, choice_bias, scale = (
+            None if p is None else p.data for p in (self.bias, self.e_score_correction_bias, self.per_expert_scale)
+        )
+        linear = kernels.linear(self.weight.data, bias, self.linear_spec)
+        self._kernels = made = linear, kernels.router(self.rule, self.weight.dtype, choice_bias, scale)
+        if not kernels.keeps_weights:
+            forget(self, "weight")
+        return made
+
+    def discard(self) -> None:
+        self._kernels = GIVEN_BACK
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [num_tokens, hidden] to the experts' ids [num_tokens, k] and their weights, of that shape."""
+        linear, choose = self._kernels or self.prepare(TORCH_KERNELS)
+        return choose(linear(x if self.norm is None else self.norm(x)))
 
 
 class MoE(nn.Module):
-    """Router and experts. The router's matrix is called `gate` in checkpoints; its sums stay in float32."""
+    """Router, experts, and the expert that all tokens share."""
 
     def __init__(self, spec: MoESpec, hidden_size: int, activation: str) -> None:
         super().__init__()
         self.spec = spec
-        self.gate = Linear(hidden_size, spec.num_experts, spec=LOGITS)
+        activation = spec.activation or activation
+        self.gate = Router(spec, hidden_size)
         self.experts = Experts(spec, hidden_size, activation)
-        self._router: RouterKernel | None = None
+        shared = spec.shared
+        self.shared_experts: SharedMLP | Experts | None = None
+        self.shared_expert_gate: Router | None = None
+        if shared is not None and shared.is_weighted:
+            one = weighted_expert(shared)
+            self.shared_expert_gate = Router(one, hidden_size)
+            self.shared_experts = Experts(one, hidden_size, activation, "shared_experts")
+        elif shared is not None:
+            self.shared_experts = SharedMLP(shared, hidden_size, activation)
 
-    def prepare(self, kernels: Kernels) -> RouterKernel:
-        spec = RouterSpec(
-            num_experts_per_token=self.spec.num_experts_per_token,
-            normalize=self.spec.normalize,
-            weights_in_float32=self.spec.weights_in_float32,
-        )
-        self._router = router = kernels.router(spec, self.gate.weight.dtype)
-        return router
-
-    def discard(self) -> None:
-        self._router = GIVEN_BACK
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
-        ids, weights = (self._router or self.prepare(TORCH_KERNELS))(self.gate(x))  # [num_tokens, k] each
-        answer: Tensor = self.experts(x, ids, weights, residual)
+    def forward(self, x: Tensor, residual: Tensor | None = None, router_input: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added. `router_input`, of that
+        shape, is what the router sees; None for x."""
+        ids, weights = self.gate(x if router_input is None else router_input)  # [num_tokens, k] each
+        shared: Tensor | None = None
+        if self.shared_expert_gate is not None and self.shared_experts is not None:
+            shared = self.shared_experts(x, *self.shared_expert_gate(x))
+        elif self.shared_experts is not None:
+            shared = self.shared_experts(x)
+        answer: Tensor = self.experts(x, ids, weights, residual, shared)
         return answer
+
+
+class SharedMLP(nn.Module):
+    """The shared expert: down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, spec: SharedExpertSpec, hidden_size: int, activation: str) -> None:
+        super().__init__()
+        parts, inner = {"gate_proj": spec.size, "up_proj": spec.size}, LinearSpec(activation=activation, gated=True)
+        self.gate_up_proj = (
+            Linear(hidden_size, spec.size, spec.bias, inner)
+            if spec.is_fused
+            else PackedLinear(hidden_size, parts, spec.bias, inner)
+        )
+        self.down_proj = Linear(spec.size, hidden_size, spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, hidden] to [num_tokens, hidden]."""
+        output: Tensor = self.down_proj(self.gate_up_proj(x))
+        return output
+
+
+def weighted_expert(shared: SharedExpertSpec) -> MoESpec:
+    """Returns the shared expert as a mixture of one, whose weight is the sigmoid of its logit."""
+    rule = RouterSpec(num_experts_per_token=1, normalize=False, score="sigmoid", weights_in_float32=False)
+    return MoESpec(num_experts=1, expert_size=shared.size, router=rule, layout="one")

@@ -121,6 +121,18 @@ def packed_parameters(module: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(module, "packed_parameters", ()))
 
 
+def parameter_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type of a module's own parameter in a model of type `dtype`: float32 for those that the module names
+    in `float32_parameters`, because rounding them would change a choice."""
+    return torch.float32 if name in getattr(module, "float32_parameters", ()) else dtype
+
+
+def is_allocated(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether all of the module's own parameters have memory on `device` and the types `allocate` gives."""
+    own = module.named_parameters(recurse=False)
+    return all(p.device == device and p.dtype == parameter_dtype(module, name, dtype) for name, p in own)
+
+
 def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype, without: Collection[str] = ()) -> None:
     """Gives the module's own parameters unfilled memory on `device`, which may be meta. Those named in `without` go to
     the meta device.
@@ -129,7 +141,7 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype, withou
     """
     for name, parameter in module.named_parameters(recurse=False):
         place = torch.device("meta") if name in without else device
-        empty = torch.empty(parameter.shape, dtype=dtype, device=place)
+        empty = torch.empty(parameter.shape, dtype=parameter_dtype(module, name, dtype), device=place)
         setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
 

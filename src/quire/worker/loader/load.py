@@ -40,6 +40,7 @@ from quire.worker.layers.weights import (
     QuantizableWeights,
     allocate,
     checkpoint_tensors,
+    is_allocated,
     own_row_orders,
     own_tensors,
     packed_parameters,
@@ -259,7 +260,7 @@ def _fill(
             own = list(module.parameters(recurse=False))
             if are_packed:
                 allocate(module, placement.device, placement.dtype, without=packed_parameters(module))
-            elif any(p.device != placement.device or p.dtype != placement.dtype for p in own):
+            elif not is_allocated(module, placement.device, placement.dtype):
                 allocate(module, placement.device, placement.dtype)
             tensors = own_tensors(path, module)
             if isinstance(source, _Checkpoint):

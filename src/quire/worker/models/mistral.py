@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.config.hf_config import HFConfig
+from quire.worker.kernels.specs import RouterSpec
 from quire.worker.layers.moe import MoESpec
 from quire.worker.models.decoder import DecoderForCausalLM
 from quire.worker.models.spec import common_spec, make_layers
@@ -25,9 +26,8 @@ class MixtralForCausalLM(DecoderForCausalLM):
     def __init__(self, hf: HFConfig) -> None:
         moe = MoESpec(
             num_experts=hf.size("num_local_experts"),
-            num_experts_per_token=hf.size("num_experts_per_tok"),
             expert_size=hf.size("intermediate_size"),
-            normalize=True,
+            router=RouterSpec(num_experts_per_token=hf.size("num_experts_per_tok"), normalize=True),
             gate_name="w1",
             up_name="w3",
             down_name="w2",

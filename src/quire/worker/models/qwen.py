@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from quire.config.hf_config import HFConfig
+from quire.worker.kernels.specs import RouterSpec
 from quire.worker.layers.moe import MoESpec
 from quire.worker.models.decoder import DecoderForCausalLM
 from quire.worker.models.spec import common_spec, make_layers
@@ -30,10 +31,12 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
     def __init__(self, hf: HFConfig) -> None:
         moe = MoESpec(
             num_experts=hf.size("num_experts", hf.get("num_local_experts", 128)),
-            num_experts_per_token=hf.size("num_experts_per_tok"),
             expert_size=hf.size("moe_intermediate_size"),
-            normalize=bool(hf.get("norm_topk_prob", False)),
-            weights_in_float32=False,
+            router=RouterSpec(
+                num_experts_per_token=hf.size("num_experts_per_tok"),
+                normalize=bool(hf.get("norm_topk_prob", False)),
+                weights_in_float32=False,
+            ),
         )
         step, plain = hf.size("decoder_sparse_step"), hf.get("mlp_only_layers", [])
         layers = make_layers(hf, moe=lambda i: moe if i not in plain and (i + 1) % step == 0 else None)

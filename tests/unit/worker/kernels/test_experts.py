@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from quire.worker.kernels.reference import ask_experts, route
-from quire.worker.kernels.specs import RouterSpec
+from quire.worker.kernels.specs import ExpertsSpec, RouterSpec
 
 from ..conftest import MakeKernels
 
+SILU, GELU = ExpertsSpec(activation="silu"), ExpertsSpec(activation="gelu_pytorch_tanh")
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(4, 64, 48, 2), (7, 33, 30, 3), (3, 100, 130, 1), (16, 32, 64, 8)]
 """(experts, hidden, expert size, experts per token): with and without padding."""
@@ -41,12 +42,12 @@ def test_equals_the_float64_reference(
     x, residual = randn(3, 21, hidden, dtype=dtype), randn(4, 21, hidden, dtype=dtype)
     ids, weights = choose(5, 21, experts, k)
     for r in (None, residual):
-        y = make_kernels(2).experts(gate_up, down, "silu")(x, ids, weights, r)
+        y = make_kernels(2).experts(gate_up, down, SILU)(x, ids, weights, r)
         wide_residual = None if r is None else r.double()
         wide = (t.double() for t in (gate_up, down))
         expected = ask_experts(
             x.double(), ids, weights.double(), wide_residual,
-            **dict(zip(("gate_up", "down"), wide, strict=True)), activation="silu",
+            **dict(zip(("gate_up", "down"), wide, strict=True)), spec=SILU,
         )  # fmt: skip
         assert y.dtype == dtype
         # between the two matrices bfloat16 is rounded once more
@@ -67,11 +68,11 @@ def test_a_token_has_the_same_bits_in_any_company(
         randn(7, n, hidden, dtype=dtype),
         choose(8, n, experts, k),
     )
-    one = make_kernels(1).experts(gate_up, down, "gelu_pytorch_tanh")
+    one = make_kernels(1).experts(gate_up, down, GELU)
     alone = torch.cat([one(*(t[i : i + 1] for t in (x, ids, weights, residual))) for i in range(0, n, 7)])
     rng = random.Random(experts)
     for num_threads in (1, 2, 3):
-        kernel = make_kernels(num_threads).experts(gate_up, down, "gelu_pytorch_tanh")
+        kernel = make_kernels(num_threads).experts(gate_up, down, GELU)
         whole = kernel(x, ids, weights, residual)
         assert torch.equal(whole[::7], alone)
         for count in (2, 5, 17, 64):
@@ -82,7 +83,7 @@ def test_a_token_has_the_same_bits_in_any_company(
 def test_answers_are_added_in_the_order_of_the_choices(make_kernels: MakeKernels) -> None:
     """Two experts that answer a large number and its negative, and one that answers a small one: the order shows."""
     down = torch.tensor([1.0, -1.0, 2.0**-30]).view(3, 1, 1)
-    kernel = make_kernels(1).experts(torch.ones(3, 2, 1), down, "relu")
+    kernel = make_kernels(1).experts(torch.ones(3, 2, 1), down, ExpertsSpec(activation="relu"))
     x, ones = torch.ones(3, 1), torch.ones(3, 3)
     y = kernel(x, torch.tensor([[0, 1, 2], [0, 2, 1], [2, 0, 1]]), ones)
     assert y.flatten().tolist() == [2.0**-30, 0.0, 0.0]
@@ -92,7 +93,7 @@ def test_idle_experts_are_not_touched(make_kernels: MakeKernels) -> None:
     gate_up, down = make_weights(5, 32, 32, torch.bfloat16)
     gate_up[[1, 2]] = torch.nan
     ids, weights = torch.tensor([[0, 3], [3, 0], [4, 3]]), torch.full((3, 2), 0.5)
-    y = make_kernels(2).experts(gate_up, down, "silu")(randn(9, 3, 32, dtype=torch.bfloat16), ids, weights)
+    y = make_kernels(2).experts(gate_up, down, SILU)(randn(9, 3, 32, dtype=torch.bfloat16), ids, weights)
     assert not y.isnan().any()
 
 
@@ -100,7 +101,7 @@ def test_no_tokens_are_no_work(make_kernels: MakeKernels) -> None:
     gate_up, down = make_weights(2, 32, 32, torch.float32)
     kernels = make_kernels(2)
     ids, weights = kernels.router(RouterSpec(num_experts_per_token=1, normalize=True), torch.float32)(torch.empty(0, 2))
-    assert kernels.experts(gate_up, down, "silu")(torch.empty(0, 32), ids, weights).shape == (0, 32)
+    assert kernels.experts(gate_up, down, SILU)(torch.empty(0, 32), ids, weights).shape == (0, 32)
 
 
 @pytest.mark.parametrize("in_float32", [True, False])

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.plan import LINE, Arena, NotPlannableError, Plan
-from quire.worker.kernels.specs import PLAIN, LinearSpec, NormSpec, RotaryAngles, RouterSpec
+from quire.worker.kernels.specs import PLAIN, ExpertsSpec, LinearSpec, NormSpec, RotaryAngles, RouterSpec
 
 DIM, VOCAB, HEAD = 64, 40, 16
 
@@ -34,7 +34,7 @@ class Toy:
         self.act = kernels.activation("silu", gated=True)
         self.gate = kernels.linear(randn(8, 4, DIM, dtype=dtype) / 8, None, LinearSpec(float32_output=True))
         self.router = kernels.router(RouterSpec(num_experts_per_token=2, normalize=True), dtype)
-        self.experts = kernels.experts(*experts, "silu")
+        self.experts = kernels.experts(*experts, ExpertsSpec())
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         x = self.embedding.lookup(ids)
@@ -42,7 +42,7 @@ class Toy:
             q, k, v = self.qkv(self.norm(x)).split(DIM, dim=-1)
             q, k = self.rotation(q, k, RotaryAngles(*self.tables, positions))
             x = self.layer_norm(q, self.norm(k, x))
-            x = self.experts(x, *self.router(self.gate(x)), v)
+            x = self.experts(x, *self.router(self.gate(x)), v, k)
         pair = self.qkv(x)[:, : 2 * DIM]
         return self.act(pair)
 

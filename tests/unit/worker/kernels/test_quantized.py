@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.worker.kernels.native_quantized import can_pack
 from quire.worker.kernels.reference import TORCH_KERNELS, ask_experts, multiply_int8, quantize_rows, route
-from quire.worker.kernels.specs import LOGITS, PLAIN, LinearSpec, RouterSpec
+from quire.worker.kernels.specs import LOGITS, PLAIN, ExpertsSpec, LinearSpec, RouterSpec
 from quire.worker.quantization.weight import QuantizedWeight, quantize_int4, quantize_int8
 
 from ..conftest import MakeKernels
@@ -19,6 +19,7 @@ SHAPES = [(64, 64), (100, 48), (17, 80), (160, 352), (33, 7), (1, 32)]
 """(outputs, inputs): whole panels and parts of them, inputs that need padding, an odd number of them."""
 GATED = LinearSpec(activation="silu", gated=True)
 SPECS = [PLAIN, GATED, LinearSpec(float32_output=True, divisor=3.0, soft_cap=2.0)]
+SILU, GELU = ExpertsSpec(activation="silu"), ExpertsSpec(activation="gelu_pytorch_tanh")
 DTYPES = [torch.bfloat16, torch.float32]
 KINDS = ["int8", "w8 with zeros", "int4", "int4 with zeros", "int4 in groups of 128", "int4 in one group"]
 MAX_ROWS = 300
@@ -182,18 +183,16 @@ def test_experts_equal_plain_ones_of_what_the_integers_stand_for(
     x, residual = randn(3, 21, hidden, dtype=dtype), randn(4, 21, hidden, dtype=dtype)
     ids, weights = choose(21, experts, k)
     for r in (None, residual):
-        y = make_kernels(2).quantized_experts(gate_up, down, "silu")(x, ids, weights, r)
+        y = make_kernels(2).quantized_experts(gate_up, down, SILU)(x, ids, weights, r)
         assert y.dtype == dtype
-        expected = TORCH_KERNELS.quantized_experts(gate_up, down, "silu")(x, ids, weights, r)
+        expected = TORCH_KERNELS.quantized_experts(gate_up, down, SILU)(x, ids, weights, r)
         # between the two matrices bfloat16 is rounded once more, and int8 may round to a neighbour after that
         tolerance = 2**-6 if dtype == torch.bfloat16 else 3e-2 if kind == "int8" else 2e-5
         torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
         if kind != "int8" and dtype == torch.float32:
             wide = [torch.stack([w.dequantize() for w in block]).double() for block in (gate_up, down)]
             wide_r = None if r is None else r.double()
-            exact = ask_experts(
-                x.double(), ids, weights.double(), wide_r, gate_up=wide[0], down=wide[1], activation="silu"
-            )
+            exact = ask_experts(x.double(), ids, weights.double(), wide_r, gate_up=wide[0], down=wide[1], spec=SILU)
             torch.testing.assert_close(y.double(), exact, rtol=2e-5, atol=2e-5)
 
 
@@ -210,11 +209,11 @@ def test_a_token_has_the_same_bits_from_experts_in_any_company(
         randn(7, n, hidden, dtype=dtype),
         choose(n, experts, k),
     )
-    one = make_kernels(1).quantized_experts(gate_up, down, "gelu_pytorch_tanh")
+    one = make_kernels(1).quantized_experts(gate_up, down, GELU)
     alone = torch.cat([one(*(t[i : i + 1] for t in (x, ids, weights, residual))) for i in range(0, n, 23)])
     rng = random.Random(experts)
     for num_threads in (1, 3):
-        kernel = make_kernels(num_threads).quantized_experts(gate_up, down, "gelu_pytorch_tanh")
+        kernel = make_kernels(num_threads).quantized_experts(gate_up, down, GELU)
         whole = kernel(x, ids, weights, residual)
         assert torch.equal(whole[::23], alone)
         for count in (2, 7, 13, 64):

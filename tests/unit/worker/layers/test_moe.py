@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from quire.worker.kernels.specs import RouterSpec
 from quire.worker.layers.moe import Experts, MoE, MoESpec
 from quire.worker.layers.weights import checkpoint_tensors
 
 HIDDEN = 8
-SPEC = MoESpec(num_experts=5, num_experts_per_token=2, expert_size=6, normalize=True)
+SPEC = MoESpec(num_experts=5, expert_size=6, router=RouterSpec(num_experts_per_token=2, normalize=True))
 
 
 def make_moe(spec: MoESpec, seed: int = 0) -> MoE:
@@ -27,8 +28,8 @@ def make_moe(spec: MoESpec, seed: int = 0) -> MoE:
 def one_token(moe: MoE, x: Tensor) -> Tensor:
     """The definition, for one token [hidden]."""
     probabilities = torch.softmax(moe.gate.weight @ x, dim=0)
-    weights, ids = probabilities.topk(moe.spec.num_experts_per_token)
-    if moe.spec.normalize:
+    weights, ids = probabilities.topk(moe.spec.router.num_experts_per_token)
+    if moe.spec.router.normalize:
         weights = weights / weights.sum()
     size, answer = moe.spec.expert_size, torch.zeros(HIDDEN)
     for weight, expert in zip(weights, ids.tolist(), strict=True):
@@ -46,9 +47,8 @@ def one_token(moe: MoE, x: Tensor) -> Tensor:
     seed=st.integers(0, 2**31),
 )
 def test_equals_the_definition(num_tokens: int, num_experts: int, k: int, normalize: bool, seed: int) -> None:
-    spec = MoESpec(
-        num_experts=num_experts, num_experts_per_token=min(k, num_experts), expert_size=6, normalize=normalize
-    )
+    rule = RouterSpec(num_experts_per_token=min(k, num_experts), normalize=normalize)
+    spec = MoESpec(num_experts=num_experts, expert_size=6, router=rule)
     moe = make_moe(spec, seed)
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
     expected = torch.stack([one_token(moe, row) for row in x]) if num_tokens else x
@@ -77,9 +77,8 @@ def test_the_names_of_a_checkpoint_find_their_weights(names: tuple[str, str, str
     gate, up, down = names
     spec = MoESpec(
         num_experts=2,
-        num_experts_per_token=1,
         expert_size=3,
-        normalize=False,
+        router=RouterSpec(num_experts_per_token=1, normalize=False),
         gate_name=gate,
         up_name=up,
         down_name=down,
