@@ -83,6 +83,7 @@ QK_INLINE void in_groups_of_rows(int64_t rows, F f) {
     }
 
 constexpr float LOG2_E = 1.44269504f;
+alignas(64) constexpr float LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // What is known of a row after some chunks: its answer so far is sums / total, both relative to 2^maximum.
 struct State {
@@ -122,7 +123,7 @@ class Attention {
     using E = typename D::E;
 
     Attention(qk_context& context, const qk_attention_args& args)
-        : context_(context), a_(args), pages_{args}, group_(args.num_heads / args.num_kv_heads), width_(pages_.padded_head()) {}
+        : context_(context), a_(args), pages_{args}, group_(args.num_heads / args.num_kv_heads), width_(pages_.padded_value()) {}
 
     void run() {
         auto store = [&](int64_t begin, int64_t end, int) {
@@ -153,7 +154,15 @@ class Attention {
   private:
     int64_t tokens_per_tile() const { return group_ >= TILE_QUERIES ? 1 : TILE_QUERIES / group_; }
     int64_t partial_floats() const { return group_ * (width_ + 2); }
-    int64_t first_key(int64_t position) const { return a_.window && position >= a_.window ? position - a_.window + 1 : 0; }
+    int64_t first_key(int64_t position) const {
+        if (a_.chunk) return position / a_.chunk * a_.chunk;
+        return a_.window && position >= a_.window ? position - a_.window + 1 : 0;
+    }
+    float scale(int64_t position) const {
+        if (a_.growth == 0.0f) return a_.scale;
+        const int64_t times = (position + a_.growth_offset) / a_.growth_length;
+        return a_.scale * (1.0f + a_.growth * std::log(float(1 + times)));
+    }
     int64_t end_key(int64_t request, int64_t position) const {
         const int64_t end = position + 1 + a_.ahead, all = a_.seq_lens[request];
         return a_.ahead < 0 || end > all ? all : end;
@@ -205,19 +214,24 @@ class Attention {
                 qk::ceil_div(end_key(request, position + count - 1), CHUNK), nullptr};
     }
 
+    // Where the keys end that some query of the tile sees in the chunk.
+    int64_t end_of(const Tile& tile, int64_t chunk) const {
+        const int64_t end = (chunk + 1) * CHUNK, last = end_key(tile.request, tile.position + tile.num_tokens - 1);
+        return end < last ? end : last;
+    }
+
     void open(ChunkView<D>& view, const Tile& tile, int64_t chunk, E* scratch) const {
-        const int64_t start = chunk * CHUNK, last = end_key(tile.request, tile.position + tile.num_tokens - 1);
-        const int64_t end = start + CHUNK < last ? start + CHUNK : last;
         const int32_t* table = a_.block_table + tile.request * a_.block_table_stride;
-        view.open(pages_, table, tile.kv_head, start, first_key(tile.position), end, scratch);
+        view.open(pages_, table, tile.kv_head, chunk * CHUNK, first_key(tile.position), end_of(tile, chunk), scratch);
     }
 
     // `next` is what this thread computes after it.
     void compute(const Tile& tile, const Tile& next, int thread) {
         const int64_t rows = tile.num_tokens * group_;
-        // [rows, CHUNK] scores and weights, [rows, width] chunk sums and sums, [rows] states, the queries, a chunk's groups
+        // [rows, CHUNK] scores and weights, [rows, width] chunk sums and sums, [rows] states, the queries, a chunk's groups of
+        // keys and values
         const size_t floats = size_t(rows * (CHUNK + 2 * width_ + 4));
-        const size_t elements = size_t(rows * (CHUNK + a_.head_size) + 2 * CHUNK * width_);
+        const size_t elements = size_t(rows * (CHUNK + a_.head_size) + CHUNK * (pages_.padded_key() + width_));
         float* scores = (float*)context_.thread_scratch(thread, floats * sizeof(float) + elements * sizeof(E));
         float* chunk_sums = scores + rows * CHUNK;
         float* sums = chunk_sums + rows * width_;
@@ -234,6 +248,7 @@ class Attention {
         for (int64_t chunk = tile.first_chunk; chunk < tile.end_chunk; ++chunk) {
             const int64_t start = chunk * CHUNK;
             open(view, tile, chunk, chunk_scratch);
+            if (pages_.latent() && pages_.tiled()) view.take_values(pages_, start, end_of(tile, chunk), chunk_scratch);
             const E* const* next_keys = view.keys;
             if (pages_.tiled()) {
                 const bool is_last = chunk + 1 == tile.end_chunk;
@@ -243,7 +258,8 @@ class Attention {
             }
             score(view, queries, rows, scores);
             for (int64_t r = 0; r < rows; ++r)
-                chunk_states[r] = weigh(tile.request, tile.position + r / group_, start, view, scores + r * CHUNK, weights + r * CHUNK);
+                chunk_states[r] = weigh(tile.request, tile.kv_head * group_ + r % group_, tile.position + r / group_, start, view,
+                                        scores + r * CHUNK, weights + r * CHUNK);
             accumulate(view, next_keys, weights, rows, chunk_sums);
             if (tile.partial) return leave_partial(tile.partial, chunk_states, chunk_sums);
             for (int64_t r = 0; r < rows; ++r)
@@ -272,7 +288,8 @@ class Attention {
     }
 
     // Turns a row's scores into weights relative to their maximum. Logarithms are to base 2.
-    State weigh(int64_t request, int64_t position, int64_t start, const ChunkView<D>& view, float* scores, E* weights) const {
+    State weigh(int64_t request, int64_t head, int64_t position, int64_t start, const ChunkView<D>& view, float* scores,
+                E* weights) const {
         const int64_t low = first_key(position) - start, high = end_key(request, position) - start;
         const int64_t first = low > view.first_group * KEYS ? low / KEYS : view.first_group;
         const int64_t end = high < view.num_groups * KEYS ? qk::ceil_div(high, KEYS) : view.num_groups;
@@ -281,11 +298,15 @@ class Attention {
             store(weights + g * KEYS, zero());
         if (first >= end) return {-INFINITY, 0.0f};
 
-        float factor = a_.scale * LOG2_E;
-        if (a_.soft_cap != 0.0f) {
+        float factor = scale(position) * LOG2_E;
+        if (a_.soft_cap != 0.0f || a_.slopes) {
+            for (int64_t g = first; g < end; ++g) {
+                F16 s = mul(load_f32(scores + g * KEYS), set1(scale(position)));
+                if (a_.soft_cap != 0.0f) s = soft_cap(s, a_.soft_cap);
+                if (a_.slopes) s = fma(add(load_f32(LANES), set1(float(start + g * KEYS - position))), set1(a_.slopes[head]), s);
+                store_f32(scores + g * KEYS, s);
+            }
             factor = LOG2_E;
-            for (int64_t g = first; g < end; ++g)
-                store_f32(scores + g * KEYS, soft_cap(mul(load_f32(scores + g * KEYS), set1(a_.scale)), a_.soft_cap));
         }
         const auto is_whole = [&](int64_t g) { return g * KEYS >= low && (g + 1) * KEYS <= high; };
         F16 maximum = set1(-INFINITY);
@@ -361,10 +382,11 @@ class Attention {
             scale = factors[0];
             state.total = state.total * scale + factors[1];
         }
-        E* y = (E*)a_.y + row * a_.y_stride + head * a_.head_size;
+        const int64_t size = pages_.value_size();
+        E* y = (E*)a_.y + row * a_.y_stride + head * size;
         const F16 total = set1(state.total);
-        for (int64_t i = 0; i < a_.head_size; i += 16)
-            store_n(y + i, div(mul(load_f32(sums + i), set1(scale)), total), int(a_.head_size - i < 16 ? a_.head_size - i : 16));
+        for (int64_t i = 0; i < size; i += 16)
+            store_n(y + i, div(mul(load_f32(sums + i), set1(scale)), total), int(size - i < 16 ? size - i : 16));
     }
 
     qk_context& context_;

@@ -7,7 +7,12 @@ with one `KVCacheConfig`. One pool of block ids serves all groups: tensor j is s
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import msgspec
+
+Positions = TypeVar("Positions", bound=Any)
+"""A position, or a numpy array of them."""
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -24,6 +29,15 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         """Bytes of one block of one layer: keys and values."""
         return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
 
+    @property
+    def reach(self) -> int | None:
+        """Most tokens that a token attends to, itself included; None for no limit."""
+        return None
+
+    def first_token_read(self, position: Positions) -> Positions:
+        """Returns the position of the first token that a token at `position`, or any after it, attends to."""
+        return position * 0
+
 
 class FullAttentionSpec(KVCacheSpec, frozen=True, tag="full", omit_defaults=True):
     """Every token is kept until the request ends."""
@@ -34,8 +48,38 @@ class SlidingWindowSpec(KVCacheSpec, frozen=True, tag="sliding", omit_defaults=T
 
     sliding_window: int = 0
 
+    @property
+    def reach(self) -> int | None:
+        return self.sliding_window
 
-AnyKVCacheSpec = FullAttentionSpec | SlidingWindowSpec
+    def first_token_read(self, position: Positions) -> Positions:
+        first = position - self.sliding_window + 1
+        return first * (first > 0)
+
+
+class ChunkedSpec(KVCacheSpec, frozen=True, tag="chunked", omit_defaults=True):
+    """A text is cut into chunks of `chunk_size` tokens; a token reads those of its own chunk."""
+
+    chunk_size: int = 0
+
+    @property
+    def reach(self) -> int | None:
+        return self.chunk_size
+
+    def first_token_read(self, position: Positions) -> Positions:
+        return position - position % self.chunk_size
+
+
+class LatentSpec(KVCacheSpec, frozen=True, tag="latent", omit_defaults=True):
+    """Every token is kept until the request ends. Values are parts of keys and have no place of their own."""
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        return self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+
+
+AnyKVCacheSpec = FullAttentionSpec | SlidingWindowSpec | ChunkedSpec | LatentSpec
 
 DTYPE_BYTES: dict[str, int] = {
     "float32": 4,

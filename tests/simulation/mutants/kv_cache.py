@@ -9,7 +9,7 @@ import pytest
 from quire.engine.kv_cache import block_pool, hashing
 from quire.engine.kv_cache.block import FreeKVCacheBlockQueue
 from quire.engine.kv_cache.block_pool import BlockPool, CachedBlockMap
-from quire.engine.kv_cache.group_manager import SlidingWindowManager
+from quire.engine.kv_cache.group_manager import WindowManager
 from quire.engine.kv_cache.hashing import PrefixQuery
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
@@ -232,18 +232,20 @@ def counts_every_look_up(patch: Patch) -> None:
 @mutant
 def window_freed_too_early(patch: Patch) -> None:
     """A window's oldest block is dropped one token before nothing reads it any more."""
-    wrap(patch, SlidingWindowManager, "first_block_read", lambda original, self, p: original(self, p + 1))
+    wrap(patch, WindowManager, "first_block_read", lambda original, self, p: original(self, p + 1))
 
 
 @mutant
 def window_hit_too_short(patch: Patch) -> None:
     """A hit in a sliding-window group covers one block less than the window needs."""
 
-    def init(original: Any, self: SlidingWindowManager, *args: Any) -> None:
-        original(self, *args)
-        self._blocks_per_hit = max(1, self._blocks_per_hit - 1)
+    def find_longest_hit(original: Any, self: WindowManager, *args: Any) -> Any:
+        first_block_read = self.first_block_read
+        with patch.context() as during_the_search:
+            during_the_search.setattr(self, "first_block_read", lambda position: first_block_read(position) + 1)
+            return original(self, *args)
 
-    wrap(patch, SlidingWindowManager, "__init__", init)
+    wrap(patch, WindowManager, "find_longest_hit", find_longest_hit)
 
 
 @mutant

@@ -14,7 +14,7 @@ from typing import ClassVar
 from quire.engine.kv_cache.block import CacheableRequest, KVCacheBlock
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.hashing import PrefixQuery
-from quire.wire.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
+from quire.wire.kv_cache import AnyKVCacheSpec
 
 
 class GroupManager(ABC):
@@ -56,42 +56,37 @@ class FullAttentionManager(GroupManager):
         return 0
 
 
-class SlidingWindowManager(GroupManager):
-    """A token attends to itself and the `sliding_window - 1` tokens before it. Blocks further back become null."""
+class WindowManager(GroupManager):
+    """A token attends to the tokens of a window before it, or of its own chunk. Blocks further back become null."""
 
     drops_blocks = True
 
-    def __init__(self, spec: SlidingWindowSpec, group_id: int, pool: BlockPool, max_step_tokens: int | None) -> None:
-        super().__init__(spec, group_id, pool, max_step_tokens)
-        self._window = spec.sliding_window
-        # at least one, so that a hit always rests on a block
-        self._blocks_per_hit = max(1, -(-(spec.sliding_window - 1) // spec.block_size))
-
     def find_longest_hit(self, query: PrefixQuery, max_blocks: int) -> list[KVCacheBlock]:
-        """Returns the rightmost run that fills a window, or a shorter one that begins with the prompt; null blocks
-        before it."""
+        """Returns the rightmost run that has all that the token after it reads; null blocks before it."""
         run: list[KVCacheBlock] = []  # right to left
+        first = 0  # block of the run that is to end here
         for index in range(max_blocks - 1, -1, -1):
+            if not run:  # at least one block, so that a hit always rests on one
+                first = min(index, self.first_block_read((index + 1) * self.spec.block_size))
             block = self.pool.get_cached_block(query, index, self.group_id)
             if block is None:
                 run.clear()
                 continue
             run.append(block)
-            if len(run) == self._blocks_per_hit:
+            if index == first:
                 return [self.pool.null_block] * index + run[::-1]
-        return run[::-1]
+        return []
 
     def first_block_read(self, position: int) -> int:
-        return max(0, position - self._window + 1) // self.spec.block_size
+        return self.spec.first_token_read(position) // self.spec.block_size
 
 
 def make_group_manager(
     spec: AnyKVCacheSpec, group_id: int, pool: BlockPool, max_step_tokens: int | None
 ) -> GroupManager:
     """Returns the manager for a group of this kind."""
-    if isinstance(spec, SlidingWindowSpec):
-        return SlidingWindowManager(spec, group_id, pool, max_step_tokens)
-    return FullAttentionManager(spec, group_id, pool, max_step_tokens)
+    manager = FullAttentionManager if spec.reach is None else WindowManager
+    return manager(spec, group_id, pool, max_step_tokens)
 
 
 def find_longest_common_hit(

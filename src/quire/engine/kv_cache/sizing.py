@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from quire.config.engine import CacheConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.logger import init_logger
-from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
+from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 if TYPE_CHECKING:  # it loads numpy, which `quire info` does not need
     from quire.engine.executor.abstract import Executor
@@ -30,13 +30,13 @@ NEARLY_EQUAL = 1.25
 def blocks_needed(spec: AnyKVCacheSpec, num_tokens: int, max_step_tokens: int | None = None) -> int:
     """Returns the most blocks of a group that one request of `num_tokens` tokens holds at once.
 
-    Full attention holds every token. A sliding window holds, while a step computes at most `max_step_tokens` tokens,
-    those and the `window - 1` tokens before them: a span that touches at most ceil(span / block size) + 1 blocks, as it
-    may start anywhere in one. Without a limit per step (None) the whole request may be one step.
+    Full attention holds every token. A sliding window or a chunk holds, while a step computes at most `max_step_tokens`
+    tokens, those and the `reach - 1` tokens before them: a span that touches at most ceil(span / block size) + 1
+    blocks, as it may start anywhere in one. Without a limit per step (None) the whole request may be one step.
     """
     num_blocks = math.ceil(num_tokens / spec.block_size)
-    if isinstance(spec, SlidingWindowSpec) and max_step_tokens is not None:
-        span = spec.sliding_window - 1 + max_step_tokens
+    if spec.reach is not None and max_step_tokens is not None:
+        span = spec.reach - 1 + max_step_tokens
         return min(num_blocks, math.ceil(span / spec.block_size) + 1)
     return num_blocks
 
@@ -81,8 +81,7 @@ def make_kv_cache_groups(specs: dict[str, AnyKVCacheSpec]) -> list[KVCacheGroupS
     """
     kinds: dict[tuple[object, ...], list[str]] = {}
     for name, spec in specs.items():
-        window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-        kinds.setdefault((type(spec), window), []).append(name)
+        kinds.setdefault((type(spec), spec.reach), []).append(name)
     block_sizes = sorted({spec.block_size for spec in specs.values()})
     if len(block_sizes) > 1:
         raise ConfigError(f"attention layers have block sizes {block_sizes}; all layers must have the same")

@@ -22,9 +22,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.wire.kv_cache import AnyKVCacheSpec
+from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, LatentSpec
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.reference import TORCH_KERNELS
+
+
+@dataclass(frozen=True)
+class ScaleGrowth:
+    """A factor of the scale that grows with the query's position: 1 + factor * ln(1 + floor((position + offset) /
+    length))."""
+
+    factor: float
+    length: int
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,11 +52,28 @@ class AttentionSpec:
     """c: scores become c * tanh(scores / c) before the mask (Gemma 2)."""
     ahead: int | None = 0
     """Keys after its own that a query sees, too; None for all. Not 0: the step holds whole sequences."""
+    chunk: int | None = None
+    """A query at position i sees keys from the last multiple of `chunk` up to i only (Llama 4); None for no limit."""
+    scale_growth: ScaleGrowth | None = None
+    latent_size: int | None = None
+    """A value is the first `latent_size` elements of its key, and only keys are stored (DeepSeek's latent attention);
+    None: values have `head_size` elements and are stored, too."""
 
     @property
     def group_size(self) -> int:
         """Query heads for each key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a value, and of a head's output."""
+        return self.head_size if self.latent_size is None else self.latent_size
+
+    def first_key(self, position: int) -> int:
+        """Returns the position of the first key that a query sees."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0 if self.sliding_window is None else max(0, position - self.sliding_window + 1)
 
 
 class KVCache(NamedTuple):
@@ -54,6 +81,7 @@ class KVCache(NamedTuple):
 
     key: Tensor
     value: Tensor
+    """A view of `key` where values are parts of keys."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +96,18 @@ class AttentionBatch:
     """[num_reqs, max_blocks] int32; only the first ceil(seq_len / block_size) of a row are valid."""
     slot_mapping: Tensor
     """[num_tokens] int64: block id * block_size + offset at which each token's key and value are stored."""
+
+
+def view_pages(storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int, offset: int) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values of all blocks, [num_blocks, elements of a page] each: `AttentionBackend.
+    view_kv_cache` with the keys in the first half of the storage and the values in the second. A latent cache has keys
+    only."""
+    halves = 1 if isinstance(spec, LatentSpec) else 2
+    elements, itemsize = spec.page_size_bytes // DTYPE_BYTES[spec.dtype], DTYPE_BYTES[spec.dtype]
+    start = offset // itemsize // halves
+    parts = storage.view(getattr(torch, spec.dtype)).view(halves, num_blocks, -1)
+    pages = parts[..., start : start + elements // halves]
+    return pages[0], pages[-1]
 
 
 Metadata = TypeVar("Metadata")
@@ -87,10 +127,12 @@ class AttentionBackend(ABC, Generic[Metadata]):
         """Returns True if this backend can run with `kernels`, activations of `dtype` and a cache of `cache_dtype`."""
 
     @abstractmethod
-    def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int) -> KVCache:
-        """Returns a view of `storage` ([num_blocks * spec.page_size_bytes] uint8) as one layer's keys and values.
+    def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int, offset: int = 0) -> KVCache:
+        """Returns a view of a part of `storage` (uint8) as one layer's keys and values.
 
-        Layers of different kinds share a storage, so block b must own the same bytes for every kind.
+        `storage` has the same number of bytes for each block, at least `spec.page_size_bytes`; the layer's part begins
+        `offset` bytes after the first. Layers of different kinds share a storage, so block b must own the same bytes
+        for every kind.
         """
 
     @abstractmethod
@@ -101,18 +143,20 @@ class AttentionBackend(ABC, Generic[Metadata]):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: KVCache,
         metadata: Metadata,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """Stores `key` and `value` in the cache, then attends. Exact up to float rounding.
 
-        query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size];
-        sinks: [num_heads] scores of a key that every query sees and whose value is zero.
-        Returns [num_tokens, num_heads, head_size].
+        query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size], both None if
+        another layer has stored them, `value` also if it is part of the key; sinks: [num_heads] scores of a key that
+        every query sees and whose value is zero; slopes: [num_heads], a score grows by slope * (position of the key -
+        position of the query) (ALiBi). Returns [num_tokens, num_heads, value_size].
         """
 
 

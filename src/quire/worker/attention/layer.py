@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
-from quire.worker.attention.backend import AttentionSpec, get_forward_context
+from quire.wire.kv_cache import AnyKVCacheSpec, ChunkedSpec, FullAttentionSpec, LatentSpec, SlidingWindowSpec
+from quire.worker.attention.backend import AttentionSpec, ScaleGrowth, get_forward_context
 
 
 class Attention(nn.Module):
@@ -16,6 +17,12 @@ class Attention(nn.Module):
 
     Owns its spec (and sinks, if the model has them). Requests, blocks and the backend come with the forward context of
     the step. `layer_name` must be unique in the model; it names the layer's part of the cache.
+
+    slopes: a score of head h grows by slopes[h] * (position of the key - position of the query) (ALiBi).
+    chunk: a query at position i sees keys from the last multiple of `chunk` up to i only.
+    scale_growth: the scale grows with the query's position.
+    latent_size: a value is the first `latent_size` elements of its key.
+    kv_from: name of the layer before it whose keys and values it reads; it has and stores none.
     """
 
     def __init__(
@@ -29,42 +36,72 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        slopes: Sequence[float] | None = None,
+        chunk: int | None = None,
+        scale_growth: ScaleGrowth | None = None,
+        latent_size: int | None = None,
+        kv_from: str | None = None,
     ) -> None:
         super().__init__()
         self.layer_name = layer_name
-        self.spec = AttentionSpec(num_heads, num_kv_heads, head_size, scale, sliding_window, logits_soft_cap)
+        self.cache_name = layer_name if kv_from is None else kv_from
+        """Name of the layer whose part of the cache it reads."""
+        self.spec = AttentionSpec(
+            num_heads,
+            num_kv_heads,
+            head_size,
+            scale,
+            sliding_window,
+            logits_soft_cap,
+            chunk=chunk,
+            scale_growth=scale_growth,
+            latent_size=latent_size,
+        )
         self.sinks = sinks
+        with torch.device("cpu"):  # a model is built on the meta device; these few numbers must be real
+            self.slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float32)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Moves the slopes to the device of the model."""
+        self.slopes = None if self.slopes is None else self.slopes.to(device)
+
+    def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor:
         """Stores the keys and values of the step's tokens and attends.
 
-        query: [num_tokens, num_heads * head_size]; key, value: [num_tokens, num_kv_heads * head_size].
-        Returns the shape of `query`.
+        query: [num_tokens, num_heads * head_size]; key, value: [num_tokens, num_kv_heads * head_size]. A latent layer
+        has no `value`, one that reads another layer's cache none of both. Returns [num_tokens, num_heads * value_size].
         """
         spec, context = self.spec, get_forward_context()
         num_tokens = query.shape[0]
+        kv_shape = (num_tokens, spec.num_kv_heads, spec.head_size)
         output = context.backend.forward(
             query.view(num_tokens, spec.num_heads, spec.head_size),
-            key.view(num_tokens, spec.num_kv_heads, spec.head_size),
-            value.view(num_tokens, spec.num_kv_heads, spec.head_size),
-            context.kv_caches[self.layer_name],
-            context.metadata[context.layer_groups[self.layer_name]],
+            None if key is None else key.view(kv_shape),
+            None if value is None else value.view(kv_shape),
+            context.kv_caches[self.cache_name],
+            context.metadata[context.layer_groups[self.cache_name]],
             spec,
             self.sinks,
+            self.slopes,
         )
-        return output.reshape(num_tokens, spec.num_heads * spec.head_size)
+        return output.reshape(num_tokens, spec.num_heads * spec.value_size)
 
     @property
     def is_cached(self) -> bool:
         """True if later steps need its keys and values."""
-        return True
+        return self.cache_name == self.layer_name
 
     def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> AnyKVCacheSpec:
         """Returns the cache spec of this layer, with blocks of `block_size` tokens and elements of `dtype`."""
-        spec, name = self.spec, str(dtype).removeprefix("torch.")
-        if spec.sliding_window is None:
-            return FullAttentionSpec(block_size, spec.num_kv_heads, spec.head_size, name)
-        return SlidingWindowSpec(block_size, spec.num_kv_heads, spec.head_size, name, spec.sliding_window)
+        spec = self.spec
+        sizes = (block_size, spec.num_kv_heads, spec.head_size, str(dtype).removeprefix("torch."))
+        if spec.latent_size is not None:
+            return LatentSpec(*sizes)
+        if spec.chunk is not None:
+            return ChunkedSpec(*sizes, spec.chunk)
+        return (
+            FullAttentionSpec(*sizes) if spec.sliding_window is None else SlidingWindowSpec(*sizes, spec.sliding_window)
+        )
 
 
 class EncoderAttention(Attention):

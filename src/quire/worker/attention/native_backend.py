@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.wire.kv_cache import AnyKVCacheSpec
-from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, view_pages
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.library import DTYPES, AttentionArgs, with_packed_rows
 from quire.worker.kernels.native import NativeKernels
@@ -34,7 +34,10 @@ class NativeAttentionMetadata:
 
 
 class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
-    """A layer's cache is 2 tensors [num_blocks, num_kv_heads, block_size * head_size]: pages in the library's order."""
+    """A layer's cache is 2 tensors [num_blocks, num_kv_heads, block_size * head_size]: pages in the library's order.
+
+    Blocks need not be adjacent.
+    """
 
     name = "native"
 
@@ -47,11 +50,9 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
         """Returns True for native kernels and a cache of the model's type."""
         return isinstance(kernels, NativeKernels) and dtype in DTYPES and cache_dtype == dtype
 
-    def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int) -> KVCache:
-        """Returns the first half of the storage as keys, the second as values."""
-        shape = (2, num_blocks, spec.num_kv_heads, spec.block_size * spec.head_size)
-        key, value = storage.view(getattr(torch, spec.dtype)).view(shape)
-        return KVCache(key, value)
+    def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int, offset: int = 0) -> KVCache:
+        page = (spec.num_kv_heads, spec.block_size * spec.head_size)
+        return KVCache(*(t.unflatten(1, page) for t in view_pages(storage, spec, num_blocks, offset)))
 
     def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> NativeAttentionMetadata:
         """Returns the batch's half of the arguments."""
@@ -72,25 +73,36 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: KVCache,
         metadata: NativeAttentionMetadata,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
-        query, key, value = (with_packed_heads(t) for t in (query, key, value))
-        sinks = None if sinks is None else sinks.float()
-        y = torch.empty(query.shape, dtype=query.dtype)
-        args = metadata.args
+        query = with_packed_heads(query)
+        sinks, slopes = (None if t is None else t.float() for t in (sinks, slopes))
+        y = torch.empty((*query.shape[:2], spec.value_size), dtype=query.dtype)
+        args, growth = metadata.args, spec.scale_growth
         args.dtype = DTYPES[query.dtype]
         args.num_heads, args.num_kv_heads, args.head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
         args.window, args.ahead = spec.sliding_window or 0, -1 if spec.ahead is None else spec.ahead
         args.scale = spec.scale
         args.soft_cap, args.sinks = spec.logits_soft_cap or 0.0, None if sinks is None else sinks.data_ptr()
+        args.slopes, args.chunk = None if slopes is None else slopes.data_ptr(), spec.chunk or 0
+        args.growth = 0.0 if growth is None else growth.factor
+        if growth is not None:
+            args.growth_length, args.growth_offset = growth.length, growth.offset
+        args.latent_size, args.block_stride = spec.latent_size or 0, kv_cache.key.stride(0)
         args.query, args.query_stride = query.data_ptr(), query.stride(0)
-        args.key, args.key_stride = key.data_ptr(), key.stride(0)
-        args.value, args.value_stride = value.data_ptr(), value.stride(0)
+        args.key = args.value = None
+        if key is not None:
+            key = with_packed_heads(key)
+            args.key, args.key_stride = key.data_ptr(), key.stride(0)
+        if value is not None:
+            value = with_packed_heads(value)
+            args.value, args.value_stride = value.data_ptr(), value.stride(0)
         args.key_cache, args.value_cache = kv_cache.key.data_ptr(), kv_cache.value.data_ptr()
         args.y, args.y_stride = y.data_ptr(), y.stride(0)
         self.context.library.cdll.qk_attention(self.context.handle, byref(args))

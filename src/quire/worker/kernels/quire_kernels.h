@@ -255,7 +255,8 @@ QK_EXPORT void qk_experts(qk_context* context, const qk_experts_args* args);
 
 typedef struct {
     /* Stores the keys and values of a step in the paged cache, then attends. A layer's cache is keys, then values, each
-     * [num_blocks, num_kv_heads, page], a page holding block_size * head_size elements in the order of attention.h. */
+     * [num_blocks, num_kv_heads, page], a page holding block_size * head_size elements in the order of attention.h. Without
+     * `key` nothing is stored: another layer of the step stored it. */
     int64_t num_tokens, num_reqs;
     int32_t dtype;
     int32_t num_heads, num_kv_heads, head_size, block_size;
@@ -276,8 +277,14 @@ typedef struct {
     int64_t value_stride;
     void* key_cache;
     void* value_cache;
-    void* y; /* [num_tokens, num_heads * head_size] */
+    void* y; /* [num_tokens, num_heads * head_size, or latent_size] */
     int64_t y_stride;
+    const float* slopes;  /* [num_heads]: a score grows by slope * (key's position - query's); NULL for none */
+    int64_t chunk;        /* a query sees keys of its own stretch of so many positions only; 0 for all */
+    int64_t growth_length, growth_offset; /* scale is multiplied by 1 + growth * ln(1 + floor((position + offset) / length)); */
+    float growth;                         /* 0: it is not */
+    int32_t latent_size;  /* values are the first so many elements of keys, and there is no value_cache; 0: they are stored */
+    int64_t block_stride; /* elements from one block to the next, in either cache; 0: a block follows the one before it */
 } qk_attention_args;
 QK_EXPORT void qk_attention(qk_context* context, const qk_attention_args* args);
 

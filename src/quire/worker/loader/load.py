@@ -30,6 +30,7 @@ from quire.config.pooling import PoolingConfig
 from quire.config.quantization import WEIGHT_BITS, quantization_method, read_stored_scheme, scheme_of
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
 from quire.logger import init_logger
+from quire.worker.attention.layer import Attention
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.packs import FRESH_PACKS, Packs
 from quire.worker.kernels.reference import TORCH_KERNELS
@@ -126,7 +127,7 @@ def load_model(
         stored = find_tensors(model, hf, model_config.model_dir)
         source = str(model_config.model_dir)
     for module in model.modules():
-        if isinstance(module, RotaryEmbedding):
+        if isinstance(module, RotaryEmbedding | Attention):
             module.allocate(placement.device, placement.dtype)
     fill_weights(model, stored, model_config.seed, placement, cache, keep=True)
     gib = weight_bytes(model) / 2**30

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
-from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache
+from quire.wire.kv_cache import AnyKVCacheSpec, ChunkedSpec, FullAttentionSpec, LatentSpec, SlidingWindowSpec
+from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, ScaleGrowth
 from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.torch_backend import TorchAttentionBackend
 from tests.seeds import seeds
@@ -36,6 +36,11 @@ class Scene:
     k: list[Tensor]
     v: list[Tensor]
     sinks: Tensor | None
+    slopes: Tensor | None
+    padding: int
+    """Bytes of each block before and after the layer's part."""
+    is_shared: bool
+    """Another layer stores the keys and values, in the same step."""
 
     @property
     def lengths(self) -> list[int]:
@@ -45,7 +50,11 @@ class Scene:
     def kv_spec(self) -> AnyKVCacheSpec:
         name = str(self.dtype).removeprefix("torch.")
         args = (self.block_size, self.spec.num_kv_heads, self.spec.head_size, name)
-        window = self.spec.sliding_window
+        window, chunk = self.spec.sliding_window, self.spec.chunk
+        if self.spec.latent_size is not None:
+            return LatentSpec(*args)
+        if chunk is not None:
+            return ChunkedSpec(*args, chunk)
         return FullAttentionSpec(*args) if window is None else SlidingWindowSpec(*args, window)
 
 
@@ -60,22 +69,43 @@ def make_scene(seed: int, **fixed: Any) -> Scene:
         "window": [None, None, 20, 300],
         "soft_cap": [None, None, 5.0],
         "sinks": [False, False, True],
+        "slopes": [False, False, True],
+        "chunk": [None, None, 21, 300],
+        "growth": [None, None, ScaleGrowth(0.3, 20), ScaleGrowth(0.1, 90, 1)],
+        "latent": [None, None, 0.5, 0.75],
+        "padding": [0, 0, 64],
+        "shared": [False, False, True],
     }
     c = {name: fixed.get(name, rng.choice(values)) for name, values in choices.items()}
     heads, size, dtype = c["kv_heads"] * c["group"], c["head_size"], c["dtype"]
     lengths = fixed.get("lengths") or rng.choices(LENGTHS, k=rng.randint(1, 4))
+    latent = None if c["latent"] is None else int(size * c["latent"])
+    window, chunk = (None, None) if latent is not None else (c["window"], None if c["window"] else c["chunk"])
 
     def randn(num_heads: int) -> list[Tensor]:
         return [torch.randn(n, num_heads, size, generator=generator).to(dtype) for n in lengths]
 
     return Scene(
-        AttentionSpec(heads, c["kv_heads"], size, size**-0.5, c["window"], c["soft_cap"]),
+        AttentionSpec(
+            heads,
+            c["kv_heads"],
+            size,
+            size**-0.5,
+            window,
+            c["soft_cap"],
+            chunk=chunk,
+            scale_growth=c["growth"],
+            latent_size=latent,
+        ),
         c["block_size"],
         dtype,
         randn(heads),
         randn(c["kv_heads"]),
         randn(c["kv_heads"]),
         torch.randn(heads, generator=generator) if c["sinks"] else None,
+        torch.rand(heads, generator=generator) / 4 if c["slopes"] else None,
+        c["padding"],
+        c["shared"],
     )
 
 
@@ -89,8 +119,9 @@ class PagedRun:
         random.Random(seed).shuffle(ids)
         self.tables = [[ids.pop() for _ in range(n)] for n in num_blocks]
         self.num_blocks = sum(num_blocks) + 3
-        storage = torch.empty(self.num_blocks * scene.kv_spec.page_size_bytes, dtype=torch.uint8)
-        self.cache: KVCache = backend.view_kv_cache(storage, scene.kv_spec, self.num_blocks)
+        block_bytes = scene.kv_spec.page_size_bytes + 2 * scene.padding
+        storage = torch.zeros(self.num_blocks * block_bytes, dtype=torch.uint8)
+        self.cache: KVCache = backend.view_kv_cache(storage, scene.kv_spec, self.num_blocks, scene.padding)
         self.cache.key.fill_(torch.nan)
         self.cache.value.fill_(torch.nan)
         self.done = [0] * len(scene.lengths)
@@ -121,7 +152,12 @@ class PagedRun:
         views = [
             x.view(y.shape) for x, y in zip(qkv.split([x[0].numel() for x in (q, k, v)], dim=1), (q, k, v), strict=True)
         ]
-        out = self.backend.forward(*views, self.cache, metadata, self.scene.spec, self.scene.sinks)
+        spec, biases = self.scene.spec, (self.scene.sinks, self.scene.slopes)
+        q, k, v = views[0], views[1], None if spec.latent_size is not None else views[2]
+        if self.scene.is_shared:
+            self.backend.forward(-q, k, v, self.cache, metadata, spec)
+            k = v = None
+        out = self.backend.forward(q, k, v, self.cache, metadata, spec, *biases)
         for (r, _), end, rows in zip(step, ends, out.split(lens.tolist()), strict=True):
             self.outputs[r].append(rows)
             self.done[r] = end
@@ -129,8 +165,7 @@ class PagedRun:
 
     def _give_back(self, r: int) -> None:
         """Blocks that no later query sees."""
-        window = self.scene.spec.sliding_window
-        for i in range(0 if window is None else max(0, self.done[r] - window + 1) // self.size):
+        for i in range(self.scene.spec.first_key(self.done[r]) // self.size):
             block = self.tables[r][i]
             self.cache.key[block] = torch.nan
             self.cache.value[block] = torch.nan
@@ -158,7 +193,7 @@ def at_random(scene: Scene, seed: int) -> Schedule:
 
 
 @pytest.mark.fresh
-@pytest.mark.parametrize("seed", seeds(8))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_near_the_reference_and_the_same_bits_under_every_schedule(make_kernels: MakeKernels, seed: int) -> None:
     scene = make_scene(seed)
     expected = PagedRun(TorchAttentionBackend(), scene, seed).run(one_by_one(scene))
@@ -170,6 +205,32 @@ def test_near_the_reference_and_the_same_bits_under_every_schedule(make_kernels:
         backend = NativeAttentionBackend(make_kernels(num_threads))
         again = PagedRun(backend, scene, seed + num_threads).run(at_random(scene, seed + num_threads))
         assert all(torch.equal(a, f) for a, f in zip(again, found, strict=True)), num_threads
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"slopes": True, "soft_cap": 5.0, "group": 7},
+        {"chunk": 21, "block_size": 16},
+        {"chunk": 300, "growth": ScaleGrowth(0.3, 20)},
+        {"latent": 0.75, "head_size": 64, "block_size": 16, "kv_heads": 1},
+        {"latent": 0.5, "head_size": 24, "block_size": 4, "kv_heads": 1},
+        {"shared": True, "window": 20, "padding": 64},
+    ],
+    ids=["slopes", "short chunks", "long chunks", "latent", "odd latent", "shared"],
+)
+def test_each_way_to_attend(make_kernels: MakeKernels, fixed: dict[str, Any], dtype: torch.dtype) -> None:
+    plain: dict[str, Any] = {"window": None, "soft_cap": None, "sinks": False, "slopes": False, "chunk": None}
+    plain |= {"growth": None, "latent": None, "padding": 0, "shared": False, "lengths": [300, 5, 40]}
+    scene = make_scene(7, **{**plain, "dtype": dtype, **fixed})
+    expected = PagedRun(TorchAttentionBackend(), scene, 1).run(one_by_one(scene))
+    found = PagedRun(NativeAttentionBackend(make_kernels(1)), scene, 1).run(one_by_one(scene))
+    tolerance = 0.02 if dtype == torch.bfloat16 else 2e-5
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=tolerance, atol=tolerance)
+    again = PagedRun(NativeAttentionBackend(make_kernels(3)), scene, 2).run(at_random(scene, 2))
+    assert all(torch.equal(a, f) for a, f in zip(again, found, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -13,25 +13,33 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.errors import ConfigError
-from quire.wire.kv_cache import FullAttentionSpec, SlidingWindowSpec
+from quire.wire.kv_cache import AnyKVCacheSpec, ChunkedSpec, FullAttentionSpec, LatentSpec, SlidingWindowSpec
 from quire.worker.attention import torch_backend
-from quire.worker.attention.backend import AttentionBatch, AttentionSpec, KVCache
+from quire.worker.attention.backend import AttentionBatch, AttentionSpec, KVCache, ScaleGrowth
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.attention.torch_backend import TorchAttentionBackend, bucket_by_length
 from tests.seeds import examples
 
 
-def dense_attention(q, k, v, first_position, spec: AttentionSpec, sinks) -> np.ndarray:
+def dense_attention(q, k, v, first_position, spec: AttentionSpec, sinks, slopes) -> np.ndarray:
     """q: [queries, num_heads, d]; k, v: [keys, num_kv_heads, d], all positions from 0. Float64, no tricks."""
-    out = np.zeros(q.shape)
+    v = v if spec.latent_size is None else k[..., : spec.latent_size]
+    out = np.zeros((*q.shape[:2], v.shape[2]))
     for i in range(q.shape[0]):
         position = first_position + i
         start = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)
+        if spec.chunk is not None:
+            start = position // spec.chunk * spec.chunk
+        scale, growth = spec.scale, spec.scale_growth
+        if growth is not None:
+            scale *= 1 + growth.factor * np.log(1 + (position + growth.offset) // growth.length)
         for h in range(spec.num_heads):
             kv_head = h // spec.group_size
-            scores = k[start : position + 1, kv_head] @ q[i, h] * spec.scale
+            scores = k[start : position + 1, kv_head] @ q[i, h] * scale
             if spec.logits_soft_cap is not None:
                 scores = spec.logits_soft_cap * np.tanh(scores / spec.logits_soft_cap)
+            if slopes is not None:
+                scores = scores - slopes[h] * (position - np.arange(start, position + 1))
             sink = [] if sinks is None else [sinks[h]]
             weights = np.exp(np.concatenate([scores, sink]) - max([*scores, *sink]))
             out[i, h] = (weights / weights.sum())[: len(scores)] @ v[start : position + 1, kv_head]
@@ -47,12 +55,18 @@ class Case:
     block_size: int
     sinks: np.ndarray | None
     seed: int
+    slopes: np.ndarray | None = None
+    stride: int = 1
+    """Blocks of memory for each block of the cache."""
 
-    def kv_spec(self, dtype: torch.dtype) -> FullAttentionSpec | SlidingWindowSpec:
-        s, name = self.spec, str(dtype).removeprefix("torch.")
-        if s.sliding_window is None:
-            return FullAttentionSpec(self.block_size, s.num_kv_heads, s.head_size, name)
-        return SlidingWindowSpec(self.block_size, s.num_kv_heads, s.head_size, name, s.sliding_window)
+    def kv_spec(self, dtype: torch.dtype) -> AnyKVCacheSpec:
+        s = self.spec
+        sizes = (self.block_size, s.num_kv_heads, s.head_size, str(dtype).removeprefix("torch."))
+        if s.latent_size is not None:
+            return LatentSpec(*sizes)
+        if s.chunk is not None:
+            return ChunkedSpec(*sizes, s.chunk)
+        return FullAttentionSpec(*sizes) if s.sliding_window is None else SlidingWindowSpec(*sizes, s.sliding_window)
 
 
 @st.composite
@@ -62,13 +76,17 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.sampled_from([1, 2, 4])),
         draw(st.sampled_from([4, 8])),
     )
+    kind = draw(st.sampled_from(["full", "sliding", "chunked", "latent"]))
     spec = AttentionSpec(
         kv_heads * group,
         kv_heads,
         d,
         scale=draw(st.sampled_from([d**-0.5, 0.3])),
-        sliding_window=draw(st.none() | st.integers(1, 40)),
+        sliding_window=draw(st.integers(1, 40)) if kind == "sliding" else None,
         logits_soft_cap=draw(st.none() | st.sampled_from([1.0, 20.0])),
+        chunk=draw(st.integers(1, 40)) if kind == "chunked" else None,
+        scale_growth=draw(st.none() | st.builds(ScaleGrowth, st.just(0.5), st.integers(1, 60), st.integers(0, 1))),
+        latent_size=d // 2 if kind == "latent" else None,
     )
     one = st.tuples(st.integers(0, 70), st.just(1) | st.integers(1, 30))
     return Case(
@@ -77,6 +95,8 @@ def cases(draw: st.DrawFn) -> Case:
         block_size=draw(st.sampled_from([1, 4, 16])),
         sinks=np.linspace(-1, 2, spec.num_heads) if draw(st.booleans()) else None,
         seed=draw(st.integers(0, 2**32 - 1)),
+        slopes=np.linspace(0.02, 0.5, spec.num_heads) if draw(st.booleans()) else None,
+        stride=draw(st.sampled_from([1, 2])),
     )
 
 
@@ -94,8 +114,9 @@ def run_paged(
     num_blocks = sum(blocks_per_req) + 3
     ids = rng.permutation(np.arange(1, num_blocks))
     table = np.full((len(seq_lens), max(blocks_per_req) + 2), num_blocks - 1, np.int32)  # what is past the end: junk
-    shape = (num_blocks, bs, spec.num_kv_heads, spec.head_size)
-    cache = KVCache(torch.full(shape, torch.nan, dtype=cache_dtype), torch.full(shape, torch.nan, dtype=cache_dtype))
+    shape = (num_blocks, case.stride, bs, spec.num_kv_heads, spec.head_size)
+    key, value = torch.full((2, *shape), torch.nan, dtype=cache_dtype)[:, :, -1]
+    cache = KVCache(key, value if spec.latent_size is None else key)
     queries, keys, values, slots, expected = [], [], [], [], []
     for i, (cached, new) in enumerate(case.requests):
         table[i, : blocks_per_req[i]], ids = ids[: blocks_per_req[i]], ids[blocks_per_req[i] :]
@@ -104,13 +125,13 @@ def run_paged(
         q, k, v = (torch.tensor(x).to(cache_dtype).double().numpy() for x in (q, k, v))
         positions = np.arange(cached + new)
         slot = table[i, positions // bs] * bs + positions % bs
-        for store, x in ((cache.key, k), (cache.value, v)):
-            store.view(-1, *shape[2:])[slot[:cached]] = torch.tensor(x[:cached]).to(cache_dtype)
+        for store, x in ((cache.value, v), (cache.key, k)):
+            store[slot[:cached] // bs, slot[:cached] % bs] = torch.tensor(x[:cached]).to(cache_dtype)
         slots.append(slot[cached:])
         queries.append(q)
         keys.append(k[cached:])
         values.append(v[cached:])
-        expected.append(dense_attention(q, k, v, cached, spec, case.sinks))
+        expected.append(dense_attention(q, k, v, cached, spec, case.sinks, case.slopes))
     backend = TorchAttentionBackend()
     batch = AttentionBatch(
         np.array([new for _, new in case.requests], np.int64),
@@ -120,7 +141,10 @@ def run_paged(
     )
     q, k, v = (torch.tensor(np.concatenate(x)).to(dtype) for x in (queries, keys, values))
     sinks = None if case.sinks is None else torch.tensor(case.sinks).to(dtype)
-    out = backend.forward(q, k, v, cache, backend.make_metadata(batch, case.kv_spec(cache_dtype)), spec, sinks)
+    slopes = None if case.slopes is None else torch.tensor(case.slopes).float()
+    metadata = backend.make_metadata(batch, case.kv_spec(cache_dtype))
+    given = None if spec.latent_size is not None else v
+    out = backend.forward(q, k, given, cache, metadata, spec, sinks, slopes)
     return out, np.concatenate(expected)
 
 

@@ -31,15 +31,20 @@ CPU = torch.device("cpu")
 
 
 class DenseAttention(AttentionBackend[None]):
-    """softmax(mask(cap(q k^T * scale))) v over one whole sequence."""
+    """softmax(mask(cap(q k^T * scale) + bias)) v over one whole sequence."""
 
     name: ClassVar[str] = "dense"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values by the address of a layer's cache."""
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels) -> bool:
         return True
 
-    def view_kv_cache(self, storage: Tensor, spec: Any, num_blocks: int) -> KVCache:
+    def view_kv_cache(self, storage: Tensor, spec: Any, num_blocks: int, offset: int = 0) -> KVCache:
         return KVCache(storage, storage)
 
     def make_metadata(self, batch: AttentionBatch, spec: Any) -> None:
@@ -48,21 +53,33 @@ class DenseAttention(AttentionBackend[None]):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: KVCache,
         metadata: None,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         assert sinks is None
+        if key is not None:
+            stored = key[..., : spec.latent_size] if value is None else value
+            self._stored[kv_cache.key.data_ptr()] = (key, stored)
+        key, value = self._stored[kv_cache.key.data_ptr()]
+        positions = torch.arange(query.shape[0])
         query = query.transpose(0, 1)  # [num_heads, num_tokens, head_size]
+        if spec.scale_growth is not None:
+            times = (positions + spec.scale_growth.offset) // spec.scale_growth.length
+            query = query * (1 + spec.scale_growth.factor * torch.log(1.0 + times))[:, None].to(query.dtype)
         key, value = (x.transpose(0, 1).repeat_interleave(spec.group_size, 0) for x in (key, value))
         scores = query @ key.transpose(1, 2) * spec.scale  # [num_heads, num_tokens, num_tokens]
         if spec.logits_soft_cap is not None:
             scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
-        distance = torch.arange(query.shape[1])[:, None] - torch.arange(key.shape[1])[None, :]
-        is_visible = distance >= 0
+        distance = positions[:, None] - positions[None, :]
+        if slopes is not None:
+            scores = scores - slopes[:, None, None] * distance
+        chunk = spec.chunk or len(positions)
+        is_visible = (distance >= 0) & (positions[:, None] // chunk == positions[None, :] // chunk)
         if spec.sliding_window is not None:
             is_visible &= distance < spec.sliding_window
         scores = scores.masked_fill(~is_visible, -torch.inf)
@@ -84,8 +101,8 @@ def load(path: Path, *, dtype: torch.dtype = torch.float32, load_format: str = "
 def quire_logits(model: nn.Module, token_ids: list[int]) -> Tensor:
     """[num_tokens, vocab] logits of one sequence."""
     names = [m.layer_name for m in model.modules() if isinstance(m, Attention)]
-    empty = KVCache(torch.empty(0), torch.empty(0))
-    context = ForwardContext(DenseAttention(), [None], dict.fromkeys(names, 0), dict.fromkeys(names, empty))
+    caches = {name: KVCache(torch.empty(1), torch.empty(1)) for name in names}
+    context = ForwardContext(DenseAttention(), [None], dict.fromkeys(names, 0), caches)
     with set_forward_context(context):
         hidden = model(torch.tensor(token_ids), torch.arange(len(token_ids)))
     logits: Tensor = model.compute_logits(hidden)
