@@ -7,12 +7,9 @@ with one `KVCacheConfig`. One pool of block ids serves all groups: tensor j is s
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-
-Positions = TypeVar("Positions", bound=Any)
-"""A position, or a numpy array of them."""
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -34,8 +31,9 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         """Most tokens that a token attends to, itself included; None for no limit."""
         return None
 
-    def first_token_read(self, position: Positions) -> Positions:
-        """Returns the position of the first token that a token at `position`, or any after it, attends to."""
+    def first_token_read(self, position: Any) -> Any:
+        """Returns the position of the first token that a token at `position`, or any after it, attends to. Both may be
+        numpy arrays."""
         return position * 0
 
 
@@ -52,7 +50,7 @@ class SlidingWindowSpec(KVCacheSpec, frozen=True, tag="sliding", omit_defaults=T
     def reach(self) -> int | None:
         return self.sliding_window
 
-    def first_token_read(self, position: Positions) -> Positions:
+    def first_token_read(self, position: Any) -> Any:
         first = position - self.sliding_window + 1
         return first * (first > 0)
 
@@ -66,7 +64,7 @@ class ChunkedSpec(KVCacheSpec, frozen=True, tag="chunked", omit_defaults=True):
     def reach(self) -> int | None:
         return self.chunk_size
 
-    def first_token_read(self, position: Positions) -> Positions:
+    def first_token_read(self, position: Any) -> Any:
         return position - position % self.chunk_size
 
 

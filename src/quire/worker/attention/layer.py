@@ -104,6 +104,14 @@ class Attention(nn.Module):
         )
 
 
+def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
+    """Returns the slope of each head (Press et al. 2022): powers of one number if the number of heads is a power of
+    two; otherwise those of the next smaller power of two, then every second of the next larger one."""
+    power = 1 << (num_heads - 1).bit_length()
+    slopes = [2.0 ** (-max_bias * i / power) for i in range(1, power + 1)]
+    return tuple(slopes) if power == num_heads else tuple(slopes[1::2] + slopes[::2])[:num_heads]
+
+
 class EncoderAttention(Attention):
     """Attention in both directions, among the tokens of a text that is computed whole. Nothing is stored.
 

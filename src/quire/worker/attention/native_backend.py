@@ -51,8 +51,8 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
         return isinstance(kernels, NativeKernels) and dtype in DTYPES and cache_dtype == dtype
 
     def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int, offset: int = 0) -> KVCache:
-        page = (spec.num_kv_heads, spec.block_size * spec.head_size)
-        return KVCache(*(t.unflatten(1, page) for t in view_pages(storage, spec, num_blocks, offset)))
+        shape = (num_blocks, spec.num_kv_heads, spec.block_size * spec.head_size)
+        return KVCache(*(t.view(shape) for t in view_pages(storage, spec, num_blocks, offset)))
 
     def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> NativeAttentionMetadata:
         """Returns the batch's half of the arguments."""

@@ -95,8 +95,8 @@ class TorchAttentionBackend(AttentionBackend[TorchAttentionMetadata]):
         return dtype.is_floating_point and cache_dtype.is_floating_point
 
     def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int, offset: int = 0) -> KVCache:
-        page = (spec.block_size, spec.num_kv_heads, spec.head_size)
-        return KVCache(*(t.unflatten(1, page) for t in view_pages(storage, spec, num_blocks, offset)))
+        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+        return KVCache(*(t.view(shape) for t in view_pages(storage, spec, num_blocks, offset)))
 
     def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> TorchAttentionMetadata:
         """Splits the batch into decodes and chunks, and looks up the slots each will read."""

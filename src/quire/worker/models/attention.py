@@ -56,6 +56,7 @@ class SelfAttention(nn.Module):
             layer_name=name,
             sliding_window=layer.sliding_window,
             logits_soft_cap=spec.attention_soft_cap,
+            slopes=spec.alibi_slopes,
         )
 
     def prepare(self, kernels: Kernels) -> tuple[tuple[RotationKernel, bool], ...]:

@@ -85,6 +85,8 @@ class DecoderSpec:
     attention_scale: float | None = None
     """Factor of the query-key products; None for 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    """A score of head h grows by alibi_slopes[h] * (position of the key - position of the query); None: it does not."""
     logits_soft_cap: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.wire.kv_cache import AnyKVCacheSpec, ChunkedSpec, FullAttentionSpec, LatentSpec, SlidingWindowSpec
 from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, ScaleGrowth
+from quire.worker.attention.layer import alibi_slopes
 from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.torch_backend import TorchAttentionBackend
 from tests.seeds import seeds
@@ -255,3 +256,11 @@ def test_storage_is_shared_by_layers_of_any_kind(make_kernels: MakeKernels) -> N
     assert (b.key[3] == 1).all()
     assert (b.value[5] == 2).all()
     assert b.key.sum() == b.key[3].numel()
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 12, 20, 71])
+def test_slopes_are_those_of_bloom(num_heads: int) -> None:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    expected = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1]
+    torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), expected)
