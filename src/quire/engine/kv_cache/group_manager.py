@@ -78,7 +78,8 @@ class WindowManager(GroupManager):
         return []
 
     def first_block_read(self, position: int) -> int:
-        return self.spec.first_token_read(position) // self.spec.block_size
+        first: int = self.spec.first_token_read(position)
+        return first // self.spec.block_size
 
 
 def make_group_manager(
