@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from quire import timeline as timeline  # first of all: its first stamp says when the interpreter was up
+from quire import vllm_names
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from quire.frontend.llm import LLM as LLM
     from quire.frontend.llm_engine import LLMEngine as LLMEngine
+    from quire.frontend.new_request import TextPrompt as TextPrompt
+    from quire.frontend.new_request import TokensPrompt as TokensPrompt
     from quire.frontend.session import StreamingInput as StreamingInput
     from quire.lora_request import LoRARequest as LoRARequest
     from quire.outputs import BeamSearchOutput as BeamSearchOutput
@@ -49,6 +52,8 @@ _EXPORTS: dict[str, str] = {
     "AsyncLLM": "quire.frontend.async_llm",
     "AsyncLLMEngine": "quire.frontend.async_llm",
     "StreamingInput": "quire.frontend.session",
+    "TokensPrompt": "quire.frontend.new_request",
+    "TextPrompt": "quire.frontend.new_request",
     "EngineArgs": "quire.config.engine_args",
     "AsyncEngineArgs": "quire.config.engine_args",
     "SamplingParams": "quire.sampling_params",
@@ -73,6 +78,9 @@ _EXPORTS: dict[str, str] = {
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]
+
+
+vllm_names.install()
 
 
 def __getattr__(name: str) -> Any:

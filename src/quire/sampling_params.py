@@ -22,6 +22,9 @@ from quire.field_bounds import INT64_MAX, FieldBound
 from quire.structured_outputs import ReasoningTokens, are_reasoning_tokens
 from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
+GuidedDecodingParams = StructuredOutputsParams
+"""The name that StructuredOutputsParams had in earlier versions of vLLM."""
+
 GREEDY_TEMPERATURE = 1e-5
 """A lower temperature means greedy decoding."""
 MIN_TEMPERATURE = 0.01

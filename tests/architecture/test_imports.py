@@ -21,6 +21,7 @@ VOCABULARY = {
     "quire.outputs",
     "quire.timeline",
     "quire.version",
+    "quire.vllm_names",
 }
 FACE = {"quire", "quire.__main__"}
 

@@ -36,6 +36,8 @@ EXPORTS = [
     "ScoringRequestOutput",
     "StreamingInput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "ReasoningTokens",
     "__version__",
 ]

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from tools.compat.verdicts import Verdict, field_verdicts, flag_verdicts, http_table, route_verdict
 
+from quire.vllm_names import MODULES
+
 HEAD = """# Beside vLLM
 
     PYTHONPATH=src python -m tools.compat        # writes this page from the code; a test compares the two
@@ -25,6 +27,17 @@ effect"). A flag that would change what the server does is refused. The same hol
 for fields: the first use of a field without effect is logged."""
 
 
+IMPORTS = """## Imports
+
+A program written for vLLM imports the same names from `quire`: `from vllm import LLM` becomes `from quire import LLM`.
+These modules have vLLM's names, too; `python -m quire.entrypoints.openai.api_server` is `quire serve`."""
+
+
+def _imports() -> str:
+    rows = [f"| `{module}` | {', '.join(f'`{name}`' for name in names)} |" for module, names in MODULES.items()]
+    return "\n".join(["| module | names |", "|---|---|", *rows])
+
+
 def make_page() -> str:
     """docs/compat.md."""
     table = http_table()
@@ -32,7 +45,7 @@ def make_page() -> str:
     fields = {name: field_verdicts(name) for name in table["request"]}
     flags = flag_verdicts()
     parts = [HEAD, _summary(routes, fields.values(), flags.values())]
-    parts += ["## Routes", _rows("route", routes)]
+    parts += [IMPORTS, _imports(), "## Routes", _rows("route", routes)]
     parts.append("## Request fields")
     for name, verdicts in fields.items():
         parts += [f"### {name}", _where(table["request"][name]), _fields(verdicts)]

@@ -62,11 +62,12 @@ class Option:
     def read(self, raw: Any) -> Any:
         """Returns the value of `raw`: text of the command line, or a YAML value. Raises ConfigError."""
         if self.is_repeatable or (self.takes_many and isinstance(raw, list)):
-            values = [self._read_one(item) for item in (raw if isinstance(raw, list) else [raw])]
+            values = [self.read_one(item) for item in (raw if isinstance(raw, list) else [raw])]
             return values if self.is_repeatable or len(values) > 1 else values[0]
-        return self._read_one(raw)
+        return self.read_one(raw)
 
-    def _read_one(self, raw: Any) -> Any:
+    def read_one(self, raw: Any) -> Any:
+        """Returns one value of a flag that may have several, like `read`."""
         value = self._read_switch(raw) if self.is_switch else self._read_text(raw)
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.flag} {value!r} is not one of {', '.join(self.choices)}")
@@ -175,10 +176,10 @@ class CommandLine:
     def parse(self, argv: Sequence[str]) -> Arguments:
         """Reads `argv` (without program and command name), then the --config file for what is missing."""
         end = list(argv).index("--") if "--" in argv else len(argv)
-        words = _normalise(argv[:end])
+        words = normalise(argv[:end])
         if not self._knows(words):
             self._adopt_foreign()
-        given = self._read_flags(self._spread(_join_dotted(words, self._by_name)))
+        given = self._read_flags(self._spread(join_dotted(words, self._by_name)))
         self._add_positionals(given, argv[end + 1 :])
         if "config" in given:
             given = {**self._read_config_file(Path(given["config"])), **given}
@@ -290,7 +291,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument ") + f"; see {self.prog} --help")
 
 
-def _normalise(argv: Sequence[str]) -> list[str]:
+def normalise(argv: Sequence[str]) -> list[str]:
     """Returns flags with `-` for `_`; keys after a dot and values do not change."""
     words = list(argv)
     for i, word in enumerate(words):
@@ -301,7 +302,7 @@ def _normalise(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _join_dotted(argv: list[str], by_name: Mapping[str, Option]) -> list[str]:
+def join_dotted(argv: list[str], by_name: Mapping[str, Option]) -> list[str]:
     """Turns --x.a.b 1 and --x.c=2 into --x={"a":{"b":1},"c":2} for flags that take JSON; a JSON value is decoded."""
     objects: dict[str, dict[str, Any]] = {}
     words: list[str] = []

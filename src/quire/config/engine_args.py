@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from quire import envs
 from quire.config.checkpoint import read_object
@@ -18,6 +18,7 @@ from quire.config.pooling_files import resolve_pooling
 from quire.config.vllm_flags import settle_vllm_flags, vllm_flags
 from quire.errors import ConfigError
 from quire.logger import init_logger
+from quire.resolve import resolve
 
 logger = init_logger(__name__)
 
@@ -42,6 +43,16 @@ class EngineArgs:
     argument of vLLM's that cannot be ignored.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]] = {
+        field.name: field
+        for field in dataclasses.fields(
+            dataclasses.make_dataclass(
+                "Flags", [(spec.name, Any, dataclasses.field(default=spec.default)) for spec in FLAGS.values()]
+            )
+        )
+    }
+    """Every flag, so that `dataclasses.asdict` gives the keywords of an `LLM`, as programs for vLLM ask for them."""
+
     def __init__(self, model: str | None = None, **flags: Any) -> None:
         if model is not None:
             flags["model"] = model
@@ -49,6 +60,19 @@ class EngineArgs:
         for name, value in flags.items():
             FLAGS[name].validate(value)
         self._flags = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
+
+    @staticmethod
+    def add_cli_args(parser: Any) -> Any:
+        """Adds a flag for every argument to an `argparse.ArgumentParser`, which is returned."""
+        return resolve("quire.cli.flexible_parser:add_engine_flags")(parser)
+
+    @classmethod
+    def from_cli_args(cls, args: Any) -> EngineArgs:
+        """Returns the arguments in an `argparse.Namespace` of such a parser; other names in it are left out.
+
+        Raises ConfigError as the constructor does.
+        """
+        return cls(**{name: value for name, value in vars(args).items() if name in FLAGS or name in vllm_flags()})
 
     def __getattr__(self, name: str) -> Any:
         spec = FLAGS.get(name)

@@ -1,0 +1,114 @@
+"""Modules under the names that programs written for vLLM import, as one table of re-exports.
+
+`from vllm.engine.arg_utils import EngineArgs` becomes `from quire.engine.arg_utils import EngineArgs`, and
+`python -m vllm.entrypoints.openai.api_server` becomes `python -m quire.entrypoints.openai.api_server`. These modules
+have no files: `import quire` adds a finder to the import system, which makes a module of the table when it is first
+asked for. The names in it are imported when they are used, as those of `quire` itself are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+from quire.resolve import resolve
+
+_ENGINE_ARGS = dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), "quire.config.engine_args")
+_ASYNC_ENGINE = {"AsyncLLMEngine": "quire.frontend.async_llm"}
+_PARSER = {"FlexibleArgumentParser": "quire.cli.flexible_parser"}
+_INPUTS = dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "quire.frontend.new_request")
+_METRICS = ("Counter", "Gauge", "Histogram", "Metric", "Vector")
+
+MODULES: Mapping[str, Mapping[str, str]] = {
+    "quire.beam_search": {"BeamSearchSequence": "quire.outputs", "BeamSearchOutput": "quire.outputs"},
+    "quire.engine.arg_utils": _ENGINE_ARGS,
+    "quire.engine.async_llm_engine": _ASYNC_ENGINE | {"AsyncEngineArgs": "quire.config.engine_args"},
+    "quire.engine.llm_engine": {"LLMEngine": "quire.frontend.llm_engine"},
+    "quire.entrypoints.cli.main": {"main": "quire.cli.main"},
+    "quire.entrypoints.llm": {"LLM": "quire.frontend.llm"},
+    "quire.entrypoints.openai.api_server": {"main": "quire.cli.main"},
+    "quire.inputs": _INPUTS,
+    "quire.logprobs": {"Logprob": "quire.outputs"},
+    "quire.lora.request": {"LoRARequest": "quire.lora_request"},
+    "quire.sequence": {"Logprob": "quire.outputs", "RequestMetrics": "quire.outputs:RequestStateStats"},
+    "quire.utils": _PARSER,
+    "quire.utils.argparse_utils": _PARSER,
+    "quire.v1.engine.async_llm": {"AsyncLLM": "quire.frontend.async_llm"},
+    "quire.v1.engine.exceptions": {
+        "EngineDeadError": "quire.errors",
+        "EngineGenerateError": "quire.errors:GenerationError",
+    },
+    "quire.v1.engine.llm_engine": {"LLMEngine": "quire.frontend.llm_engine"},
+    "quire.v1.metrics.reader": dict.fromkeys(_METRICS, "quire.frontend.metrics.publish.snapshot"),
+}
+"""Module -> name in it -> the module it comes from, with ":name" where it is called otherwise there."""
+
+PROGRAMS: Mapping[str, tuple[str, ...]] = {
+    "quire.entrypoints.cli.main": (),
+    "quire.entrypoints.openai.api_server": ("serve",),
+}
+"""Modules that `python -m` starts, with the words that stand before their arguments on `quire`'s command line."""
+
+_PACKAGES = frozenset(
+    ".".join(parts[:length]) for parts in (name.split(".") for name in MODULES) for length in range(2, len(parts))
+)
+"""Packages that exist only because a module of the table is in them, and those that have a folder."""
+
+
+def _attribute(module: str, name: str) -> Any:
+    """Returns what `name` is in a module of the table. Raises AttributeError."""
+    names = MODULES.get(module, {})
+    if name not in names:
+        has = f"it has {', '.join(names)}" if names else "it is there for the modules in it"
+        raise AttributeError(f"module {module!r} has no attribute {name!r}; {has}")
+    source = names[name]
+    return resolve(source if ":" in source else f"{source}:{name}")
+
+
+class _Reexports(Loader):
+    """Makes one module of the table."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__doc__ = "A module of vLLM's by its name there: see quire.vllm_names."
+        module.__dict__["__all__"] = list(MODULES.get(module.__name__, ()))
+        module.__dict__["__getattr__"] = partial(_attribute, module.__name__)
+
+    def get_code(self, name: str) -> CodeType:
+        """Returns what `python -m name` runs. Raises ImportError for a module that is no program."""
+        if name not in PROGRAMS:
+            raise ImportError(f"{name} is not a program; `python -m quire` is one", name=name)
+        return _run_program.__code__
+
+    def run(self, name: str) -> None:
+        """Runs a program of the table with the process's arguments, and ends the process."""
+        sys.exit(resolve("quire.cli.main:main")([*PROGRAMS[name], *sys.argv[1:]]))
+
+
+def _run_program() -> None:
+    """Is run by `python -m` in place of the text of a module, with the global names of that module."""
+    __loader__.run(__spec__.name)  # type: ignore[name-defined]
+
+
+class VllmNames(MetaPathFinder):
+    """Finds the modules of the table, after every other finder has found nothing."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in MODULES and fullname not in _PACKAGES:
+            return None
+        return ModuleSpec(fullname, _Reexports(), is_package=fullname in _PACKAGES)
+
+
+def install() -> None:
+    """Adds the finder to the import system, once."""
+    if not any(isinstance(finder, VllmNames) for finder in sys.meta_path):
+        sys.meta_path.append(VllmNames())
