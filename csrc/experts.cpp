@@ -58,7 +58,7 @@ class Route {
 
     void run() {
         memset(taken_, 0, size_t(a_.num_experts));
-        a_.score == QK_SPARSEMIXER ? choose_by_turns() : choose_by_scores();
+        a_.score == QK_SCORE_SPARSEMIXER ? choose_by_turns() : choose_by_scores();
         if (a_.normalize) normalize();
         for (int j = 0; j < a_.chosen; ++j) {
             float weight = weights_[j] * a_.factor;
@@ -74,7 +74,7 @@ class Route {
         const bool needs_sums = a_.choice_bias || a_.groups > 1;
         if (!needs_sums) choose(logits_);
         float total = 1.0f;
-        if (a_.score == QK_SIGMOID) {
+        if (a_.score == QK_SCORE_SIGMOID) {
             sigmoids(logits_, a_.num_experts, scores_);
         } else {
             const float top = logits_[needs_sums ? largest(logits_, taken_, a_.num_experts) : ids_[0]];

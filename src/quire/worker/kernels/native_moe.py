@@ -24,9 +24,9 @@ from quire.worker.kernels.specs import ExpertsSpec, RouterSpec
 from quire.worker.quantization.weight import QuantizedWeight
 
 SCORES = {
-    "softmax": CONSTANTS["QK_SOFTMAX"],
-    "sigmoid": CONSTANTS["QK_SIGMOID"],
-    "sparsemixer": CONSTANTS["QK_SPARSEMIXER"],
+    "softmax": CONSTANTS["QK_SCORE_SOFTMAX"],
+    "sigmoid": CONSTANTS["QK_SCORE_SIGMOID"],
+    "sparsemixer": CONSTANTS["QK_SCORE_SPARSEMIXER"],
 }
 
 

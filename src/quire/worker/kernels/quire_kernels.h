@@ -201,7 +201,7 @@ QK_EXPORT void qk_gather(qk_context* context, const qk_gather_args* args);
 /* -- mixture of experts ------------------------------------------------------------------------------------------------- */
 
 /* Scores of experts: of all a softmax; of each a sigmoid; or of each choice a softmax of its own (qk_route_args.threshold). */
-enum { QK_SOFTMAX = 0, QK_SIGMOID = 1, QK_SPARSEMIXER = 2 };
+enum { QK_SCORE_SOFTMAX = 0, QK_SCORE_SIGMOID = 1, QK_SCORE_SPARSEMIXER = 2 };
 
 typedef struct {
     /* Chooses the experts with the largest score + bias, the largest first, of equal ones the first. Groups: of `groups` groups of adjacent
@@ -215,8 +215,8 @@ typedef struct {
     int32_t group_by_two;  /* a group is as good as the sum of its two best; else as its best */
     int32_t round_to_bf16; /* round weights to bfloat16 at the end, still stored as float32 */
     float norm_eps, norm_min, factor;
-    float threshold; /* QK_SPARSEMIXER: a softmax over those not chosen yet that are below the best by no more than this share; the
-                      * share is of the larger of the best and the logit's magnitude */
+    float threshold; /* QK_SCORE_SPARSEMIXER: a softmax over those not chosen yet that are below the best by no more than this
+                      * share of the larger of the best and the logit's magnitude */
     const float* choice_bias;  /* [num_experts]; NULL for none */
     const float* expert_scale; /* [num_experts]; NULL for none */
     const float* logits;       /* [tokens, num_experts] */
