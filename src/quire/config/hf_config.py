@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.checkpoint import read_object
+from quire.config.text_part import PART_OF, text_part
 from quire.errors import ModelLoadError
 
 FULL_ATTENTION = "full_attention"
@@ -214,7 +215,8 @@ class HFConfig:
 
     @staticmethod
     def from_dir(model_dir: Path, overrides: Mapping[str, Any] | None = None) -> HFConfig:
-        """Reads `model_dir/config.json`. Raises ModelLoadError naming the file."""
+        """Reads `model_dir/config.json`, of a model that also reads images its text part. Raises ModelLoadError naming
+        the file, UnsupportedModelError as `text_part` does."""
         path = model_dir / "config.json"
         raw = read_object(model_dir, path.name)
         if raw is None:
@@ -223,7 +225,7 @@ class HFConfig:
                 base = adapter.get("base_model_name_or_path") or "its base model"
                 raise ModelLoadError(f"{model_dir} is a LoRA adapter, not a model; give the model it adapts ({base})")
             raise ModelLoadError(f"{path} does not exist; is {model_dir} a Hugging Face checkpoint?")
-        return HFConfig({**raw, **(overrides or {})}, path)
+        return HFConfig(text_part({**raw, **(overrides or {})}, path), path)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns a key of the JSON object, else the family's default, else `default`; a JSON null counts as
@@ -255,6 +257,11 @@ class HFConfig:
         """Architecture that the checkpoint names."""
         names = self.raw.get("architectures") or []
         return str(names[0]) if names else ""
+
+    @property
+    def part_of(self) -> str:
+        """Architecture of the repository whose text part this is; empty if it is the whole."""
+        return str(self.raw.get(PART_OF) or "")
 
     @property
     def stem(self) -> str:
@@ -383,6 +390,8 @@ class HFConfig:
         params.pop("type", None)
         if self.model_type == "phi3" and rope_type in ("su", "yarn"):  # the first name of longrope
             rope_type = "longrope"
+        if rope_type == "mrope":  # several positions per token, which are equal for text
+            rope_type = "default"
         if rope_type in _SCALED_FROM_ORIGINAL:
             original = self.get("original_max_position_embeddings", params.get("original_max_position_embeddings"))
             params["original_max_position_embeddings"] = original or self.max_position_embeddings

@@ -190,7 +190,7 @@ def make_tiny_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, _HEADS[head]).from_config(config, dtype=torch.float32)
-        _randomize(model)
+        randomize(model)
     if head == "generate":
         model.generation_config.update(do_sample=False, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     model.to(getattr(torch, dtype)).save_pretrained(path)
@@ -198,7 +198,7 @@ def make_tiny_checkpoint(
     return path
 
 
-def _randomize(model: Any) -> None:
+def randomize(model: Any) -> None:
     """Draws matrices that keep the size of their input, and norms and biases that are not neutral."""
 
     for name, parameter in model.named_parameters():

@@ -17,7 +17,7 @@ from quire.worker.kernels.specs import LinearSpec
 from quire.worker.layers.linear import Embedding, Linear
 from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.models.blocks import BLOCKS
-from quire.worker.models.names import NAMES, Names
+from quire.worker.models.names import names_of
 from quire.worker.models.spec import DecoderSpec, make_norm
 
 
@@ -58,14 +58,17 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, hf: HFConfig, spec: DecoderSpec) -> None:
         super().__init__()
         head = LinearSpec(float32_output=True, divisor=spec.logits_divisor, soft_cap=spec.logits_soft_cap)
-        self.names = NAMES.get(hf.family, Names())
+        self.names = names_of(hf)
         self.model = Decoder(hf, spec, head if hf.tie_word_embeddings else None)
         self.lm_head = (
             None if hf.tie_word_embeddings else Linear(hf.hidden_size, hf.vocab_size, spec.head_bias, spec=head)
         )
 
     def checkpoint_name(self, name: str) -> str | None:
-        return self.names.of(name)
+        found: str | None = name
+        for names in self.names:
+            found = None if found is None else names.of(found)
+        return found
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden]."""

@@ -6,7 +6,6 @@ import dataclasses
 
 from quire.config.hf_config import HFConfig
 from quire.worker.models.decoder import DecoderForCausalLM
-from quire.worker.models.names import Names
 from quire.worker.models.spec import DecoderSpec, common_spec
 
 
@@ -25,7 +24,7 @@ class HyperCLOVAXForCausalLM(DecoderForCausalLM):
         block = "scaled-sandwich" if norms_after else "scaled"
         super().__init__(hf, dataclasses.replace(spec, block=block, logits_divisor=1.0 / spec.logits_divisor))
         if not norms_after:
-            self.names = Names()
+            self.names = ()
 
 
 def _granite_spec(hf: HFConfig) -> DecoderSpec:

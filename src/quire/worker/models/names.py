@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from quire.config.hf_config import HFConfig
+
 
 @dataclass(frozen=True)
 class Names:
@@ -38,6 +40,12 @@ class Names:
         return self._renamed.sub(lambda path: self.renamed[path.group()], name)
 
 
+def names_of(hf: HFConfig) -> tuple[Names, ...]:
+    """Returns the names of a checkpoint's tensors, in the order in which they apply."""
+    own = (NAMES[hf.family],) if hf.family in NAMES else ()
+    return (TEXT_PART, *own) if hf.part_of else own
+
+
 def _any_of(paths: Mapping[str, str] | tuple[str, ...]) -> re.Pattern[str] | None:
     """Returns a pattern that matches each path as whole parts of a name."""
     if not paths:
@@ -45,6 +53,20 @@ def _any_of(paths: Mapping[str, str] | tuple[str, ...]) -> re.Pattern[str] | Non
     longest_first = sorted(paths, key=len, reverse=True)
     return re.compile(rf"(?<![^.])(?:{'|'.join(map(re.escape, longest_first))})(?![^.])")
 
+
+TEXT_PART = Names(
+    {
+        "model.language_model": "model",
+        "language_model.model": "model",
+        "language_model.lm_head": "lm_head",
+        "model.text_model": "model",
+    },
+    ignored=(
+        *("visual", "vision_tower", "vision_model", "vision_embedding", "audio_tower", "embed_vision", "embed_audio"),
+        *("multi_modal_projector", "connector", "image_newline", "mtp"),
+    ),
+)
+"""Names in repositories that also read images or sounds: config/text_part.py. A family's own names come after it."""
 
 NAMES: Mapping[str, Names] = {
     "Glm4ForCausalLM": Names(
