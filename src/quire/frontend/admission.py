@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from quire.errors import OverloadedError
 from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
@@ -62,6 +62,19 @@ class SharedQuota:
         return max(0, self._freed_seen - seen)
 
 
+class QuotaRule(NamedTuple):
+    """The flag that limits a quota, its words in the refusal of a request, and the error."""
+
+    name: str
+    words: str
+    error: type[OverloadedError] = OverloadedError
+
+
+QUEUED_REQS = QuotaRule("max_num_queued_reqs", "requests wait for their first token")
+QUEUED_TOKENS = QuotaRule("max_num_queued_tokens", "prompt tokens wait for a first token")
+RESERVED_TOKENS = QuotaRule("max_num_reserved_tokens", "tokens of prompts and outputs are promised to live requests")
+
+
 class Quota:
     """An amount with a limit (None: unlimited), the part of it that is taken, and the rate at which it is released.
 
@@ -69,9 +82,10 @@ class Quota:
     limit may be passed.
     """
 
-    __slots__ = ("_clock", "_freed", "_ours", "_shared", "_since", "_stamp", "limit")
+    __slots__ = ("_clock", "_freed", "_ours", "_rule", "_shared", "_since", "_stamp", "limit")
 
-    def __init__(self, limit: int | None, clock: Clock = time.monotonic) -> None:
+    def __init__(self, rule: QuotaRule, limit: int | None, clock: Clock = time.monotonic) -> None:
+        self._rule = rule
         self.limit = limit
         self._ours = 0
         self._shared: SharedQuota | None = None
@@ -89,11 +103,20 @@ class Quota:
         """Amount taken, by all processes that share the quota."""
         return self._ours if self._shared is None else self._ours + self._shared.taken_by_others()
 
-    def shortage(self, more: int) -> int:
-        """Returns the amount by which `more` would exceed the limit now; 0 if it would be admitted."""
-        if self.limit is None or not (taken := self.taken):
-            return 0
-        return max(0, taken + more - self.limit)
+    def check(self, more: int, rejections: Counter[str]) -> None:
+        """Raises the error of the rule if `more` would exceed the limit now, and counts the rejection."""
+        if self.limit is None or not (taken := self.taken) or taken + more <= self.limit:
+            return
+        name, words, error = self._rule
+        rejections[name] += 1
+        retry_after_s = self.retry_after_s(taken + more - self.limit)
+        raise error(
+            f"{taken} {words}, {more} more are too many for --{name.replace('_', '-')} {self.limit}; try again in "
+            f"{retry_after_s} s",
+            param=name,
+            value=taken + more,
+            retry_after_s=retry_after_s,
+        )
 
     def change(self, more: int) -> None:
         """Takes more, or releases some."""
@@ -129,6 +152,17 @@ class Quota:
         self._stamp = now
 
 
+Charge = tuple[Quota, int]
+
+
+class Demand(NamedTuple):
+    """The core requests that a user request becomes, and the prompt and output tokens that each may have."""
+
+    num_reqs: int
+    num_tokens_each: int
+    num_output_tokens_each: int = 0
+
+
 class AdmissionControl:
     """Counts waiting and live requests and keeps them under their limits. Belongs to one thread."""
 
@@ -142,10 +176,10 @@ class AdmissionControl:
         clock: Clock = time.monotonic,
     ) -> None:
         self.ledger = RequestLedger() if ledger is None else ledger
-        """The ledger of what came. `reserve_unchecked`, or the receipt's `reject`, must follow its `receive`."""
-        self._reqs = Quota(max_num_reqs, clock)
-        self._tokens = Quota(max_num_tokens, clock)
-        self._reserved = Quota(max_num_reserved_tokens, clock)
+        """The ledger of what came. """
+        self._reqs = Quota(QUEUED_REQS, max_num_reqs, clock)
+        self._tokens = Quota(QUEUED_TOKENS, max_num_tokens, clock)
+        self._reserved = Quota(RESERVED_TOKENS, max_num_reserved_tokens, clock)
         self.rejections: Counter[str] = Counter()
         """Number of refused user requests, by the name of the limit."""
 
@@ -187,57 +221,36 @@ class AdmissionControl:
 
     def check_admission(self, num_reqs: int = 1, num_tokens: int = 1, num_output_tokens: int = 0) -> None:
         """Raises OverloadedError if `num_reqs` requests with so many tokens in all would be refused now."""
-        self._check(self._reqs, num_reqs, "max_num_queued_reqs", "requests wait for their first token")
-        self._check(self._tokens, num_tokens, "max_num_queued_tokens", "prompt tokens wait for a first token")
-        self._check(
-            self._reserved,
-            num_tokens + num_output_tokens,
-            "max_num_reserved_tokens",
-            "tokens of prompts and outputs are promised to live requests",
-        )
-
-    def _check(self, quota: Quota, more: int, name: str, words: str) -> None:
-        if quota.shortage(more):
-            self.rejections[name] += 1
-            raise refusal(OverloadedError, quota, more, name, words)
+        self._reqs.check(num_reqs, self.rejections)
+        self._tokens.check(num_tokens, self.rejections)
+        self._reserved.check(num_tokens + num_output_tokens, self.rejections)
 
     def reserve(self, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0) -> Reservation:
         """Returns a reservation for `num_reqs` requests with prompts and outputs of so many tokens. Raises
         OverloadedError."""
-        receipt = self.ledger.receive(num_reqs)
+        (reservation,) = self.reserve_all([Demand(num_reqs, num_tokens_each, num_output_tokens_each)])
+        return reservation
+
+    def reserve_all(self, demands: Sequence[Demand], charges: Iterable[Charge] = ()) -> list[Reservation]:
+        """Returns a reservation for each of `demands`. Raises OverloadedError if all of them together are refused.
+
+        `charges` are checked first, and left to the caller to make.
+        """
+        receipts = [self.ledger.receive(demand.num_reqs) for demand in demands]
         try:
-            self.check_admission(num_reqs, num_reqs * num_tokens_each, num_reqs * num_output_tokens_each)
+            for quota, more in charges:
+                quota.check(more, self.rejections)
+            self.check_admission(
+                sum(demand.num_reqs for demand in demands),
+                sum(demand.num_reqs * demand.num_tokens_each for demand in demands),
+                sum(demand.num_reqs * demand.num_output_tokens_each for demand in demands),
+            )
         except OverloadedError as e:
-            receipt.reject(e)
+            for receipt in receipts:
+                receipt.reject(e)
             raise
-        return self.reserve_unchecked(receipt, num_reqs, num_tokens_each, num_output_tokens_each)
-
-    def reserve_unchecked(
-        self, receipt: Receipt, num_reqs: int, num_tokens_each: int, num_output_tokens_each: int = 0
-    ) -> Reservation:
-        """Returns a reservation after `check_admission` has just passed, for all of several prompts."""
-        return Reservation(
-            receipt,
-            self._reqs,
-            self._tokens,
-            self._reserved,
-            num_reqs,
-            num_tokens_each,
-            num_tokens_each + num_output_tokens_each,
-        )
-
-
-def refusal(kind: type[OverloadedError], quota: Quota, more: int, name: str, words: str) -> OverloadedError:
-    """Returns the error of a request that exceeds `quota`: the amount taken, the flag and its limit, when to try
-    again."""
-    retry_after_s = quota.retry_after_s(quota.shortage(more))
-    return kind(
-        f"{quota.taken} {words}, {more} more are too many for --{name.replace('_', '-')} {quota.limit}; try again in "
-        f"{retry_after_s} s",
-        param=name,
-        value=quota.taken + more,
-        retry_after_s=retry_after_s,
-    )
+        quotas = self._reqs, self._tokens, self._reserved
+        return [Reservation(receipt, demand, *quotas) for receipt, demand in zip(receipts, demands, strict=True)]
 
 
 class Reservation:
@@ -247,31 +260,22 @@ class Reservation:
         "_num_live",
         "_num_tokens_each",
         "_num_waiting",
-        "_receipt",
         "_reqs",
         "_reserved",
         "_reserved_each",
         "_tokens",
+        "receipt",
     )
 
-    def __init__(
-        self,
-        receipt: Receipt,
-        reqs: Quota,
-        tokens: Quota,
-        reserved: Quota,
-        num_reqs: int,
-        num_tokens_each: int,
-        reserved_each: int,
-    ) -> None:
-        self._receipt = receipt
+    def __init__(self, receipt: Receipt, demand: Demand, reqs: Quota, tokens: Quota, reserved: Quota) -> None:
+        self.receipt = receipt
         self._reqs, self._tokens, self._reserved = reqs, tokens, reserved
-        self._num_waiting = self._num_live = num_reqs
-        self._num_tokens_each = num_tokens_each
-        self._reserved_each = reserved_each
-        reqs.change(num_reqs)
-        tokens.change(num_reqs * num_tokens_each)
-        reserved.change(num_reqs * reserved_each)
+        self._num_waiting = self._num_live = demand.num_reqs
+        self._num_tokens_each = demand.num_tokens_each
+        self._reserved_each = demand.num_tokens_each + demand.num_output_tokens_each
+        reqs.change(self._num_waiting)
+        tokens.change(self._num_waiting * self._num_tokens_each)
+        reserved.change(self._num_live * self._reserved_each)
 
     def correct(self, num_tokens_each: int, num_output_tokens_each: int = 0) -> None:
         """Corrects the estimate: the true length of the prompt, and the most tokens its output may have."""
@@ -280,19 +284,18 @@ class Reservation:
         self._reserved.correct(self._num_live * (reserved_each - self._reserved_each))
         self._num_tokens_each, self._reserved_each = num_tokens_each, reserved_each
 
-    def accept_one(self) -> None:
-        """Records that one of the requests was accepted."""
-        self._receipt.accept_one()
-
-    def release_one(self) -> None:
-        """Records that one of the requests waits no more."""
-        if self._num_waiting:
-            self._stop_waiting(1)
+    def stop_waiting(self, num: int = 1) -> None:
+        """Records that one of the requests, or `num` of them, wait no more."""
+        num = min(num, self._num_waiting)
+        if num:
+            self._num_waiting -= num
+            self._reqs.change(-num)
+            self._tokens.change(-num * self._num_tokens_each)
 
     def end_one(self, *, waits: bool) -> None:
         """Records that one of the requests has ended; `waits` if it had no token."""
         if waits:
-            self.release_one()
+            self.stop_waiting()
         if self._num_live:
             self._num_live -= 1
             self._reserved.change(-self._reserved_each)
@@ -300,17 +303,11 @@ class Reservation:
     def release(self, error: BaseException | None = None) -> None:
         """Releases everything. Requests that were not accepted are refused because of `error`; None: their client has
         left."""
-        self._receipt.reject(error)
-        if self._num_waiting:
-            self._stop_waiting(self._num_waiting)
+        self.receipt.reject(error)
+        self.stop_waiting(self._num_waiting)
         if self._num_live:
             self._reserved.change(-self._num_live * self._reserved_each)
             self._num_live = 0
-
-    def _stop_waiting(self, num: int) -> None:
-        self._num_waiting -= num
-        self._reqs.change(-num)
-        self._tokens.change(-num * self._num_tokens_each)
 
 
 def estimate_num_tokens(prompt: Any) -> int:
@@ -330,6 +327,11 @@ def estimate_num_tokens(prompt: Any) -> int:
 def estimate_text_tokens(texts: Iterable[str]) -> int:
     """Returns the estimated number of tokens of the parts of one text; at least 1."""
     return 1 + sum(len(text) // (ASCII_CHARS_PER_TOKEN if text.isascii() else OTHER_CHARS_PER_TOKEN) for text in texts)
+
+
+def demand_of(params: Any, num_tokens: int, max_model_len: int) -> Demand:
+    """Returns the demand of a user request with a prompt of about so many tokens."""
+    return Demand(count_requests(params), num_tokens, max_output_tokens(params, max_model_len, num_tokens))
 
 
 def count_requests(params: Any) -> int:

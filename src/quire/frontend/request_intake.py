@@ -17,7 +17,7 @@ from quire.errors import EngineDeadError, SlowClientError, ValidationError
 from quire.frontend.admission import (
     AdmissionControl,
     Reservation,
-    count_requests,
+    demand_of,
     estimate_num_tokens,
     max_output_tokens,
 )
@@ -88,10 +88,8 @@ class RequestIntake:
         return collector
 
     def _reserve(self, new: NewRequest) -> Reservation:
-        num_tokens = estimate_num_tokens(new.prompt)
-        max_model_len = self._pipeline.input_processor.max_model_len
-        num_output_tokens = max_output_tokens(new.params, max_model_len, num_tokens)
-        return self.admission.reserve(count_requests(new.params), num_tokens, num_output_tokens)
+        num_tokens, max_model_len = estimate_num_tokens(new.prompt), self._pipeline.input_processor.max_model_len
+        return self.admission.reserve(*demand_of(new.params, num_tokens, max_model_len))
 
     async def _add_session(self, new: NewRequest, inputs: Inputs, start: float) -> RequestOutputCollector:
         """Queues a session: its time begins with the wait for the first of `inputs`, whose size is admitted."""
@@ -139,7 +137,7 @@ class RequestIntake:
         try:
             for index, child in enumerate(children):
                 output_processor.add_request(child, text, parent, index, collector, reservation)
-                reservation.accept_one()
+                reservation.receipt.accept_one()
             for index, child in enumerate(children, start=1):
                 if child.request_id in output_processor.request_states:  # not aborted meanwhile
                     await self._engine_core.add_request_async(child)

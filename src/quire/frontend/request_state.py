@@ -162,7 +162,7 @@ class RequestState:
         if output.new_token_ids:
             self.is_prefilling = False
             if self.reservation is not None:
-                self.reservation.release_one()
+                self.reservation.stop_waiting()
         if output.prefill_stats is not None and self.num_cached_tokens is None:
             self.num_cached_tokens = output.prefill_stats.num_cached_tokens
 

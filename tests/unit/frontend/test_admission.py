@@ -10,6 +10,7 @@ from quire.errors import OverloadedError
 from quire.frontend.admission import (
     DRAIN_MEMORY_S,
     MAX_RETRY_AFTER_S,
+    QUEUED_REQS,
     AdmissionControl,
     Quota,
     Reservation,
@@ -28,11 +29,11 @@ def test_without_limits_everything_is_admitted_and_counted() -> None:
     reservation = control.reserve(3, 100)
     assert (control.num_reqs, control.num_tokens) == (3, 300)
     reservation.correct(90)
-    reservation.release_one()
+    reservation.stop_waiting()
     assert (control.num_reqs, control.num_tokens) == (2, 180)
     reservation.release()
     reservation.release()
-    reservation.release_one()
+    reservation.stop_waiting()
     assert (control.num_reqs, control.num_tokens) == (0, 0)
 
 
@@ -73,8 +74,8 @@ def test_outputs_are_promised_until_the_end() -> None:
     control = AdmissionControl(max_num_reserved_tokens=100)
     reservation = control.reserve(2, 10, 30)
     assert control.num_reserved_tokens == 80
-    reservation.release_one()
-    reservation.release_one()
+    reservation.stop_waiting()
+    reservation.stop_waiting()
     assert (control.num_reqs, control.num_tokens, control.num_reserved_tokens) == (0, 0, 80)
     with pytest.raises(OverloadedError, match=r"80 tokens .* 21 more .* --max-num-reserved-tokens 100") as caught:
         control.reserve(1, 1, 20)
@@ -128,7 +129,7 @@ class Clock:
 def test_whoever_is_refused_learns_when_there_will_be_room(per_second: float) -> None:
     """Room comes free at a steady speed: the time told is that in which what is short comes free."""
     clock = Clock()
-    room = Quota(1000, clock)
+    room = Quota(QUEUED_REQS, 1000, clock)
     room.change(1000)
     for _ in range(200):
         clock.now += 1 / per_second
@@ -141,7 +142,7 @@ def test_whoever_is_refused_learns_when_there_will_be_room(per_second: float) ->
 
 def test_a_queue_that_stands_still_asks_for_patience() -> None:
     clock = Clock()
-    room = Quota(10, clock)
+    room = Quota(QUEUED_REQS, 10, clock)
     assert room.retry_after_s(1) == 1, "nothing is known yet"
     room.change(10)
     clock.now += 1
@@ -158,7 +159,7 @@ def test_a_queue_that_stands_still_asks_for_patience() -> None:
 def test_room_that_has_not_come_free_for_hours() -> None:
     """What came free then counts so little that the time to wait is beyond all numbers."""
     clock = Clock()
-    room = Quota(10, clock)
+    room = Quota(QUEUED_REQS, 10, clock)
     room.change(10)
     clock.now += 1
     room.change(-1)
@@ -194,7 +195,7 @@ def test_nothing_is_lost_or_given_back_twice(seed: int) -> None:
     control = AdmissionControl(20, 200)
     held: dict[Reservation, list[int]] = {}
     for _ in range(3000):
-        operation = rng.choice(("reserve", "correct", "release_one", "release"))
+        operation = rng.choice(("reserve", "correct", "stop_waiting", "release"))
         if operation == "reserve":
             num_reqs, each = rng.randint(1, 6), rng.randint(1, 40)
             fits = not held or (
@@ -213,9 +214,9 @@ def test_nothing_is_lost_or_given_back_twice(seed: int) -> None:
             if operation == "correct":
                 entry[1] = rng.randint(1, 40)
                 reservation.correct(entry[1])
-            elif operation == "release_one":
+            elif operation == "stop_waiting":
                 entry[0] -= 1
-                reservation.release_one()
+                reservation.stop_waiting()
             else:
                 entry[0] = 0
                 reservation.release()

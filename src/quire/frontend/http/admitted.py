@@ -5,12 +5,15 @@ A key that has as much under way as it may is refused with 429; other keys are s
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
 from quire.errors import QuotaExceededError
-from quire.frontend.admission import Quota, Reservation, SharedQuota, refusal
+from quire.frontend.admission import Charge, Quota, QuotaRule, Reservation, SharedQuota
+
+REQS_OF_KEY = QuotaRule("max_requests_per_key", "requests of this key are under way", QuotaExceededError)
+TOKENS_OF_KEY = QuotaRule("max_tokens_per_key", "tokens are promised to this key's requests", QuotaExceededError)
 
 
 class Tenants:
@@ -20,53 +23,42 @@ class Tenants:
         self,
         max_num_reqs: int | None,
         max_num_tokens: int | None,
-        rejections: Counter[str],
         shared: Mapping[bytes, tuple[SharedQuota, SharedQuota]] | None = None,
     ) -> None:
-        """`rejections` counts refusals by the name of the limit. `shared` holds the requests and tokens of each key in
-        all processes of the server."""
+        """`shared` holds the requests and tokens of each key in all processes of the server."""
         self._limits = (max_num_reqs, max_num_tokens)
-        self._rejections = rejections
         self._shared = shared or {}
         self._rooms: dict[bytes, tuple[Quota, Quota]] = {}
         """Requests and tokens of each key. Bounded: only a request with a valid key comes this far."""
 
-    def take(self, owner: bytes, num_reqs: int, num_tokens: int) -> TenantShare:
-        """Takes a share for so many requests of `owner` (`Gatekeeper.owner_of`), with so many tokens of prompts and
-        outputs. Raises QuotaExceededError."""
+    def share_of(self, owner: bytes, num_reqs: int, num_tokens: int) -> TenantShare:
+        """Returns the share of so many requests of `owner` (`Gatekeeper.owner_of`), with so many tokens of prompts and
+        outputs. Nothing is checked or taken yet."""
         if self._limits == (None, None):
             return TenantShare(())
-        reqs, tokens = self._rooms.get(owner) or self._make_rooms(owner)
-        self._check(reqs, num_reqs, "max_requests_per_key", "requests of this key are under way")
-        self._check(tokens, num_tokens, "max_tokens_per_key", "tokens are promised to this key's requests")
-        self._rooms[owner] = (reqs, tokens)
-        return TenantShare([(reqs, num_reqs), (tokens, num_tokens)])
-
-    def _make_rooms(self, owner: bytes) -> tuple[Quota, Quota]:
-        rooms = Quota(self._limits[0]), Quota(self._limits[1])
-        for room, shared in zip(rooms, self._shared.get(owner, ()), strict=False):
-            room.share(shared)
-        return rooms
-
-    def _check(self, room: Quota, more: int, name: str, words: str) -> None:
-        if room.shortage(more):
-            self._rejections[name] += 1
-            raise refusal(QuotaExceededError, room, more, name, words)
+        if owner not in self._rooms:
+            self._rooms[owner] = Quota(REQS_OF_KEY, self._limits[0]), Quota(TOKENS_OF_KEY, self._limits[1])
+            for room, shared in zip(self._rooms[owner], self._shared.get(owner, ()), strict=False):
+                room.share(shared)
+        return TenantShare(list(zip(self._rooms[owner], (num_reqs, num_tokens), strict=True)))
 
 
 class TenantShare:
     """The part of a key's limits that one HTTP request takes."""
 
-    def __init__(self, taken: Sequence[tuple[Quota, int]]) -> None:
-        self._taken = taken
-        for room, amount in taken:
+    def __init__(self, charges: Sequence[Charge]) -> None:
+        self.charges = charges
+
+    def take(self) -> None:
+        """Takes the share. `AdmissionControl.reserve_all` has checked it."""
+        for room, amount in self.charges:
             room.change(amount)
 
     def release(self) -> None:
         """Gives the share back. Idempotent."""
-        for room, amount in self._taken:
+        for room, amount in self.charges:
             room.change(-amount)
-        self._taken = ()
+        self.charges = ()
 
 
 class Admitted:

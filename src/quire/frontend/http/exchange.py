@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Send
 
-from quire.errors import ClientError, OverloadedError, ValidationError
-from quire.frontend.admission import count_requests, max_output_tokens
+from quire.errors import ClientError, ValidationError
+from quire.frontend.admission import demand_of
 from quire.frontend.http.admitted import Admitted
 from quire.frontend.http.auth import shown_key
 from quire.frontend.http.bodies import Body, BodyReader, RequestBody
@@ -151,23 +151,16 @@ class Exchange:
     def admit(self, nums_tokens: Sequence[int], params: SamplingParams | PoolingParams) -> Admitted:
         """Takes room and a share for prompts of about `nums_tokens` tokens each, before work on them. Raises
         OverloadedError."""
-        state, admission = self.state, self.state.engine.admission
-        n = count_requests(params)
-        nums_output_tokens = [max_output_tokens(params, state.max_model_len, num) for num in nums_tokens]
-        num_tokens, num_output_tokens = n * sum(nums_tokens), n * sum(nums_output_tokens)
-        receipts = [admission.ledger.receive(n) for _ in nums_tokens]
-        share = None
-        try:
-            share = state.tenants.take(self.owner, n * len(nums_tokens), num_tokens + num_output_tokens)
-            admission.check_admission(n * len(nums_tokens), num_tokens, num_output_tokens)
-        except OverloadedError as e:
-            for receipt in receipts:
-                receipt.reject(e)
-            if share is not None:
-                share.release()
-            raise
-        numbers = zip(receipts, nums_tokens, nums_output_tokens, strict=True)
-        return Admitted([admission.reserve_unchecked(receipt, n, *each) for receipt, *each in numbers], share)
+        state = self.state
+        demands = [demand_of(params, num_tokens, state.max_model_len) for num_tokens in nums_tokens]
+        share = state.tenants.share_of(
+            self.owner,
+            sum(demand.num_reqs for demand in demands),
+            sum(demand.num_reqs * (demand.num_tokens_each + demand.num_output_tokens_each) for demand in demands),
+        )
+        rooms = state.engine.admission.reserve_all(demands, share.charges)
+        share.take()
+        return Admitted(rooms, share)
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 

@@ -89,9 +89,7 @@ class ServerState:
         self.stall_s = stall_s
         """Longest time a stream waits for its reader (--slow-client-timeout-s); 0: unlimited."""
         self.gatekeeper = Gatekeeper(key_digests, protect_metrics=config.protect_metrics, admin_host=config.admin_host)
-        self.tenants = Tenants(
-            config.max_requests_per_key, config.max_tokens_per_key, engine.admission.rejections, member.rooms_of_keys
-        )
+        self.tenants = Tenants(config.max_requests_per_key, config.max_tokens_per_key, member.rooms_of_keys)
         self.lifecycle = Lifecycle(member.in_flight)
         self.model_names = engine.model_config.names
         self.max_model_len = engine.pipeline.input_processor.max_model_len

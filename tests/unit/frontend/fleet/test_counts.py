@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from quire.errors import OverloadedError, QuotaExceededError
-from quire.frontend.admission import DRAIN_MEMORY_S, AdmissionControl, Quota, SharedQuota
+from quire.frontend.admission import DRAIN_MEMORY_S, QUEUED_REQS, AdmissionControl, Quota, SharedQuota
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.http.admitted import Tenants
 from quire.wire.peers import SharedCounts
+
+from ..shares import take_share
 
 KEYS = (b"a" * 32, b"b" * 32)
 
@@ -34,7 +35,7 @@ def test_a_queue_is_full_for_all(counts: Callable[[int], FleetCounts]) -> None:
         assert (control.num_reqs, control.num_tokens, control.num_reserved_tokens) == (3, 30, 90)
         with pytest.raises(OverloadedError, match="3 requests wait for their first token, 1 more are too many"):
             control.reserve(1, 1)
-    second.release_one()
+    second.stop_waiting()
     controls[0].check_admission()
     first.release()
     second.release()
@@ -62,7 +63,7 @@ def test_the_parent_sees_whether_requests_live(counts: Callable[[int], FleetCoun
     counts(1).share_admission(control)
     assert not counts(0).are_others_busy()
     reservation = control.reserve(1, 10, 20)
-    reservation.release_one()
+    reservation.stop_waiting()
     assert counts(0).are_others_busy()
     reservation.end_one(waits=False)
     assert not counts(0).are_others_busy()
@@ -72,15 +73,15 @@ def test_the_parent_sees_whether_requests_live(counts: Callable[[int], FleetCoun
 
 
 def test_a_key_has_its_share_once(counts: Callable[[int], FleetCounts]) -> None:
-    tenants = [Tenants(2, None, Counter(), counts(index).rooms_of_keys) for index in (1, 2)]
-    place = tenants[0].take(KEYS[0], 1, 5)
-    tenants[1].take(KEYS[0], 1, 5)
+    tenants = [Tenants(2, None, counts(index).rooms_of_keys) for index in (1, 2)]
+    place = take_share(tenants[0], KEYS[0], 1, 5)
+    take_share(tenants[1], KEYS[0], 1, 5)
     for one in tenants:
         with pytest.raises(QuotaExceededError, match="2 requests of this key are under way"):
-            one.take(KEYS[0], 1, 5)
-        one.take(KEYS[1], 1, 5)
+            take_share(one, KEYS[0], 1, 5)
+        take_share(one, KEYS[1], 1, 5)
     place.release()
-    tenants[1].take(KEYS[0], 1, 5)
+    take_share(tenants[1], KEYS[0], 1, 5)
 
 
 def test_the_speed_of_all_makes_the_time_to_wait(tmp_path: Path) -> None:
@@ -88,10 +89,10 @@ def test_the_speed_of_all_makes_the_time_to_wait(tmp_path: Path) -> None:
     now = 0.0
     page = SharedCounts.create(tmp_path / "one", 2, 2)
     pages = [page, SharedCounts.attach(tmp_path / "one", 2, 1)]
-    rooms = [Quota(100, lambda: now) for _ in pages]
+    rooms = [Quota(QUEUED_REQS, 100, lambda: now) for _ in pages]
     for room, one in zip(rooms, pages, strict=True):
         room.share(SharedQuota(one.column(0), one.column(1)))
-    alone = Quota(100, lambda: now)
+    alone = Quota(QUEUED_REQS, 100, lambda: now)
     alone.change(100)
     rooms[0].change(50)
     rooms[1].change(50)

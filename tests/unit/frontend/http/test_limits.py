@@ -12,10 +12,12 @@ import pytest
 
 from quire.config.server import ServerConfig, read_api_keys
 from quire.errors import ConfigError, QuotaExceededError
+from quire.frontend.admission import AdmissionControl
 from quire.frontend.http.admitted import Tenants
 from quire.frontend.openai.rendering import PromptRenderer
 
 from ..openai.serving import MAX_MODEL_LEN, Server, check
+from ..shares import take_share
 
 KEYS = [hashlib.sha256(key).digest() for key in (b"first", b"second")]
 FOREVER = {"prompt": [50], "max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -26,25 +28,24 @@ def shown(key: str) -> dict[str, str]:
 
 
 def test_a_key_has_its_share_and_no_more() -> None:
-    rejections: Counter[str] = Counter()
-    tenants = Tenants(3, 100, rejections)
-    place = tenants.take(b"a", 2, 50)
+    control, tenants = AdmissionControl(), Tenants(3, 100)
+    place = take_share(tenants, b"a", 2, 50)
     with pytest.raises(QuotaExceededError, match=r"2 requests of this key .* --max-requests-per-key 3") as caught:
-        tenants.take(b"a", 2, 1)
+        take_share(tenants, b"a", 2, 1, control)
     assert caught.value.status_code == 429
     with pytest.raises(QuotaExceededError, match=r"50 tokens .* 51 more .* --max-tokens-per-key 100"):
-        tenants.take(b"a", 1, 51)
-    tenants.take(b"b", 9, 1000), "a request that is too large by itself is served when nothing is under way"
+        take_share(tenants, b"a", 1, 51, control)
+    take_share(tenants, b"b", 9, 1000), "a request that is too large by itself is served when nothing is under way"
     place.release()
     place.release()
-    tenants.take(b"a", 3, 100)
-    assert rejections == {"max_requests_per_key": 1, "max_tokens_per_key": 1}
+    take_share(tenants, b"a", 3, 100)
+    assert control.rejections == {"max_requests_per_key": 1, "max_tokens_per_key": 1}
 
 
 def test_without_limits_nothing_is_remembered() -> None:
-    tenants = Tenants(None, None, Counter())
+    tenants = Tenants(None, None)
     for _ in range(3):
-        tenants.take(b"a", 10**6, 10**9)
+        take_share(tenants, b"a", 10**6, 10**9)
     assert not tenants._rooms
 
 
