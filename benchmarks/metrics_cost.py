@@ -36,8 +36,8 @@ from benchmarks.timed_executor import TimedExecutor, time_beside_the_model
 from quire import LLM
 from quire.cli.bench.workloads import WORKLOADS, IdRange
 from quire.config.engine_args import EngineArgs
-from quire.frontend.metrics.frontend_stats import StepStats
 from quire.frontend.metrics.server_metrics import ProcessMetrics
+from quire.frontend.output_processor import OutputProcessorOutput
 from quire.frontend.request_pipeline import RequestPipeline
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import (
@@ -90,10 +90,8 @@ class Frontend:
 
     def step(self, outputs: EngineCoreOutputs) -> None:
         """Processes outputs like `LLMEngine.step`."""
-        books = self.pipeline.open_step(outputs)
-        stats = books.open_batch()
-        self.pipeline.output_processor.process_outputs(outputs.outputs, outputs.timestamp, stats)
-        books.close_batch(stats)
+        for _ in self.pipeline.process(outputs):
+            pass
 
 
 def measure_steps(num_requests: int, num_steps: int) -> tuple[float, float]:
@@ -238,15 +236,15 @@ class SwitchedEngine:
         As a `control` there are none at any time, and the steps that would have had them are compared.
         """
         steps: list[Step] = []
-        turns, open_step, stats = Order.ON_FIRST, self._pipeline.open_step, self._pipeline.stats
+        turns, process, stats = Order.ON_FIRST, self._pipeline.process, self._pipeline.stats
 
-        def open_switched(outputs: EngineCoreOutputs) -> StepStats:
+        def process_switched(outputs: EngineCoreOutputs, *args: int) -> Iterator[OutputProcessorOutput]:
             stats.log_stats = outputs.scheduler_stats is not None
             is_marked = turns.are_on(len(steps)) if control else stats.log_stats
             steps.append(Step(outputs.timestamp, is_marked, len(outputs.outputs)))
-            return open_step(outputs)
+            return process(outputs, *args)
 
-        self._pipeline.open_step = open_switched  # type: ignore[method-assign]
+        self._pipeline.process = process_switched  # type: ignore[method-assign]
         pairs: list[RunContrast] = []
         with until_interrupted(pairs):
             for number in tqdm(range(-1, num_pairs), desc="pairs in turns", disable=None):

@@ -139,10 +139,9 @@ class Frontend:
         outputs.incarnation = ready.incarnation
         self._link.on_outputs(outputs)
         for delivery in self._link.deliveries:
-            step = self._stats.open_step(delivery)
-            batch = step.open_batch()
+            batch = self._stats.open_iteration() if delivery.outputs else None
             processed = self._processor.process_outputs(delivery.outputs, delivery.timestamp, batch)
-            step.close_batch(batch)
+            self._stats.close_batch(delivery, batch)
             self._take(processed)
             self.num_tokens += sum(len(output.new_token_ids) for output in delivery.outputs)
         self._link.deliveries.clear()

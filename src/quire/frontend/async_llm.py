@@ -231,7 +231,6 @@ class AsyncLLM:
             if new.reservation is not None:
                 new.reservation.release(e)
             raise
-        self._output_handler.start()
         return await self._intake.add(new)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
@@ -251,10 +250,11 @@ class AsyncLLM:
         self.admission.check_admission(num_reqs, num_tokens, num_output_tokens)
 
     def _require_loop(self) -> None:
-        """Raises RuntimeError on any loop but that of the first call."""
+        """Takes outputs from the first call on. Raises RuntimeError on any loop but that of the first call."""
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
+            self._output_handler.start()
         elif self._loop is not loop:
             raise RuntimeError(
                 "this AsyncLLM belongs to another event loop, that of its first call; make one per loop, or hand "

@@ -62,10 +62,18 @@ class InputProcessor:
         self._seeds = random.Random(model_config.seed)
 
     def process_inputs(self, new: NewRequest) -> tuple[EngineCoreRequest, str | None]:
-        """Returns (the request, the text of its prompt, if it has one).
+        """Returns (the validated request, the text to show as its prompt).
 
-        Raises ValidationError, PromptTooLongError, or TypeError for an id that is not a str.
+        An `EngineCoreRequest` in place of the prompt is taken as it is. Raises ValidationError, PromptTooLongError, or
+        TypeError for an id that is not a str.
         """
+        if isinstance(new.prompt, EngineCoreRequest):
+            if new.prompt.request_id != new.request_id:
+                raise ValidationError(
+                    f"request_id {new.request_id!r} is not that of the request, {new.prompt.request_id!r}",
+                    param="request_id",
+                )
+            return new.prompt, new.prompt_text
         if not isinstance(new.request_id, str):
             raise TypeError(f"request_id must be a str, got {type(new.request_id).__name__}")
         PRIORITY.validate(new.priority)

@@ -130,7 +130,7 @@ class LLMEngine:
         start = time.monotonic()
         receipt = self.pipeline.ledger.receive(count_requests(new.params))
         try:
-            request, text = self.pipeline.prepare(new)
+            request, text = self.input_processor.process_inputs(new)
             timeout_s = self._request_timeout_s if new.timeout_s is None and not new.resumable else new.timeout_s
             self._submit(request, text, receipt, None if timeout_s is None else (start, timeout_s))
         except BaseException as e:
@@ -202,11 +202,7 @@ class LLMEngine:
         if not self._undelivered or self.output_processor.has_unfinished_requests():
             outputs = self.engine_core.get_output()
             with InterruptShield():
-                step = self.pipeline.open_step(outputs)
-                stats = step.open_batch()
-                processed = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp, stats)
-                step.close_batch(stats)
-                self.pipeline.note_processed(outputs)
+                (processed,) = self.pipeline.process(outputs)
                 self._undelivered += processed.request_outputs
                 if processed.reqs_to_abort:
                     self.engine_core.abort_requests(processed.reqs_to_abort)

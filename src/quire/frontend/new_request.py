@@ -73,6 +73,8 @@ def text_of(prompt: Any) -> str | None:
     """Returns the text of a prompt of any form that must be tokenized; None if there is none."""
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
+    elif isinstance(prompt, ParsedPrompt):
+        prompt = prompt.text if prompt.token_ids is None else None
     return prompt if isinstance(prompt, str) else None
 
 

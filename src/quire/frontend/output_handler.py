@@ -30,7 +30,7 @@ turn for both, a scrape beside 256 streams waited longer, and nothing else was b
 
 
 class OutputHandler:
-    """One task, started with the first request. An error in one batch of outputs costs the others nothing.
+    """One task, started with the first call. An error in one batch of outputs costs the others nothing.
 
     When the core is gone for good the task ends, and every reader gets the error.
     """
@@ -43,9 +43,8 @@ class OutputHandler:
         """The reason why no outputs will come any more; None while they do."""
 
     def start(self) -> None:
-        """Starts the task on the running loop, if it does not run already."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="quire-output-handler")
+        """Starts the task on the running loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="quire-output-handler")
 
     def note_shutdown(self) -> None:
         """Refuses requests from now on. From any thread."""
@@ -74,21 +73,16 @@ class OutputHandler:
             self._die(EngineDeadError(f"the link to the engine core failed: {type(e).__name__}: {e}"))
 
     async def _process(self, outputs: EngineCoreOutputs) -> None:
-        pipeline, batch = self._pipeline, outputs.outputs
-        step = pipeline.open_step(outputs)
-        for start in range(0, max(len(batch), 1), OUTPUTS_PER_TURN):
-            if start:
-                await asyncio.sleep(0)  # their readers
-                await asyncio.sleep(0)  # and what came meanwhile, which else would wait for the next outputs' readers
-            end = start + OUTPUTS_PER_TURN
-            stats = step.open_batch()
-            processed = pipeline.output_processor.process_outputs(batch[start:end], outputs.timestamp, stats)
-            step.close_batch(stats, is_last=end >= len(batch))
+        num_left = len(outputs.outputs)
+        for processed in self._pipeline.process(outputs, OUTPUTS_PER_TURN):
             if processed.reqs_to_abort:
                 await self._engine_core.abort_requests_async(processed.reqs_to_abort)
             for request in processed.reqs_to_add:
                 await self._add(request)
-        pipeline.note_processed(outputs)
+            num_left -= OUTPUTS_PER_TURN
+            if num_left > 0:
+                await asyncio.sleep(0)  # their readers
+                await asyncio.sleep(0)  # and what came meanwhile, which else would wait for the next outputs' readers
 
     async def _add(self, request: EngineCoreRequest) -> None:
         """Sends a further request of a session; a failure ends that session."""

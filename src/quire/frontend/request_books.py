@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.frontend.metrics.collect.events import IterationStats, RequestOwner
+from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.request_state import RequestState
 from quire.frontend.session import SessionState
 from quire.wire.engine_core import EngineCoreOutput, FinishReason
@@ -43,7 +43,7 @@ class OutputCounter:
     def _add_special(self, state: RequestState, output: EngineCoreOutput) -> None:
         stats = state.stats
         if stats is not None:
-            owner = _owner(state) if state.is_prefilling else None
+            owner = state.owner if state.is_prefilling else None
             self._stats.update_from_output(
                 output, self._timestamp, state.is_prefilling, stats, state.num_context_tokens, owner
             )
@@ -95,9 +95,5 @@ def _close_books(state: RequestState, finish_reason: FinishReason, iteration_sta
         num_prompt_tokens=state.num_prompt_tokens - state.num_context_tokens,
         max_tokens_param=None if params is None else params.max_tokens,
         num_cached_tokens=max(0, (state.num_cached_tokens or 0) - state.num_context_tokens),
-        owner=_owner(state),
+        owner=state.owner,
     )
-
-
-def _owner(state: RequestState) -> RequestOwner:
-    return RequestOwner(state.external_req_id, state.request.trace_headers)

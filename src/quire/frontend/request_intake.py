@@ -7,7 +7,7 @@ end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from msgspec.structs import replace
@@ -23,7 +23,7 @@ from quire.frontend.admission import (
 )
 from quire.frontend.client.base import AsyncEngineCoreClient
 from quire.frontend.deadlines import TIMEOUT_S, Expired, RequestTimers, deadline_error
-from quire.frontend.new_request import NewRequest, ParsedPrompt, parse_prompt
+from quire.frontend.new_request import NewRequest
 from quire.frontend.output_handler import RequestOutputCollector
 from quire.frontend.request_pipeline import RequestPipeline
 from quire.frontend.request_state import fan_out
@@ -70,12 +70,10 @@ class RequestIntake:
         try:
             TIMEOUT_S.validate(new.timeout_s)
             timeout_s = self._request_timeout_s if new.timeout_s is None else new.timeout_s
-            if not isinstance(new.prompt, EngineCoreRequest):
-                new = replace(new, prompt=await self._read_prompt(new.prompt, new.tokenization_kwargs))
-            request, text = self._pipeline.prepare(new)
+            processor = self._pipeline.input_processor
+            request, text = processor.process_inputs(await self._pipeline.tokenize_long(new))
             num_tokens = len(request.prompt_token_ids or ())
-            max_model_len = self._pipeline.input_processor.max_model_len
-            reservation.correct(num_tokens, max_output_tokens(request.params, max_model_len, num_tokens))
+            reservation.correct(num_tokens, max_output_tokens(request.params, processor.max_model_len, num_tokens))
             if timeout_s is not None and start + timeout_s <= asyncio.get_running_loop().time():
                 raise deadline_error(timeout_s)
             collector = RequestOutputCollector(request.params.output_kind)
@@ -93,7 +91,7 @@ class RequestIntake:
 
     async def _add_session(self, new: NewRequest, inputs: Inputs, start: float) -> RequestOutputCollector:
         """Queues a session: its time begins with the wait for the first of `inputs`, whose size is admitted."""
-        feed = SessionFeed(self._pipeline, self._engine_core, inputs, new, self._read_prompt)
+        feed = SessionFeed(self._pipeline, self._engine_core, inputs, new)
         timeout_s = new.timeout_s
         try:
             TIMEOUT_S.validate(timeout_s)
@@ -113,14 +111,6 @@ class RequestIntake:
         if not collector.is_final:
             feed.start(collector)
         return collector
-
-    async def _read_prompt(self, prompt: Any, tokenization_kwargs: Mapping[str, Any]) -> ParsedPrompt:
-        parsed = parse_prompt(prompt)
-        num_chars = len(parsed.text or "") if parsed.token_ids is None else 0
-        processor = self._pipeline.input_processor
-        return await self._pipeline.text_thread.run(
-            num_chars, lambda: processor.read_prompt(parsed, tokenization_kwargs)
-        )
 
     async def _submit(
         self,
@@ -182,14 +172,12 @@ class SessionFeed:
         engine_core: AsyncEngineCoreClient,
         inputs: Inputs,
         new: NewRequest,
-        read_prompt: Callable[[Any, Mapping[str, Any]], Awaitable[Any]],
     ) -> None:
         """`new` is the request as its caller asked for it: its parameters are those of inputs without any."""
         self._pipeline = pipeline
         self._engine_core = engine_core
         self._inputs = inputs
         self._new = replace(new, tokenization_kwargs={"add_special_tokens": False, **new.tokenization_kwargs})
-        self._read_prompt = read_prompt
         self._task: asyncio.Task[None] | None = None
 
     async def first(self) -> StreamingInput:
@@ -227,7 +215,7 @@ class SessionFeed:
             await self.close()
 
     async def _send(self, session_id: str, new: NewRequest) -> None:
-        new = replace(new, prompt=await self._read_prompt(new.prompt, new.tokenization_kwargs))
+        new = await self._pipeline.tokenize_long(new)
         session = self._pipeline.output_processor.request_states[session_id]  # when it ends, this task is cancelled
         prepared = self._pipeline.prepare_input(session, new)
         for request in self._pipeline.add_input(session_id, prepared).reqs_to_add:

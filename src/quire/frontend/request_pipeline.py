@@ -6,20 +6,24 @@ It has everything but the engine core and the loop around it: validation, the st
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.metrics.collect.ledger import RequestLedger
-from quire.frontend.metrics.frontend_stats import FrontendStats, StepStats
+from quire.frontend.metrics.frontend_stats import FrontendStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
-from quire.frontend.new_request import NewRequest, Params, parse_prompt
+from quire.frontend.new_request import NewRequest, Params, parse_prompt, text_of
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
 from quire.frontend.request_state import RequestState
 from quire.frontend.session import SessionInput
@@ -66,7 +70,6 @@ class RequestPipeline:
             deque(maxlen=config.observability_config.trace_events) if config.observability_config.trace_events else None
         )
         """For traces: times at which outputs of the core were processed; None if traces are off."""
-        self._step_start = 0.0
         self.stats = FrontendStats(
             config, ready, self.output_processor, ledger=self.ledger, log_stats=log_stats, stat_loggers=stat_loggers
         )
@@ -79,20 +82,14 @@ class RequestPipeline:
 
     # -- down ---------------------------------------------------------------------------------------------------------
 
-    def prepare(self, new: NewRequest) -> tuple[EngineCoreRequest, str | None]:
-        """Returns (the validated request, the text to show as its prompt).
-
-        An `EngineCoreRequest` in place of the prompt is taken as it is. Raises ValidationError for what the request
-        holds, TypeError for an id that is not a str.
-        """
-        if not isinstance(new.prompt, EngineCoreRequest):
-            return self.input_processor.process_inputs(new)
-        if new.prompt.request_id != new.request_id:
-            raise ValidationError(
-                f"request_id {new.request_id!r} is not that of the request, {new.prompt.request_id!r}",
-                param="request_id",
-            )
-        return new.prompt, new.prompt_text
+    async def tokenize_long(self, new: NewRequest) -> NewRequest:
+        """Returns a request with the token ids of its prompt if that is a long text, which is tokenized on the text
+        thread. Raises ValidationError."""
+        text = text_of(new.prompt)
+        if text is None or len(text) <= LONG_TEXT_CHARS:
+            return new
+        read = partial(self.input_processor.read_prompt, new.prompt, new.tokenization_kwargs)
+        return replace(new, prompt=await self.text_thread.run_aside(read))
 
     def choose_params(self, prompt: object, params: Params | None) -> Params:
         """Returns the parameters of a request: those of an `EngineCoreRequest`, `params`, or the model's defaults."""
@@ -104,8 +101,8 @@ class RequestPipeline:
         """Returns the next input of a live session; the last one if `new` is not resumable.
 
         The last one may be empty: "" or []. Text gets no special tokens unless `tokenization_kwargs` ask for them.
-        Raises as `prepare`, and ValidationError for another cache salt than the session's, PromptTooLongError if the
-        context has no room for what is certain to come before it; the session goes on all the same.
+        Raises as `process_inputs`, and ValidationError for another cache salt than the session's, PromptTooLongError if
+        the context has no room for what is certain to come before it; the session goes on all the same.
         """
         parsed = parse_prompt(new.prompt)
         if not new.resumable and not parsed.text and not parsed.token_ids:
@@ -165,19 +162,24 @@ class RequestPipeline:
 
     # -- up -----------------------------------------------------------------------------------------------------------
 
-    def open_step(self, outputs: EngineCoreOutputs) -> StepStats:
-        """Returns the counter for the outputs of a step, whose processing begins now."""
-        if self._batch_times is not None:
-            self._step_start = time.monotonic()
-        if self._startup is not None and outputs.outputs:
+    def process(self, outputs: EngineCoreOutputs, batch_size: int = sys.maxsize) -> Iterator[OutputProcessorOutput]:
+        """Yields the results of a step's outputs, batch by batch.
+
+        Each batch is in the statistics before it is yielded: they agree with the state of the requests whenever another
+        coroutine runs.
+        """
+        start, batch = time.monotonic(), outputs.outputs
+        if self._startup is not None and batch:
             self._startup.finish()
             self._startup = None
-        return self.stats.open_step(outputs)
-
-    def note_processed(self, outputs: EngineCoreOutputs) -> None:
-        """Records for traces that the processing of these outputs is done."""
-        if self._batch_times is not None and outputs.outputs:
-            self._batch_times.append((outputs.timestamp, self._step_start, time.monotonic()))
+        for first in range(0, max(len(batch), 1), batch_size):
+            end = first + batch_size
+            stats = self.stats.open_iteration() if batch else None
+            result = self.output_processor.process_outputs(batch[first:end], outputs.timestamp, stats)
+            self.stats.close_batch(outputs, stats, is_last=end >= len(batch))
+            yield result
+        if self._batch_times is not None and batch:
+            self._batch_times.append((outputs.timestamp, start, time.monotonic()))
 
     def encode_trace(self, window: TraceWindow) -> bytes:
         """Returns the steps of the core, and the processing of their outputs, as JSON for Perfetto."""

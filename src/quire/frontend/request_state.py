@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.frontend.admission import Reservation
+from quire.frontend.metrics.collect.events import RequestOwner
 from quire.frontend.session import SessionState
 from quire.frontend.text.detokenizer import IncrementalDetokenizer, LogprobsProcessor
 from quire.frontend.text.tokenizer import Tokenizer
@@ -97,11 +98,7 @@ class RequestState:
             prompt=prompt,
             parent=parent,
             index=index,
-            detokenizer=(
-                IncrementalDetokenizer()
-                if params is None
-                else IncrementalDetokenizer.from_params(tokenizer, params, prompt_ids)
-            ),
+            detokenizer=IncrementalDetokenizer.from_params(tokenizer, params, prompt_ids),
             logprobs=logprobs,
             shown_stats=RequestStateStats(arrival_time=request.arrival_time) if log_stats else None,
             queue=queue,
@@ -144,6 +141,11 @@ class RequestState:
             stats.last_token_ts = self.last_token_ts
             stats.num_generation_tokens = len(self.detokenizer.token_ids) + self.num_discarded_tokens
         return stats
+
+    @property
+    def owner(self) -> RequestOwner:
+        """The owner of observations of this request."""
+        return RequestOwner(self.external_req_id, self.request.trace_headers)
 
     @property
     def num_prompt_tokens(self) -> int:

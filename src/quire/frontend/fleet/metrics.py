@@ -52,8 +52,7 @@ class EngineWatch:
                 outputs = await self._client.get_output_async()
             except EngineDeadError as e:
                 return e
-            step = self.stats.open_step(outputs)
-            step.close_batch(step.open_batch())
+            self.stats.close_batch(outputs, None)
 
 
 class _NoRequests:

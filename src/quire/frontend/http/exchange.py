@@ -40,8 +40,6 @@ VALUES_PER_CONTEXT_TOKEN = 4
 _MAX_LENGTH_DIGITS = 16
 OBJECT_VALUES = 4
 """Parsing one JSON object costs about as much as so many plain values."""
-LARGE_BODY_BYTES = 1 << 16
-"""Converting a larger body may block the event loop for longer than other requests should wait."""
 GONE = 499
 """Status that is logged where the client disconnected before the answer."""
 LOAD_REQUEST_HEADER = "endpoint-load-metrics-format"
@@ -137,12 +135,6 @@ class Exchange:
         return self._content
 
     async def convert(self, work: Callable[[], Result]) -> Result:
-        """Returns the result of `work`, which converts the body: on the text thread if the body is large."""
-        if self.size <= LARGE_BODY_BYTES:
-            return work()
-        return await self.state.engine.pipeline.text_thread.run_aside(work)
-
-    async def render(self, work: Callable[[], Result]) -> Result:
         """Returns the result of `work`, which reads all text of the request: on the text thread if it is long."""
         return await self.state.engine.pipeline.text_thread.run(self.size, work)
 

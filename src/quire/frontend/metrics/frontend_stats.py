@@ -130,27 +130,26 @@ class FrontendStats:
         return metrics is not None and (metrics.has_failed or metrics not in self.loggers.loggers)
 
     def open_iteration(self) -> IterationStats | None:
-        """Returns statistics to fill for outputs that no step of the core has brought; None if nothing is counted."""
+        """Returns statistics to fill for a batch of outputs; None if nothing is counted."""
         return IterationStats(self._wall_clock()) if self.log_stats else None
 
     def close_iteration(self, stats: IterationStats | None) -> None:
-        """Passes statistics of `open_iteration` to the loggers."""
+        """Passes statistics of outputs that no step of the core has brought to the loggers."""
         if stats is not None:
             self.loggers.record(None, stats)
 
-    def open_step(self, outputs: EngineCoreOutputs) -> StepStats:
-        """Starts counting the outputs of a step, which are processed in one or several batches."""
-        return StepStats(self, outputs, self._wall_clock())
-
-    def add_step(self, outputs: EngineCoreOutputs, time: float) -> None:
-        """Counts a step that has been processed."""
-        self._last_step_time = time
-        stats = outputs.scheduler_stats
-        if stats is not None:
-            self._scheduler_stats = stats
-            self._steps.append((outputs.timestamp, stats))
+    def close_batch(self, outputs: EngineCoreOutputs, batch: IterationStats | None, *, is_last: bool = True) -> None:
+        """Passes a processed batch of a step's outputs to the loggers; with the last one the state of the scheduler."""
+        step = outputs.scheduler_stats if is_last else None
+        if is_last:
+            self._last_step_time = self._wall_clock()
+        if step is not None:
+            self._scheduler_stats = step
+            self._steps.append((outputs.timestamp, step))
             if len(self._steps) >= MAX_STEPS_KEPT:
                 self._feed_saturation()
+        if step is not None or batch is not None:
+            self.loggers.record(step, batch, outputs.engine_index)
 
     def _feed_saturation(self) -> None:
         for timestamp, stats in self._steps:
@@ -224,31 +223,6 @@ class FrontendStats:
             adapters=AdapterLoad.count(adapters),
             max_lora=0,
         )
-
-
-class StepStats:
-    """Counts one message of the core. Each batch is passed to the loggers when it is done, so that they agree with the
-    state of the requests whenever another coroutine runs."""
-
-    __slots__ = ("_outputs", "_stats", "_time")
-
-    def __init__(self, stats: FrontendStats, outputs: EngineCoreOutputs, time: float) -> None:
-        self._stats = stats
-        self._outputs = outputs
-        self._time = time
-
-    def open_batch(self) -> IterationStats | None:
-        """Returns statistics to fill for the next batch of outputs; None if nothing is counted."""
-        return IterationStats(self._time) if self._stats.log_stats and self._outputs.outputs else None
-
-    def close_batch(self, batch: IterationStats | None, *, is_last: bool = True) -> None:
-        """Passes a processed batch to the loggers."""
-        outputs, stats = self._outputs, self._stats
-        scheduler_stats = outputs.scheduler_stats if is_last else None
-        if is_last:
-            stats.add_step(outputs, self._time)
-        if scheduler_stats is not None or batch is not None:
-            stats.loggers.record(scheduler_stats, batch, outputs.engine_index)
 
 
 def make_setup(config: EngineConfig, ready: EngineCoreReadyResponse) -> MetricsSetup:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,16 +51,18 @@ async def pool_input(exchange: Exchange, body: InputBody, params: PoolingParams)
         size = estimate_text_tokens(texts_of(messages))
         with exchange.admit([size], params) as admitted:
             variables = check_template_variables(body.chat_template_kwargs)
-            text = await exchange.render(
-                lambda: renderer.render_chat(
+
+            def render() -> list[str]:
+                text = renderer.render_chat(
                     messages,
                     chat_template=body.chat_template,
                     add_generation_prompt=body.add_generation_prompt,
                     continue_final_message=body.continue_final_message,
                     variables=variables,
                 )
-            )
-            submission = await _submit_texts(exchange, admitted, body, [text], params)
+                return [text]
+
+            submission = await _submit_texts(exchange, admitted, body, render, params)
         return await pooled_outputs(exchange, submission)
 
 
@@ -68,15 +71,20 @@ async def pool_texts(
 ) -> list[PoolingRequestOutput]:
     """Returns the results of some prompts, in order. Raises as `AsyncLLM.add_request`, and the engine's errors."""
     with exchange.admit(list(map(estimate_num_tokens, texts)), params) as admitted:
-        submission = await _submit_texts(exchange, admitted, body, texts, params)
+        submission = await _submit_texts(exchange, admitted, body, lambda: texts, params)
     return await pooled_outputs(exchange, submission)
 
 
 async def _submit_texts(
-    exchange: Exchange, admitted: Admitted, body: PoolingBody, texts: Sequence[Prompt], params: PoolingParams
+    exchange: Exchange,
+    admitted: Admitted,
+    body: PoolingBody,
+    render: Callable[[], Sequence[Prompt]],
+    params: PoolingParams,
 ) -> Submission:
-    salt = exchange.cache_salt(body.cache_salt)
-    prompts = await exchange.state.part(PromptRenderer).tokenize(texts, body.tokenization(), cache_salt=salt)
+    renderer, salt = exchange.state.part(PromptRenderer), exchange.cache_salt(body.cache_salt)
+    read = partial(renderer.read_prompt, options=body.tokenization(), cache_salt=salt)
+    prompts = await exchange.convert(lambda: list(map(read, render())))
     return await submit_prompts(exchange, admitted, body, prompts, [params] * len(prompts))
 
 

@@ -11,12 +11,13 @@ from quire.config.server import ServerConfig
 from quire.errors import ConfigError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.new_request import ParsedPrompt
-from quire.frontend.openai.protocol.sampling import GenerationBody
+from quire.frontend.openai.protocol.chat import ChatBody
+from quire.frontend.openai.protocol.completion import CompletionBody
 from quire.frontend.text.chat_template import ContentFormat
 
 
 class PromptRenderer:
-    """Renders conversations and tokenizes prompts. What is not `async` may take long: call it on the text thread."""
+    """Renders conversations and tokenizes prompts. Both may take long: call them in `Exchange.convert`."""
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
         """Raises ConfigError for variables of the chat template that are no JSON object."""
@@ -27,35 +28,27 @@ class PromptRenderer:
         self._variables = _parse_variables(config.default_chat_template_kwargs)
         self._thread = engine.pipeline.text_thread
 
-    async def tokenize(
+    def read_prompt(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompt: str | Sequence[int],
         options: Mapping[str, Any],
         *,
         cache_salt: str | None = None,
         max_tokens: int | None = 0,
-    ) -> list[ParsedPrompt]:
-        """Returns the prompts with their token ids. `options` are `tokenization_kwargs`.
-
-        Unless `max_tokens` is 0 each prompt must leave room for so many tokens (None: for one). The first prompt that
-        is refused refuses them all. Raises ValidationError.
-        """
-        return await self._thread.run(
-            sum(map(len, prompts)), lambda: [self._tokenize(each, options, cache_salt, max_tokens) for each in prompts]
-        )
-
-    def _tokenize(
-        self, prompt: str | Sequence[int], options: Mapping[str, Any], salt: str | None, max_tokens: int | None
     ) -> ParsedPrompt:
+        """Returns a prompt with its token ids. `options` are `tokenization_kwargs`.
+
+        Unless `max_tokens` is 0 it must leave room for so many tokens (None: for one). Raises ValidationError.
+        """
         parsed = ParsedPrompt(text=prompt) if isinstance(prompt, str) else ParsedPrompt(token_ids=list(prompt))
-        parsed = self._processor.read_prompt(replace(parsed, cache_salt=salt), options)
+        parsed = self._processor.read_prompt(replace(parsed, cache_salt=cache_salt), options)
         if max_tokens != 0:
             self._processor.validate_room(len(parsed.token_ids or ()), max_tokens)
         return parsed
 
-    def truncation(self, body: GenerationBody, max_tokens: int | None) -> dict[str, Any]:
-        """Returns the `tokenization_kwargs` that cut a request's prompt; -1 leaves room for `max_tokens`."""
-        options: dict[str, Any] = {}
+    def tokenization(self, body: ChatBody | CompletionBody, max_tokens: int | None) -> dict[str, Any]:
+        """Returns the `tokenization_kwargs` of a body. A prompt that is cut to -1 leaves room for `max_tokens`."""
+        options: dict[str, Any] = {"add_special_tokens": body.add_special_tokens}
         keep = body.truncate_prompt_tokens
         if keep is not None:
             room = self._processor.max_model_len - (max_tokens or 1)

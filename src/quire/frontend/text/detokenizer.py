@@ -182,10 +182,10 @@ class IncrementalDetokenizer:
 
     @staticmethod
     def from_params(
-        tokenizer: Tokenizer | None, params: SamplingParams, prompt_ids: Sequence[int]
+        tokenizer: Tokenizer | None, params: SamplingParams | None, prompt_ids: Sequence[int]
     ) -> IncrementalDetokenizer:
-        """Returns the detokenizer a request asks for; without a tokenizer there is no text."""
-        if tokenizer is None or not params.detokenize:
+        """Returns the detokenizer a request asks for; without a tokenizer or a generation there is no text."""
+        if tokenizer is None or params is None or not params.detokenize:
             return IncrementalDetokenizer()
         return TextDetokenizer(tokenizer, params, prompt_ids)
 

@@ -95,13 +95,13 @@ def test_outputs_are_reserved_as_long_as_they_may_be(route: str) -> None:
 
     async def test(server: Server) -> None:
         seen: list[tuple[int, int]] = []
-        admission, tokenize = server.engine.admission, server.state.part(PromptRenderer).tokenize
+        admission, read_prompt = server.engine.admission, server.state.part(PromptRenderer).read_prompt
 
-        async def look(*args: Any, **options: Any) -> Any:
+        def look(*args: Any, **options: Any) -> Any:
             seen.append((admission.num_tokens, admission.num_reserved_tokens))
-            return await tokenize(*args, **options)
+            return read_prompt(*args, **options)
 
-        server.state.part(PromptRenderer).tokenize = look  # type: ignore[method-assign]
+        server.state.part(PromptRenderer).read_prompt = look  # type: ignore[method-assign]
         await server.answer(route, **prompt, **name, max_tokens=30)
         if route != "/v1/messages":
             await server.answer(route, **prompt, n=2, max_tokens=30, temperature=1)
@@ -141,14 +141,14 @@ def test_twenty_times_too_much() -> None:
 
     async def test(server: Server) -> None:
         num_tokenized = 0
-        tokenize = server.state.part(PromptRenderer).tokenize
+        read_prompt = server.state.part(PromptRenderer).read_prompt
 
-        async def count(*args: Any, **options: Any) -> Any:
+        def count(*args: Any, **options: Any) -> Any:
             nonlocal num_tokenized
             num_tokenized += 1
-            return await tokenize(*args, **options)
+            return read_prompt(*args, **options)
 
-        server.state.part(PromptRenderer).tokenize = count  # type: ignore[method-assign]
+        server.state.part(PromptRenderer).read_prompt = count  # type: ignore[method-assign]
         body = {"prompt": [50], "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
         expected = (await server.answer("/v1/completions", **body))["choices"]
         responses = await asyncio.gather(*(server.post("/v1/completions", body) for _ in range(num_offered)))

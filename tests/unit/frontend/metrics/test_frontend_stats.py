@@ -58,8 +58,7 @@ class Setting:
 
     def step(self, **stats: Any) -> None:
         outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats(**stats), timestamp=self.now)
-        step = self.stats.open_step(outputs)
-        step.close_batch(step.open_batch())
+        self.stats.close_batch(outputs, None)
 
     @property
     def age(self) -> float:

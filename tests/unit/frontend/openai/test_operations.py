@@ -15,9 +15,9 @@ from quire.config.server import ServerConfig
 from quire.errors import EngineDeadError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.endpoint import Endpoint, add_endpoint
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.new_request import NewRequest, ParsedPrompt
 from quire.frontend.openai.app import ROUTERS, build_app, endpoints_of
-from quire.frontend.openai.rendering import PromptRenderer
 from quire.version import __version__
 
 from .serving import Server, check, client_of
@@ -343,16 +343,15 @@ def test_room_is_reserved_before_the_prompt_is_rendered(monkeypatch: pytest.Monk
     """The queue is full while a prompt is in the tokenizer; afterwards all room is free again."""
 
     async def test(server: Server) -> None:
-        renderer, admission = server.state.part(PromptRenderer), server.engine.admission
-        tokenize, seen = renderer.tokenize, []
+        admission, convert, seen = server.engine.admission, Exchange.convert, []
 
-        async def meet(*args: Any, **options: Any) -> Any:
-            seen.append((admission.num_reqs, admission.num_tokens))
-            if len(seen) == 1:
+        async def meet(exchange: Exchange, work: Any) -> Any:
+            if admission.num_reqs and not seen:
+                seen.append((admission.num_reqs, admission.num_tokens))
                 assert (await server.post("/v1/completions", {"prompt": "x"})).status_code == 503
-            return await tokenize(*args, **options)
+            return await convert(exchange, work)
 
-        monkeypatch.setattr(renderer, "tokenize", meet)
+        monkeypatch.setattr(Exchange, "convert", meet)
         body = {"prompt": ["abcd" * 10, "x"], "n": 2, "temperature": 1, "max_tokens": 1}
         assert (await server.post("/v1/completions", body)).status_code == 200
         assert seen == [(4, 2 * 11 + 2 * 1)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.outputs import RequestStateStats
-from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
+from quire.wire.engine_core import EngineCoreEventType, EngineCoreOutput, FinishReason
 from quire.wire.stats import PrefillStats
 
 _QUEUED, _SCHEDULED, _PREEMPTED = (
@@ -108,17 +108,6 @@ class IterationStats(msgspec.Struct, gc=False):
         """Returns the wall seconds from `start` to this iteration; 0 if the wall clock was set back."""
         return max(0.0, self.iteration_timestamp - start)
 
-    def update_from_events(self, events: list[EngineCoreEvent], stats: RequestStateStats) -> None:
-        """Records lifecycle events of a request. A preemption keeps the first `scheduled_ts`."""
-        for event in events:
-            if event.type is _QUEUED:
-                stats.queued_ts = event.timestamp
-            elif event.type is _SCHEDULED:
-                stats.scheduled_ts = stats.scheduled_ts or event.timestamp
-            elif event.type is _PREEMPTED:
-                self.num_preempted_reqs += 1
-                stats.num_preemptions += 1
-
     def update_from_output(
         self,
         output: EngineCoreOutput,
@@ -133,8 +122,14 @@ class IterationStats(msgspec.Struct, gc=False):
         `num_context_tokens` of the prompt were counted with earlier segments of the session. `owner` is used with first
         tokens only.
         """
-        if output.events:
-            self.update_from_events(output.events, stats)
+        for event in output.events or ():
+            if event.type is _QUEUED:
+                stats.queued_ts = event.timestamp
+            elif event.type is _SCHEDULED:
+                stats.scheduled_ts = stats.scheduled_ts or event.timestamp  # a preemption keeps the first
+            elif event.type is _PREEMPTED:
+                self.num_preempted_reqs += 1
+                stats.num_preemptions += 1
         if output.num_nans_in_logits and not stats.is_corrupted:
             stats.is_corrupted = True
             self.num_corrupted_reqs += 1

@@ -104,11 +104,11 @@ class PrometheusStatLogger(StatLogger):
             raise ServerError(HAS_FAILED)
 
     def record_operation(self, operation: ControlOperation) -> None:
-        self._store.record(operation)
+        self._store.record_all((operation,))
 
     def record_exchange(self, exchange: HttpExchange) -> None:
         """Counts an answered HTTP request."""
-        self._store.record(exchange)
+        self._store.record_all((exchange,))
 
     def snapshot(self) -> MetricsSnapshot:
         """Returns all metrics of this process at this moment."""
@@ -119,7 +119,7 @@ class PrometheusStatLogger(StatLogger):
         """Returns the same as text, without OpenMetrics' end mark."""
         self._prepare()
         if self._get_facts is not None:
-            self._facts.record(self._get_facts())
+            self._facts.record_all((self._get_facts(),))
         return self._live.write(format) + self._exposition.write(self._store.infos, format)
 
     def report(self, process: MetricsSnapshot) -> ProcessReport:
@@ -140,7 +140,7 @@ class PrometheusStatLogger(StatLogger):
     def _arrange(self, counted: MetricsSnapshot, facts: FrontendFacts | None) -> MetricsSnapshot:
         """Returns counted rows and rows of the state, in the order of the catalog."""
         if facts is not None:
-            self._facts.record(facts)
+            self._facts.record_all((facts,))
         families = counted.families + self._facts.snapshot().families
         families.sort(key=lambda family: self._order.get(family.name, len(self._order)))
         return MetricsSnapshot(families)

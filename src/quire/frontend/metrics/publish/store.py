@@ -52,10 +52,6 @@ class MetricsStore:
         new = Family(spec.full_name, "gauge", spec.help, tuple(labels), series=[])
         self._infos.setdefault(spec.full_name, new).series.append(Series(tuple(labels.values()), 1.0))
 
-    def record(self, event: object, engine_index: int = 0) -> None:
-        """Counts one event."""
-        self.record_all((event,), engine_index)
-
     def record_all(self, events: Sequence[object], engine_index: int = 0, time: float | None = None) -> None:
         """Counts events of one type, which happened at `time` if not now."""
         if events:

@@ -89,23 +89,22 @@ async def render_prompts(
     """Returns the prompts of conversations, through the model's chat template. Unless `max_tokens` is 0 they must leave
     room for so many tokens (None: for one)."""
     renderer, body = exchange.state.part(PromptRenderer), bodies[0]
-    texts = await exchange.render(
-        lambda: [
-            renderer.render_chat(
-                each.messages,
-                chat_template=each.chat_template,
-                tools=plan.tools,
-                documents=each.documents,
-                add_generation_prompt=each.add_generation_prompt,
-                continue_final_message=each.continue_final_message,
-                variables=each.template_variables(),
-            )
-            for each in bodies
-        ]
-    )
-    options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body, max_tokens)
+    options = renderer.tokenization(body, max_tokens)
     salt = exchange.cache_salt(body.cache_salt)
-    return await renderer.tokenize(texts, options, cache_salt=salt, max_tokens=max_tokens)
+
+    def render(each: ChatBody) -> ParsedPrompt:
+        text = renderer.render_chat(
+            each.messages,
+            chat_template=each.chat_template,
+            tools=plan.tools,
+            documents=each.documents,
+            add_generation_prompt=each.add_generation_prompt,
+            continue_final_message=each.continue_final_message,
+            variables=each.template_variables(),
+        )
+        return renderer.read_prompt(text, options, cache_salt=salt, max_tokens=max_tokens)
+
+    return await exchange.convert(lambda: list(map(render, bodies)))
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -59,9 +60,10 @@ async def tokenize_prompts(
 ) -> list[ParsedPrompt]:
     """Returns the prompts with their token ids, and with a text where the answer repeats it. Raises ValidationError."""
     renderer, tokenizer = exchange.state.part(PromptRenderer), exchange.state.engine.tokenizer
-    options = {"add_special_tokens": body.add_special_tokens} | renderer.truncation(body, params.max_tokens)
+    options = renderer.tokenization(body, params.max_tokens)
     salt = exchange.cache_salt(body.cache_salt)
-    prompts = await renderer.tokenize(texts, options, cache_salt=salt, max_tokens=params.max_tokens)
+    read = partial(renderer.read_prompt, options=options, cache_salt=salt, max_tokens=params.max_tokens)
+    prompts = await exchange.convert(lambda: list(map(read, texts)))
     if body.echo and tokenizer is not None:
         prompts = [p if p.text is not None else replace(p, text=tokenizer.decode(p.token_ids or [])) for p in prompts]
     return prompts

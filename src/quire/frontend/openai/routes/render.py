@@ -64,7 +64,7 @@ async def render_response(exchange: Exchange) -> dict[str, Any]:
         raise ValidationError(
             "rendering knows no stored responses; send the whole conversation as input", param="previous_response_id"
         )
-    messages = await exchange.render(lambda: messages_of(body.input))
+    messages = await exchange.convert(lambda: messages_of(body.input))
     chat = body.as_chat(with_instructions(body.instructions, messages))
     return await _render_chat(exchange, chat, f"resp_{exchange.request_id}")
 

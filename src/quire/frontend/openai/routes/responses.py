@@ -124,7 +124,7 @@ async def _conversation(exchange: Exchange, body: ResponsesBody) -> list[Message
         except ClientError as e:
             raise _blame(e, "previous_response_id") from None
     exchange.size += len(before)
-    return await exchange.render(lambda: [*msgspec.json.decode(before, type=list[Message]), *messages_of(body.input)])
+    return await exchange.convert(lambda: [*msgspec.json.decode(before, type=list[Message]), *messages_of(body.input)])
 
 
 def _check_background(exchange: Exchange, body: ResponsesBody) -> None:

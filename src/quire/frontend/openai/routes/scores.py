@@ -73,12 +73,12 @@ async def _score(exchange: Exchange, body: PoolingBody, pairs: Sequence[tuple[st
         params = body.params("score")
         sizes = [estimate_text_tokens(pair) for pair in pairs]
         with exchange.admit(sizes, params) as admitted:
-            job = await exchange.render(lambda: scorer.plan(pairs, params, body.tokenization()))
+            job = await exchange.convert(lambda: scorer.plan(pairs, params, body.tokenization()))
             salt = exchange.cache_salt(body.cache_salt)
             prompts = [replace(parse_prompt(prompt), cache_salt=salt) for prompt in job.prompts]
             submission = await submit_prompts(exchange, admitted, body, prompts, job.params)
         return job.results(await pooled_outputs(exchange, submission))
-    job = await exchange.render(lambda: scorer.plan(pairs, body.params("embed"), body.tokenization()))
+    job = await exchange.convert(lambda: scorer.plan(pairs, body.params("embed"), body.tokenization()))
     return job.results(await pool_texts(exchange, body, cast("list[str]", job.prompts), job.params[0]))
 
 

@@ -66,9 +66,12 @@ async def tokenize(exchange: Exchange) -> Response:
     state.check_model(body.model)
     tokenizer = await state.engine.get_tokenizer()
     renderer, messages, text = state.part(PromptRenderer), body.messages, body.prompt or ""
-    if messages is not None:
-        text = await exchange.render(
-            lambda: renderer.render_chat(
+    adds_special = messages is None if body.add_special_tokens is None else body.add_special_tokens
+
+    def read() -> list[int]:
+        prompt = text
+        if messages is not None:
+            prompt = renderer.render_chat(
                 messages,
                 chat_template=body.chat_template,
                 tools=tools_for_template(body.tools) if body.tools else None,
@@ -76,10 +79,9 @@ async def tokenize(exchange: Exchange) -> Response:
                 continue_final_message=body.continue_final_message,
                 variables=check_template_variables(body.chat_template_kwargs),
             )
-        )
-    adds_special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-    (prompt,) = await renderer.tokenize([text], {"add_special_tokens": adds_special})
-    ids = prompt.token_ids or []
+        return renderer.read_prompt(prompt, {"add_special_tokens": adds_special}).token_ids or []
+
+    ids = await exchange.convert(read)
     answer = {"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
         answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)

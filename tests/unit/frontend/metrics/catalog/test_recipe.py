@@ -18,6 +18,6 @@ def test_the_row_of_the_recipe() -> None:
     assert found is not None
     row: MetricSpec = eval(found[1].strip(), vars(spec_module))  # our own page
     store = MetricsStore([row], {"model_name": "m"}, {})
-    store.record(SchedulerStats(num_scheduled_tokens=5))
-    store.record(SchedulerStats(num_scheduled_tokens=6))
+    store.record_all([SchedulerStats(num_scheduled_tokens=5)])
+    store.record_all([SchedulerStats(num_scheduled_tokens=6)])
     assert store.snapshot().value("quire_step_tokens") == 11

@@ -69,7 +69,7 @@ def make() -> MetricsStore:
 def test_in_batches_or_one_by_one(events: list[Event], batch_size: int) -> None:
     one_by_one, together = make(), make()
     for event in events:
-        one_by_one.record(event)
+        one_by_one.record_all([event])
     for start in range(0, len(events), batch_size):
         together.record_all(events[start : start + batch_size])
     assert together.snapshot() == one_by_one.snapshot()
@@ -129,7 +129,7 @@ def test_nothing_is_nothing() -> None:
     store = make()
     before = store.snapshot()
     store.record_all([])
-    store.record(object())
+    store.record_all([object()])
     assert store.snapshot() == before
 
 
@@ -137,5 +137,5 @@ def test_nothing_is_nothing() -> None:
 def test_a_row_says_when_it_has_changed(spec: MetricSpec) -> None:
     store = MetricsStore([spec], {"model_name": "m"}, BOUNDS)
     (row,) = store.rows
-    store.record(Event(size=1.0, sizes=[1.0]))
+    store.record_all([Event(size=1.0, sizes=[1.0])])
     assert row.changes > 0
