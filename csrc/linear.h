@@ -24,6 +24,7 @@ QK_INLINE void finish_block(const qk_linear_args& a, F16 sum, F16 second, int64_
     if (a.bias) sum = add(sum, load_n(a.bias + n0, count));
     if (a.divisor != 1.0f) sum = div(sum, set1(a.divisor));
     if (a.soft_cap != 0.0f) sum = soft_cap(sum, a.soft_cap);
+    if (a.clip != 0.0f) sum = min(max(sum, set1(-a.clip)), set1(a.clip));
     sum = activate(a.activation, sum);
     if (a.gated) {
         if (a.bias) second = add(second, load_n(a.bias + a.n + n0, count));

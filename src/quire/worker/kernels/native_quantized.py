@@ -145,6 +145,7 @@ class NativeQuantizedLinear:
                 activation=ACTIVATIONS[spec.activation],
                 divisor=spec.divisor,
                 soft_cap=spec.soft_cap or 0.0,
+                clip=spec.clip or 0.0,
                 packed=matrix.values.data_ptr(),
                 bias=None if self._bias is None else self._bias.data_ptr(),
                 y_stride=matrix.n,

@@ -63,13 +63,15 @@ QK_EXPORT void qk_unpack(qk_context* context, const qk_pack_args* args);
 
 typedef struct {
     /* y = activation((x W^T + bias) / divisor) + residual, or, gated, activation(first half) * second half. Sums are float32.
-     * soft_cap: what is divided becomes soft_cap * tanh(it / soft_cap); 0 for none. */
+     * soft_cap: what is divided becomes soft_cap * tanh(it / soft_cap); 0 for none. clip: then it is cut to [-clip, clip]; 0 for
+     * none. */
     int64_t m, n, k;
     int32_t dtype; /* of x, weights, residual */
     int32_t out_dtype;
     int32_t gated;
     int32_t activation;
-    float divisor, soft_cap;
+    float divisor, soft_cap, clip;
+    int32_t reserved;
     const void* packed;
     const float* bias;    /* [n], or [2 n] if gated; NULL for none */
     const void* residual; /* [m, n]; NULL for none; may be y */

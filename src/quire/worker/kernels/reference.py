@@ -127,6 +127,8 @@ def linear(
     if spec.divisor != 1.0:
         y = y / spec.divisor
     y = soft_cap(y, spec.soft_cap)
+    if spec.clip is not None:
+        y = y.clamp(-spec.clip, spec.clip)
     if spec.activation is not None:
         y = activate(y, name=spec.activation, is_gated=spec.gated)
     return y if residual is None else residual + y
@@ -360,6 +362,8 @@ def finish(y: Tensor, residual: Tensor | None, bias: Tensor | None, spec: Linear
     if spec.divisor != 1.0:
         y = y / spec.divisor
     y = soft_cap(y, spec.soft_cap)
+    if spec.clip is not None:
+        y = y.clamp(-spec.clip, spec.clip)
     if spec.activation is not None:
         function = get_activation(spec.activation)
         y = gated(function, y) if spec.gated else function(y)

@@ -22,6 +22,8 @@ class LinearSpec:
     """The sums are divided by it."""
     soft_cap: float | None = None
     """c: the sums become c * tanh(sums / c)."""
+    clip: float | None = None
+    """c: the sums are cut to [-c, c]."""
     activation: str | None = None
     """A key of `ACTIVATIONS`."""
     gated: bool = False

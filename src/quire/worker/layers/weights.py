@@ -90,7 +90,7 @@ GIVEN_BACK: Any = GivenBack()
 
 def weight(*shape: int) -> nn.Parameter:
     """Returns an unfilled parameter on the current default device. Quire never trains: no gradients."""
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:

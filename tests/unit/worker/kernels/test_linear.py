@@ -26,6 +26,7 @@ SPECS = [
     LinearSpec(activation="gelu", gated=True),
     LinearSpec(activation="gelu_pytorch_tanh", gated=True),
     LinearSpec(float32_output=True, divisor=3.0, soft_cap=2.0),
+    LinearSpec(clip=0.5),
 ]
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -51,7 +52,9 @@ def test_equals_the_float64_reference(
         y = make_kernels(1).linear(weight, b, spec)(x, r)
         wide = (None if t is None else t.double() for t in (r, weight, b))
         wide_residual, wide_weight, wide_bias = wide
-        plain = LinearSpec(activation=spec.activation, gated=spec.gated, divisor=spec.divisor, soft_cap=spec.soft_cap)
+        plain = LinearSpec(
+            activation=spec.activation, gated=spec.gated, divisor=spec.divisor, soft_cap=spec.soft_cap, clip=spec.clip
+        )
         expected = linear(x.double(), wide_residual, weight=wide_weight, bias=wide_bias, spec=plain)
         assert y.dtype == (torch.float32 if spec.float32_output else dtype)
         tolerance = 2**-8 if y.dtype == torch.bfloat16 else 3e-6

@@ -18,7 +18,7 @@ from ..conftest import MakeKernels
 SHAPES = [(64, 64), (100, 48), (17, 80), (160, 352), (33, 7), (1, 32)]
 """(outputs, inputs): whole panels and parts of them, inputs that need padding, an odd number of them."""
 GATED = LinearSpec(activation="silu", gated=True)
-SPECS = [PLAIN, GATED, LinearSpec(float32_output=True, divisor=3.0, soft_cap=2.0)]
+SPECS = [PLAIN, GATED, LinearSpec(float32_output=True, divisor=3.0, soft_cap=2.0), LinearSpec(clip=0.7)]
 SILU, GELU = ExpertsSpec(activation="silu"), ExpertsSpec(activation="gelu_pytorch_tanh")
 DTYPES = [torch.bfloat16, torch.float32]
 KINDS = ["int8", "w8 with zeros", "int4", "int4 with zeros", "int4 in groups of 128", "int4 in one group"]
