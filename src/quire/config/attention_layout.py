@@ -70,11 +70,12 @@ def _without_rotation(hf: HFConfig, layer: int) -> bool:
 
 
 UNIFORM: frozenset[str] = frozenset(
-    ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM")
+    ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM", "Starcoder2ForCausalLM")
 )
 """Architectures whose layers all have the window, if there is one, with any `layer_types`."""
 
 MIXED: Mapping[str, IsSliding] = {
+    "Cohere2ForCausalLM": _all_but_each_last,
     "CwmForCausalLM": _after_each_fourth,
     "Exaone4ForCausalLM": _by_pattern,
     "Gemma2ForCausalLM": _every_second,

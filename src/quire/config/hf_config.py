@@ -27,8 +27,40 @@ _ARCHITECTURE = re.compile(
     r"|ForRewardModel|ForProcessRewardModel|Model)"
 )
 
+FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
+    "gpt_neox": {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+}
+"""Keys that a family calls otherwise, by `model_type`: our name and the family's."""
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "apertus": {
+        "hidden_act": "xielu",
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 12e6,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
+    "arcee": {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "bert": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "type_vocab_size": 2},
+    "cohere": {
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    "cohere2": {
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "tie_word_embeddings": True,
+    },
     "cwm": {
         "head_dim": 128,
         "max_position_embeddings": 131072,
@@ -100,6 +132,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1.5625e-7,
     },
+    "gpt_neox": {"attention_bias": True, "hidden_act": "gelu", "partial_rotary_factor": 0.25},
     "granite": {"attention_multiplier": 1.0},
     "helium": {
         "head_dim": 128,
@@ -125,9 +158,11 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "local_attention": 128,
         "max_position_embeddings": 8192,
     },
+    "nemotron": {"hidden_act": "relu2", "max_position_embeddings": 4096, "partial_rotary_factor": 0.5},
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-05, "rope_theta": 500000.0, "sliding_window": 4096},
     "opt": {"activation_function": "relu", "do_layer_norm_before": True, "tie_word_embeddings": True},
+    "phi": {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "qwen2": {
         "max_position_embeddings": 32768,
@@ -159,6 +194,13 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 2e6,
         "tie_word_embeddings": True,
         "use_sliding_window": False,
+    },
+    "stablelm": {"max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
+    "starcoder2": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
     },
     "vaultgemma": {
         "attn_logit_softcapping": 50.0,
@@ -230,7 +272,8 @@ class HFConfig:
     def get(self, key: str, default: Any = None) -> Any:
         """Returns a key of the JSON object, else the family's default, else `default`; a JSON null counts as
         `default`."""
-        value = self.raw.get(key) if key in self.raw else FAMILY_DEFAULTS.get(self.model_type, {}).get(key)
+        name = key if key in self.raw else FAMILY_KEYS.get(self.model_type, {}).get(key, key)
+        value = self.raw.get(name) if name in self.raw else FAMILY_DEFAULTS.get(self.model_type, {}).get(key)
         if isinstance(value, float) and math.isnan(value):
             raise ModelLoadError(f"{self.path} has {key!r} = NaN, which nothing can be computed with")
         return default if value is None else value

@@ -41,8 +41,8 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * w + b (Ba et al. 2016); without `affine` no w, without `bias` no b.
 
-    `groups`: each of that many parts of a row is normalised by itself, all with one w and b of their length, or with
-    `weight_per_group` each with its own. Nemotron stores w - 1 (`weight_offset=1`).
+    `groups`: each of that many parts of a row is normalised by itself, with the same w and b. Nemotron stores w - 1
+    (`weight_offset=1`).
     """
 
     def __init__(
@@ -54,14 +54,13 @@ class LayerNorm(nn.Module):
         bias: bool = True,
         weight_offset: float = 0.0,
         groups: int = 1,
-        weight_per_group: bool = False,
     ) -> None:
         super().__init__()
         self.dim, self.groups = dim, groups
-        shape = (groups, dim) if weight_per_group else (dim,)
-        self.weight = weight(*shape) if affine else None
-        self.bias = weight(*shape) if affine and bias else None
+        self.weight = weight(dim) if affine else None
+        self.bias = weight(dim) if affine and bias else None
         self.spec = NormSpec(eps=eps, weight_offset=weight_offset)
+        self.row_orders: Mapping[str, Tensor] = {}
         self._kernel: NormKernel | None = None
 
     def prepare(self, kernels: Kernels) -> NormKernel:
@@ -75,3 +74,24 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: [n, groups * dim], each part normalised; `residual`, of the same shape, is added after it."""
         return (self._kernel or self.prepare(TORCH_KERNELS))(x, residual)
+
+
+class HeadNorms(LayerNorm):
+    """A LayerNorm for each of the heads of a row: weights [num_heads, head_dim], no bias.
+
+    Checkpoints have them as one tensor, or with `is_list` as `norms.0`, `norms.1`, ....
+    """
+
+    def __init__(self, head_dim: int, eps: float, num_heads: int, *, is_list: bool) -> None:
+        super().__init__(head_dim, eps, affine=False, groups=num_heads)
+        self.weight = weight(num_heads, head_dim)
+        self.is_list = is_list
+
+    def stored_tensors(self, path: str) -> list[tuple[str, Tensor]]:
+        assert self.weight is not None
+        if not self.is_list:
+            return [(f"{path}.weight", self.weight.data)]
+        return [(f"{path}.norms.{i}.weight", row) for i, row in enumerate(self.weight.data)]
+
+
+Norm = RMSNorm | LayerNorm

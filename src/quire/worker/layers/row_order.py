@@ -72,6 +72,14 @@ def attention_orders(
     return {"": grouped_order(num_heads, num_kv_heads, head_dim)[whole] if fused == "groups" else whole}
 
 
+def take_rows(tensor: Tensor, order: Tensor) -> Tensor:
+    """Returns the rows of a checkpoint's tensor in the model's order. Weights of norms of heads, [num_heads, head_dim],
+    count as one row for each element."""
+    if tensor.numel() == len(order):
+        return tensor.reshape(-1)[order].view(tensor.shape)
+    return tensor[order]
+
+
 def _one_above_the_other(orders: Sequence[Tensor]) -> Tensor:
     """Returns the order of several matrices that are stacked into one."""
     stacked, start = [], 0

@@ -27,6 +27,15 @@ class PackedWeights(Protocol):
 
 
 @runtime_checkable
+class StoredOtherwise(Protocol):
+    """A module whose parameters checkpoints hold in another shape."""
+
+    def stored_tensors(self, path: str) -> list[tuple[str, Tensor]]:
+        """Returns the checkpoint's tensors of this module, whose place in the model is `path`: their names, and each as
+        a view of a parameter."""
+
+
+@runtime_checkable
 class NamedWeights(Protocol):
     """A model whose tensors have other names in checkpoints, or whose checkpoints hold tensors that it does not
     need."""
@@ -104,6 +113,8 @@ def own_tensors(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
     if isinstance(module, PackedWeights):
         parent, _, _ = path.rpartition(".")
         return [(f"{parent}.{name}", view) for name, view in module.checkpoint_tensors()]
+    if isinstance(module, StoredOtherwise):
+        return module.stored_tensors(path)
     prefix = path + "." if path else ""
     return [(prefix + name, tensor.data) for name, tensor in module.named_parameters(recurse=False)]
 

@@ -35,6 +35,7 @@ from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.packs import FRESH_PACKS, Packs
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.rotary import RotaryEmbedding
+from quire.worker.layers.row_order import take_rows
 from quire.worker.layers.weights import (
     NamedWeights,
     Prepared,
@@ -87,7 +88,8 @@ class Noise:
                 tensor.fill_(1.0)
                 continue
             self._noise = self._noise.to(tensor)  # converted once: what follows only copies
-            for part in torch.split(tensor.view(-1), _NOISE_LEN):
+            whole = tensor if tensor.is_contiguous() else tensor.T  # a transposed matrix
+            for part in torch.split(whole.view(-1), _NOISE_LEN):
                 part.copy_(self._noise[self._start : self._start + part.numel()])
                 self._start = (self._start + part.numel()) % _NOISE_LEN
 
@@ -301,7 +303,7 @@ class _Checkpoint:
         for name, tensor in tensors:
             info, order = self._stored[name], self._order(name)
             read = info.dequantize(self._read_all(info)) if isinstance(info, StoredMatrix) else self._read(info)
-            tensor.copy_(read if order is None else read[order])
+            tensor.copy_(read if order is None else take_rows(read, order))
             _check_finite(tensor, info)
 
     def hand_over(self, module: QuantizableWeights, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -8,10 +8,12 @@ from quire.config.hf_config import HFConfig
 from quire.worker.attention.layer import Attention
 from quire.worker.kernels.base import Kernels, RotationKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.kernels.specs import LinearSpec
 from quire.worker.layers.linear import Linear, side_by_side
+from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.row_order import attention_orders, half_order
 from quire.worker.layers.weights import GIVEN_BACK
-from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_norm
+from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_qk_norm
 
 
 class SelfAttention(nn.Module):
@@ -24,12 +26,14 @@ class SelfAttention(nn.Module):
         self.head_dim = layer.head_dim or hf.head_dim
         self.q_size, self.kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.rope = layer.rope
-        self.qk_norm = spec.qk_norm
+        self.has_norms = spec.qk_norm != "none"
+        self.norms_in_rotation = spec.norm == "rms" and spec.qk_norm == "head"
         self.norms_after_rope = spec.qk_norm_after_rope
         parts = {"q_proj": self.q_size * (2 if spec.output_gate else 1), "k_proj": self.kv_size, "v_proj": self.kv_size}
         self.output_gate = spec.output_gate
         self.sizes = list(parts.values())
-        self.qkv_proj = side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_qkv is not None)
+        inner = LinearSpec(clip=spec.clip_qkv)
+        self.qkv_proj = side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_qkv is not None, inner)
         self.o_proj = Linear(self.q_size, hidden_size, spec.output_bias)
         paired_dim = 0
         if spec.rope_pairs and layer.rope is not None:
@@ -40,10 +44,10 @@ class SelfAttention(nn.Module):
             fused=spec.fused_qkv,
             has_gates=spec.output_gate,
         )
-        if spec.qk_norm != "none":
-            q_heads, k_heads = (1, 1) if spec.qk_norm == "head" else (num_heads, num_kv_heads)
-            self.q_norm, self.k_norm = (make_norm(spec, heads * self.head_dim) for heads in (q_heads, k_heads))
+        if self.has_norms:
+            self.q_norm, self.k_norm = (make_qk_norm(spec, n, self.head_dim) for n in (num_heads, num_kv_heads))
             if paired_dim:
+                q_heads, k_heads = (1, 1) if spec.qk_norm == "head" else (num_heads, num_kv_heads)
                 self.q_norm.row_orders = {"": half_order(q_heads, self.head_dim, paired_dim)}
                 self.k_norm.row_orders = {"": half_order(k_heads, self.head_dim, paired_dim)}
         self._rotations: tuple[tuple[RotationKernel, bool], ...] | None = None
@@ -62,7 +66,9 @@ class SelfAttention(nn.Module):
     def prepare(self, kernels: Kernels) -> tuple[tuple[RotationKernel, bool], ...]:
         rotates, plain = self.rope is not None, kernels.rotation(self.head_dim)
         steps = ((plain, True),) if rotates else ()
-        if self.qk_norm == "head":
+        if self.norms_in_rotation:
+            assert isinstance(self.q_norm, RMSNorm)
+            assert isinstance(self.k_norm, RMSNorm)
             normed = kernels.rotation(self.head_dim, self.q_norm.weight.data, self.k_norm.weight.data, self.q_norm.spec)
             steps = (*steps, (normed, False)) if self.norms_after_rope else ((normed, rotates),)
         self._rotations = steps
@@ -76,7 +82,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
         if self.output_gate:
             q, gate = q.chunk(2, dim=-1)
-        if self.qk_norm == "full":
+        if self.has_norms and not self.norms_in_rotation:
             q, k = self.q_norm(q), self.k_norm(k)
         steps = self.prepare(TORCH_KERNELS) if self._rotations is None else self._rotations
         for step, rotates in steps:

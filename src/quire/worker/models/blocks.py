@@ -14,7 +14,8 @@ from quire.config.hf_config import HFConfig
 from quire.worker.kernels.specs import LinearSpec
 from quire.worker.layers.linear import Linear, side_by_side
 from quire.worker.layers.moe import MoE
-from quire.worker.layers.norm import RMSNorm
+from quire.worker.layers.norm import Norm
+from quire.worker.layers.xielu import Xielu
 from quire.worker.models.mixers import make_mixer
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_norm
 
@@ -25,18 +26,23 @@ class MLP(nn.Module):
     def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec) -> None:
         super().__init__()
         hidden, size = hf.hidden_size, layer.intermediate_size or hf.size("intermediate_size")
-        inner = LinearSpec(activation=spec.activation, gated=spec.gated_mlp)
+        is_learned = spec.activation == "xielu" and not spec.gated_mlp
+        inner = LinearSpec(activation=None if is_learned else spec.activation, gated=spec.gated_mlp)
         if spec.gated_mlp:
             parts = {"gate_proj": size, "up_proj": size}
             self.gate_up_proj = side_by_side(hidden, parts, spec.mlp_bias, spec.fused_gate_up, inner)
         else:
             self.up_proj = Linear(hidden, size, spec.mlp_bias, inner)
         self.inner = "gate_up_proj" if spec.gated_mlp else "up_proj"
+        self.act_fn = Xielu() if is_learned else None
         self.down_proj = Linear(size, hidden, spec.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
-        output: Tensor = self.down_proj(getattr(self, self.inner)(x), residual)
+        between: Tensor = getattr(self, self.inner)(x)  # [num_tokens, intermediate_size]
+        if self.act_fn is not None:
+            between = self.act_fn(between)
+        output: Tensor = self.down_proj(between, residual)
         return output
 
 
@@ -51,10 +57,10 @@ class Block(nn.Module):
     """Base of all layers: a mixer, an MLP, and the norms that `norms` names."""
 
     norms: ClassVar[tuple[str, ...]]
-    input_layernorm: RMSNorm
-    post_attention_layernorm: RMSNorm
-    pre_feedforward_layernorm: RMSNorm
-    post_feedforward_layernorm: RMSNorm
+    input_layernorm: Norm
+    post_attention_layernorm: Norm
+    pre_feedforward_layernorm: Norm
+    post_feedforward_layernorm: Norm
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
         super().__init__()

@@ -69,6 +69,22 @@ TEXT_PART = Names(
 """Names in repositories that also read images or sounds: config/text_part.py. A family's own names come after it."""
 
 NAMES: Mapping[str, Names] = {
+    "ApertusForCausalLM": Names(
+        {"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"}
+    ),
+    "GPTNeoXForCausalLM": Names(
+        {
+            "gpt_neox.layers": "model.layers",
+            "gpt_neox.embed_in": "model.embed_tokens",
+            "gpt_neox.final_layer_norm": "model.norm",
+            "embed_out": "lm_head",
+            "attention.query_key_value": "self_attn.qkv_proj",
+            "attention.dense": "self_attn.o_proj",
+            "mlp.dense_h_to_4h": "mlp.up_proj",
+            "mlp.dense_4h_to_h": "mlp.down_proj",
+        },
+        ignored=("attention.bias",),
+    ),
     "Glm4ForCausalLM": Names(
         {
             "post_self_attn_layernorm": "post_attention_layernorm",
@@ -85,6 +101,18 @@ NAMES: Mapping[str, Names] = {
         }
     ),
     "MixtralForCausalLM": Names({"block_sparse_moe": "mlp"}),
+    "PhiForCausalLM": Names(
+        {
+            "model.final_layernorm": "model.norm",
+            "self_attn.dense": "self_attn.o_proj",
+            "mlp.fc1": "mlp.up_proj",
+            "mlp.fc2": "mlp.down_proj",
+            "q_layernorm": "q_norm",
+            "k_layernorm": "k_norm",
+        }
+    ),
+    "StableLmForCausalLM": Names({"q_layernorm": "q_norm", "k_layernorm": "k_norm"}),
+    "Starcoder2ForCausalLM": Names({"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
     "VaultGemmaForCausalLM": Names({"pre_feedforward_layernorm": "post_attention_layernorm"}),
 }
 """Names by `HFConfig.family`; families without a row have the modules' names."""

@@ -13,10 +13,9 @@ from typing import Literal
 
 from quire.config.attention_layout import attention_windows
 from quire.config.hf_config import HFConfig, RopeConfig
-from quire.errors import UnsupportedModelError
 from quire.worker.kernels.specs import RotaryAngles
 from quire.worker.layers.moe import MoESpec
-from quire.worker.layers.norm import RMSNorm
+from quire.worker.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm
 
 Rotations = Mapping[str, RotaryAngles]
 """Rotation angles of the step's tokens, for each rotary embedding of the model."""
@@ -70,16 +69,23 @@ class DecoderSpec:
     norm: Literal["rms", "layer"] = "rms"
     """Root mean square norm, or LayerNorm."""
     norm_eps: float = 1e-6
+    norm_weight: bool = True
+    """False: LayerNorms have no weights."""
     norm_bias: bool = False
     """LayerNorms have a bias."""
     norm_offset: float = 0.0
+    """Added to the weights of norms."""
     norm_in_float32: bool = False
-    """Parameters of RMSNorm, like `norm_offset`."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """Norm of queries and keys: over each head, or over all heads together."""
+    """RMSNorm rounds after the product with its weights."""
+    qk_norm: Literal["none", "head", "heads", "listed heads", "full"] = "none"
+    """Norm of queries and keys: over each head, all with the same weights ("head"), or over all heads together
+    ("full"). LayerNorms may have weights for each head, in one tensor ("heads") or a tensor each ("listed heads")."""
     qk_norm_after_rope: bool = False
     """Norm of each head follows the rotation instead of preceding it."""
     activation: str = "silu"
+    """A key of `specs.ACTIVATIONS`; "xielu", in an MLP without gates, for one with learned numbers."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are cut to [-clip_qkv, clip_qkv]."""
     output_gate: bool = False
     """The answer of attention is multiplied by sigmoid(gate); q_proj has a query and a gate for each head."""
     attention_scale: float | None = None
@@ -122,8 +128,21 @@ def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> De
     )
 
 
-def make_norm(spec: DecoderSpec, dim: int) -> RMSNorm:
+def make_norm(spec: DecoderSpec, dim: int) -> Norm:
     """Returns a norm over `dim` elements, of the model's kind."""
     if spec.norm == "layer":
-        raise UnsupportedModelError("decoders with LayerNorm are not implemented")
+        return LayerNorm(
+            dim, spec.norm_eps, affine=spec.norm_weight, bias=spec.norm_bias, weight_offset=spec.norm_offset
+        )
     return RMSNorm(dim, spec.norm_eps, weight_offset=spec.norm_offset, scale_in_float32=spec.norm_in_float32)
+
+
+def make_qk_norm(spec: DecoderSpec, num_heads: int, head_dim: int) -> Norm:
+    """Returns the norm of the queries, or the keys, of `num_heads` heads."""
+    if spec.qk_norm == "full":
+        return make_norm(spec, num_heads * head_dim)
+    if spec.norm == "rms":
+        return make_norm(spec, head_dim)
+    if spec.qk_norm == "head":
+        return LayerNorm(head_dim, spec.norm_eps, bias=spec.norm_bias, groups=num_heads)
+    return HeadNorms(head_dim, spec.norm_eps, num_heads, is_list=spec.qk_norm == "listed heads")
