@@ -56,7 +56,6 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {
         "logit_scale": 0.0625,
         "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
         "tie_word_embeddings": True,

@@ -89,10 +89,10 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "olmo": {"clip_qkv": 0.9},
-    "cohere": {"use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": True},
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.25, "tie_word_embeddings": True},
     "cohere2": {
         "num_hidden_layers": 4,
-        "logit_scale": 0.3,
+        "logit_scale": 0.25,
         "sliding_window": SLIDING_WINDOW,
         "layer_types": _MIXED_LAYERS,
         "tie_word_embeddings": True,

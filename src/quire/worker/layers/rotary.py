@@ -154,23 +154,31 @@ class RotaryEmbedding(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, rope: RopeConfig, head_dim: int, trained_len: int, context_len: int, *, in_float32: bool = False
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        trained_len: int,
+        context_len: int,
+        *,
+        in_float32: bool = False,
+        rounds_tables: bool = False,
     ) -> None:
         super().__init__()
         rotary_dim = int(head_dim * rope.partial_rotary_factor)
         self.context_len = context_len
-        self.in_float32 = in_float32
+        self.in_float32, self.rounds_tables = in_float32, rounds_tables
         with torch.device("cpu"):  # a model is built on the meta device; these few numbers must be real
             self.inv_freq, self.factor = inverse_frequencies(rope, rotary_dim, trained_len, context_len)
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Computes the tables, each [context_len, rotary_dim / 2], and rounds them to the model's `dtype`, unless the
-        family rotates in float32 (`in_float32`)."""
+        family rotates in float32 (`in_float32`). With `rounds_tables`, too, they are float32 with rounded numbers."""
+        rounded = torch.float32 if self.in_float32 and not self.rounds_tables else dtype
         dtype = torch.float32 if self.in_float32 else dtype
         positions = torch.arange(self.context_len, dtype=torch.float32)
         angles = positions[:, None] * self.inv_freq  # [context_len, rotary_dim / 2]
-        self.cos = (angles.cos() * self.factor).to(device, dtype)
-        self.sin = (angles.sin() * self.factor).to(device, dtype)
+        self.cos = (angles.cos() * self.factor).to(rounded).to(device, dtype)
+        self.sin = (angles.sin() * self.factor).to(rounded).to(device, dtype)
 
     def forward(self, positions: Tensor) -> RotaryAngles:
         """positions: [num_tokens] int64, each below context_len."""

@@ -37,5 +37,7 @@ def _cohere_spec(hf: HFConfig) -> DecoderSpec:
         norm="layer",
         norm_eps=float(hf.get("layer_norm_eps", 1e-5)),
         rope_pairs=True,
+        rope_in_float32=True,
+        rope_rounds_tables=True,
         logits_divisor=1.0 / float(hf.get("logit_scale", 1.0)),
     )

@@ -52,6 +52,8 @@ class DecoderSpec:
     """The rotary embeddings, by the names layers use."""
     rope_in_float32: bool = False
     """Rotate in float32 whatever the model's type."""
+    rope_rounds_tables: bool = False
+    """With `rope_in_float32`: sines and cosines are rounded to the model's type first."""
     rope_pairs: bool = False
     """The checkpoint's heads rotate neighbouring elements (2i, 2i + 1) instead of the halves (i, i + r/2)."""
     qkv_bias: bool = False

@@ -195,7 +195,12 @@ def _matmul_rows_are_independent() -> None:
         pytest.skip("bfloat16 products depend on the shape of the matrix on this CPU")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+OTHER_SUMS = frozenset({"cohere", "cohere2", "gpt_neox", "phi"})
+"""Families whose sums have another order in transformers, where rounding to bfloat16 shows it: attention and MLP are
+added before the layer's input is; Cohere's queries and keys, rotated in float32, have their elements in pairs."""
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OTHER_SUMS])
 @pytest.mark.usefixtures("_matmul_rows_are_independent")
 def test_bfloat16_rounds_where_transformers_does(family: str, tiny_checkpoint: Make) -> None:
     """The two differ by far less than either differs from float32 (only Gemma's soft cap differs: ours is float32)."""
@@ -206,6 +211,16 @@ def test_bfloat16_rounds_where_transformers_does(family: str, tiny_checkpoint: M
         theirs = transformers_model(path, torch.bfloat16)(torch.tensor([token_ids])).logits[0].float()
     assert ours.dtype == torch.float32
     assert (ours - theirs).abs().mean() < 0.05 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("family", sorted(OTHER_SUMS))
+def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tiny_checkpoint: Make) -> None:
+    path, token_ids = tiny_checkpoint(family), random_tokens(200)
+    exact = quire_logits(load(path), token_ids)
+    ours = quire_logits(load(path, dtype=torch.bfloat16), token_ids)
+    with torch.inference_mode():
+        theirs = transformers_model(path, torch.bfloat16)(torch.tensor([token_ids])).logits[0].float()
+    assert (ours - exact).abs().mean() < 1.05 * (theirs - exact).abs().mean()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
