@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from enum import Enum, auto
 
 from quire.frontend.openai.parsers.events import EventSink
@@ -26,7 +27,9 @@ class Found(Enum):
     """A call without a proper end. The text after its arguments has become content."""
 
 
-def read_call(source: TextSource, sink: EventSink, *, is_marked: bool = True, is_open: bool = False) -> Step[Found]:
+def read_call(
+    source: TextSource, sink: EventSink, *, is_marked: bool = True, is_open: bool = False, name_key: str = "name"
+) -> Step[Found]:
     """Reads one object; the caller has begun to record, and with `is_open` has read its "{". After a CALL its end is
     recorded, too.
 
@@ -34,7 +37,7 @@ def read_call(source: TextSource, sink: EventSink, *, is_marked: bool = True, is
     on as they come. Keys may be in any order, and other keys are skipped. Arguments are an object, or text that holds
     one, which is unpacked; null is {}. Where the format marks its calls (`is_marked`) they may be missing.
     """
-    reader = _CallReader(source, sink, is_marked)
+    reader = _CallReader(source, sink, is_marked, name_key)
     is_whole = yield from reader.read_object(is_open)
     if is_whole and reader.has_started:
         return Found.CALL
@@ -46,11 +49,12 @@ def read_call(source: TextSource, sink: EventSink, *, is_marked: bool = True, is
 
 
 class _CallReader:
-    def __init__(self, source: TextSource, sink: EventSink, is_marked: bool) -> None:
+    def __init__(self, source: TextSource, sink: EventSink, is_marked: bool, name_key: str) -> None:
         self.has_started = False
         self._source = source
         self._sink = sink
         self._is_marked = is_marked
+        self._name_key = name_key
         self._name: str | None = None
         self._has_arguments = False
         self._early: list[str] | None = None
@@ -83,7 +87,7 @@ class _CallReader:
         return True
 
     def _read_value(self, key: str) -> Step[bool]:
-        if key == "name" and self._name is None:
+        if key == self._name_key and self._name is None:
             self._name = yield from read_string(self._source, MAX_NAME_CHARS)
             if self._name is None or not is_name(self._name):
                 return False
@@ -161,24 +165,29 @@ def read_calls(
             return
 
 
-def read_call_array(source: TextSource, sink: EventSink) -> Step[None]:
-    """Reads [call, call, ...] with its end; the caller has begun to record."""
+ReadOne = Callable[[TextSource, EventSink], Step[Found]]
+"""Reads one element of an array, as `read_call` does."""
+
+
+def read_call_array(source: TextSource, sink: EventSink, read_one: ReadOne = read_call) -> Step[bool]:
+    """Reads [call, call, ...] with its end; the caller has begun to record. Returns whether it has an end."""
     if not (yield from source.match("[")):
         sink.content(source.roll_back())
-        return
+        return False
     while True:
         yield from source.skip_space()
-        if (yield from read_call(source, sink)) is not Found.CALL:
-            return
+        if (yield from read_one(source, sink)) is not Found.CALL:
+            return False
         source.forget()
         source.begin()
         yield from source.skip_space()
         if (yield from source.match(",")):
             continue
-        if (yield from source.match("]", or_end=True)):
+        is_whole = yield from source.match("]", or_end=True)
+        if is_whole:
             source.forget()
         sink.content(source.roll_back())
-        return
+        return is_whole
 
 
 def read_bare_call(source: TextSource, sink: EventSink, name: str, call_id: str | None = None) -> Step[bool]:

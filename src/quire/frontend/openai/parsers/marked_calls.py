@@ -6,6 +6,9 @@ Mistral: [TOOL_CALLS] [{"name": "f", "arguments": {...}}]; later [TOOL_CALLS]f{.
 DeepSeek V3 and R1, with the name outside of the JSON: <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, a line break,
 ```json, the arguments, ```, <｜tool▁call▁end｜>.
 DeepSeek V3.1: <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>.
+Kimi K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>, with the id of
+the call in front of its arguments. DeepSeek's and Kimi's calls stand in a section with tags of its own.
+InternLM: <|action_start|><|plugin|>{"name": "f", "parameters": {...}}<|action_end|>.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from __future__ import annotations
 import re
 import secrets
 import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from quire.frontend.openai.parsers.call_object import (
     MAX_NAME_CHARS,
@@ -28,22 +34,23 @@ from quire.frontend.openai.parsers.call_object import (
 from quire.frontend.openai.parsers.events import EventSink
 from quire.frontend.openai.parsers.source import Markers, Step, TextSource
 
-_HERMES_CLOSE = "</tool_call>"
-_HERMES_OPEN = Markers("<tool_call>")
 
-
-def parse_hermes(source: TextSource, sink: EventSink) -> Step[None]:
+def parse_tagged(opening: Markers, closing: str, source: TextSource, sink: EventSink) -> Step[None]:
     """Reads calls anywhere in the text, each between its tags. A tag around anything else is content."""
-    while (marker := (yield from source.copy_until(_HERMES_OPEN, sink.content))) is not None:
+    while (marker := (yield from source.copy_until(opening, sink.content))) is not None:
         source.begin(marker)
         yield from source.skip_space()
         if (yield from read_call(source, sink)) is Found.CALL:
-            yield from read_end(source, sink, _HERMES_CLOSE)
+            yield from read_end(source, sink, closing)
+
+
+parse_hermes = partial(parse_tagged, Markers("<tool_call>"), "</tool_call>")
+parse_internlm = partial(parse_tagged, Markers("<|action_start|><|plugin|>"), "<|action_end|>")
 
 
 def is_hermes(template: str) -> bool:
     """Returns whether a chat template asks for this format: the tag with JSON in it."""
-    others = ("<function=", "<arg_key>", "<parameter=", "<｜tool")
+    others = ("<function=", "<arg_key>", "<parameter=", "<｜tool", "<response>", "<|start_of_role|>")
     return "<tool_call>" in template and "arguments" in template and not any(sign in template for sign in others)
 
 
@@ -105,35 +112,42 @@ def _read_mistral_call(source: TextSource, sink: EventSink) -> Step[None]:
     yield from read_bare_call(source, sink, name, call_id or None)
 
 
-_DEEPSEEK_CALLS = Markers("<｜tool▁calls▁begin｜>")
-_CALLS_END = "<｜tool▁calls▁end｜>"
-_CALL = "<｜tool▁call▁begin｜>"
-_SEPARATOR = "<｜tool▁sep｜>"
-_CALL_END = "<｜tool▁call▁end｜>"
-_FENCE = "```"
+@dataclass(frozen=True)
+class _Section:
+    """Tags of a section of calls, and how one of them is read."""
+
+    begin: Markers
+    end: str
+    call: str
+    read_one: Callable[[TextSource, EventSink], Step[bool]]
+    """Reads a call with its end tag. Returns False if it is none; the recorded text is content then."""
 
 
-def parse_deepseek(source: TextSource, sink: EventSink) -> Step[None]:
-    """Reads blocks of calls anywhere in the text."""
-    while (marker := (yield from source.copy_until(_DEEPSEEK_CALLS, sink.content))) is not None:
+def parse_sections(section: _Section, source: TextSource, sink: EventSink) -> Step[None]:
+    """Reads sections of calls anywhere in the text."""
+    while (marker := (yield from source.copy_until(section.begin, sink.content))) is not None:
         source.begin(marker)
         yield from source.skip_space()
         has_calls = False
-        while (yield from source.match(_CALL)):
-            if not (yield from _read_deepseek_call(source, sink)):
+        while (yield from source.match(section.call)):
+            if not (yield from section.read_one(source, sink)):
                 break
             has_calls = True
             source.forget()
             source.begin()
             yield from source.skip_space()
         else:
-            if has_calls and (yield from source.match(_CALLS_END, or_end=True)):
+            if has_calls and (yield from source.match(section.end, or_end=True)):
                 source.forget()
         sink.content(source.roll_back())
 
 
+_SEPARATOR = "<｜tool▁sep｜>"
+_CALL_END = "<｜tool▁call▁end｜>"
+_FENCE = "```"
+
+
 def _read_deepseek_call(source: TextSource, sink: EventSink) -> Step[bool]:
-    """Reads one call with its end tag. Returns False if it is none; the recorded text is content then."""
     name = yield from source.take_while(NAME, MAX_NAME_CHARS)
     if not (yield from source.match(_SEPARATOR)):
         return False
@@ -151,3 +165,35 @@ def _read_deepseek_call(source: TextSource, sink: EventSink) -> Step[bool]:
         yield from source.match(_FENCE)
         yield from source.skip_space()
     return (yield from source.match(_CALL_END, or_end=True))
+
+
+_KIMI_PREFIX = "functions."
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_KIMI_CALL_END = "<|tool_call_end|>"
+
+
+def _read_kimi_call(source: TextSource, sink: EventSink) -> Step[bool]:
+    yield from source.skip_space()
+    call_id = yield from source.take_while(NAME, MAX_NAME_CHARS)
+    name, colon, index = call_id.removeprefix(_KIMI_PREFIX).rpartition(":")
+    name = name if colon and index.isdigit() else call_id.removeprefix(_KIMI_PREFIX)
+    yield from source.skip_space()
+    if not is_name(call_id) or not is_name(name) or not (yield from source.match(_KIMI_ARGUMENTS)):
+        return False
+    yield from source.skip_space()
+    if not (yield from read_bare_call(source, sink, name, call_id)):
+        return False
+    yield from source.skip_space()
+    return (yield from source.match(_KIMI_CALL_END, or_end=True))
+
+
+parse_deepseek = partial(
+    parse_sections,
+    _Section(Markers("<｜tool▁calls▁begin｜>"), "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", _read_deepseek_call),
+)
+parse_kimi = partial(
+    parse_sections,
+    _Section(
+        Markers("<|tool_calls_section_begin|>"), "<|tool_calls_section_end|>", "<|tool_call_begin|>", _read_kimi_call
+    ),
+)

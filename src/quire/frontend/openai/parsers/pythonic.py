@@ -1,6 +1,9 @@
-"""Calls as a list in Python: [get_weather(city='Oslo', days=2), now()], as Llama 3.2 and 4 and others write it.
+"""Calls in Python: [get_weather(city='Oslo', days=2), now()], as Llama 3.2 and 4, LFM2 and OLMo 3 write them.
 
-Nothing is evaluated: names, strings, numbers, True, False, None, lists and dicts are rewritten as JSON while they come.
+Llama: the list is the whole answer, Llama 4's sometimes between <|python_start|> and <|python_end|>. LFM2: a list
+between <|tool_call_start|> and <|tool_call_end|>, anywhere. OLMo 3: calls without a list, one a line, between
+<function_calls> and </function_calls>. Nothing is evaluated: names, strings, numbers, True, False, None, lists and
+dicts are rewritten as JSON while they come.
 """
 
 from __future__ import annotations
@@ -8,9 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from quire.frontend.openai.parsers.call_object import MAX_NAME_CHARS, NAME, is_name
+from quire.frontend.openai.parsers.call_object import MAX_NAME_CHARS, NAME, is_name, read_end
 from quire.frontend.openai.parsers.events import EventSink
-from quire.frontend.openai.parsers.source import Step, TextSource, escape_string
+from quire.frontend.openai.parsers.source import Markers, Step, TextSource, escape_string
 
 _KEYWORD = re.compile(r"\w*", re.ASCII)
 _WORD = re.compile(r"[\w.+-]*", re.ASCII)
@@ -29,24 +32,69 @@ _CLOSES = {"[": "]", "{": "}"}
 Emit = Callable[[str], None]
 
 
+_LFM2_OPEN, _LFM2_CLOSE = Markers("<|tool_call_start|>"), "<|tool_call_end|>"
+_OLMO3_OPEN, _OLMO3_CLOSE = Markers("<function_calls>"), "</function_calls>"
+
+
 def parse_pythonic(source: TextSource, sink: EventSink) -> Step[None]:
     """Reads one list of calls at the start of the text. Anything else is content."""
     source.begin()
     yield from source.skip_space()
+    yield from _read_list(source, sink)
+
+
+def parse_llama4_pythonic(source: TextSource, sink: EventSink) -> Step[None]:
+    """Reads one list of calls at the start of the text, between its tags or without them."""
+    source.begin()
+    yield from source.skip_space()
+    is_tagged = yield from source.match("<|python_start|>")
+    yield from source.skip_space()
+    if (yield from _read_list(source, sink)) and is_tagged:
+        yield from read_end(source, sink, "<|python_end|>")
+
+
+def parse_lfm2(source: TextSource, sink: EventSink) -> Step[None]:
+    """Reads lists of calls anywhere in the text, each between its tags."""
+    while (marker := (yield from source.copy_until(_LFM2_OPEN, sink.content))) is not None:
+        source.begin(marker)
+        yield from source.skip_space()
+        if (yield from _read_list(source, sink)):
+            yield from read_end(source, sink, _LFM2_CLOSE)
+        sink.content(source.roll_back())
+
+
+def parse_olmo3(source: TextSource, sink: EventSink) -> Step[None]:
+    """Reads blocks of calls anywhere in the text."""
+    while (marker := (yield from source.copy_until(_OLMO3_OPEN, sink.content))) is not None:
+        source.begin(marker)
+        yield from source.skip_space()
+        while (yield from _Call(source, sink).read_through()):
+            source.forget()
+            source.begin()
+            yield from source.skip_space()
+            if (yield from source.match(_OLMO3_CLOSE, or_end=True)):
+                source.forget()
+                break
+        sink.content(source.roll_back())
+
+
+def _read_list(source: TextSource, sink: EventSink) -> Step[bool]:
+    """Reads a list of calls; the caller has begun to record. Returns whether it has an end. If not, the text since the
+    last call is recorded."""
     if not (yield from source.match("[")):
-        return
+        return False
     while True:
         yield from source.skip_space()
         if not (yield from _Call(source, sink).read_through()):
-            return
+            return False
         source.forget()
         source.begin()
         yield from source.skip_space()
         if (yield from source.match("]", or_end=True)):
             source.forget()
-            return
+            return True
         if not (yield from source.match(",")):
-            return
+            return False
 
 
 class _Call:
@@ -74,7 +122,7 @@ class _Call:
             if not is_name(keyword) or not (yield from source.match("=")):
                 return False
             self._waiting += f'"{keyword}": '
-            if not (yield from _copy_literal(source, self._write)):
+            if not (yield from copy_literal(source, self._write, _copy_key, _copy_scalar)):
                 return False
             self._waiting = ", "
             source.begin()
@@ -96,8 +144,13 @@ class _Call:
         self._waiting = ""
 
 
-def _copy_literal(source: TextSource, emit: Emit) -> Step[bool]:
-    """Hands a Python literal to `emit` as JSON. Returns False at anything else; the recorded text was not handed on."""
+Copy = Callable[[TextSource, Emit], Step[bool]]
+"""Hands a part of a literal to `emit`. Returns False at anything else; the recorded text was not handed on."""
+
+
+def copy_literal(source: TextSource, emit: Emit, copy_key: Copy, copy_scalar: Copy) -> Step[bool]:
+    """Hands a literal to `emit` as JSON: lists and dicts of what `copy_scalar` reads, under keys that `copy_key` reads
+    with their colons. Returns False at anything else; the recorded text was not handed on."""
     closes: list[str] = []
     is_first = True
     while True:
@@ -111,7 +164,7 @@ def _copy_literal(source: TextSource, emit: Emit) -> Step[bool]:
         else:
             if closes and not is_first:
                 emit(", ")
-            if closes and closes[-1] == "}" and not (yield from _copy_key(source, emit)):
+            if closes and closes[-1] == "}" and not (yield from copy_key(source, emit)):
                 return False
             sign = yield from source.peek()
             is_first = sign in _CLOSES
@@ -120,7 +173,7 @@ def _copy_literal(source: TextSource, emit: Emit) -> Step[bool]:
                 closes.append(_CLOSES[sign])
                 emit(sign)
                 continue
-            if not (yield from _copy_scalar(source, emit)):
+            if not (yield from copy_scalar(source, emit)):
                 return False
         # After a value.
         is_first = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -28,13 +28,42 @@ def parse_tags(tags: ReasoningTags, is_inside: bool, source: TextSource, sink: E
     elif is_inside:
         sink.reasoning(source.roll_back())
     else:
+        yield from _read_answer(tags, source, sink)
         return
+    yield from source.match(tags.label)
     ends = Markers(tags.close, *filter(None, [tags.call]))
     marker = yield from source.copy_until(ends, sink.reasoning)
     if marker is not None and marker == tags.call:
         held = [marker]
         is_closed = (yield from source.copy_until(Markers(tags.close), held.append)) is not None
         (sink.reasoning if is_closed else sink.content)("".join(held))
+    yield from _read_answer(tags, source, sink)
+
+
+def _read_answer(tags: ReasoningTags, source: TextSource, sink: EventSink) -> Step[None]:
+    """Reads the answer. White space and tags around it, with their line breaks, are dropped if the format has tags."""
+    if not tags.answer:
+        return
+    source.begin()
+    yield from source.skip_space()
+    if not (yield from source.match(tags.answer)):
+        return
+    source.forget()
+    yield from source.match("\n")
+    held = ""
+
+    def emit(text: str) -> None:
+        nonlocal held
+        text = held + text
+        held = "\n" if text.endswith("\n") else ""
+        sink.content(text.removesuffix(held))
+
+    if (yield from source.copy_until(Markers(tags.answer_end), emit)) is None:
+        sink.content(held)
+    source.begin()
+    yield from source.skip_space()
+    if not (yield from source.peek()):
+        source.forget()
 
 
 @dataclass(frozen=True)
@@ -44,13 +73,20 @@ class ReasoningTags:
     open: str
     close: str
     begins_inside: bool = False
+    label: str = ""
+    """Text after the opening tag that is no reasoning."""
+    answer: str = ""
+    """Opening tag of the answer behind the reasoning, which may be missing; "": the format has none."""
+    answer_end: str = ""
     call: str = ""
     """Opening tag of a tool call that ends reasoning without a closing tag, which the model may forget; "": none."""
 
     def is_inside(self, prompt: str) -> bool:
         """Returns whether an answer to `prompt` begins with reasoning that need not be opened."""
         end = self._end_of(prompt)
-        return end.endswith(self.open) or (self.begins_inside and not end.endswith(self.close))
+        return end.endswith((self.open, (self.open + self.label).rstrip())) or (
+            self.begins_inside and not end.endswith(self.close)
+        )
 
     def is_over(self, prompt: str) -> bool:
         """Returns whether the prompt has closed the reasoning, so that an answer has none."""
@@ -69,7 +105,7 @@ class ReasoningTags:
         return ReasoningTokens(close_id, None if is_inside else open_id)
 
     def _end_of(self, prompt: str) -> str:
-        return prompt[-(len(self.open) + len(self.close) + 16) :].rstrip()
+        return prompt[-(len(self.open) + len(self.label) + len(self.close) + 16) :].rstrip()
 
 
 @dataclass(frozen=True)
@@ -81,32 +117,66 @@ class ReasoningParserSpec:
     keeps_special_tokens: bool = False
     """True: markers may be special tokens, so special tokens must stay in the text."""
     recognizes: Callable[[str], bool] = lambda template: False
-    """Returns whether answers to a chat template are unreadable without this parser; then no flag is needed."""
+    """Returns whether a chat template is of this family without doubt; then no flag is needed. <think> alone is the
+    sign of many."""
     tags: ReasoningTags | None = None
     """Tags around the reasoning; None for a format without tags."""
 
 
-def _tags(
-    open_tag: str, close_tag: str, *, begins_inside: bool = False, special: bool = False, call: str = ""
-) -> ReasoningParserSpec:
-    tags = ReasoningTags(open_tag, close_tag, begins_inside, call)
-    return ReasoningParserSpec(tags.make_program, special, tags=tags)
+def _row(tags: ReasoningTags, *signs: str, special: bool = False) -> ReasoningParserSpec:
+    """Returns a row. `signs` in a template identify it."""
+    return ReasoningParserSpec(
+        tags.make_program,
+        special,
+        recognizes=lambda template: bool(signs) and all(sign in template for sign in signs),
+        tags=tags,
+    )
 
 
-_THINK = _tags("<think>", "</think>")
-_THINK_AT_ONCE = _tags("<think>", "</think>", begins_inside=True)
+_THINK = ReasoningTags("<think>", "</think>")
+_AT_ONCE = replace(_THINK, begins_inside=True)
 
 REASONING_PARSERS: Mapping[str, ReasoningParserSpec] = MappingProxyType(
     {
-        "deepseek_r1": _THINK_AT_ONCE,
-        "deepseek_v3": _THINK,
-        "glm45": _THINK,
-        "minimax_m2": _THINK_AT_ONCE,
-        "mistral": _tags("[THINK]", "[/THINK]", special=True),
-        "olmo3": _THINK_AT_ONCE,
-        "qwen3": _tags("<think>", "</think>", call="<tool_call>"),
-        "seed_oss": _tags("<seed:think>", "</seed:think>"),
-        "step3": _THINK_AT_ONCE,
+        "apertus": _row(
+            ReasoningTags("<|inner_prefix|>", "<|inner_suffix|>", call="<|tools_prefix|>"),
+            "<|inner_prefix|>",
+            special=True,
+        ),
+        "cohere_command": _row(
+            ReasoningTags(
+                "<|START_THINKING|>",
+                "<|END_THINKING|>",
+                answer="<|START_RESPONSE|>",
+                answer_end="<|END_RESPONSE|>",
+                call="<|START_ACTION|>",
+            ),
+            "<|START_RESPONSE|>",
+            special=True,
+        ),
+        "deepseek_r1": _row(_AT_ONCE),
+        "deepseek_v3": _row(_THINK),
+        "ernie45": _row(
+            replace(_THINK, answer="<response>", answer_end="</response>", call="<tool_call>"), "<response>", "</think>"
+        ),
+        "gemma4": _row(
+            ReasoningTags("<|channel>", "<channel|>", label="thought\n", call="<|tool_call>"),
+            "<|channel>",
+            "<channel|>",
+            special=True,
+        ),
+        "glm45": _row(_THINK),
+        "granite": _row(ReasoningTags("Here is my thought process:", "Here is my response:")),
+        "hunyuan_a13b": _row(
+            replace(_THINK, answer="<answer>", answer_end="</answer>", call="<tool_calls>"), "<answer>", "</think>"
+        ),
+        "kimi_k2": _row(replace(_THINK, call="<|tool_calls_section_begin|>")),
+        "minimax_m2": _row(_AT_ONCE, "<minimax:tool_call>", "<think>"),
+        "mistral": _row(ReasoningTags("[THINK]", "[/THINK]"), "[THINK]", "[/THINK]", special=True),
+        "olmo3": _row(_AT_ONCE),
+        "qwen3": _row(replace(_THINK, call="<tool_call>")),
+        "seed_oss": _row(ReasoningTags("<seed:think>", "</seed:think>"), "<seed:think>"),
+        "step3": _row(_AT_ONCE),
         "openai_gptoss": ReasoningParserSpec(
             lambda prompt: parse_harmony_text, keeps_special_tokens=True, recognizes=is_harmony
         ),
@@ -124,7 +194,6 @@ def reasoning_parser(name: str) -> ReasoningParserSpec:
 
 
 def recognize(template: str | None) -> str | None:
-    """Returns the name of the family that a chat template belongs to; None if no row recognizes it."""
-    if template is None:
-        return None
-    return next((name for name, spec in REASONING_PARSERS.items() if spec.recognizes(template)), None)
+    """Returns the name of the family that a chat template belongs to; None unless exactly one row recognizes it."""
+    found = [name for name, spec in REASONING_PARSERS.items() if template is not None and spec.recognizes(template)]
+    return found[0] if len(found) == 1 else None

@@ -1,6 +1,8 @@
-"""Calls with each argument between tags: Qwen3-Coder's and GLM 4.5's.
+"""Calls with each argument between tags: Qwen3-Coder's, Seed-OSS's, MiniMax M2's and GLM 4.5's.
 
     <tool_call><function=f><parameter=city>Oslo</parameter></function></tool_call>
+    <seed:tool_call><function=f><parameter=city>Oslo</parameter></function></seed:tool_call>
+    <minimax:tool_call><invoke name="f"><parameter name="city">Oslo</parameter></invoke></minimax:tool_call>
     <tool_call>f<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>
 
 Values are bare text. The function's parameters give their types: text for a string, otherwise JSON.
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,14 +21,13 @@ from quire.frontend.openai.parsers.call_object import MAX_NAME_CHARS, NAME, is_n
 from quire.frontend.openai.parsers.events import EventSink, Program
 from quire.frontend.openai.parsers.source import Markers, Step, TextSource, escape_string
 
-_KEY = re.compile(r"[^<>\s]*")
+_KEY, _QUOTED_KEY = re.compile(r"[^<>\s]*"), re.compile(r"[^<>\s\"]*")
 _MAX_KEY_CHARS = 256
 _MAX_JSON_CHARS = 1 << 16
 """Maximum length of a value that is read as JSON. A longer one is text."""
 _CALL = "<tool_call>"
 _CALL_END = "</tool_call>"
-_FUNCTION = "<function="
-_CALL_OR_FUNCTION, _CALL_ONLY = Markers(_CALL, _FUNCTION), Markers(_CALL)
+_CALL_ONLY = Markers(_CALL)
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 """Python's words for JSON's, which models confuse."""
 _JSON_TYPES: Mapping[type, str] = {
@@ -58,28 +59,54 @@ class _Layout:
     call_end: str
     wraps_lines: bool
     """True: a value is between line breaks that are not part of it."""
+    function: str = ""
+    """Text before a function's name, which `key_end` follows."""
+    outer: str = ""
+    """Tag around calls, which may be missing."""
+    outer_end: str = ""
 
 
 _QWEN = _Layout(
-    "<parameter=", ">", "", Markers("</parameter>", "<parameter=", "</function>"), "</function>", wraps_lines=True
+    "<parameter=",
+    ">",
+    "",
+    Markers("</parameter>", "<parameter=", "</function>"),
+    "</function>",
+    wraps_lines=True,
+    function="<function=",
+    outer=_CALL,
+    outer_end=_CALL_END,
+)
+_SEED = replace(_QWEN, outer="<seed:tool_call>", outer_end="</seed:tool_call>")
+_MINIMAX = _Layout(
+    '<parameter name="',
+    '">',
+    "",
+    Markers("</parameter>", '<parameter name="', "</invoke>"),
+    "</invoke>",
+    wraps_lines=True,
+    function='<invoke name="',
+    outer="<minimax:tool_call>",
+    outer_end="</minimax:tool_call>",
 )
 _GLM = _Layout("<arg_key>", "</arg_key>", "<arg_value>", Markers("</arg_value>"), _CALL_END, wraps_lines=False)
 
 
-def parse_qwen_coder(types_of: TypesOf, source: TextSource, sink: EventSink) -> Step[None]:
-    """Reads calls anywhere in the text. The outer tags may be missing."""
-    while (marker := (yield from source.copy_until(_CALL_OR_FUNCTION, sink.content))) is not None:
+def parse_functions(layout: _Layout, types_of: TypesOf, source: TextSource, sink: EventSink) -> Step[None]:
+    """Reads calls anywhere in the text. The outer tags may be missing, or stand around several."""
+    markers = Markers(layout.outer, layout.function)
+    while (marker := (yield from source.copy_until(markers, sink.content))) is not None:
         source.begin(marker)
-        if marker == _CALL:
+        if marker == layout.outer:
             yield from source.skip_space()
-            if not (yield from source.match(_FUNCTION)):
+            if not (yield from source.match(layout.function)):
                 sink.content(source.roll_back())
                 continue
         name = yield from source.take_while(NAME, MAX_NAME_CHARS)
-        if not is_name(name) or not (yield from source.match(">")):
+        if not is_name(name) or not (yield from source.match(layout.key_end)):
             sink.content(source.roll_back())
-        elif (yield from _Call(name, _QWEN, types_of, source, sink).read_through()):
-            yield from read_end(source, sink, _CALL_END)
+        elif (yield from _Call(name, layout, types_of, source, sink).read_through()):
+            yield from read_end(source, sink, layout.outer_end)
 
 
 def parse_glm(types_of: TypesOf, source: TextSource, sink: EventSink) -> Step[None]:
@@ -123,7 +150,8 @@ class _Call:
 
     def _read_argument(self) -> Step[bool]:
         source, layout = self._source, self._layout
-        key = yield from source.take_while(_KEY, _MAX_KEY_CHARS)
+        pattern = _QUOTED_KEY if layout.key_end.startswith('"') else _KEY
+        key = yield from source.take_while(pattern, _MAX_KEY_CHARS)
         if not 0 < len(key) <= _MAX_KEY_CHARS or key in self._keys or not (yield from source.match(layout.key_end)):
             return False
         if layout.value:
@@ -234,7 +262,17 @@ def _is_choice(schema: object) -> bool:
 
 def make_qwen_coder(tools: Iterable[Mapping[str, Any]]) -> Program:
     """Returns the program for answers to a request with these tools."""
-    return partial(parse_qwen_coder, types_in(tools))
+    return partial(parse_functions, _QWEN, types_in(tools))
+
+
+def make_seed(tools: Iterable[Mapping[str, Any]]) -> Program:
+    """Returns the program for answers to a request with these tools."""
+    return partial(parse_functions, _SEED, types_in(tools))
+
+
+def make_minimax(tools: Iterable[Mapping[str, Any]]) -> Program:
+    """Returns the program for answers to a request with these tools."""
+    return partial(parse_functions, _MINIMAX, types_in(tools))
 
 
 def make_glm(tools: Iterable[Mapping[str, Any]]) -> Program:
@@ -244,7 +282,17 @@ def make_glm(tools: Iterable[Mapping[str, Any]]) -> Program:
 
 def is_qwen_coder(template: str) -> bool:
     """Returns whether a chat template asks for Qwen3-Coder's format."""
-    return _FUNCTION in template and _QWEN.key in template
+    return _QWEN.function in template and _QWEN.key in template and _SEED.outer not in template
+
+
+def is_seed(template: str) -> bool:
+    """Returns whether a chat template asks for Seed-OSS's format."""
+    return _SEED.outer in template and _SEED.function in template
+
+
+def is_minimax(template: str) -> bool:
+    """Returns whether a chat template asks for MiniMax M2's format."""
+    return _MINIMAX.outer in template and _MINIMAX.function in template
 
 
 def is_glm(template: str) -> bool:

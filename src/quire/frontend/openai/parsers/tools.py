@@ -4,23 +4,47 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.frontend.openai.parsers.array_calls import (
+    parse_apertus,
+    parse_cohere,
+    parse_granite,
+    parse_phi4_mini,
+    parse_tool_calls,
+)
 from quire.frontend.openai.parsers.events import Program
+from quire.frontend.openai.parsers.gemma import parse_gemma4
 from quire.frontend.openai.parsers.harmony import is_harmony, parse_harmony
 from quire.frontend.openai.parsers.marked_calls import (
     is_hermes,
     make_mistral_id,
     parse_deepseek,
     parse_hermes,
+    parse_internlm,
+    parse_kimi,
     parse_llama,
     parse_mistral,
 )
-from quire.frontend.openai.parsers.pythonic import parse_pythonic
-from quire.frontend.openai.parsers.tagged_arguments import is_glm, is_qwen_coder, make_glm, make_qwen_coder
+from quire.frontend.openai.parsers.pythonic import (
+    parse_lfm2,
+    parse_llama4_pythonic,
+    parse_olmo3,
+    parse_pythonic,
+)
+from quire.frontend.openai.parsers.tagged_arguments import (
+    is_glm,
+    is_minimax,
+    is_qwen_coder,
+    is_seed,
+    make_glm,
+    make_minimax,
+    make_qwen_coder,
+    make_seed,
+)
 
 
 def make_call_id() -> str:
@@ -48,26 +72,50 @@ class ToolParserSpec:
         return self.program if self.with_tools is None else self.with_tools(tools)
 
 
+def _has(*signs: str) -> Callable[[str], bool]:
+    """Returns the condition that all `signs` are in a template."""
+    return lambda template: all(sign in template for sign in signs)
+
+
+def _marked(program: Program, *signs: str) -> ToolParserSpec:
+    """Returns a row for a format whose markers are special tokens. `signs` in a template identify it."""
+    return ToolParserSpec(program, keeps_special_tokens=True, recognizes=_has(*signs) if signs else lambda _: False)
+
+
+_LLAMA, _DEEPSEEK, _HERMES = (_marked(program) for program in (parse_llama, parse_deepseek, parse_hermes))
+
 TOOL_PARSERS: Mapping[str, ToolParserSpec] = MappingProxyType(
     {
+        "apertus": _marked(parse_apertus, "<|tools_prefix|>"),
+        "cohere_command": _marked(parse_cohere, "<|START_ACTION|>", "tool_name"),
+        "deepseek_v3": replace(_DEEPSEEK, recognizes=_has("<｜tool▁calls▁begin｜>")),
+        "deepseek_v31": _DEEPSEEK,
+        "ernie45": replace(_HERMES, recognizes=_has("<tool_call>", "<response>")),
+        "gemma4": _marked(parse_gemma4, "<|tool_call>", "<tool_call|>"),
+        "glm45": ToolParserSpec(make_glm(()), with_tools=make_glm, keeps_special_tokens=True, recognizes=is_glm),
+        "glm47": ToolParserSpec(make_glm(()), with_tools=make_glm, keeps_special_tokens=True),
+        "granite": _marked(parse_granite, "<|tool_call|>", "<|start_of_role|>"),
+        "granite4": replace(_HERMES, recognizes=_has("<tool_call>", "arguments", "<|start_of_role|>")),
         "hermes": ToolParserSpec(parse_hermes, recognizes=is_hermes),
-        "llama3_json": ToolParserSpec(parse_llama, keeps_special_tokens=True),
-        "llama4_json": ToolParserSpec(parse_llama, keeps_special_tokens=True),
-        "mistral": ToolParserSpec(
-            parse_mistral,
-            make_call_id=make_mistral_id,
-            keeps_special_tokens=True,
-            recognizes=lambda template: "[TOOL_CALLS]" in template,
+        "hunyuan_a13b": ToolParserSpec(parse_tool_calls, recognizes=_has("<tool_calls>", "</tool_calls>")),
+        "internlm": _marked(parse_internlm, "<|action_start|>", "<|plugin|>"),
+        "jamba": ToolParserSpec(parse_tool_calls),
+        "kimi_k2": _marked(parse_kimi, "<|tool_calls_section_begin|>"),
+        "lfm2": _marked(parse_lfm2, "<|tool_call_start|>"),
+        "llama3_json": _LLAMA,
+        "llama4_json": _LLAMA,
+        "llama4_pythonic": _marked(parse_llama4_pythonic),
+        "minimax_m2": ToolParserSpec(
+            make_minimax(()), with_tools=make_minimax, keeps_special_tokens=True, recognizes=is_minimax
         ),
+        "mistral": replace(_marked(parse_mistral, "[TOOL_CALLS]"), make_call_id=make_mistral_id),
+        "olmo3": ToolParserSpec(parse_olmo3, recognizes=_has("<function_calls>", "</function_calls>")),
+        "openai": replace(_marked(parse_harmony), reads_reasoning=True, recognizes=is_harmony),
+        "phi4_mini_json": _marked(parse_phi4_mini, "<|tool|>", "<|/tool|>"),
         "pythonic": ToolParserSpec(parse_pythonic),
-        "deepseek_v3": ToolParserSpec(
-            parse_deepseek, keeps_special_tokens=True, recognizes=lambda template: "<｜tool▁calls▁begin｜>" in template
-        ),
-        "deepseek_v31": ToolParserSpec(parse_deepseek, keeps_special_tokens=True),
         "qwen3_coder": ToolParserSpec(make_qwen_coder(()), with_tools=make_qwen_coder, recognizes=is_qwen_coder),
         "qwen3_xml": ToolParserSpec(make_qwen_coder(()), with_tools=make_qwen_coder),
-        "glm45": ToolParserSpec(make_glm(()), with_tools=make_glm, keeps_special_tokens=True, recognizes=is_glm),
-        "openai": ToolParserSpec(parse_harmony, keeps_special_tokens=True, reads_reasoning=True, recognizes=is_harmony),
+        "seed_oss": ToolParserSpec(make_seed(()), with_tools=make_seed, keeps_special_tokens=True, recognizes=is_seed),
     }
 )
 """Rows by the names of vLLM's --tool-call-parser."""

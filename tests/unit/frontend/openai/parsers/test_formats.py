@@ -19,8 +19,13 @@ from ..reading import all_text, count_work, read, split
 from .texts import PIECES, TEXTS
 
 FORMATS = sorted(TOOL_PARSERS)
-REWRITTEN = ("pythonic", "qwen3_coder", "qwen3_xml", "glm45")
+REWRITTEN = (
+    "pythonic", "llama4_pythonic", "lfm2", "olmo3", "gemma4", "qwen3_coder", "qwen3_xml", "glm45", "glm47",
+    "minimax_m2", "seed_oss",
+)  # fmt: skip
 """Formats whose arguments are not JSON."""
+DISTINCT = sorted({id(TEXTS[name]): name for name in reversed(FORMATS)}.values())
+"""One name of each format."""
 CASES = [(name, text, meaning) for name in FORMATS for text, meaning in TEXTS[name]]
 
 hostile_texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join)
@@ -47,7 +52,7 @@ def test_a_text_means_the_same_however_it_is_cut(name: str, text: str, meaning: 
         assert read(program, split(text, size)) == meaning
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DISTINCT)
 @settings(max_examples=examples(60))
 @given(data=st.data(), text=hostile_texts)
 def test_hostile_text_means_the_same_however_it_is_cut(name: str, data: st.DataObject, text: str) -> None:
@@ -68,6 +73,17 @@ def test_arguments_are_the_text_the_model_wrote(name: str, arguments: object, si
     call = f'{{"name": "f", "arguments": {text}}}'
     written = {
         "hermes": f"<tool_call>{call}</tool_call>",
+        "granite4": f"<tool_call>{call}</tool_call>",
+        "ernie45": f"<tool_call>{call}</tool_call>",
+        "internlm": f"<|action_start|><|plugin|>{call}<|action_end|>",
+        "phi4_mini_json": f"functools[{call}]",
+        "hunyuan_a13b": f"<tool_calls>[{call}]</tool_calls>",
+        "jamba": f"<tool_calls>[{call}]</tool_calls>",
+        "granite": f"<|tool_call|>[{call}]",
+        "cohere_command": f'<|START_ACTION|>[{{"tool_name": "f", "parameters": {text}}}]<|END_ACTION|>',
+        "apertus": f'<|tools_prefix|>[{{"f": {text}}}]<|tools_suffix|>',
+        "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        f"{text}<|tool_call_end|><|tool_calls_section_end|>",
         "mistral": f"[TOOL_CALLS][{call}]",
         "deepseek_v3": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{text}\n```",
         "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{text}<｜tool▁call▁end｜>",
@@ -80,13 +96,41 @@ def test_arguments_are_the_text_the_model_wrote(name: str, arguments: object, si
 @given(arguments=json_objects, size=st.integers(1, 9))
 def test_python_literals_become_json(arguments: dict[str, object], size: int) -> None:
     keywords = {f"k{i}": value for i, value in enumerate(arguments.values())}
-    text = "[f(" + ", ".join(f"{name}={value!r}" for name, value in keywords.items()) + ")]"
-    (call, (kind, written)) = read(TOOL_PARSERS["pythonic"].program, split(text, size))
+    call_text = "f(" + ", ".join(f"{name}={value!r}" for name, value in keywords.items()) + ")"
+    for name, text in {
+        "pythonic": f"[{call_text}]",
+        "llama4_pythonic": f"<|python_start|>[{call_text}]<|python_end|>",
+        "lfm2": f"<|tool_call_start|>[{call_text}]<|tool_call_end|>",
+        "olmo3": f"<function_calls>\n{call_text}\n</function_calls>",
+    }.items():
+        (call, (kind, written)) = read(TOOL_PARSERS[name].program, split(text, size))
+        assert (call, kind) == (("call", "f"), "arguments")
+        assert json.loads(written) == keywords
+
+
+def in_gemmas_notation(value: object) -> str:
+    """Returns a value as Gemma 4's chat template writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, list):
+        return f"[{','.join(map(in_gemmas_notation, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{in_gemmas_notation(k)}:{in_gemmas_notation(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
+
+
+@settings(max_examples=examples(80))
+@given(arguments=json_objects, size=st.integers(1, 9))
+def test_gemmas_notation_becomes_json(arguments: dict[str, object], size: int) -> None:
+    values = {f"k{i}": value for i, value in enumerate(arguments.values())}
+    inner = ",".join(f"{key}:{in_gemmas_notation(value)}" for key, value in values.items())
+    text = f"<|tool_call>call:f{{{inner}}}<tool_call|>"
+    (call, (kind, written)) = read(TOOL_PARSERS["gemma4"].program, split(text, size))
     assert (call, kind) == (("call", "f"), "arguments")
-    assert json.loads(written) == keywords
+    assert json.loads(written) == values
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "seed_oss"])
 @settings(max_examples=examples(80))
 @given(arguments=json_objects, size=st.integers(1, 9), are_known=st.booleans())
 def test_values_in_tags_become_json(name: str, arguments: dict[str, object], size: int, are_known: bool) -> None:
@@ -96,6 +140,12 @@ def test_values_in_tags_become_json(name: str, arguments: dict[str, object], siz
     if name == "glm45":
         parts = [f"<arg_key>{k}</arg_key>\n<arg_value>{text}</arg_value>\n" for k, text in texts.items()]
         written = f"<tool_call>f\n{''.join(parts)}</tool_call>"
+    elif name == "minimax_m2":
+        parts = [f'<parameter name="{k}">\n{text}\n</parameter>\n' for k, text in texts.items()]
+        written = f'<minimax:tool_call>\n<invoke name="f">\n{"".join(parts)}</invoke>\n</minimax:tool_call>'
+    elif name == "seed_oss":
+        parts = [f"<parameter={k}>\n{text}\n</parameter>\n" for k, text in texts.items()]
+        written = f"<seed:tool_call>\n<function=f>\n{''.join(parts)}</function>\n</seed:tool_call>"
     else:
         parts = [f"<parameter={k}>\n{text}\n</parameter>\n" for k, text in texts.items()]
         written = f"<tool_call>\n<function=f>\n{''.join(parts)}</function>\n</tool_call>"
@@ -152,6 +202,11 @@ def test_arguments_are_passed_on_as_they_come() -> None:
         ("pythonic", "[f(a='", "x"),
         ("openai", "<|channel|>commentary to=functions.f<|message|>", "{"),
         ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "{"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>{", '"'),
+        ("apertus", '<|tools_prefix|>[{"f": {"a": "', "x"),
+        ("cohere_command", '<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": "', "x"),
+        ("lfm2", "<|tool_call_start|>[f(a='", "x"),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>', "x"),
     ):
         parser = StreamParser(TOOL_PARSERS[name].program, trims=True)
         parser.feed(beginning)
@@ -177,6 +232,15 @@ BOMBS = {
     "white space": "<tool_call>" + " " * 4_000,
     "escapes": "[f(a='" + "\\x4" * 300,
     "Llama": '{"name": "f", "parameters": {}};' * 300,
+    "almost Phi": 'functools[{"name": ' * 300,
+    "almost Kimi": "<|tool_calls_section_begin|><|tool_call_begin|>f" * 100,
+    "almost Apertus": '<|tools_prefix|>[{"f": ' * 200,
+    "almost LFM2": "<|tool_call_start|>[f(a=1" * 200,
+    "almost OLMo": "<function_calls>f(" * 200,
+    "almost Gemma": "<|tool_call>call:f{a:" * 200,
+    "Gemma's brackets": "<|tool_call>call:f{a:" + "[" * 4_000,
+    "Gemma's quotes": '<|tool_call>call:f{a:<|"|>' + '<|"' * 600,
+    "almost MiniMax": '<invoke name="f"><parameter name="a">x</' * 100,
 }
 
 
@@ -184,7 +248,7 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", sorted(BOMBS))
 def test_work_grows_no_faster_than_the_text(bomb: str, size: int) -> None:
     text = BOMBS[bomb]
-    for name in FORMATS:
+    for name in DISTINCT:
         program = TOOL_PARSERS[name].program
         small = count_work(program, split(text[: len(text) // 4], size))
         large = count_work(program, split(text[: len(text) // 2], size))
@@ -193,7 +257,7 @@ def test_work_grows_no_faster_than_the_text(bomb: str, size: int) -> None:
 
 
 def test_a_hundred_thousand_braces() -> None:
-    for name in FORMATS:
+    for name in DISTINCT:
         for text in ("{" * 100_000, '<tool_call>{"name": "f", "arguments": ' + "{" * 100_000, "[f(a=" + "[" * 100_000):
             whole = read(TOOL_PARSERS[name].program, [text])
             assert len(all_text(whole)) >= 100_000

@@ -40,6 +40,49 @@ CASES: list[tuple[str, str, str, Summary]] = [
     ("deepseek_r1", SHUT_PROMPT, "Hi", [("content", "Hi")]),
     ("mistral", "", "[THINK]Hm.[/THINK]Hi", [("reasoning", "Hm."), ("content", "Hi")]),
     ("seed_oss", "", "<seed:think>Hm.</seed:think>Hi", [("reasoning", "Hm."), ("content", "Hi")]),
+    ("gemma4", "", "<|channel>thought\nHm.<channel|>Hi", [("reasoning", "Hm."), ("content", "Hi")]),
+    ("gemma4", "", "<|channel>thought\n<channel|>Hi", [("content", "Hi")]),
+    ("gemma4", "<|turn>model\n<|channel>thought\n", "Hm.<channel|>Hi", [("reasoning", "Hm."), ("content", "Hi")]),
+    ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "Hi", [("content", "Hi")]),
+    ("gemma4", "", "<|channel>thought\nHm.<|tool_call>x", [("reasoning", "Hm."), ("content", "<|tool_call>x")]),
+    ("gemma4", "", "Hi <|channel>thought", [("content", "Hi <|channel>thought")]),
+    (
+        "ernie45",
+        OPEN_PROMPT,
+        "Hm.\n</think>\n\n<response>\nHi\nyou\n</response>\n",
+        [("reasoning", "Hm.\n"), ("content", "Hi\nyou")],
+    ),
+    ("ernie45", SHUT_PROMPT, "<response>\nHi\n", [("content", "Hi\n")]),
+    ("ernie45", OPEN_PROMPT, "Hm.</think>\n\n<tool_call>{}", [("reasoning", "Hm."), ("content", "\n\n<tool_call>{}")]),
+    ("ernie45", SHUT_PROMPT, "A<response>B</response>", [("content", "A<response>B</response>")]),
+    (
+        "hunyuan_a13b",
+        "",
+        "<think>\nHm.\n</think>\n<answer>\nHi\n</answer> x",
+        [("reasoning", "\nHm.\n"), ("content", "Hi x")],
+    ),
+    ("hunyuan_a13b", "", "<answer>\nH\n\ni", [("content", "H\n\ni")]),
+    (
+        "cohere_command",
+        "",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hi<|END_RESPONSE|>",
+        [("reasoning", "Hm."), ("content", "Hi")],
+    ),
+    (
+        "cohere_command",
+        "",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[]",
+        [("reasoning", "Hm."), ("content", "<|START_ACTION|>[]")],
+    ),
+    ("cohere_command", "", "<|START_RESPONSE|>Hi<|END_RESP", [("content", "Hi<|END_RESP")]),
+    ("apertus", "", "<|inner_prefix|>Hm.<|inner_suffix|>Hi", [("reasoning", "Hm."), ("content", "Hi")]),
+    ("granite", "", "Here is my thought process:Hm.Here is my response:Hi", [("reasoning", "Hm."), ("content", "Hi")]),
+    (
+        "kimi_k2",
+        "",
+        "<think>Hm.<|tool_calls_section_begin|>x",
+        [("reasoning", "Hm."), ("content", "<|tool_calls_section_begin|>x")],
+    ),
     ("openai_gptoss", "", "<|channel|>analysis<|message|>Hm.<|end|>", [("reasoning", "Hm.")]),
 ]
 
@@ -58,13 +101,15 @@ def test_hostile_text_means_the_same_however_it_is_cut(name: str, text: str, siz
     program = REASONING_PARSERS[name].make_program("")
     whole = read(program, [text], trims=False)
     assert read(program, split(text, size), trims=False) == whole
-    if name != "openai_gptoss":
-        assert len(text) - len(all_text(whole)) <= len("<think></think>") + text.count(" ") + text.count("\n")
+    tags = REASONING_PARSERS[name].tags
+    if tags is not None:
+        dropped = sum(map(len, (tags.open, tags.label, tags.close, tags.answer, tags.answer_end)))
+        assert len(text) - len(all_text(whole)) <= dropped + text.count(" ") + text.count("\n")
 
 
 def test_work_grows_no_faster_than_the_text() -> None:
     for name, spec in REASONING_PARSERS.items():
-        for unit in ("</think", "<think>", " ", "<|channel|>analysis<|message|>"):
+        for unit in ("</think", "<think>", " ", "<|channel|>analysis<|message|>", "<response>\n"):
             small, large = (count_work(spec.make_program(""), split(unit * n, 3)) for n in (200, 400))
             assert large <= 2.2 * small + 2000, (name, unit)
 

@@ -198,10 +198,188 @@ TEXTS: dict[str, list[tuple[str, Summary]]] = {
         ("<|channel|>x<|end|>y", [("content", "<|channel|>x<|end|>y")]),
         ("<|channel|>" + "x" * 2000, [("content", "<|channel|>" + "x" * 2000)]),
     ],
+    "phi4_mini_json": [
+        (
+            f'functools[{{"name": "f", "arguments": {WEATHER}}}, {{"name": "g", "arguments": {{}}}}]',
+            [("call", "f"), ("arguments", WEATHER), ("call", "g"), ("arguments", "{}")],
+        ),
+        (
+            'Hm: <|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|> Done',
+            [("content", "Hm: "), ("call", "f"), ("arguments", "{}"), ("content", " Done")],
+        ),
+        ('functools[{"name": "f", "argu', [("content", 'functools[{"name": "f", "argu')]),
+        ('functools[{"name": "f", "arguments": {"a": 1', [("call", "f"), ("arguments", '{"a": 1')]),
+        ("functools is a module", [("content", "functools is a module")]),
+        ("functools[1]", [("content", "functools[1]")]),
+    ],
+    "hunyuan_a13b": [
+        (
+            f'Ok\n<tool_calls>[{{"name": "f", "arguments": {WEATHER}}}]</tool_calls>\n',
+            [("content", "Ok\n"), ("call", "f"), ("arguments", WEATHER)],
+        ),
+        ('<tool_calls>\n[{"name": "f", "arguments": {}}', [("call", "f"), ("arguments", "{}")]),
+        ("<tool_calls>[]</tool_calls>", [("content", "<tool_calls>[]</tool_calls>")]),
+        ("<tool_calls>{}</tool_calls>", [("content", "<tool_calls>{}</tool_calls>")]),
+        (
+            '<tool_calls>[{"name": "f", "arguments": {}}, 7]</tool_calls>',
+            [("call", "f"), ("arguments", "{}"), ("content", ", 7]</tool_calls>")],
+        ),
+    ],
+    "granite": [
+        (
+            f'<|tool_call|>[{{"name": "f", "arguments": {WEATHER}}}] Bye',
+            [("call", "f"), ("arguments", WEATHER), ("content", " Bye")],
+        ),
+        ('<tool_call>[{"name": "f", "arguments": {}}]', [("call", "f"), ("arguments", "{}")]),
+        ('<|tool_call|>{"name": "f"}', [("content", '<|tool_call|>{"name": "f"}')]),
+    ],
+    "cohere_command": [
+        (
+            '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": '
+            f'{WEATHER}}},\n    {{"tool_call_id": "1", "tool_name": "g", "parameters": {{}}}}\n]<|END_ACTION|>',
+            [("call", "f"), ("arguments", WEATHER), ("call", "g"), ("arguments", "{}")],
+        ),
+        ('<|START_ACTION|>[{"name": "f"}]', [("content", '<|START_ACTION|>[{"name": "f"}]')]),
+        ('<|START_ACTION|>[{"tool_name": "f"}]<|END_ACTION|>', [("call", "f"), ("arguments", "{}")]),
+    ],
+    "apertus": [
+        (
+            f'Ok<|tools_prefix|>[{{"f": {WEATHER}}}, {{"g": {{}}}}]<|tools_suffix|>',
+            [("content", "Ok"), ("call", "f"), ("arguments", WEATHER), ("call", "g"), ("arguments", "{}")],
+        ),
+        ('<|tools_prefix|>[{"f": {"a": 1', [("call", "f"), ("arguments", '{"a": 1')]),
+        ('<|tools_prefix|>[{"f": 1}]', [("content", '<|tools_prefix|>[{"f": 1}]')]),
+        ('<|tools_prefix|>[{"f g": {}}]', [("content", '<|tools_prefix|>[{"f g": {}}]')]),
+        (
+            '<|tools_prefix|>[{"f": {}, "g": {}}]',
+            [("call", "f"), ("arguments", "{}"), ("content", ', "g": {}}]')],
+        ),
+    ],
+    "kimi_k2": [
+        (
+            "Ok <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+            f"{WEATHER}<|tool_call_end|><|tool_call_begin|>functions.a.g:1<|tool_call_argument_begin|>{{}}"
+            "<|tool_call_end|><|tool_calls_section_end|>",
+            [("content", "Ok "), ("call", "f"), ("arguments", WEATHER), ("call", "a.g"), ("arguments", "{}")],
+        ),
+        (
+            "<|tool_calls_section_begin|><|tool_call_begin|> f <|tool_call_argument_begin|> {",
+            [("call", "f"), ("arguments", "{")],
+        ),
+        (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.:0<|tool_call_argument_begin|>{}",
+            [("content", "<|tool_calls_section_begin|><|tool_call_begin|>functions.:0<|tool_call_argument_begin|>{}")],
+        ),
+        (
+            "<|tool_calls_section_begin|><|tool_calls_section_end|>",
+            [("content", "<|tool_calls_section_begin|><|tool_calls_section_end|>")],
+        ),
+    ],
+    "internlm": [
+        (
+            f'Ok<|action_start|><|plugin|>\n{{"name": "f", "parameters": {WEATHER}}}<|action_end|>\n',
+            [("content", "Ok"), ("call", "f"), ("arguments", WEATHER)],
+        ),
+        ("<|action_start|><|interpreter|>1", [("content", "<|action_start|><|interpreter|>1")]),
+    ],
+    "lfm2": [
+        (
+            "So <|tool_call_start|>[f(city='Oslo', days=[1, None]), g()]<|tool_call_end|>Now",
+            [
+                *(("content", "So "), ("call", "f"), ("arguments", '{"city": "Oslo", "days": [1, null]}')),
+                *(("call", "g"), ("arguments", "{}"), ("content", "Now")),
+            ],
+        ),
+        ("<|tool_call_start|>[f(a=1)", [("call", "f"), ("arguments", '{"a": 1}')]),
+        ("<|tool_call_start|>f(a=1)", [("content", "<|tool_call_start|>f(a=1)")]),
+        (
+            "<|tool_call_start|>[f(a=1), x]<|tool_call_end|>",
+            [("call", "f"), ("arguments", '{"a": 1}'), ("content", ", x]<|tool_call_end|>")],
+        ),
+        (
+            "<|tool_call_start|>[f()]<|tool_call_start|>[g()]",
+            [("call", "f"), ("arguments", "{}"), ("call", "g"), ("arguments", "{}")],
+        ),
+        ("[f(a=1)]", [("content", "[f(a=1)]")]),
+    ],
+    "llama4_pythonic": [
+        ("<|python_start|>[f(a=1)]<|python_end|>", [("call", "f"), ("arguments", '{"a": 1}')]),
+        ("[f(a='x')] Bye", [("call", "f"), ("arguments", '{"a": "x"}'), ("content", " Bye")]),
+        ("<|python_start|>print(1)", [("content", "<|python_start|>print(1)")]),
+        ("Hi [f()]", [("content", "Hi [f()]")]),
+    ],
+    "olmo3": [
+        (
+            'So\n<function_calls>\nf(city="Oslo", days=2)\ng()\n</function_calls>\n',
+            [
+                ("content", "So\n"),
+                ("call", "f"),
+                ("arguments", '{"city": "Oslo", "days": 2}'),
+                ("call", "g"),
+                ("arguments", "{}"),
+            ],
+        ),
+        ("<function_calls>f(a=1)</functi", [("call", "f"), ("arguments", '{"a": 1}')]),
+        ("<function_calls>none</function_calls>", [("content", "<function_calls>none</function_calls>")]),
+        (
+            "<function_calls>f()\nand g</function_calls>",
+            [("call", "f"), ("arguments", "{}"), ("content", "\nand g</function_calls>")],
+        ),
+    ],
+    "minimax_m2": [
+        (
+            'So:\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">Os"lo</parameter>\n'
+            '<parameter name="days">[1, 2]</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n'
+            "</minimax:tool_call>\n",
+            [
+                *(("content", "So:\n"), ("call", "f"), ("arguments", '{"city": "Os\\"lo", "days": [1, 2]}')),
+                *(("call", "g"), ("arguments", "{}")),
+            ],
+        ),
+        ('<invoke name="f"><parameter name="a">x', [("call", "f"), ("arguments", '{"a": "x')]),
+        ('<invoke name="f"><parameter name="a', [("content", '<invoke name="f"><parameter name="a')]),
+        ("<minimax:tool_call>x", [("content", "<minimax:tool_call>x")]),
+    ],
+    "seed_oss": [
+        (
+            "So:\n<seed:tool_call>\n<function=f>\n<parameter=city>Oslo</parameter>\n<parameter=n>\n2\n</parameter>\n"
+            "</function>\n</seed:tool_call>\n",
+            [("content", "So:\n"), ("call", "f"), ("arguments", '{"city": "Oslo", "n": 2}')],
+        ),
+        ("<seed:tool_call></seed:tool_call>", [("content", "<seed:tool_call></seed:tool_call>")]),
+    ],
+    "gemma4": [
+        (
+            'Ok <|tool_call>call:f{city:<|"|>Os"}\nlo<|"|>,days:[1,-2.5e3,],o:{<|"|>a b<|"|>:null,b: true}}<tool_call|>'
+            "<|tool_call>call:g{}<tool_call|>",
+            [
+                ("content", "Ok "),
+                ("call", "f"),
+                (
+                    "arguments",
+                    '{"city": "Os\\"}\\nlo", "days": [1, -2.5e3], "o": {"a b": null, "b": true}}',
+                ),
+                ("call", "g"),
+                ("arguments", "{}"),
+            ],
+        ),
+        ('<|tool_call>call:f{a:<|"|>x<|"', [("call", "f"), ("arguments", '{"a": "x<|\\"')]),
+        ("<|tool_call>call:f{a:1", [("call", "f"), ("arguments", '{"a": 1')]),
+        (
+            "<|tool_call>call:f{a:b}<tool_call|>",
+            [("call", "f"), ("arguments", '{"a": '), ("content", "b}<tool_call|>")],
+        ),
+        ("<|tool_call>call:f{:1}", [("call", "f"), ("arguments", "{"), ("content", ":1}")]),
+        ("<|tool_call>call:f<tool_call|>", [("content", "<|tool_call>call:f<tool_call|>")]),
+        ("<|tool_call>f{}", [("content", "<|tool_call>f{}")]),
+    ],
 }
 TEXTS["llama4_json"] = TEXTS["llama3_json"]
 TEXTS["qwen3_xml"] = TEXTS["qwen3_coder"]
 TEXTS["deepseek_v31"] = TEXTS["deepseek_v3"]
+TEXTS["ernie45"] = TEXTS["granite4"] = TEXTS["hermes"]
+TEXTS["glm47"] = TEXTS["glm45"]
+TEXTS["jamba"] = TEXTS["hunyuan_a13b"]
 
 PIECES = [
     "<tool_call>", "</tool_call>", "<tool_", "call>", '{"name": "f"', ', "arguments": ', '"parameters"', "{", "}", "[",
@@ -209,6 +387,13 @@ PIECES = [
     "<|python_tag|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
     "```json", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "analysis", "commentary to=functions.f",
     "<function=f>", "<function=", "</function>", "<parameter=a>", "<parameter=", "</parameter>", "<arg_key>",
-    "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>", "é", "😀", "\x00", "null",
+    "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>", "é", "😀", "\x00", "null", "functools[",
+    "<|tool_call|>", "<|/tool_call|>", "<tool_calls>", "</tool_calls>", "<|START_ACTION|>", "<|END_ACTION|>",
+    '"tool_name": "f"', "<|tools_prefix|>", "<|tools_suffix|>", '{"f": ', "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>", "<|action_start|><|plugin|>", "<|action_end|>", "<|tool_call_start|>", "<|python_start|>",
+    "<|python_end|>", "[f(a=1)", "<function_calls>", "</function_calls>", "<minimax:tool_call>", "</minimax:tool_call>",
+    '<invoke name="f">', '<parameter name="a">', "</invoke>", "<seed:tool_call>", "</seed:tool_call>", "<|tool_call>",
+    "call:f{", '<|"|>', "a:", "<tool_call|>", "<|channel>", "<channel|>", "<response>", "</response>", "<answer>",
 ]  # fmt: skip
 """Hostile texts are these in any order."""
