@@ -69,6 +69,14 @@ def _without_rotation(hf: HFConfig, layer: int) -> bool:
     return not rotates(hf, layer)
 
 
+def _is_local(hf: HFConfig, layer: int) -> bool:
+    """`attention_types` of GPT-Neo is a list of (kinds, repetitions)."""
+    kinds = hf.get("attention_layers") or [kind for kinds, times in hf.get("attention_types") for kind in kinds * times]
+    if len(kinds) < hf.num_hidden_layers or not set(kinds) <= {"global", "local"}:
+        raise ModelLoadError(f"{hf.path} has attention layers {kinds!r}; {hf.num_hidden_layers} are needed")
+    return bool(kinds[layer] == "local")
+
+
 UNIFORM: frozenset[str] = frozenset(
     ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM", "Starcoder2ForCausalLM")
 )
@@ -78,6 +86,7 @@ MIXED: Mapping[str, IsSliding] = {
     "Cohere2ForCausalLM": _all_but_each_last,
     "CwmForCausalLM": _after_each_fourth,
     "Exaone4ForCausalLM": _by_pattern,
+    "GPTNeoForCausalLM": _is_local,
     "Gemma2ForCausalLM": _every_second,
     "Gemma3ForCausalLM": _all_but_each_last,
     "MinistralForCausalLM": _every,

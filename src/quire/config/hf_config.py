@@ -21,16 +21,36 @@ SLIDING_ATTENTION = "sliding_attention"
 
 ENCODER_STEMS = frozenset({"Bert", "ModernBert", "Roberta", "XLMRoberta"})
 """Architectures, without the name of their head, whose tokens see one another in both directions."""
+_LEARNED_POSITIONS = frozenset({"BioGpt", "GPT2", "GPTBigCode", "GPTNeo", "OPT"})
 _ROBERTA_STEMS = frozenset({"Roberta", "XLMRoberta"})
 _ARCHITECTURE = re.compile(
     r"(?P<stem>\w+?)(?P<head>ForCausalLM|ForMaskedLM|ForSequenceClassification|ForTokenClassification"
-    r"|ForRewardModel|ForProcessRewardModel|Model)"
+    r"|ForRewardModel|ForProcessRewardModel|LMHeadModel|Model)"
 )
 
-FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
-    "gpt_neox": {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+_GPT_KEYS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
 }
-"""Keys that a family calls otherwise, by `model_type`: our name and the family's."""
+FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
+    "bloom": {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    "falcon": {"num_key_value_heads": "num_kv_heads"},
+    "gpt2": _GPT_KEYS,
+    "gpt_bigcode": _GPT_KEYS,
+    "gpt_neo": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "sliding_window": "window_size"},
+    "gpt_neox": {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+    "gptj": _GPT_KEYS,
+    "mpt": {
+        "hidden_size": "d_model",
+        "max_position_embeddings": "max_seq_len",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    },
+}
+"""Keys that a family calls otherwise, by `model_type`: our name and the family's, which wins where both are there."""
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "apertus": {
         "hidden_act": "xielu",
@@ -47,6 +67,8 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "arcee": {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "bert": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "type_vocab_size": 2},
+    "biogpt": {"hidden_act": "gelu", "max_position_embeddings": 1024, "tie_word_embeddings": True},
+    "bloom": {"tie_word_embeddings": True},
     "cohere": {
         "logit_scale": 0.0625,
         "max_position_embeddings": 8192,
@@ -85,6 +107,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "exaone4": {"num_key_value_heads": 32, "rms_norm_eps": 1e-05, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "falcon": {"multi_query": True, "tie_word_embeddings": True},
     "gemma": {
         "head_dim": 256,
         "hidden_act": "gelu_pytorch_tanh",
@@ -131,7 +154,16 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1.5625e-7,
     },
+    "gpt2": {"max_position_embeddings": 1024, "tie_word_embeddings": True},
+    "gpt_bigcode": {
+        "activation_function": "gelu_pytorch_tanh",
+        "max_position_embeddings": 1024,
+        "multi_query": True,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 12]], "sliding_window": 256, "tie_word_embeddings": True},
     "gpt_neox": {"attention_bias": True, "hidden_act": "gelu", "partial_rotary_factor": 0.25},
+    "gptj": {"max_position_embeddings": 2048, "rotary_dim": 64},
     "granite": {"attention_multiplier": 1.0},
     "helium": {
         "head_dim": 128,
@@ -141,6 +173,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 100000.0,
     },
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-05},
+    "jais2": {"attention_bias": True, "hidden_act": "relu2", "max_position_embeddings": 8192, "mlp_bias": True},
     "ministral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {
@@ -157,10 +190,16 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "local_attention": 128,
         "max_position_embeddings": 8192,
     },
+    "mpt": {"max_position_embeddings": 2048, "tie_word_embeddings": True},
     "nemotron": {"hidden_act": "relu2", "max_position_embeddings": 4096, "partial_rotary_factor": 0.5},
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-05, "rope_theta": 500000.0, "sliding_window": 4096},
     "opt": {"activation_function": "relu", "do_layer_norm_before": True, "tie_word_embeddings": True},
+    "persimmon": {
+        "hidden_act": "relu2",
+        "max_position_embeddings": 16384,
+        "partial_rotary_factor": 0.5,
+    },
     "phi": {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "qwen2": {
@@ -229,7 +268,9 @@ _SCALED_FROM_ORIGINAL = ("llama3", "longrope", "yarn")
 def split_architecture(name: str) -> tuple[str, str]:
     """Returns ("Qwen3", "ForCausalLM") for "Qwen3ForCausalLM"; ("", name) if it has none of the known heads."""
     found = _ARCHITECTURE.fullmatch(name)
-    return (found["stem"], found["head"]) if found is not None else ("", name)
+    if found is None:
+        return "", name
+    return found["stem"], "ForCausalLM" if found["head"] == "LMHeadModel" else found["head"]
 
 
 @dataclass(frozen=True)
@@ -271,7 +312,8 @@ class HFConfig:
     def get(self, key: str, default: Any = None) -> Any:
         """Returns a key of the JSON object, else the family's default, else `default`; a JSON null counts as
         `default`."""
-        name = key if key in self.raw else FAMILY_KEYS.get(self.model_type, {}).get(key, key)
+        name = FAMILY_KEYS.get(self.model_type, {}).get(key, key)
+        name = name if name in self.raw else key
         value = self.raw.get(name) if name in self.raw else FAMILY_DEFAULTS.get(self.model_type, {}).get(key)
         if isinstance(value, float) and math.isnan(value):
             raise ModelLoadError(f"{self.path} has {key!r} = NaN, which nothing can be computed with")
@@ -346,6 +388,8 @@ class HFConfig:
 
     @property
     def num_key_value_heads(self) -> int:
+        if self.get("multi_query", False) and not self.get("new_decoder_architecture", False):
+            return 1  # Falcon, GPT-BigCode
         count, num_heads = self.size("num_key_value_heads", self.num_attention_heads), self.num_attention_heads
         if num_heads % count:
             raise ModelLoadError(f"{self.path} has {num_heads} attention heads, no multiple of its {count} kv heads")
@@ -367,7 +411,7 @@ class HFConfig:
     @property
     def num_positions(self) -> int | None:
         """Number of learned positions, which no flag can exceed; None where positions are angles."""
-        is_learned = (self.is_encoder and self.stem != "ModernBert") or self.stem == "OPT"
+        is_learned = (self.is_encoder and self.stem != "ModernBert") or self.stem in _LEARNED_POSITIONS
         return self.max_position_embeddings - self.position_offset if is_learned else None
 
     @property

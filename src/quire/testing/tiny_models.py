@@ -88,6 +88,28 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "layer_types": _MIXED_LAYERS,
         "tie_word_embeddings": True,
     },
+    "biogpt": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "bloom": {"num_key_value_heads": 3, "num_attention_heads": 3, "hidden_size": 48},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80},
+    "gpt2": {"num_key_value_heads": 4, "n_inner": 80},
+    "gpt_bigcode": {"n_inner": 80},
+    "gpt_neo": {
+        "num_key_value_heads": 4,
+        "num_layers": 3,
+        "num_heads": 4,
+        "window_size": SLIDING_WINDOW,
+        "attention_types": [[["global", "local"], 1], [["local"], 1]],
+    },
+    "gptj": {"num_key_value_heads": 4, "rotary_dim": 8, "n_inner": 80},
+    "jais2": {},
+    "mpt": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "attn_config": {"clip_qkv": 0.9},
+    },
+    "persimmon": {
+        "num_key_value_heads": 4,
+    },
     "olmo": {"clip_qkv": 0.9},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.25, "tie_word_embeddings": True},
     "cohere2": {

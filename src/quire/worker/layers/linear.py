@@ -33,10 +33,19 @@ class Linear(nn.Module):
         self.bias = weight(rows) if bias else None
         self.spec = spec
         self.row_orders: Mapping[str, Tensor] = {}
+        self.is_transposed = False
+        """The checkpoint holds `weight` as [in_features, out_features]."""
         self.scheme: QuantizationScheme | None = None
         self._stored: QuantizedWeight | None = None
         self.quantized_bytes: int | None = None
         self._kernel: LinearKernel | None = None
+
+    def stored_tensors(self, path: str) -> list[tuple[str, Tensor]]:
+        prefix, tensors = path + "." if path else "", dict(self.named_parameters(recurse=False))
+        return [
+            (prefix + name, tensor.data.T if name == "weight" and self.is_transposed else tensor.data)
+            for name, tensor in tensors.items()
+        ]
 
     def store(self, parts: Sequence[QuantizedWeight]) -> bool:
         self._stored = QuantizedWeight.stack(parts) if same_kind(parts) else None

@@ -67,6 +67,9 @@ class Block(nn.Module):
         self.self_attn = make_mixer(hf, spec, layer, f"{name}.self_attn")
         self.mlp = make_mlp(hf, spec, layer)
         self.multiplier = spec.residual_multiplier
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.is_transposed = spec.transposed
         for norm in self.norms:
             self.add_module(norm, make_norm(spec, hf.hidden_size))
 

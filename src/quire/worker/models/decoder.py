@@ -28,6 +28,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding_multiplier = spec.embedding_multiplier
         self.embed_tokens = Embedding(hf.vocab_size, hf.hidden_size, tied_head)
+        self.position_offset = spec.position_offset
+        if spec.position_offset is not None:
+            self.embed_positions = Embedding(hf.max_position_embeddings + spec.position_offset, hf.hidden_size)
+        self.embed_norm = make_norm(spec, hf.hidden_size) if spec.embedding_norm else None
         self.ropes = nn.ModuleDict(
             {
                 name: RotaryEmbedding(
@@ -47,6 +51,10 @@ class Decoder(nn.Module):
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
         if self.embedding_multiplier != 1.0:  # Gemma was trained with the factor rounded to the model's type
             x = x * torch.tensor(self.embedding_multiplier, dtype=x.dtype).item()
+        if self.position_offset is not None:
+            x = x + self.embed_positions(positions + self.position_offset)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
         rotations = {name: rope(positions) for name, rope in self.ropes.items()}
         for layer in self.layers:
             x = layer(x, rotations)

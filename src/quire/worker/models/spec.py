@@ -56,11 +56,18 @@ class DecoderSpec:
     """With `rope_in_float32`: sines and cosines are rounded to the model's type first."""
     rope_pairs: bool = False
     """The checkpoint's heads rotate neighbouring elements (2i, 2i + 1) instead of the halves (i, i + r/2)."""
+    position_offset: int | None = None
+    """Positions are learned vectors, added to the embedding, and the first has this row in their table; None: they are
+    not learned."""
+    embedding_norm: bool = False
+    """A norm follows the embedding."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
     """Bias of the logits head."""
+    transposed: bool = False
+    """The checkpoint holds the matrices of the layers as [in_features, out_features]."""
     fused_qkv: Literal["parts", "groups"] | None = None
     """The checkpoint holds qkv_proj as a single matrix. Its rows are all queries, keys, values ("parts"), or queries,
     key and value of each kv head ("groups")."""
@@ -107,13 +114,18 @@ def make_layers(
     *,
     rope: Callable[[int], str | None] = lambda layer: "rope",
     moe: Callable[[int], MoESpec | None] = lambda layer: None,
+    intermediate_size: int | None = None,
 ) -> tuple[LayerSpec, ...]:
     """Returns every layer of a model, with its window; `rope` and `moe` are called with the number of each layer.
+    `intermediate_size`: of every MLP, if it is not the config's.
 
     Windows come from config/attention_layout.py: a family that has them has a row there. Raises as its functions do.
     """
     windows = enumerate(attention_windows(hf))
-    return tuple(LayerSpec(sliding_window=window, rope=rope(i), moe=moe(i)) for i, window in windows)
+    return tuple(
+        LayerSpec(sliding_window=window, rope=rope(i), moe=moe(i), intermediate_size=intermediate_size)
+        for i, window in windows
+    )
 
 
 def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> DecoderSpec:

@@ -1,0 +1,75 @@
+"""BLOOM and MPT: attention whose scores fall with the distance (ALiBi, Press et al. 2022)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from quire.config.hf_config import HFConfig
+from quire.errors import UnsupportedModelError
+from quire.worker.models.decoder import DecoderForCausalLM
+from quire.worker.models.spec import common_spec, make_layers
+
+
+class BloomForCausalLM(DecoderForCausalLM):
+    """A norm follows the embedding; queries, keys and values are fused head by head."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        if hf.get("apply_residual_connection_post_layernorm", False):
+            raise UnsupportedModelError(f"{hf.path} adds a layer's input after its norm, which is not implemented")
+        spec = dataclasses.replace(
+            common_spec(hf),
+            layers=make_layers(hf, rope=lambda layer: None, intermediate_size=4 * hf.hidden_size),
+            ropes={},
+            alibi_slopes=alibi_slopes(hf.num_attention_heads),
+            embedding_norm=True,
+            norm="layer",
+            norm_eps=float(hf.get("layer_norm_epsilon", 1e-5)),
+            norm_bias=True,
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            fused_qkv="groups",
+            gated_mlp=False,
+            activation="gelu_pytorch_tanh",
+        )
+        super().__init__(hf, spec)
+
+
+class MptForCausalLM(DecoderForCausalLM):
+    """LayerNorm without bias, and no other bias either."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        attention = hf.get("attn_config", {})
+        wanted = {"alibi": True, "qk_ln": False, "prefix_lm": False}
+        for key, value in wanted.items():
+            if attention.get(key, value) != value:
+                raise UnsupportedModelError(
+                    f"{hf.path} has attn_config.{key} = {attention[key]}; only {value} is known"
+                )
+        for key in ("logit_scale",):
+            if hf.get(key) is not None:
+                raise UnsupportedModelError(f"{hf.path} has {key} = {hf.get(key)}, which is not implemented")
+        size = int(hf.get("expansion_ratio", 4) * hf.hidden_size)
+        spec = dataclasses.replace(
+            common_spec(hf),
+            layers=make_layers(hf, rope=lambda layer: None, intermediate_size=size),
+            ropes={},
+            alibi_slopes=alibi_slopes(hf.num_attention_heads, attention.get("alibi_bias_max") or 8),
+            norm="layer",
+            norm_eps=float(hf.get("layer_norm_epsilon", 1e-5)),
+            clip_qkv=attention.get("clip_qkv"),
+            fused_qkv="parts",
+            gated_mlp=False,
+            activation="gelu",
+            attention_scale=attention.get("softmax_scale"),
+        )
+        super().__init__(hf, spec)
+
+
+def alibi_slopes(num_heads: int, most: float = 8.0) -> tuple[float, ...]:
+    """Returns the slope of each head: 2^(-most * i / n) for i in 1 .. n, where n is a power of two. If there are more
+    heads than the largest such n, the others have every second slope of 2 n, from the first on."""
+    n = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-most * i / n) for i in range(1, n + 1)]
+    others = [2.0 ** (-most * i / (2 * n)) for i in range(1, 2 * n, 2)]
+    return tuple((slopes + others)[:num_heads])
