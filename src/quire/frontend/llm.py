@@ -11,10 +11,10 @@ core itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from tqdm import tqdm
 
@@ -22,11 +22,9 @@ from quire.config.engine_args import EngineArgs
 from quire.frontend import beam_search
 from quire.frontend.batch import BatchRunner, LoRAs, Params, UseTqdm
 from quire.frontend.llm_engine import LLMEngine
-from quire.frontend.metrics.publish.snapshot import Metric
 from quire.frontend.new_request import PromptType
 from quire.frontend.scoring import PairScorer, Texts, pair_texts
 from quire.frontend.text.chat_template import ContentFormat, Message
-from quire.frontend.text.tokenizer import Tokenizer
 from quire.logger import init_logger
 from quire.lora_request import LoRARequest
 from quire.outputs import (
@@ -40,9 +38,21 @@ from quire.outputs import (
 )
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.wire.engine_core import PauseMode
 
 logger = init_logger(__name__)
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def _of_engine(method: Callable[Concatenate[LLMEngine, Args], Result]) -> Callable[Concatenate[LLM, Args], Result]:
+    """Returns the method of `LLM` that calls `method` of its engine."""
+
+    @functools.wraps(method)
+    def call(self: LLM, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        return method(self.llm_engine, *args, **kwargs)
+
+    return call
 
 
 class LLM:
@@ -107,10 +117,6 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
-
-    def shutdown(self) -> None:
-        """Releases the engine. Idempotent."""
-        self.llm_engine.shutdown()
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
@@ -316,105 +322,29 @@ class LLM:
         )
         return job.results(self._batch.pool(requests, use_tqdm))
 
-    # -- the rest -----------------------------------------------------------------------------------------------------
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """Returns the tasks of the model: ("generate",), or pooling tasks."""
-        return self.llm_engine.get_supported_tasks()
-
-    def get_tokenizer(self) -> Tokenizer:
-        """Returns the model's tokenizer."""
-        return self.llm_engine.get_tokenizer()
-
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters `generate` uses without any: the model's generation_config.json over the usual
         defaults."""
         return self.llm_engine.input_processor.get_default_sampling_params()
 
-    def get_metrics(self) -> list[Metric]:
-        """Returns all metrics at this moment: `Counter`, `Gauge`, `Histogram`, `Vector`
-        (quire.frontend.metrics.publish.snapshot).
-
-        Raises ConfigError unless the model was made with `disable_log_stats=False`.
-        """
-        return self.llm_engine.get_metrics()
-
-    # -- control ------------------------------------------------------------------------------------------------------
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Stops and gives memory back until `wake_up`.
-
-        0 gives nothing back; 1 the KV cache (on an accelerator the weights move to main memory, too); 2 the KV cache
-        and the weights. abort: requests that were enqueued end; `wait_for_completion` returns what they have. keep:
-        they wait. Meanwhile `generate` raises ClientError.
-        """
-        self.llm_engine.sleep(level, mode)
-
-    def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Takes the memory again: all of it, or "weights" and "kv_cache" one by one. Returns True once the model can
-        run.
-
-        Weights are read again from the checkpoint they came from last. Answers are the same as before the sleep.
-        """
-        return self.llm_engine.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """Returns True between `sleep` and the `wake_up` that ends it."""
-        return self.llm_engine.is_sleeping()
-
-    def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
-        """Pauses and gives back the memory of the KV cache alone."""
-        self.llm_engine.release_kv_cache_memory(mode)
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forgets all cached prefixes. Returns False if running requests held blocks and nothing was done."""
-        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
-
-    def reset_mm_cache(self) -> None:
-        """Forgets processed images and sounds: there are none yet."""
-        self.llm_engine.reset_mm_cache()
-
-    def update_weights(self, path: str | Path, version: str | None = None) -> str:
-        """Replaces the weights in place by those of a checkpoint directory of the same architecture. Returns the new
-        version.
-
-        A checkpoint that does not fit raises ModelLoadError and changes nothing. `version` is a label; without one it
-        is the old one plus 1. Tokenizer and sampling defaults stay those the model was loaded with.
-        """
-        return self.llm_engine.update_weights(path, version)
-
-    def get_weight_version(self) -> str:
-        """Returns the version of the weights that are loaded; "0" for those of start-up."""
-        return self.llm_engine.get_weight_version()
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Calls a method of the worker class on every worker. Returns one result per worker.
-
-        With the engine in this process also a function, with the worker as its first argument; elsewhere
-        ValidationError.
-        """
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
-
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Calls `func` with each worker's model. In-process engines only: no code crosses a process."""
         return self.collective_rpc(lambda worker: func(worker.get_model()))
 
-    def start_profile(
-        self,
-        profile_prefix: str | None = None,
-        *,
-        delay_iterations: int | None = None,
-        max_iterations: int | None = None,
-    ) -> None:
-        """Starts the workers' profiler; the trace goes where --profiler-config says (the working directory)."""
-        self.llm_engine.start_profile(profile_prefix, delay_iterations=delay_iterations, max_iterations=max_iterations)
+    # -- of the engine ------------------------------------------------------------------------------------------------
 
-    def stop_profile(self) -> None:
-        """Stops the workers' profiler and writes its trace."""
-        self.llm_engine.stop_profile()
+    shutdown = _of_engine(LLMEngine.shutdown)
+    get_supported_tasks = _of_engine(LLMEngine.get_supported_tasks)
+    get_tokenizer = _of_engine(LLMEngine.get_tokenizer)
+    get_metrics = _of_engine(LLMEngine.get_metrics)
+    sleep = _of_engine(LLMEngine.sleep)
+    wake_up = _of_engine(LLMEngine.wake_up)
+    is_sleeping = _of_engine(LLMEngine.is_sleeping)
+    release_kv_cache_memory = _of_engine(LLMEngine.release_kv_cache_memory)
+    reset_prefix_cache = _of_engine(LLMEngine.reset_prefix_cache)
+    reset_mm_cache = _of_engine(LLMEngine.reset_mm_cache)
+    update_weights = _of_engine(LLMEngine.update_weights)
+    get_weight_version = _of_engine(LLMEngine.get_weight_version)
+    collective_rpc = _of_engine(LLMEngine.collective_rpc)
+    start_profile = _of_engine(LLMEngine.start_profile)
+    stop_profile = _of_engine(LLMEngine.stop_profile)

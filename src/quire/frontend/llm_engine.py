@@ -258,21 +258,29 @@ class LLMEngine:
         return bool(self.engine_core.call_utility("is_scheduler_paused"))
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pauses and gives memory back: 0 none, 1 the KV cache, 2 the weights, too (`engine/lifecycle.py`)."""
+        """Pauses and gives memory back until `wake_up`; no request may be added meanwhile.
+
+        0 gives nothing back; 1 the KV cache (on an accelerator the weights move to main memory, too); 2 the KV cache
+        and the weights. abort: live requests end with what they have. keep: they wait.
+        """
         with self.pipeline.stats.operations.timed("sleep") as operations:
             self.engine_core.call_utility("sleep", level, mode)
             operations.set_sleep_level(level)
         self.pause_mode = mode
 
     def release_kv_cache_memory(self, mode: PauseMode = "abort") -> None:
-        """Pauses and gives back the KV cache only."""
+        """Pauses and gives back the memory of the KV cache alone."""
         with self.pipeline.stats.operations.timed("release_kv_cache_memory") as operations:
             self.engine_core.call_utility("release_kv_cache_memory", mode)
             operations.set_sleep_level(1)
         self.pause_mode = mode
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Takes memory again: all, or "weights", "kv_cache". Returns True once all is there and generation goes on."""
+        """Takes the memory again: all of it, or "weights" and "kv_cache" one by one. Returns True once the model can
+        run.
+
+        Weights are read again from the checkpoint they came from last. Answers are the same as before the sleep.
+        """
         with self.pipeline.stats.operations.timed("wake") as operations:
             is_awake: bool = self.engine_core.call_utility("wake_up", tags)
         if is_awake:
@@ -298,7 +306,9 @@ class LLMEngine:
         """Replaces the weights in place by those of a checkpoint directory of the same architecture. Returns the new
         version.
 
-        Requests in progress keep their tokens and go on with the new weights. ModelLoadError leaves the old ones.
+        A checkpoint that does not fit raises ModelLoadError and changes nothing. `version` is a label; without one it
+        is the old one plus 1. Requests in progress keep their tokens and go on with the new weights; tokenizer and
+        sampling defaults stay those the model was loaded with.
         """
         with self.pipeline.stats.operations.timed("update"):
             return str(self.engine_core.call_utility("update_weights", os.path.abspath(path), version))
@@ -335,7 +345,8 @@ class LLMEngine:
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Starts the workers' profiler. Counts of None are those of --profiler-config."""
+        """Starts the workers' profiler. Counts of None are those of --profiler-config, and so is the directory of the
+        trace (the working directory)."""
         self.engine_core.call_utility("profile", True, profile_prefix, delay_iterations, max_iterations)
 
     def stop_profile(self) -> None:
@@ -361,7 +372,8 @@ class LLMEngine:
         self.pipeline.stat_loggers.log()
 
     def get_metrics(self) -> list[Metric]:
-        """Returns all metrics at this moment. Raises ConfigError where statistics are off."""
+        """Returns all metrics at this moment: `Counter`, `Gauge`, `Histogram`, `Vector`
+        (quire.frontend.metrics.publish.snapshot). Raises ConfigError unless made with `disable_log_stats=False`."""
         metrics = self.pipeline.stats.metrics
         if metrics is None:
             raise ConfigError(
