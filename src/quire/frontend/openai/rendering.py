@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 from quire.config.server import ServerConfig
@@ -40,8 +39,8 @@ class PromptRenderer:
 
         Unless `max_tokens` is 0 it must leave room for so many tokens (None: for one). Raises ValidationError.
         """
-        parsed = ParsedPrompt(text=prompt) if isinstance(prompt, str) else ParsedPrompt(token_ids=list(prompt))
-        parsed = self._processor.read_prompt(replace(parsed, cache_salt=cache_salt), options)
+        text, ids = (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
+        parsed = self._processor.read_prompt(ParsedPrompt(text, ids, cache_salt), options)
         if max_tokens != 0:
             self._processor.validate_room(len(parsed.token_ids or ()), max_tokens)
         return parsed
