@@ -10,7 +10,7 @@ import pytest
 
 from quire.testing.tiny_models import make_tiny_checkpoint
 
-from .oracle import Generation, generate, make_prompts
+from .oracle import Generation, generate_without_ties
 
 Checkpoint = Callable[[str], Path]
 Oracle = Callable[[str], list[Generation]]
@@ -34,4 +34,4 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="session")
 def oracle(checkpoint: Checkpoint) -> Oracle:
     """`oracle(family)`: transformers' greedy continuation of 32 prompts."""
-    return cache(lambda family: generate(checkpoint(family), make_prompts(seed=1)))
+    return cache(lambda family: generate_without_ties(checkpoint(family)))

@@ -27,6 +27,15 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 60, "scheduler_reserve_full_isl": False
 """Room for one of the long prompts and a few short ones: requests wait, and some are preempted."""
 
 
+EVERY_KIND = {
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "granite", "gemma2", "gemma3_text", "opt"),
+    *("mixtral", "qwen3_moe", "glm", "gpt_oss", "gemma4_text", "deepseek_v3", "llama4_text", "bloom"),
+}
+"""Families that together have every kind of kernel and cache. The others repeat these with other weights: their logits
+are compared in tests/unit, their tokens with -m slow."""
+EACH_FAMILY = [pytest.param(family, marks=() if family in EVERY_KIND else pytest.mark.slow) for family in FAMILIES]
+
+
 @contextmanager
 def engine(path: Path, **flags: Any) -> Iterator[LLM]:
     """An engine over a tiny checkpoint, with statistics so that preemptions can be counted."""
@@ -48,7 +57,7 @@ def num_preemptions(outputs: list[RequestOutput]) -> int:
     return sum(output.metrics.num_preemptions for output in outputs if output.metrics is not None)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_all_at_once_then_again_from_the_prefix_cache(family: str, checkpoint: Checkpoint, oracle: Oracle) -> None:
     """32 requests in one batch with log-probabilities; then once more, when every full block is in the cache."""
     expected = oracle(family)
@@ -76,7 +85,7 @@ def assert_same_logprobs(output: RequestOutput, generation: Generation) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_cuda_gives_the_tokens_of_transformers(family: str, checkpoint: Checkpoint, oracle: Oracle) -> None:
     """The same code on a GPU, in whole prompts and in chunks."""
     expected = oracle(family)
@@ -85,7 +94,7 @@ def test_cuda_gives_the_tokens_of_transformers(family: str, checkpoint: Checkpoi
             assert_same_tokens(generate(llm, expected), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_in_small_chunks_with_too_few_blocks(family: str, checkpoint: Checkpoint, oracle: Oracle) -> None:
     """48 tokens per step and a cache far too small: prompts in chunks, requests preempted and computed again."""
     expected = oracle(family)
