@@ -86,7 +86,7 @@ void check_linear(qk_context* context, int32_t dtype, int64_t n, int64_t k, int6
     const std::vector<uint16_t> half_weights = to_bf16(weights), half_x = to_bf16(x);
     const bool is_half = dtype == QK_BFLOAT16;
     std::vector<char> packed(size_t(qk_packed_bytes(n, k, dtype, 0)));
-    const qk_pack_args pack = {n, k, dtype, 0, is_half ? (const void*)half_weights.data() : weights.data(), k, packed.data()};
+    const qk_pack_args pack = {n, k, dtype, 0, is_half ? (const void*)half_weights.data() : weights.data(), k, 0, packed.data()};
     qk_pack(context, &pack);
     qk_linear_args args = {};
     args.m = m, args.n = n, args.k = k, args.dtype = dtype, args.divisor = 1.0f, args.packed = packed.data();
@@ -113,13 +113,13 @@ void check_quantized(qk_context* context, int32_t form, int32_t dtype, int64_t n
         }
     const std::vector<uint16_t> half_x = to_bf16(x);
     std::vector<char> packed(size_t(qk_quantized_bytes(n, k, form, 0)));
-    const qk_pack_quantized_args pack = {n, k, form, 0, values.data(), k, packed.data()};
+    const qk_pack_quantized_args pack = {n, k, form, 0, values.data(), k, 0, packed.data()};
     qk_pack_quantized(context, &pack);
     qk_quantized_linear_args args = {};
     qk_linear_args& linear = args.linear;
     linear.m = m, linear.n = n, linear.k = k, linear.dtype = dtype, linear.divisor = 1.0f, linear.packed = packed.data();
     linear.x = dtype == QK_BFLOAT16 ? (const void*)half_x.data() : x.data(), linear.x_stride = k, linear.y_stride = n;
-    args.quantization = {form, 0, form == QK_W8A8 ? k : group_size, scales.data(), nullptr, corrections.data()};
+    args.quantization = {form, 0, form == QK_W8A8 ? k : group_size, scales.data(), nullptr, corrections.data(), nullptr};
     const auto y = run_rows(context, &args, linear, qk_quantized_linear, "a row's bits of a quantized layer");
     // inputs of int8 are rounded to 1/127 of their row's largest, which is 1 at most; weights are 6 at most
     const double tolerance = form == QK_W8A8 ? 6.0 / 127.0 * double(k) / 4.0 : 2e-5 * double(k);

@@ -63,7 +63,7 @@ void qk_destroy(qk_context* context) { delete context; }
 // A quantized linear layer is one group of them.
 static void quantized_linear(qk_context& context, const qk_quantized_linear_args& args) {
     const int64_t starts[] = {0, args.linear.m};
-    context.kernels.grouped_quantized_linear(context, {args.linear, &args.quantization, 1, starts});
+    context.kernels.grouped_quantized_linear(context, {args.linear, &args.quantization, 1, starts, 0});
 }
 
 // Runs a kernel, or records the call.

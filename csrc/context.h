@@ -15,6 +15,7 @@ struct GroupedLinearArgs {
     const qk_quantization* quantization;  // of all groups; not read with plain weights
     int64_t groups;
     const int64_t* starts;  // [groups + 1] where each group's rows start
+    int64_t bias_stride;    // from a group's biases to the next one's
 };
 
 // The kernels of one instruction set.

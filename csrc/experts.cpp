@@ -158,8 +158,8 @@ class Experts {
         take_memory();
         sort_choices();
         gather_inputs();
-        multiply(a_.gate_up, a_.gate_up_quantization, a_.expert_size, a_.hidden, true, inputs_, hidden_, between_, inner_, a_.dtype);
-        multiply(a_.down, a_.down_quantization, a_.hidden, a_.expert_size, false, between_, inner_, answers_, a_.hidden, QK_FLOAT32);
+        multiply(a_.gate_up, a_.gate_up_quantization, a_.gate_up_bias, a_.expert_size, a_.hidden, true, inputs_, hidden_, between_, inner_, a_.dtype);
+        multiply(a_.down, a_.down_quantization, a_.down_bias, a_.hidden, a_.expert_size, false, between_, inner_, answers_, a_.hidden, QK_FLOAT32);
         combine();
     }
 
@@ -212,8 +212,8 @@ class Experts {
         }
     }
 
-    void multiply(const void* packed, const qk_quantization* quantization, int64_t n, int64_t k, bool is_gated, const void* x,
-                  int64_t x_stride, void* y, int64_t y_stride, int32_t out_dtype) const {
+    void multiply(const void* packed, const qk_quantization* quantization, const float* bias, int64_t n, int64_t k, bool is_gated,
+                  const void* x, int64_t x_stride, void* y, int64_t y_stride, int32_t out_dtype) const {
         qk::GroupedLinearArgs grouped = {};
         grouped.quantization = quantization;
         grouped.groups = a_.num_experts;
@@ -228,6 +228,8 @@ class Experts {
         linear.activation = is_gated ? a_.activation : QK_IDENTITY;
         linear.divisor = 1.0f;
         linear.packed = packed;
+        linear.bias = bias;
+        grouped.bias_stride = is_gated ? 2 * n : n;
         linear.x = x;
         linear.x_stride = x_stride;
         linear.y = y;

@@ -25,11 +25,8 @@ QK_INLINE void finish_block(const qk_linear_args& a, F16 sum, F16 second, int64_
     if (a.divisor != 1.0f) sum = div(sum, set1(a.divisor));
     if (a.soft_cap != 0.0f) sum = soft_cap(sum, a.soft_cap);
     if (a.clip != 0.0f) sum = min(max(sum, set1(-a.clip)), set1(a.clip));
-    sum = activate(a.activation, sum);
-    if (a.gated) {
-        if (a.bias) second = add(second, load_n(a.bias + a.n + n0, count));
-        sum = mul(sum, second);
-    }
+    if (a.gated && a.bias) second = add(second, load_n(a.bias + a.n + n0, count));
+    sum = a.gated ? gate(a.activation, sum, second) : activate(a.activation, sum);
     if (a.residual) {
         const int64_t at = row * a.residual_stride + n0;
         sum = add(sum, a.dtype == QK_BFLOAT16 ? load_n((const bf16*)a.residual + at, count)
@@ -70,6 +67,13 @@ const E* pad_inputs(qk_context& context, const qk_linear_args& a, const PackedSh
     }
     stride = padded;
     return copy;
+}
+
+// The layer of one group.
+QK_INLINE qk_linear_args layer_of(const qk::GroupedLinearArgs& g, int64_t group) {
+    qk_linear_args a = g.linear;
+    if (a.bias) a.bias += group * g.bias_stride;
+    return a;
 }
 
 // A panel of one group's weights, and rows of that group.
@@ -115,7 +119,7 @@ void grouped_linear_with(qk_context& context, const qk::GroupedLinearArgs& g) {
             float* sums = (float*)context.thread_scratch(thread, size_t((p.to - p.from) * PANEL) * sizeof(float));
             const char* weights = (const char*)a.packed + (p.group * shape.panels() + p.panel) * panel_bytes;
             product.multiply((const E*)a.x + p.from * a.x_stride, a.x_stride, p.to - p.from, weights, tiles, sums);
-            finish_rows(a, p.panel, p.from, p.to, sums);
+            finish_rows(layer_of(g, p.group), p.panel, p.from, p.to, sums);
         }
     };
     context.parallel(GroupedPieces{g, shape.panels()}.count(), 1, work);

@@ -8,11 +8,11 @@
 namespace qk {
 namespace {
 
-// The row of the unpacked matrix that is output `lane` of `block`; -1 if there is none.
-int64_t source_row(const PackedShape& shape, int64_t block, int64_t lane) {
-    const int64_t within = (shape.gated ? block / 2 : block) * BLOCK + lane;
-    if (within >= shape.n) return -1;
-    return within + (shape.gated ? block % 2 * shape.n : 0);
+// Where the row of the unpacked matrix that is output `lane` of `block` begins, in elements; -1 if there is none.
+int64_t source_offset(const qk_pack_args& a, int64_t block, int64_t lane) {
+    const int64_t within = (a.gated ? block / 2 : block) * BLOCK + lane;
+    if (within >= a.n) return -1;
+    return within * a.stride + (a.gated ? block % 2 * a.half_stride : 0);
 }
 
 // A unit is what one output takes of a 64-byte row: one float, or two bfloat16.
@@ -23,7 +23,7 @@ struct Panel {
     const PackedShape shape;
     const int64_t element_bytes;
 
-    const char* source(int64_t row) const { return static_cast<const char*>(a.weights) + row * a.stride * element_bytes; }
+    const char* source(int64_t offset) const { return static_cast<const char*>(a.weights) + offset * element_bytes; }
     char* target(int64_t block, int64_t row) const { return static_cast<char*>(a.packed) + shape.row_offset(block, row); }
 
     void pack(int64_t panel) const {
@@ -45,8 +45,8 @@ struct Panel {
     void each_row(int64_t panel, Visit visit) const {
         for (int64_t block = panel * PANEL_BLOCKS; block < (panel + 1) * PANEL_BLOCKS; ++block)
             for (int64_t lane = 0; lane < BLOCK && block < shape.blocks(); ++lane) {
-                const int64_t row = source_row(shape, block, lane);
-                if (row >= 0) visit(block, lane, source(row));
+                const int64_t offset = source_offset(a, block, lane);
+                if (offset >= 0) visit(block, lane, source(offset));
             }
     }
 

@@ -73,11 +73,11 @@ struct Span {
 
 // Values are expanded once for all rows, a span at a time, and while the rows go through the span before it: units that multiply are
 // busy then, those that expand are not.
-template <class D, int BITS>
+template <class D, int FORM>
 struct Expanded {
     using E = typename D::E;
     static constexpr int ROWS_PER_STEP = int(STEP_INPUTS) / D::step, BLOCK_BYTES = ROWS_PER_STEP * int(qk::ROW_BYTES);
-    static constexpr int64_t STEP_BYTES = BLOCK_BYTES * qk::PANEL_BLOCKS, LINES_PER_STEP = qk::PANEL_BLOCKS * BITS;
+    static constexpr int64_t STEP_BYTES = BLOCK_BYTES * qk::PANEL_BLOCKS, LINES_PER_STEP = qk::PANEL_BLOCKS * qk::bits_of(FORM);
     static constexpr int64_t SPAN_BYTES = 32768, SPAN_STEPS = SPAN_BYTES / STEP_BYTES;
     // Fewer groups of rows take half as much at a time: a span and the next stay in the first-level cache. More are better off with fewer calls.
     static constexpr int64_t MANY_GROUPS = 5;
@@ -86,9 +86,9 @@ struct Expanded {
     template <int ROWS>
     struct Multiply {
         static __attribute__((noinline)) void run(const E* x, int64_t stride, const char* w, const Span& span, GroupScales scales,
-                                                  float* sums, float* totals, Expansion<BITS, E>& expansion, int64_t lines_per_step) {
+                                                  float* sums, float* totals, Expansion<FORM, E>& expansion, int64_t lines_per_step) {
             constexpr int BLOCKS = D::tile_blocks;
-            Expansion<BITS, E> next = expansion;
+            Expansion<FORM, E> next = expansion;
             F16 c[ROWS][BLOCKS];
             for (int64_t g = 0; g < span.groups; ++g, scales = scales.after(1)) {
                 each<ROWS>(QK_EACH_AS(r) {
@@ -130,14 +130,14 @@ struct Expanded {
         return whole ? whole * group_steps : left;  // the last group may be short
     }
 
-    static void multiply(const E* x, int64_t stride, int64_t rows, const char* panel, int64_t steps, int64_t group_steps,
+    static void multiply(const E* x, int64_t stride, int64_t rows, const PanelValues& panel, int64_t steps, int64_t group_steps,
                          const GroupScales& scales, char* scratch, float* sums, float* totals) {
         const int64_t row_groups = qk::ceil_div(rows, int64_t(D::tile_rows)), group_rows = qk::ceil_div(rows, row_groups);
         const int64_t passes = row_groups * (qk::PANEL_BLOCKS / D::tile_blocks);
         const int64_t max_steps = row_groups < MANY_GROUPS ? SPAN_STEPS / 2 : SPAN_STEPS;
         int64_t count = span_steps(0, steps, group_steps, max_steps);
         char *now = scratch, *other = scratch + SPAN_BYTES;
-        Expansion<BITS, E> next{(const uint16_t*)panel, (E*)now, count * LINES_PER_STEP};
+        Expansion<FORM, E> next{(const uint16_t*)panel.values, panel.exponents, (E*)now, count * LINES_PER_STEP};
         next.expand(next.left);
         for (int64_t t = 0; t < steps;) {
             const int64_t end = t + count, next_count = end < steps ? span_steps(end, steps, group_steps, max_steps) : 0;
@@ -163,31 +163,36 @@ struct Expanded {
 
 #ifdef __AVX512BF16__
 
-// As Expanded<Bf16Dot, 4>::Multiply, with values expanded in registers, all of a panel: few rows wait for memory, and have time for it.
-template <int ROWS, int BLOCKS>
+// As Expanded<Bf16Dot, FORM>::Multiply, with values expanded in registers, all of a panel: few rows wait for memory, and have time for it.
+template <int FORM, int ROWS, int BLOCKS>
 struct MultiplyNibbles {
     static constexpr int64_t BLOCK_BYTES = 256;
 
-    static __attribute__((noinline)) void run(const bf16* x, int64_t stride, const char* w, int64_t steps, int64_t group_steps,
-                                              GroupScales scales, bool is_first, float* totals) {
+    static __attribute__((noinline)) void run(const bf16* x, int64_t stride, const char* w, const uint8_t* exponents, int64_t steps,
+                                              int64_t group_steps, GroupScales scales, bool is_first, float* totals) {
         constexpr int LINES = 4;
         constexpr int64_t STEP_BYTES = BLOCK_BYTES * qk::PANEL_BLOCKS;
-        alignas(64) bf16 values[qk::LANES];
-        for (int i = 0; i < qk::LANES; ++i) values[i] = exact_bf16(i % 16 < 8 ? i % 16 : i % 16 - 16);
-        const __m512i table = _mm512_load_si512(values);
+        const __m512i table = value_table<FORM>();
         F16 c[ROWS][BLOCKS];
         for (int64_t first = 0; first < steps; first += group_steps, scales = scales.after(1)) {
             const int64_t last = first + group_steps < steps ? first + group_steps : steps;
             each<ROWS>(QK_EACH_AS(r) { each<BLOCKS>(QK_EACH_AS(b) { c[r][b] = zero(); }); });
             for (int64_t t = first; t < last; ++t, w += STEP_BYTES) {
                 for (int64_t line = 0; is_first && line < STEP_BYTES; line += 64) __builtin_prefetch(w + 8 * STEP_BYTES + line, 0, 2);
+                __m512i offsets[BLOCKS];
+                if constexpr (FORM == QK_MXFP4) {
+                    each<BLOCKS>(QK_EACH_AS(b) { offsets[b] = mxfp4_offsets(exponents + b * qk::BLOCK); });
+                    exponents += PANEL;
+                }
                 for (int j = 0; j < LINES; ++j) {
                     __m512i line[BLOCKS];
                     each<BLOCKS>(QK_EACH_AS(b) { line[b] = _mm512_loadu_si512(w + b * BLOCK_BYTES + j * qk::LINE_BYTES); });
                     for (int part = 0; part < 4; ++part, x += 2) {
                         __m512bh weights[BLOCKS];
                         each<BLOCKS>(QK_EACH_AS(b) {
-                            weights[b] = (__m512bh)_mm512_permutexvar_epi16(line[b], table);  // looks at the low bits only
+                            __m512i values = _mm512_permutexvar_epi16(line[b], table);  // looks at the low bits only
+                            if constexpr (FORM == QK_MXFP4) values = _mm512_adds_epi16(values, offsets[b]);
+                            weights[b] = (__m512bh)values;
                             line[b] = _mm512_srli_epi16(line[b], 4);
                         });
                         each<ROWS>(QK_EACH_AS(r) {
@@ -205,39 +210,48 @@ struct MultiplyNibbles {
 };
 
 // What fits into registers: the fewer blocks, the more rows, and the fewer times a value is expanded.
-template <int ROWS>
-using NibblesOfFour = MultiplyNibbles<ROWS, 4>;
-template <int ROWS>
-using NibblesOfTwo = MultiplyNibbles<ROWS, 2>;
+template <int FORM>
+struct Nibbles {
+    template <int ROWS>
+    using OfFour = MultiplyNibbles<FORM, ROWS, 4>;
+    template <int ROWS>
+    using OfTwo = MultiplyNibbles<FORM, ROWS, 2>;
+};
 
 #endif
 
 template <class D>
 struct WeightsOnlyVectorProduct {
     using E = typename D::E;
-    static constexpr size_t SCRATCH_BYTES = size_t(2 * Expanded<D, 4>::SPAN_BYTES);
+    static constexpr size_t SCRATCH_BYTES = size_t(2 * Expanded<D, QK_W4>::SPAN_BYTES);
     static constexpr int FEW_ROWS = 12;
 
     explicit WeightsOnlyVectorProduct(int32_t form) : form_(form) {}
 
-    void multiply(const E* x, int64_t stride, int64_t rows, const char* panel, int64_t steps, int64_t group_steps,
+    void multiply(const E* x, int64_t stride, int64_t rows, const PanelValues& panel, int64_t steps, int64_t group_steps,
                   const GroupScales& scales, char* scratch, float* sums, float* totals) const {
+        const auto multiply_form = [&](auto form) {
 #ifdef __AVX512BF16__
-        if constexpr (D::step == 2)
-            if (form_ == QK_W4 && rows <= FEW_ROWS) return multiply_nibbles(x, stride, rows, panel, steps, group_steps, scales, totals);
+            if constexpr (D::step == 2 && qk::bits_of(form) == 4)
+                if (rows <= FEW_ROWS) return multiply_nibbles<form>(x, stride, rows, panel, steps, group_steps, scales, totals);
 #endif
-        form_ == QK_W4 ? Expanded<D, 4>::multiply(x, stride, rows, panel, steps, group_steps, scales, scratch, sums, totals)
-                       : Expanded<D, 8>::multiply(x, stride, rows, panel, steps, group_steps, scales, scratch, sums, totals);
+            Expanded<D, form>::multiply(x, stride, rows, panel, steps, group_steps, scales, scratch, sums, totals);
+        };
+        for_form(form_, multiply_form);
     }
 
   private:
 #ifdef __AVX512BF16__
-    static void multiply_nibbles(const bf16* x, int64_t stride, int64_t rows, const char* panel, int64_t steps, int64_t group_steps,
+    template <int FORM>
+    static void multiply_nibbles(const bf16* x, int64_t stride, int64_t rows, const PanelValues& panel, int64_t steps, int64_t group_steps,
                                  const GroupScales& scales, float* totals) {
-        const int blocks = rows <= FEW_ROWS / 2 ? 4 : 2;
-        const auto run = blocks == 4 ? for_rows<NibblesOfFour, FEW_ROWS / 2>(rows) : for_rows<NibblesOfTwo, FEW_ROWS, FEW_ROWS / 2 + 1>(rows);
+        using Of = Nibbles<FORM>;
+        constexpr int FEW = FEW_ROWS / 2;
+        const int blocks = rows <= FEW ? 4 : 2;
+        const auto run = blocks == 4 ? for_rows<Of::template OfFour, FEW>(rows) : for_rows<Of::template OfTwo, FEW_ROWS, FEW + 1>(rows);
         for (int b = 0; b < qk::PANEL_BLOCKS; b += blocks)
-            run(x, stride, panel + b * NibblesOfTwo<1>::BLOCK_BYTES, steps, group_steps, scales.at(0, b * 16), b == 0, totals + b * 16);
+            run(x, stride, panel.values + b * Of::template OfTwo<1>::BLOCK_BYTES, panel.exponents ? panel.exponents + b * qk::BLOCK : nullptr,
+                steps, group_steps, scales.at(0, b * 16), b == 0, totals + b * 16);
     }
 #endif
 

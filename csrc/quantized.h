@@ -1,8 +1,9 @@
 // Linear layers on quantized weights, one or a group of them (linear.h): how the work is cut. The products are in quantized.cpp (vectors) and quantized_amx.cpp (tiles).
 //
 // Row-invariance. Int8 weights and inputs (QK_W8A8): a row of inputs is quantized by its own maximum, and integer sums are exact. Weights
-// only (QK_W8, QK_W4): the integers themselves, exact in either float type, are multiplied with the inputs; a group of inputs is one sum that
-// starts at zero and takes them in order, and the sums of the groups, each scaled, are added in order.
+// only (QK_W8, QK_W4, QK_E4M3): the values themselves, exact in either float type, are multiplied with the inputs; a group of inputs is one sum
+// that starts at zero and takes them in order, and the sums of the groups, each scaled, are added in order. QK_MXFP4: values times their power
+// of two are exact in bfloat16, too; they are multiplied with the inputs as plain weights are (linear.h), and give the same bits.
 #pragma once
 
 #include <utility>
@@ -103,7 +104,7 @@ void int8_linear_with(qk_context& context, const qk::GroupedLinearArgs& g) {
             product.multiply(x.values + p.from * x.stride, x.stride, rows, (const char*)a.packed + panel * shape.panel_bytes(),
                              shape.steps(), sums);
             scale_sums<Dot>(*g.quantization, panel * PANEL, x.scales + p.from, rows, sums);
-            finish_rows(a, p.panel, p.from, p.to, (const float*)sums);
+            finish_rows(layer_of(g, p.group), p.panel, p.from, p.to, (const float*)sums);
         }
     };
     context.parallel(GroupedPieces{g, shape.panels()}.count(), 1, work);
@@ -150,23 +151,40 @@ GroupedInputs<E> group_inputs(qk_context& context, const qk_linear_args& a, cons
     return inputs;
 }
 
+// f(form) with a form of weights only as a constant.
+template <class F>
+QK_INLINE void for_form(int32_t form, const F& f) {
+    switch (form) {
+        case QK_W8: return f(std::integral_constant<int, QK_W8>());
+        case QK_W4: return f(std::integral_constant<int, QK_W4>());
+        case QK_E4M3: return f(std::integral_constant<int, QK_E4M3>());
+        default: return f(std::integral_constant<int, QK_MXFP4>());
+    }
+}
+
 // What the sum of a group of inputs becomes: totals += (sum - zeros * the inputs' sum) * scales, group by group of a panel.
 struct GroupScales {
-    const float *scales, *zeros;  // [groups, PANEL]; zeros may be null
+    const float *scales, *zeros;  // [groups, PANEL]; null: ones, zeros
     const float* input_sums;      // [rows, stride], those of one group; the next is one further
     int64_t stride;
 
     __attribute__((always_inline)) void add_to(float* total, F16 sum, int64_t row, int64_t output) const {
         if (zeros) sum = sub(sum, mul(load_f32(zeros + output), set1(input_sums[row * stride])));
-        store_f32(total, fma(sum, load_f32(scales + output), load_f32(total)));
+        store_f32(total, scales ? fma(sum, load_f32(scales + output), load_f32(total)) : add(sum, load_f32(total)));
     }
     // Those of other rows and outputs, from these on.
     __attribute__((always_inline)) GroupScales at(int64_t row, int64_t output) const {
-        return {scales + output, zeros ? zeros + output : nullptr, zeros ? input_sums + row * stride : nullptr, stride};
+        return {scales ? scales + output : nullptr, zeros ? zeros + output : nullptr, zeros ? input_sums + row * stride : nullptr, stride};
     }
     __attribute__((always_inline)) GroupScales after(int64_t groups) const {
-        return {scales + groups * PANEL, zeros ? zeros + groups * PANEL : nullptr, zeros ? input_sums + groups : nullptr, stride};
+        return {scales ? scales + groups * PANEL : nullptr, zeros ? zeros + groups * PANEL : nullptr, zeros ? input_sums + groups : nullptr, stride};
     }
+};
+
+// A panel of values; with QK_MXFP4 [steps, PANEL] exponents, too.
+struct PanelValues {
+    const char* values;
+    const uint8_t* exponents;
 };
 
 // `Product::multiply(x, stride, rows, panel, steps, group_steps, scales, scratch, sums, totals)` adds x times a panel of weights to float
@@ -177,7 +195,7 @@ void weights_only_linear_with(qk_context& context, const qk::GroupedLinearArgs& 
     const qk_linear_args& a = g.linear;
     const qk_quantization& q = *g.quantization;
     const QuantizedShape shape{a.n, a.k, q.form, a.gated};
-    const int64_t steps = shape.steps(), groups = qk::ceil_div(a.k, q.group_size);
+    const int64_t steps = shape.steps(), groups = q.exponents ? 1 : qk::ceil_div(a.k, q.group_size);
     const int64_t group_steps = groups == 1 ? steps : q.group_size / STEP_INPUTS;
     const GroupedInputs<E> x = group_inputs<E>(context, a, q, steps, groups);
     auto work = [&](int64_t begin, int64_t end, int thread) {
@@ -191,11 +209,12 @@ void weights_only_linear_with(qk_context& context, const qk::GroupedLinearArgs& 
             char* scratch = (char*)context.thread_scratch(thread, Product::SCRATCH_BYTES + 2 * sum_bytes);
             float *totals = (float*)(scratch + Product::SCRATCH_BYTES), *sums = (float*)(scratch + Product::SCRATCH_BYTES + sum_bytes);
             memset(totals, 0, sum_bytes);
-            const GroupScales scales{q.scales + at, q.zeros ? q.zeros + at : nullptr,
+            const GroupScales scales{q.scales ? q.scales + at : nullptr, q.zeros ? q.zeros + at : nullptr,
                                      q.zeros ? x.group_sums + p.from * groups : nullptr, groups};
-            product.multiply(x.values + p.from * x.stride, x.stride, rows, (const char*)a.packed + panel * shape.panel_bytes(), steps,
-                             group_steps, scales, scratch, sums, totals);
-            finish_rows(a, p.panel, p.from, p.to, totals);
+            const PanelValues values{(const char*)a.packed + panel * shape.panel_bytes(),
+                                     q.exponents ? q.exponents + panel * steps * PANEL : nullptr};
+            product.multiply(x.values + p.from * x.stride, x.stride, rows, values, steps, group_steps, scales, scratch, sums, totals);
+            finish_rows(layer_of(g, p.group), p.panel, p.from, p.to, totals);
         }
     };
     context.parallel(GroupedPieces{g, shape.panels()}.count(), 1, work);
@@ -210,48 +229,111 @@ QK_INLINE bf16 exact_bf16(int value) {
     return bf16(bits >> 16);
 }
 
-// One line, its values at `shift` (from the low bits up), as a row of weights: 32 bfloat16, or 16 floats of the first inputs of the pairs
-// and 16 of the second.
-template <int BITS>
-QK_INLINE void expand_line(const uint16_t* line, int shift, bf16* to) {
+// 1 sign, 4 exponent and 3 mantissa bits, the exponent less 7; without infinities. In bfloat16 the same bits further apart, but for
+// the smallest, multiples of 2^-9 below 2^-6, which are normal numbers there.
+constexpr int E4M3_REBIAS = (127 - 7) << 7;
+QK_INLINE bf16 e4m3_to_bf16(int code) {
+    const int magnitude = code & 0x7f, sign = (code & 0x80) << 8;
+    static const bf16 SMALLEST[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    return bf16(sign | (magnitude < 8 ? SMALLEST[magnitude] : (magnitude << 4) + E4M3_REBIAS));
+}
+
+// 1 sign, 2 exponent and 1 mantissa bits: 0, .5, 1, 1.5, 2, 3, 4, 6. Times 2^(exponent - 127), which is at least 2.
+QK_INLINE bf16 mxfp4_to_bf16(int code, int exponent) {
+    const int magnitude = code & 7, sign = (code & 8) << 12;
+    const int bits = magnitude > 1 ? (magnitude << 6) + 0x3f00 : magnitude * 0x3f00;
+    return bf16(sign | (magnitude ? bits + (exponent - 127) * 0x80 : 0));
+}
+
+// A line's value of one lane.
+template <int FORM>
+QK_INLINE bf16 expand_value(uint16_t lane, int shift, int exponent) {
+    constexpr int BITS = qk::bits_of(FORM);
+    if constexpr (FORM == QK_MXFP4) return mxfp4_to_bf16(lane >> shift, exponent);
+    if constexpr (FORM == QK_E4M3) return e4m3_to_bf16(lane >> shift);
+    return exact_bf16(int16_t(lane << (16 - BITS - shift)) >> (16 - BITS));
+}
+
 #if defined(__AVX512BW__)
-    if (BITS == 4) {
-        alignas(64) static const bf16 VALUES[32] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                                    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                                                    0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                                    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+
+// All sixteen 4-bit values, twice.
+template <int FORM>
+QK_INLINE __m512i value_table() {
+    alignas(64) bf16 values[qk::LANES];
+    // The largest scale; zeros are the smallest int16, where a sum that saturates stays: mxfp4_offsets.
+    for (int i = 0; i < qk::LANES; ++i)
+        values[i] = FORM == QK_MXFP4 ? (i & 7 ? mxfp4_to_bf16(i, 252) : bf16(0x8000)) : exact_bf16(i % 16 < 8 ? i % 16 : i % 16 - 16);
+    return _mm512_load_si512(values);
+}
+
+// What is added to values at the largest scale, as integers, to have them at a block's own: never more than zero. For two inputs
+// of 16 outputs.
+QK_INLINE __m512i mxfp4_offsets(const uint8_t* exponents) {
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)exponents));
+    const __m512i both = _mm512_or_si512(_mm512_slli_epi32(wide, 7), _mm512_slli_epi32(wide, 23));
+    return _mm512_sub_epi16(both, _mm512_set1_epi16(int16_t(252 << 7)));
+}
+
+QK_INLINE __m512i e4m3_to_bf16(__m512i codes) {  // in the high bytes
+    alignas(64) static const bf16 SMALLEST[qk::LANES] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    const __m512i magnitude = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi16(0x7f0));
+    const __m512i normal = _mm512_add_epi16(magnitude, _mm512_set1_epi16(E4M3_REBIAS));
+    const __mmask32 is_small = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(0x80));
+    const __m512i found = _mm512_mask_permutexvar_epi16(normal, is_small, _mm512_srli_epi16(magnitude, 4), _mm512_load_si512(SMALLEST));
+    return _mm512_or_si512(found, _mm512_and_si512(codes, _mm512_set1_epi16(int16_t(0x8000))));
+}
+
+#endif
+
+// One line, its values at `shift` (from the low bits up), as a row of weights: 32 bfloat16, or 16 floats of the first inputs of the pairs
+// and 16 of the second. `exponents` are the outputs' own (QK_MXFP4).
+template <int FORM>
+QK_INLINE void expand_line(const uint16_t* line, int shift, const uint8_t* exponents, bf16* to) {
+#if defined(__AVX512BW__)
+    if (qk::bits_of(FORM) == 4) {
         const __m512i indices = _mm512_srli_epi16(_mm512_loadu_si512(line), unsigned(shift));
-        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(indices, _mm512_load_si512(VALUES)));
+        __m512i values = _mm512_permutexvar_epi16(indices, value_table<FORM>());
+        if (FORM == QK_MXFP4) values = _mm512_adds_epi16(values, mxfp4_offsets(exponents));
+        _mm512_storeu_si512(to, values);
+        return;
+    }
+    if (FORM == QK_E4M3) {
+        _mm512_storeu_si512(to, e4m3_to_bf16(_mm512_slli_epi16(_mm512_loadu_si512(line), unsigned(8 - shift))));
         return;
     }
 #endif
-    for (int i = 0; i < qk::LANES; ++i) to[i] = exact_bf16(int16_t(line[i] << (16 - BITS - shift)) >> (16 - BITS));
+    for (int i = 0; i < qk::LANES; ++i) to[i] = expand_value<FORM>(line[i], shift, exponents ? exponents[i / 2] : 0);
 }
 
-template <int BITS>
-QK_INLINE void expand_line(const uint16_t* line, int shift, float* to) {
+template <int FORM>
+QK_INLINE void expand_line(const uint16_t* line, int shift, const uint8_t* exponents, float* to) {
+    constexpr int BITS = qk::bits_of(FORM);
+    bf16 row[qk::LANES];
+    if (FORM == QK_MXFP4 || FORM == QK_E4M3) expand_line<FORM>(line, shift, exponents, row);
     for (int i = 0; i < qk::LANES; ++i)
-        to[i % 2 * 16 + i / 2] = float(int16_t(line[i] << (16 - BITS - shift)) >> (16 - BITS));
+        to[i % 2 * 16 + i / 2] = FORM == QK_MXFP4 || FORM == QK_E4M3 ? to_float(row[i]) : float(int16_t(line[i] << (16 - BITS - shift)) >> (16 - BITS));
 }
 
 // Expands packed lines to weights of type E, in the order [step, block, row], some at a time, and fetches those that follow.
-template <int BITS, class E>
+template <int FORM, class E>
 struct Expansion {
     static constexpr int64_t AHEAD_BYTES = 8192;
+    static constexpr int BITS = qk::bits_of(FORM);
 
     const uint16_t* line;
+    const uint8_t* exponents;  // of the next line's block
     E* to;
     int64_t left;  // lines
 
     __attribute__((always_inline)) void expand(int64_t lines) {
         if (lines > left) lines = left;
-        left -= lines;
-        for (; lines; --lines, line += qk::LANES) {
+        for (; lines; --lines, --left, line += qk::LANES) {
             __builtin_prefetch((const char*)line + AHEAD_BYTES, 0, 2);
             each<16 / BITS>(QK_EACH_AS(part) {
-                expand_line<BITS>(line, part * BITS, to);
+                expand_line<FORM>(line, part * BITS, exponents, to);
                 to += qk::LANES;
             });
+            if (FORM == QK_MXFP4 && left % BITS == 1) exponents += qk::BLOCK;  // a block has as many lines as a value bits
         }
     }
 };

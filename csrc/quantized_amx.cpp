@@ -102,22 +102,21 @@ struct WeightsOnlyTileProduct {
 
     explicit WeightsOnlyTileProduct(int32_t form) : form(form) {}
 
-    void multiply(const E* x, int64_t stride, int64_t rows, const char* panel, int64_t steps, int64_t group_steps, GroupScales scales,
+    void multiply(const E* x, int64_t stride, int64_t rows, PanelValues panel, int64_t steps, int64_t group_steps, GroupScales scales,
                   char* scratch, float* sums, float* totals) {
         for (int64_t first = 0; first < steps; first += group_steps, scales = scales.after(1)) {
             const int64_t count = first + group_steps < steps ? group_steps : steps - first;
-            form == QK_W4 ? multiply_group<4>(x + first * STEP_INPUTS, stride, rows, panel, count, scratch, sums)
-                          : multiply_group<8>(x + first * STEP_INPUTS, stride, rows, panel, count, scratch, sums);
-            panel += count * QuantizedShape{0, 0, form, 0}.step_bytes();
+            for_form(form, [&](auto form) { multiply_group<form>(x + first * STEP_INPUTS, stride, rows, panel, count, scratch, sums); });
+            panel.values += count * QuantizedShape{0, 0, form, 0}.step_bytes();
             for (int64_t row = 0; row < rows; ++row)
                 for (int64_t o = 0; o < PANEL; o += 16) scales.add_to(totals + row * PANEL + o, load_f32(sums + row * PANEL + o), row, o);
         }
     }
 
-    template <int BITS>
-    void multiply_group(const E* x, int64_t stride, int64_t rows, const char* weights, int64_t steps, char* scratch, float* sums) {
-        constexpr int64_t LINES_PER_STEP = qk::PANEL_BLOCKS * BITS;
-        Expansion<BITS, E> expansion{(const uint16_t*)weights, nullptr, steps * LINES_PER_STEP};
+    template <int FORM>
+    void multiply_group(const E* x, int64_t stride, int64_t rows, const PanelValues& panel, int64_t steps, char* scratch, float* sums) {
+        constexpr int64_t LINES_PER_STEP = qk::PANEL_BLOCKS * qk::bits_of(FORM);
+        Expansion<FORM, E> expansion{(const uint16_t*)panel.values, panel.exponents, nullptr, steps * LINES_PER_STEP};
         for (int64_t t = 0; t < steps; t += CHUNK_STEPS) {
             const int64_t count = t + CHUNK_STEPS < steps ? CHUNK_STEPS : steps - t;
             expansion.to = (E*)scratch;

@@ -153,10 +153,11 @@ void activate_rows(const qk_activation_args& a, int64_t begin, int64_t end) {
         E* y = (E*)a.y + row * a.y_stride;
         for (int64_t i = 0; i < a.dim; i += 16) {
             const int n = int(a.dim - i < 16 ? a.dim - i : 16);
-            F16 v = load_n(x + i, n);
-            v = a.activation == QK_XIELU ? xielu(v, {a.positive, a.negative, a.slope, a.least}) : activate(a.activation, v);
-            if (a.gated) v = mul(v, load_n(x + a.dim + i, n));
-            store_n(y + i, v, n);
+            const F16 v = load_n(x + i, n);
+            if (a.activation == QK_XIELU)
+                store_n(y + i, xielu(v, {a.positive, a.negative, a.slope, a.least}), n);
+            else
+                store_n(y + i, a.gated ? gate(a.activation, v, load_n(x + a.dim + i, n)) : activate(a.activation, v), n);
         }
     }
 }

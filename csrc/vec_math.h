@@ -112,4 +112,17 @@ QK_INLINE F16 activate(int kind, F16 x) {
     }
 }
 
+// gpt-oss's gated unit.
+QK_INLINE F16 clamped_swiglu(F16 gate, F16 up) {
+    gate = min(set1(7.0f), gate);  // of a NaN and a number the second is taken
+    up = max(set1(-7.0f), min(set1(7.0f), up));
+    const F16 glu = div(gate, add(set1(1.0f), exp(mul(gate, set1(-1.702f)))));
+    return mul(add(up, set1(1.0f)), glu);
+}
+
+// What a gated layer makes of its two halves.
+QK_INLINE F16 gate(int kind, F16 first, F16 second) {
+    return kind == QK_CLAMPED_SWIGLU ? clamped_swiglu(first, second) : mul(activate(kind, first), second);
+}
+
 }  // namespace QK_ISA

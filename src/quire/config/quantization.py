@@ -21,7 +21,7 @@ from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
 
 WEIGHT_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
 """Methods that quantize at load, and their bits per weight."""
-STORED_METHODS = ("compressed-tensors", "gptq", "awq")
+STORED_METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp4")
 """Methods of checkpoints whose weights are quantized already."""
 METHODS = (*WEIGHT_BITS, *STORED_METHODS)
 """Values of --quantization."""
@@ -86,8 +86,8 @@ def quantization_method(asked: str | None, stored: Any, path: Path) -> str | Non
 class StoredScheme:
     """Format of a checkpoint's quantized matrices."""
 
-    layout: Literal["int8", "packed", "gptq", "awq"]
-    """compressed-tensors' int-quantized and pack-quantized, and the methods that have one layout."""
+    layout: Literal["int8", "packed", "float8-compressed", "gptq", "awq", "float8", "mxfp4"]
+    """compressed-tensors' int-quantized, pack-quantized and float-quantized, and the methods that have one layout."""
     bits: int
     zero_offset: int = 0
     """Number added to stored zero points."""
@@ -97,6 +97,8 @@ class StoredScheme:
     """True: zero points, if any, are all 0."""
     is_scattered: bool = False
     """True: the configuration says that inputs of one group are not adjacent ("act order")."""
+    block: tuple[int, int] | None = None
+    """fp8: outputs and inputs that share a scale; None for one scale an output or a matrix."""
 
 
 def read_stored_scheme(config: Mapping[str, Any], source: Path) -> StoredScheme:
@@ -139,12 +141,31 @@ def _awq(config: Mapping[str, Any], source: Path) -> StoredScheme:
     return StoredScheme(layout="awq", bits=4)
 
 
+def _fp8(config: Mapping[str, Any], source: Path) -> StoredScheme:
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise UnsupportedModelError(f"{source}: fp8 in the format {config['fmt']!r}; e4m3 can be read")
+    block = config.get("weight_block_size")
+    if block is None:
+        return StoredScheme(layout="float8", bits=8)
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        raise ModelLoadError(f"{source} has weight_block_size {block!r}, which must be two numbers, as [128, 128]")
+    return StoredScheme(layout="float8", bits=8, block=(block[0], block[1]))
+
+
+def _mxfp4(config: Mapping[str, Any], source: Path) -> StoredScheme:
+    return StoredScheme(layout="mxfp4", bits=4)
+
+
 def _compressed(config: Mapping[str, Any], source: Path) -> StoredScheme:
     groups = list((config.get("config_groups") or {}).values())
     schemes = [(group.get("weights") or {}, group.get("input_activations")) for group in groups]
+    if schemes and all(weights.get("type") == "float" and weights.get("num_bits") == 8 for weights, _ in schemes):
+        return _compressed_fp8([weights for weights, _ in schemes], config.get("format"), source)
     bits = {weights.get("num_bits") for weights, _ in schemes}
     if not schemes or len(bits) != 1 or any(weights.get("type", "int") != "int" for weights, _ in schemes):
-        raise UnsupportedModelError(f"{source}: compressed-tensors of one integer type can be read; this has {groups}")
+        raise UnsupportedModelError(
+            f"{source}: compressed-tensors of one integer type, or of 8-bit floats, can be read; this has {groups}"
+        )
     inputs = [inputs for _, inputs in schemes if inputs]
     if any(
         scheme.get("num_bits") != 8 or scheme.get("type") != "int" or not scheme.get("dynamic") for scheme in inputs
@@ -167,13 +188,32 @@ def _compressed(config: Mapping[str, Any], source: Path) -> StoredScheme:
     )
 
 
+def _compressed_fp8(schemes: list[Mapping[str, Any]], layout: Any, source: Path) -> StoredScheme:
+    """Activations stay as they are, whatever the format says of them: no accuracy is lost."""
+    forms = {(weights.get("strategy"), str(weights.get("block_structure"))) for weights in schemes}
+    strategy, block = schemes[0].get("strategy"), schemes[0].get("block_structure")
+    if layout not in ("float-quantized", "naive-quantized") or len(forms) != 1:
+        raise UnsupportedModelError(
+            f"{source}: 8-bit floats of compressed-tensors in the format {layout!r} with {sorted(forms)}; "
+            "float-quantized with one strategy can be read"
+        )
+    if strategy in ("tensor", "channel"):
+        return StoredScheme(layout="float8-compressed", bits=8)
+    if strategy == "block" and isinstance(block, list) and len(block) == 2:
+        return StoredScheme(layout="float8-compressed", bits=8, block=(int(block[0]), int(block[1])))
+    raise UnsupportedModelError(
+        f"{source}: 8-bit floats of compressed-tensors with a scale per {strategy!r}; tensor, channel and block can be "
+        "read"
+    )
+
+
 def _bits(bits: Any, source: Path) -> int:
     if bits not in (4, 8):
         raise UnsupportedModelError(f"{source}: weights of {bits!r} bits; those of 4 and 8 can be read")
     return int(bits)
 
 
-_READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
+_READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "mxfp4": _mxfp4}
 
 
 SCALE_BYTES = ZERO_BYTES = 4
@@ -185,9 +225,12 @@ _SUFFIXES: Mapping[str, tuple[str, str, str]] = {
     "packed": ("weight_packed", "weight_scale", "weight_zero_point"),
     "gptq": ("qweight", "scales", "qzeros"),
     "awq": ("qweight", "scales", "qzeros"),
+    "float8": ("weight", "weight_scale_inv", "weight_zero_point"),
+    "float8-compressed": ("weight", "weight_scale", "weight_zero_point"),
+    "mxfp4": ("blocks", "scales", "zeros"),
 }
 """Names of a matrix' values, scales and zero points, by layout of StoredScheme."""
-_NOTES = ("weight_shape", "weight_g_idx", "g_idx")
+_NOTES = ("weight_shape", "weight_g_idx", "g_idx", "input_scale", "activation_scale")
 
 
 @dataclass(frozen=True)
@@ -235,6 +278,7 @@ class _Matrix:
     has_zeros: bool = False
     is_scattered: bool = False
     """True: inputs of one group are not adjacent."""
+    scale_bytes: int = SCALE_BYTES
 
     @property
     def size(self) -> int:
@@ -245,20 +289,26 @@ class _Matrix:
         if self.is_scattered or (self.group_size % STEP_INPUTS and self.group_size < self.inputs):
             return None
         groups = -(-self.inputs // self.group_size)
-        return self.size * bits // 8 + self.outputs * groups * (SCALE_BYTES + ZERO_BYTES * self.has_zeros)
+        return self.size * bits // 8 + self.outputs * groups * (self.scale_bytes + ZERO_BYTES * self.has_zeros)
 
 
 def _take_matrix(tensors: dict[str, TensorInfo], name: str, stored: StoredScheme) -> _Matrix | None:
     """Returns the quantized matrix that tensor `name` is a part of and removes its parts from `tensors`; None if there
     is none."""
-    base, _, suffix = name.rpartition(".")
+    joint = "_" if stored.layout == "mxfp4" else "."
+    base, _, suffix = name.rpartition(joint)
     values, scales, zeros = _SUFFIXES[stored.layout]
-    if suffix not in (values, scales, zeros, *_NOTES) or f"{base}.{scales}" not in tensors:
+    if suffix not in (values, scales, zeros, *_NOTES) or f"{base}{joint}{scales}" not in tensors:
         return None
-    parts = {part: tensors.pop(f"{base}.{part}", None) for part in (values, scales, zeros, *_NOTES)}
+    parts = {part: tensors.pop(f"{base}{joint}{part}", None) for part in (values, scales, zeros, *_NOTES)}
     found, scale = parts[values], parts[scales]
+    if stored.layout == "mxfp4" and found is not None and scale is not None:
+        groups = scale.shape[-1]
+        return _Matrix(math.prod(scale.shape[:-1]), groups * STEP_INPUTS, STEP_INPUTS, scale_bytes=1)
     if found is None or scale is None or len(found.shape) != 2:
         return None
+    if stored.layout.startswith("float8"):
+        return _Matrix(*found.shape, found.shape[1] if stored.block is None else stored.block[1])
     per_word = 1 if stored.layout == "int8" else WORD_BITS // stored.bits
     rows, columns = found.shape
     outputs, inputs = {"gptq": (columns, rows * per_word), "awq": (columns * per_word, rows)}.get(

@@ -168,13 +168,19 @@ class Kernels(ABC):
         not to weights; expert_scale: [num_experts], factors of the experts' weights."""
 
     @abstractmethod
-    def experts(self, gate_up: Tensor, down: Tensor, spec: ExpertsSpec) -> ExpertsKernel:
-        """gate_up: [num_experts, 2 * expert_size, hidden], the gates first; down: [num_experts, hidden,
-        expert_size]."""
+    def experts(
+        self, gate_up: Tensor, down: Tensor, spec: ExpertsSpec, biases: tuple[Tensor, Tensor] | None = None
+    ) -> ExpertsKernel:
+        """gate_up: [num_experts, 2 * expert_size, hidden], the gates first unless `spec` says otherwise; down:
+        [num_experts, hidden, expert_size]; biases: [num_experts, 2 * expert_size] and [num_experts, hidden]."""
 
     @abstractmethod
     def quantized_experts(
-        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], spec: ExpertsSpec
+        self,
+        gate_up: Sequence[QuantizedWeight],
+        down: Sequence[QuantizedWeight],
+        spec: ExpertsSpec,
+        biases: tuple[Tensor, Tensor] | None = None,
     ) -> ExpertsKernel:
         """Makes the experts of quantized weights: one matrix for each expert, all matrices of a list of one kind.
         Kernels that pack do not keep a reference to them."""

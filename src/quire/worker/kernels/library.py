@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quire.logger import init_logger
 from quire.worker.kernels.packs import FRESH_PACKS, Packs, ResultMemory
+from quire.worker.kernels.specs import CLAMPED_SWIGLU
 
 logger = init_logger(__name__)
 
@@ -171,6 +172,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": CONSTANTS["QK_GELU_TANH"],
     "quick_gelu": CONSTANTS["QK_QUICK_GELU"],
     "relu2": CONSTANTS["QK_RELU2"],
+    CLAMPED_SWIGLU: CONSTANTS["QK_CLAMPED_SWIGLU"],
     "sigmoid": CONSTANTS["QK_SIGMOID"],
     "swish": CONSTANTS["QK_SILU"],
 }

@@ -127,17 +127,23 @@ class NativeKernels(Kernels):
         self.context.num_kernels += 1
         return NativeRouter(self.context, spec, dtype, choice_bias, expert_scale)
 
-    def experts(self, gate_up: Tensor, down: Tensor, spec: ExpertsSpec) -> ExpertsKernel:
-        self.context.num_kernels += 1
-        first = PlainBlock(self.context, gate_up, is_gated=True)
-        return NativeExperts(self.context, first, PlainBlock(self.context, down, is_gated=False), spec)
-
-    def quantized_experts(
-        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], spec: ExpertsSpec
+    def experts(
+        self, gate_up: Tensor, down: Tensor, spec: ExpertsSpec, biases: tuple[Tensor, Tensor] | None = None
     ) -> ExpertsKernel:
         self.context.num_kernels += 1
-        first = QuantizedBlock(self.context, gate_up, is_gated=True)
-        return NativeExperts(self.context, first, QuantizedBlock(self.context, down, is_gated=False), spec)
+        first = PlainBlock(self.context, gate_up, is_gated=True, halves_alternate=spec.halves_alternate)
+        return NativeExperts(self.context, first, PlainBlock(self.context, down, is_gated=False), spec, biases)
+
+    def quantized_experts(
+        self,
+        gate_up: Sequence[QuantizedWeight],
+        down: Sequence[QuantizedWeight],
+        spec: ExpertsSpec,
+        biases: tuple[Tensor, Tensor] | None = None,
+    ) -> ExpertsKernel:
+        self.context.num_kernels += 1
+        first = QuantizedBlock(self.context, gate_up, is_gated=True, halves_alternate=spec.halves_alternate)
+        return NativeExperts(self.context, first, QuantizedBlock(self.context, down, is_gated=False), spec, biases)
 
     def sampling(self) -> SamplingKernel:
         return NativeSampling(self.context)
@@ -176,6 +182,7 @@ class Matrix:
                     gated=self.is_gated,
                     weights=weight.data_ptr(),
                     stride=weight.stride(0),
+                    half_stride=self.n * weight.stride(0),
                     packed=packed.data_ptr(),
                 )
             ),

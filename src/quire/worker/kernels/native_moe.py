@@ -74,8 +74,8 @@ class NativeRouter:
 class PlainBlock:
     """Matrices of all experts, packed one after another. weights: [num_experts, outputs, inputs]."""
 
-    def __init__(self, context: Context, weights: Tensor, *, is_gated: bool) -> None:
-        self.memory = pack_all(context, weights, is_gated=is_gated)
+    def __init__(self, context: Context, weights: Tensor, *, is_gated: bool, halves_alternate: bool = False) -> None:
+        self.memory = pack_all(context, weights, is_gated=is_gated, halves_alternate=halves_alternate)
         self.num_experts, _, self.num_inputs = weights.shape
         self.quantization: Structure | None = None
 
@@ -83,8 +83,10 @@ class PlainBlock:
 class QuantizedBlock:
     """Quantized matrices of all experts."""
 
-    def __init__(self, context: Context, weights: Sequence[QuantizedWeight], *, is_gated: bool) -> None:
-        self._matrix = QuantizedMatrix(context, weights, is_gated=is_gated)
+    def __init__(
+        self, context: Context, weights: Sequence[QuantizedWeight], *, is_gated: bool, halves_alternate: bool = False
+    ) -> None:
+        self._matrix = QuantizedMatrix(context, weights, is_gated=is_gated, halves_alternate=halves_alternate)
         self.memory = self._matrix.values
         self.num_experts, self.num_inputs = len(weights), self._matrix.k
         self.quantization = self._matrix.describe()
@@ -99,9 +101,11 @@ class NativeExperts:
         gate_up: PlainBlock | QuantizedBlock,
         down: PlainBlock | QuantizedBlock,
         spec: ExpertsSpec,
+        biases: tuple[Tensor, Tensor] | None,
     ) -> None:
         self._context = context
         self._blocks = gate_up, down
+        self._biases = None if biases is None else arrange_biases(*biases, halves_alternate=spec.halves_alternate)
         self._args = ExpertsArgs(
             hidden=gate_up.num_inputs,
             expert_size=down.num_inputs,
@@ -115,6 +119,8 @@ class NativeExperts:
         if gate_up.quantization is not None and down.quantization is not None:
             self._args.gate_up_quantization = pointer(gate_up.quantization)
             self._args.down_quantization = pointer(down.quantization)
+        if self._biases is not None:
+            self._args.gate_up_bias, self._args.down_bias = (bias.data_ptr() for bias in self._biases)
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None, shared: Tensor | None = None
@@ -133,7 +139,14 @@ class NativeExperts:
         return y
 
 
-def pack_all(context: Context, weights: Tensor, *, is_gated: bool) -> Tensor:
+def arrange_biases(gate_up: Tensor, down: Tensor, *, halves_alternate: bool) -> tuple[Tensor, Tensor]:
+    """Returns float32 biases of all experts, those of the gates first. gate_up: [num_experts, 2 * expert_size]."""
+    if halves_alternate:
+        gate_up = torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], dim=1)
+    return gate_up.float().contiguous(), down.float().contiguous()
+
+
+def pack_all(context: Context, weights: Tensor, *, is_gated: bool, halves_alternate: bool = False) -> Tensor:
     """Returns all matrices packed, one after another. weights: [num_experts, n, k], or [num_experts, 2 * n, k] if
     gated; on the meta device if `context.packs` has them."""
     num_experts, rows, k = weights.shape
@@ -142,7 +155,9 @@ def pack_all(context: Context, weights: Tensor, *, is_gated: bool) -> Tensor:
 
     def pack(memory: Tensor) -> None:
         for expert, weight in enumerate(weights):
-            args = PackArgs(n=n, k=k, dtype=dtype, gated=is_gated, weights=weight.data_ptr(), stride=weight.stride(0))
+            stride = weight.stride(0)
+            args = PackArgs(n=n, k=k, dtype=dtype, gated=is_gated, weights=weight.data_ptr())
+            args.stride, args.half_stride = (2 * stride, stride) if halves_alternate else (stride, n * stride)
             args.packed = memory.data_ptr() + expert * size
             cdll.qk_pack(context.handle, byref(args))
 

@@ -22,9 +22,16 @@ from quire.worker.kernels.library import (
     with_packed_rows,
 )
 from quire.worker.kernels.specs import LinearSpec
-from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.quantization.weight import Coding, QuantizedWeight
 
-W8A8, W8, W4 = CONSTANTS["QK_W8A8"], CONSTANTS["QK_W8"], CONSTANTS["QK_W4"]
+W8A8 = CONSTANTS["QK_W8A8"]
+WEIGHTS_ONLY = {
+    (Coding.INTEGER, 8): CONSTANTS["QK_W8"],
+    (Coding.INTEGER, 4): CONSTANTS["QK_W4"],
+    (Coding.E4M3, 8): CONSTANTS["QK_E4M3"],
+    (Coding.MXFP4, 4): CONSTANTS["QK_MXFP4"],
+}
+"""Forms of weights that are multiplied with the inputs as they are, by coding and bits."""
 STEP_INPUTS = 32
 """A group's size must be a multiple of it, unless the group is the whole row."""
 BLOCK, PANEL = 16, 64
@@ -42,19 +49,23 @@ class QuantizedMatrix:
     """One or several quantized weights of one kind and shape, in the library's layout, the same for every instruction
     set. They may be outlines if `context.packs` has them packed."""
 
-    def __init__(self, context: Context, weights: Sequence[QuantizedWeight], *, is_gated: bool) -> None:
+    def __init__(
+        self, context: Context, weights: Sequence[QuantizedWeight], *, is_gated: bool, halves_alternate: bool = False
+    ) -> None:
         first = weights[0]
         assert can_pack(first)
         assert all(weight.kind == first.kind and weight.shape == first.shape for weight in weights)
         rows, self.k = first.shape
         self.context = context
+        self.halves_alternate = halves_alternate
         self.n, self.is_gated = rows // 2 if is_gated else rows, is_gated
-        self.form = W8A8 if first.quantizes_inputs else W8 if first.bits == 8 else W4
+        self.form = W8A8 if first.quantizes_inputs else WEIGHTS_ONLY[first.coding, first.bits]
         self.group_size = min(first.group_size, self.k)
         sizes = self.n, self.k, self.form, self.is_gated
         size = context.library.cdll.qk_quantized_bytes(*sizes)
         self.values = context.packs.take(len(weights) * size, lambda memory: self._pack(weights, memory))
-        self.scales = self._take(weights, torch.float32, lambda weight: weight.scales)
+        self.scales = self._take(weights, first.scales.dtype, lambda weight: weight.scales)
+        self.has_exponents = first.coding is Coding.MXFP4
         self.zeros = self.corrections = None
         if first.zeros is not None:
             self.zeros = self._take(weights, torch.float32, zeros_of)
@@ -72,7 +83,8 @@ class QuantizedMatrix:
         return Quantization(
             form=self.form,
             group_size=self.group_size,
-            scales=self.scales.data_ptr(),
+            scales=None if self.has_exponents else self.scales.data_ptr(),
+            exponents=self.scales.data_ptr() if self.has_exponents else None,
             zeros=None if self.zeros is None else self.zeros.data_ptr(),
             corrections=None if self.corrections is None else self.corrections.data_ptr(),
         )
@@ -81,13 +93,15 @@ class QuantizedMatrix:
         size = memory.numel() // len(weights)
         for i, weight in enumerate(weights):
             values = weight.values.contiguous()
+            stride = values.stride(0)
             args = PackQuantizedArgs(
                 n=self.n,
                 k=self.k,
                 form=self.form,
                 gated=self.is_gated,
                 values=values.data_ptr(),
-                stride=values.stride(0),
+                stride=2 * stride if self.halves_alternate else stride,
+                half_stride=stride if self.halves_alternate else self.n * stride,
                 packed=memory.data_ptr() + i * size,
             )
             self.context.library.cdll.qk_pack_quantized(self.context.handle, byref(args))
@@ -112,6 +126,8 @@ class QuantizedMatrix:
         """Returns [panels, groups, PANEL] of [outputs, groups]: outputs in the order of packed values, padded with
         zeros."""
         halves = per_output.view(2 if self.is_gated else 1, self.n, -1)  # [halves, n, groups]
+        if self.halves_alternate:
+            halves = per_output.view(self.n, 2, -1).transpose(0, 1)
         padded = functional.pad(halves, (0, 0, 0, -self.n % BLOCK))
         blocks = padded.view(padded.shape[0], -1, BLOCK, padded.shape[2])  # [halves, blocks, 16, groups]
         outputs = blocks.transpose(0, 1).reshape(-1, padded.shape[2])  # blocks of the halves in turn

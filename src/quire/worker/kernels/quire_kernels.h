@@ -27,7 +27,8 @@ extern "C" {
 enum { QK_FLOAT32 = 0, QK_BFLOAT16 = 1 };
 enum {
     QK_IDENTITY = 0, QK_RELU = 1, QK_SILU = 2, QK_GELU = 3, QK_GELU_TANH = 4,
-    QK_RELU2 = 5, QK_QUICK_GELU = 6, QK_SIGMOID = 7, QK_XIELU = 8 /* qk_activation only */
+    QK_RELU2 = 5, QK_QUICK_GELU = 6, QK_SIGMOID = 7, QK_XIELU = 8, /* qk_activation only */
+    QK_CLAMPED_SWIGLU = 9 /* always gated: gate * sigmoid(1.702 gate) * (up + 1), the gate at most 7, up between -7 and 7 */
 };
 
 /* -- context: instruction set, threads, scratch memory. One thread at a time may use a context. ----------------------- */
@@ -53,8 +54,8 @@ typedef struct {
     int64_t n, k; /* outputs (of each half, if gated) and inputs */
     int32_t dtype;
     int32_t gated;
-    const void* weights; /* [n, k], or [2 n, k] */
-    int64_t stride;
+    const void* weights; /* n rows, or 2 n */
+    int64_t stride, half_stride; /* elements from a row to the next of its half, and from the first half to the second */
     void* packed;
 } qk_pack_args;
 QK_EXPORT void qk_pack(qk_context* context, const qk_pack_args* args);
@@ -85,8 +86,9 @@ QK_EXPORT void qk_linear(qk_context* context, const qk_linear_args* args);
 
 /* -- linear layers on quantized weights -------------------------------------------------------------------------------- */
 
-/* Int8 weights and inputs, each row of inputs quantized by its own maximum; or inputs as they are, and weights of 8 or 4 bits. */
-enum { QK_W8A8 = 0, QK_W8 = 1, QK_W4 = 2 };
+/* Int8 weights and inputs, each row of inputs quantized by its own maximum; or inputs as they are, and weights of 8 or 4 bits: integers,
+ * e4m3 floats, or e2m1 floats with a power of two for each 32 inputs (MXFP4). */
+enum { QK_W8A8 = 0, QK_W8 = 1, QK_W4 = 2, QK_E4M3 = 3, QK_MXFP4 = 4 };
 
 /* Packed values: see quantized_layout.h. */
 QK_EXPORT int64_t qk_quantized_bytes(int64_t n, int64_t k, int32_t form, int32_t gated);
@@ -95,8 +97,8 @@ typedef struct {
     int64_t n, k; /* outputs (of each half, if gated) and inputs */
     int32_t form;
     int32_t gated;
-    const int8_t* values; /* [n, k], or [2 n, k] */
-    int64_t stride;
+    const void* values; /* n rows of k bytes, or 2 n; QK_MXFP4: of k / 2 bytes, the first of two inputs in the low bits, k a multiple of 32 */
+    int64_t stride, half_stride; /* bytes from a row to the next of its half, and from the first half to the second */
     void* packed;
 } qk_pack_quantized_args;
 QK_EXPORT void qk_pack_quantized(qk_context* context, const qk_pack_quantized_args* args);
@@ -107,9 +109,10 @@ typedef struct {
     int32_t form;
     int32_t reserved;
     int64_t group_size; /* inputs that share a scale: a multiple of 32, or all */
-    const float* scales; /* [panels, groups, 64] */
+    const float* scales; /* [panels, groups, 64]; NULL with QK_MXFP4 */
     const float* zeros;  /* [panels, groups, 64]; NULL for none; never with QK_W8A8 */
     const int32_t* corrections; /* QK_W8A8: [panels, 64], 128 times the sum of each output's values */
+    const uint8_t* exponents; /* QK_MXFP4: [panels, k / 32, 64], what values are multiplied with is 2^(exponent - 127); 2 to 252 */
 } qk_quantization;
 
 typedef struct {
@@ -240,6 +243,8 @@ typedef struct {
     const void* down;     /* packed, one expert after another */
     const qk_quantization* gate_up_quantization; /* of all experts: `gate_up` holds values; NULL: it holds weights */
     const qk_quantization* down_quantization;
+    const float* gate_up_bias; /* [num_experts, 2 * expert_size]; NULL for none */
+    const float* down_bias;    /* [num_experts, hidden]; NULL for none */
     const int64_t* ids;   /* [tokens, chosen], each below num_experts */
     const float* weights; /* [tokens, chosen] */
     const void* shared;   /* [tokens, hidden], what other experts answered, like the residual; NULL for none */

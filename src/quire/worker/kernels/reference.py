@@ -89,13 +89,21 @@ class TorchKernels(Kernels):
     ) -> RouterKernel:
         return functools.partial(route, spec=spec, dtype=dtype, choice_bias=choice_bias, expert_scale=expert_scale)
 
-    def experts(self, gate_up: Tensor, down: Tensor, spec: ExpertsSpec) -> ExpertsKernel:
-        return functools.partial(ask_experts, gate_up=gate_up, down=down, spec=spec)
+    def experts(
+        self, gate_up: Tensor, down: Tensor, spec: ExpertsSpec, biases: tuple[Tensor, Tensor] | None = None
+    ) -> ExpertsKernel:
+        return functools.partial(ask_experts, gate_up=gate_up, down=down, spec=spec, biases=biases)
 
     def quantized_experts(
-        self, gate_up: Sequence[QuantizedWeight], down: Sequence[QuantizedWeight], spec: ExpertsSpec
+        self,
+        gate_up: Sequence[QuantizedWeight],
+        down: Sequence[QuantizedWeight],
+        spec: ExpertsSpec,
+        biases: tuple[Tensor, Tensor] | None = None,
     ) -> ExpertsKernel:
-        return functools.partial(ask_experts, gate_up=gate_up, down=down, spec=spec, product=quantized_linear)
+        return functools.partial(
+            ask_experts, gate_up=gate_up, down=down, spec=spec, biases=biases, product=quantized_linear
+        )
 
     def sampling(self) -> SamplingKernel:
         return TorchSampling()
@@ -197,8 +205,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def activate(x: Tensor, *, name: str, is_gated: bool) -> Tensor:
-    function = get_activation(name)
-    return gated(function, x) if is_gated else function(x)
+    return gated(name, x) if is_gated else get_activation(name)(x)
 
 
 def route(
@@ -270,14 +277,18 @@ def ask_experts(
     gate_up: Tensor | Sequence[QuantizedWeight],
     down: Tensor | Sequence[QuantizedWeight],
     spec: ExpertsSpec,
+    biases: tuple[Tensor, Tensor] | None = None,
     product: Callable[..., Tensor] = linear,
 ) -> Tensor:
-    """Computes the experts: ExpertsKernel; with `quantized_linear` as `product`, on quantized weights."""
-    inner = LinearSpec(activation=spec.activation, gated=True)
+    """Computes the experts: ExpertsKernel; with `quantized_linear` as `product`, on quantized weights, whose sums are
+    rounded after the activation."""
+    sums = PLAIN if product is linear else LOGITS
 
     def answer(expert: int, x: Tensor) -> Tensor:
-        between = product(x, weight=gate_up[expert], bias=None, spec=inner)
-        return product(between, weight=down[expert], bias=None)
+        first, second = (None, None) if biases is None else (bias[expert] for bias in biases)
+        both = product(x, weight=gate_up[expert], bias=first, spec=sums)
+        between = gated(spec.activation, both, spec.halves_alternate).to(x.dtype)
+        return product(between, weight=down[expert], bias=second)
 
     y = combine_answers(x, ids, weights, answer, len(gate_up), scales_inputs=spec.scales_inputs)
     for addend in (shared, residual):
@@ -365,8 +376,7 @@ def finish(y: Tensor, residual: Tensor | None, bias: Tensor | None, spec: Linear
     if spec.clip is not None:
         y = y.clamp(-spec.clip, spec.clip)
     if spec.activation is not None:
-        function = get_activation(spec.activation)
-        y = gated(function, y) if spec.gated else function(y)
+        y = activate(y, name=spec.activation, is_gated=spec.gated)
     if residual is not None:
         y = residual + y
     return y if spec.float32_output else y.to(dtype)

@@ -107,9 +107,12 @@ class ExpertsSpec:
     """The experts' computation: weight * down(activation(gate(x)) * up(x))."""
 
     activation: str = "silu"
-    """A key of `ACTIVATIONS`."""
+    """A key of `ACTIVATIONS`, or CLAMPED_SWIGLU."""
     scales_inputs: bool = False
     """The weight scales an expert's input instead of its answer (Llama 4)."""
+    halves_alternate: bool = False
+    """Gates and what they are multiplied with take turns among the rows of gate_up and its biases (gpt-oss). False: all
+    gates stand first."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +175,22 @@ def get_activation(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-def gated(activation: Activation, gate_up: Tensor) -> Tensor:
-    """Returns activation(gate) * up, [n, dim]. gate_up: [n, 2 * dim], the gates first."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return activation(gate) * up
+def gated(name: str, gate_up: Tensor, halves_alternate: bool = False) -> Tensor:
+    """Returns activation(gate) * up, [n, dim], or CLAMPED_SWIGLU of the two. gate_up: [n, 2 * dim], the gates
+    first, or in turn."""
+    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if halves_alternate else gate_up.chunk(2, dim=-1)
+    return clamped_swiglu(gate, up) if name == CLAMPED_SWIGLU else get_activation(name)(gate) * up
+
+
+CLAMPED_SWIGLU = "clamped_swiglu"
+"""The gated unit of gpt-oss, which is no product of an activation."""
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Returns gate * sigmoid(1.702 gate) * (up + 1), with gates of at most 7 and up between -7 and 7."""
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quire.config.quantization import QuantizationScheme
 from quire.worker.kernels.base import ExpertsKernel, Kernels, LinearKernel, RouterKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.kernels.specs import LOGITS, ExpertsSpec, LinearSpec, RouterSpec, get_activation
+from quire.worker.kernels.specs import CLAMPED_SWIGLU, LOGITS, ExpertsSpec, LinearSpec, RouterSpec, get_activation
 from quire.worker.layers.linear import Linear, PackedLinear
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.weights import GIVEN_BACK, forget, weight
@@ -52,6 +52,11 @@ class MoESpec:
     up_name: str = "up_proj"
     down_name: str = "down_proj"
     """Names of the three matrices, with the layouts each and one."""
+    gates_alternate: bool = False
+    """Stacked and transposed: gates and what they gate take turns in gate_up_proj (gpt-oss)."""
+    expert_bias: bool = False
+    """Stacked and transposed: the matrices have biases, experts.gate_up_proj_bias [num_experts, 2 * expert_size] and
+    experts.down_proj_bias [num_experts, hidden]."""
     scales_inputs: bool = False
     """The weights scale the experts' inputs instead of their answers (Llama 4)."""
     router_bias: bool = False
@@ -94,22 +99,30 @@ class Experts(nn.Module):
 
     def __init__(self, spec: MoESpec, hidden_size: int, activation: str, name: str = "experts") -> None:
         super().__init__()
-        get_activation(activation)
+        if activation != CLAMPED_SWIGLU:
+            get_activation(activation)
         self.spec = spec
         self.name = name
-        self.kernel_spec = ExpertsSpec(activation=activation, scales_inputs=spec.scales_inputs)
+        self.kernel_spec = ExpertsSpec(
+            activation=activation, scales_inputs=spec.scales_inputs, halves_alternate=spec.gates_alternate
+        )
         self.scheme: QuantizationScheme | None = None
         self.quantized_bytes: int | None = None
         self._stored: QuantizedExperts | None = None
         self._kernel: ExpertsKernel | None = None
         self.gate_up_proj = weight(spec.num_experts, 2 * spec.expert_size, hidden_size)
         self.down_proj = weight(spec.num_experts, hidden_size, spec.expert_size)
+        self.gate_up_proj_bias = weight(spec.num_experts, 2 * spec.expert_size) if spec.expert_bias else None
+        self.down_proj_bias = weight(spec.num_experts, hidden_size) if spec.expert_bias else None
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         spec, size, name = self.spec, self.spec.expert_size, self.name
         if spec.layout in ("stacked", "transposed"):
             for block, parameter in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
                 yield f"{name}.{block}", parameter.data if spec.layout == "stacked" else parameter.data.transpose(1, 2)
+            for block, bias in (("gate_up_proj", self.gate_up_proj_bias), ("down_proj", self.down_proj_bias)):
+                if bias is not None:
+                    yield f"{name}.{block}_bias", bias.data
             return
         for expert in range(spec.num_experts):
             gate_up, prefix = self.gate_up_proj.data[expert], name if spec.layout == "one" else f"{name}.{expert}"
@@ -118,6 +131,10 @@ class Experts(nn.Module):
             yield f"{prefix}.{spec.down_name}.weight", self.down_proj.data[expert]
 
     def store(self, parts: Sequence[QuantizedWeight]) -> bool:
+        if self.spec.layout in ("stacked", "transposed"):
+            count = self.spec.num_experts
+            self._stored = QuantizedExperts(*(part.split(count) for part in parts))
+            return True
         gate_up, down = [part for i, part in enumerate(parts) if i % 3 < 2], list(parts[2::3])
         if not (same_kind(gate_up) and same_kind(down)):
             return False
@@ -138,13 +155,21 @@ class Experts(nn.Module):
         quantized = self._quantized_experts(kernels)
         self.quantized_bytes = None if quantized is None else quantized.num_bytes
         if quantized is None:
-            self._kernel = kernel = kernels.experts(self.gate_up_proj.data, self.down_proj.data, self.kernel_spec)
+            blocks = self.gate_up_proj.data, self.down_proj.data
+            self._kernel = kernel = kernels.experts(*blocks, self.kernel_spec, self._biases)
         else:
-            self._kernel = kernel = kernels.quantized_experts(quantized.gate_up, quantized.down, self.kernel_spec)
+            matrices = quantized.gate_up, quantized.down
+            self._kernel = kernel = kernels.quantized_experts(*matrices, self.kernel_spec, self._biases)
         if quantized is not None or not kernels.keeps_weights:
             forget(self, "gate_up_proj")
             forget(self, "down_proj")
         return kernel
+
+    @property
+    def _biases(self) -> tuple[Tensor, Tensor] | None:
+        if self.gate_up_proj_bias is None or self.down_proj_bias is None:
+            return None
+        return self.gate_up_proj_bias.data, self.down_proj_bias.data
 
     def _quantized_experts(self, kernels: Kernels) -> QuantizedExperts | None:
         """Returns the experts in integers, if they were stored or are to be quantized so and `kernels` can compute with

@@ -183,6 +183,10 @@ def _check_tensor(name: str, wanted: Tensor, stored: Stored) -> None:
             f"{stored.file}: tensor {name} has shape {list(stored.shape)}, but config.json makes it "
             f"{list(wanted.shape)}"
         )
+    if isinstance(stored, TensorInfo) and stored.dtype == "F8_E4M3":
+        raise ModelLoadError(
+            f"{stored.file}: tensor {name} is F8_E4M3 and has no scale: weights are missing in the file"
+        )
     if isinstance(stored, TensorInfo) and stored.dtype not in _FLOATING:
         raise UnsupportedModelError(
             f"{stored.file}: tensor {name} is {stored.dtype}; only {', '.join(_FLOATING)} weights can be loaded"
@@ -312,7 +316,7 @@ class _Checkpoint:
 
         Returns the tensors that are left to be filled.
         """
-        weights = [name for name, tensor in tensors if tensor.dim() == 2]
+        weights = [name for name, tensor in tensors if _is_matrix(name, tensor)]
         parts = [info for name in weights if isinstance(info := self._stored[name], StoredMatrix)]
         if len(parts) < len(weights):
             return tensors
@@ -326,7 +330,7 @@ class _Checkpoint:
             _check_finite(matrix.scales, part)
         if not module.store(read):
             return tensors
-        return [(name, tensor) for name, tensor in tensors if tensor.dim() != 2]
+        return [(name, tensor) for name, tensor in tensors if not _is_matrix(name, tensor)]
 
     def _order(self, name: str) -> Tensor | None:
         """Returns the order of rows in which the model has a tensor; None for the checkpoint's."""
@@ -340,6 +344,11 @@ class _Checkpoint:
 
     def _read_all(self, matrix: StoredMatrix) -> dict[str, Tensor]:
         return {suffix: self._read(info) for suffix, info in matrix.infos.items()}
+
+
+def _is_matrix(name: str, tensor: Tensor) -> bool:
+    """Returns whether a tensor holds weights of products: experts have biases of two dimensions, too."""
+    return tensor.dim() > 1 and not name.endswith("bias")
 
 
 def _check_finite(tensor: Tensor, info: Stored) -> None:

@@ -20,7 +20,7 @@ from quire.worker.kernels.packs import Packs
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.moe import Experts
 from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat
-from quire.worker.quantization.weight import Kind, QuantizedWeight
+from quire.worker.quantization.weight import Coding, Kind, QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,18 @@ class StoredMatrix:
     """A quantized matrix: stands for the TensorInfo of the plain `weight`."""
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    """(out_features, in_features), or (experts, in_features, out_features)."""
     infos: Mapping[str, TensorInfo]
     """The matrix' tensors by suffix."""
     format: StoredFormat
+
+    @property
+    def rows_and_columns(self) -> tuple[int, int]:
+        """Shape of what `read` returns."""
+        if len(self.shape) == 2:
+            return self.shape[0], self.shape[1]
+        return self.shape[0] * self.shape[2], self.shape[1]
 
     @property
     def file(self) -> Path:
@@ -39,21 +47,23 @@ class StoredMatrix:
         return next(iter(self.infos.values())).file
 
     def read(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Returns the matrix. Raises ModelLoadError naming file and matrix, and ScatteredGroupsError."""
+        """Returns the matrix, or those of all experts one above the other. Raises ModelLoadError naming file and
+        matrix, and ScatteredGroupsError."""
         try:
-            weight = self.format.read(tensors, self.shape)
+            weight = self.format.read(tensors, self.rows_and_columns)
         except ScatteredGroupsError:
             raise
         except ModelLoadError as e:
             raise type(e)(f"{self.file}: {self.name}: {e}") from None
-        if weight.shape != self.shape:
+        if weight.shape != self.rows_and_columns:
             raise ModelLoadError(f"{self.file}: {self.name} has shape {weight.shape}, not {self.shape}")
         return weight
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Returns [out_features, in_features] float32. Raises as `read` does."""
+        """Returns float32 of `shape`. Raises as `read` does."""
         try:
-            return self.read(tensors).dequantize()
+            weights = self.read(tensors).dequantize()
+            return weights if len(self.shape) == 2 else weights.view(self.shape[0], -1, self.shape[1]).transpose(1, 2)
         except ScatteredGroupsError as scattered:
             return scattered.dequantize()
 
@@ -66,17 +76,17 @@ def gather_matrices(tensors: Mapping[str, TensorInfo], format: StoredFormat) -> 
 
     Raises as StoredFormat.shape.
     """
-    mark = "." + format.mark
+    mark = format.joint + format.mark
     bases = [name.removesuffix(mark) for name in tensors if name.endswith(mark)]
     joined: dict[str, Stored] = dict(tensors)
     for base in bases:
         infos = {}
         for suffix in format.suffixes:
-            info = tensors.get(f"{base}.{suffix}")
-            if info is not None:
-                infos[suffix] = info
-                joined.pop(f"{base}.{suffix}", None)
-        name = f"{base}.weight"
+            part = f"{base}{format.joint}{suffix}"
+            if part in tensors:
+                infos[suffix] = tensors[part]
+                joined.pop(part, None)
+        name = f"{base}.weight" if format.joint == "." else base
         joined[name] = StoredMatrix(name, format.shape(infos), infos, format)
     return joined
 
@@ -103,7 +113,10 @@ def recall_kinds(packs: Packs) -> list[Kind]:
     count, *fields = packs.take(NUM_BYTES, lambda _: None).view(torch.int64).tolist()
     size = len(Kind._fields)
     records = [fields[i * size : (i + 1) * size] for i in range(count)]
-    return [Kind(bits, group_size, bool(zeros), bool(inputs)) for bits, group_size, zeros, inputs in records]
+    return [
+        Kind(bits, group_size, bool(zeros), bool(inputs), Coding(coding))
+        for bits, group_size, zeros, inputs, coding in records
+    ]
 
 
 def plan_quantization(model: nn.Module, scheme: QuantizationScheme) -> list[str]:

@@ -9,6 +9,10 @@ Field and tensor names, packings and formulas are those of the formats themselve
   the outputs; the first version of the format stores zero points less 1. `g_idx` is each input's group.
 * AWQ (https://github.com/casper-hansen/AutoAWQ), "gemm": both are packed along the outputs, eight 4-bit values in the
   order 0, 2, 4, 6, 1, 3, 5, 7.
+* fp8 (DeepSeek, Qwen, MiniMax): e4m3 `weight`, and `weight_scale_inv` for each block of outputs and inputs, or for the
+  whole matrix. compressed-tensors' `float-quantized` has `weight_scale` for each output or for the matrix.
+* MXFP4 (gpt-oss): `*_blocks` [..., in / 32, 16] uint8, two codes a byte, the first in the low bits, and `*_scales`
+  [..., in / 32] uint8.
 
 Unsigned values are shifted to signed ones, and zero points with them.
 """
@@ -24,7 +28,7 @@ from torch import Tensor
 from quire.config.checkpoint import TensorInfo
 from quire.config.quantization import StoredScheme
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.quantization.weight import MXFP4_GROUP, MXFP4_SCALES, Coding, QuantizedWeight
 
 WORD_BITS = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -34,14 +38,21 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class StoredFormat(Protocol):
     """One format of stored matrices."""
 
-    suffixes: ClassVar[tuple[str, ...]]
-    """Names of the tensors of one matrix, after its own name and a dot."""
-    mark: ClassVar[str]
-    """The suffix of the tensor that every quantized matrix has."""
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Names of the tensors of one matrix, after its own name and `joint`."""
 
-    def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
-        """Returns (out_features, in_features) of the matrix these tensors form. Raises ModelLoadError if they form
-        none."""
+    @property
+    def mark(self) -> str:
+        """The suffix of the tensor that every quantized matrix has."""
+
+    @property
+    def joint(self) -> str:
+        """The text between the matrix' own name and a suffix: a dot, if the plain matrix is called `weight`."""
+
+    def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+        """Returns the shape of the plain tensor: (out_features, in_features), or (experts, in_features, out_features).
+        Raises ModelLoadError if these tensors form none."""
 
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         """Returns the matrix. Raises ModelLoadError or UnsupportedModelError without the name of a tensor."""
@@ -51,6 +62,7 @@ class CompressedInt8:
     """compressed-tensors `int-quantized`: 8 bits, a scale per output or per group."""
 
     mark: ClassVar[str] = "weight_scale"
+    joint: ClassVar[str] = "."
     suffixes: ClassVar[tuple[str, ...]] = ("weight", mark, "weight_zero_point")
 
     def __init__(self, quantizes_inputs: bool) -> None:
@@ -83,6 +95,7 @@ class CompressedPacked:
     """compressed-tensors `pack-quantized`: 4 or 8 bits, weights only."""
 
     mark: ClassVar[str] = "weight_packed"
+    joint: ClassVar[str] = "."
     suffixes: ClassVar[tuple[str, ...]] = (mark, "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
     def __init__(self, bits: int, quantizes_inputs: bool = False) -> None:
@@ -120,6 +133,7 @@ class Gptq:
     """GPTQ, versions 1 and 2."""
 
     mark: ClassVar[str] = "qweight"
+    joint: ClassVar[str] = "."
     suffixes: ClassVar[tuple[str, ...]] = (mark, "qzeros", "scales", "g_idx")
 
     def __init__(self, bits: int, zero_offset: int) -> None:
@@ -151,6 +165,7 @@ class AwqGemm:
     """AWQ, "gemm" version."""
 
     mark: ClassVar[str] = "qweight"
+    joint: ClassVar[str] = "."
     suffixes: ClassVar[tuple[str, ...]] = (mark, "qzeros", "scales")
     bits: ClassVar[int] = 4
 
@@ -170,6 +185,100 @@ class AwqGemm:
             scales=scales,
             zeros=_or_none(zeros.T.to(torch.int16).contiguous()),
             group_size=_group_size(scales, shape),
+        )
+
+
+class Float8:
+    """e4m3 floats with a scale for each block of `block` (outputs, inputs); None: the shape of the scales says it."""
+
+    joint: ClassVar[str] = "."
+
+    def __init__(self, scale_name: str, block: tuple[int, int] | None) -> None:
+        self.block = block
+        self.mark = scale_name
+        self.suffixes = ("weight", scale_name, "input_scale", "activation_scale")
+
+    def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, int]:
+        weight = _need(infos, "weight")
+        if weight.dtype != "F8_E4M3":
+            raise UnsupportedModelError(
+                f"{weight.file}: tensor {weight.name} is {weight.dtype} and has a {self.mark}; F8_E4M3 can be read"
+            )
+        return _two(weight)
+
+    def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        """The scales of an activation are not needed: activations are not quantized."""
+        values = tensors["weight"].view(torch.int8)
+        if (values.view(torch.uint8) << 1).amax() == _E4M3_NAN:
+            raise ModelLoadError("holds NaN: download the file again")
+        scales, group_size = self._per_output(tensors[self.mark].float(), shape)
+        return QuantizedWeight(bits=8, values=values, scales=scales, group_size=group_size, coding=Coding.E4M3)
+
+    def _per_output(self, scales: Tensor, shape: tuple[int, int]) -> tuple[Tensor, int]:
+        """Returns [out_features, groups] of the stored scales, and the number of inputs of a group."""
+        outputs, inputs = shape
+        if scales.numel() == 1:
+            return scales.reshape(1, 1).expand(outputs, 1).contiguous(), inputs
+        if self.block is None:
+            if scales.numel() != outputs:
+                raise ModelLoadError(f"{scales.numel()} scales do not fit a matrix of {outputs} x {inputs}")
+            return scales.reshape(outputs, 1).contiguous(), inputs
+        rows, columns = self.block
+        expected = (-(-outputs // rows), -(-inputs // columns))
+        if scales.shape != expected:
+            raise ModelLoadError(
+                f"{' x '.join(map(str, scales.shape))} scales do not fit a matrix of {outputs} x {inputs} in blocks of "
+                f"{rows} x {columns}, which has {expected[0]} x {expected[1]}"
+            )
+        return scales.repeat_interleave(rows, dim=0)[:outputs].contiguous(), columns
+
+
+_E4M3_NAN = 0xFE
+"""Both codes of NaN without the sign, shifted to the left."""
+
+
+class Mxfp4:
+    """MXFP4 as gpt-oss stores it: one matrix, or those of all experts."""
+
+    mark: ClassVar[str] = "blocks"
+    suffixes: ClassVar[tuple[str, ...]] = (mark, "scales")
+    joint: ClassVar[str] = "_"
+
+    def shape(self, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+        blocks, scales = _need(infos, self.mark), _need(infos, "scales")
+        for info in (blocks, scales):
+            if info.dtype != "U8":
+                raise ModelLoadError(f"{info.file}: tensor {info.name} is {info.dtype}; MXFP4 is stored as U8")
+        *outer, groups, size = blocks.shape
+        if len(outer) not in (1, 2) or size * 2 != MXFP4_GROUP:
+            raise ModelLoadError(
+                f"{blocks.file}: tensor {blocks.name} has shape {list(blocks.shape)}; MXFP4 has blocks of "
+                f"{MXFP4_GROUP // 2} bytes in the last dimension, for {MXFP4_GROUP} inputs"
+            )
+        if list(scales.shape) != [*outer, groups]:
+            raise ModelLoadError(
+                f"{scales.file}: tensor {scales.name} has shape {list(scales.shape)}, but the blocks make it "
+                f"{[*outer, groups]}"
+            )
+        inputs = groups * MXFP4_GROUP
+        return (*outer, inputs) if len(outer) == 1 else (outer[0], inputs, outer[1])
+
+    def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        """Returns the matrices of all experts one above the other. Blocks of smaller numbers than bfloat16 has become
+        zeros."""
+        blocks, scales = tensors[self.mark], tensors["scales"]
+        smallest, largest = (int(bound) for bound in torch.aminmax(scales))
+        if largest > MXFP4_SCALES[-1]:
+            raise ModelLoadError(f"has a scale of 2^{largest - 127}, or NaN: download the file again")
+        if smallest < MXFP4_SCALES[0]:
+            is_tiny = scales < MXFP4_SCALES[0]
+            blocks, scales = blocks.masked_fill(is_tiny.unsqueeze(-1), 0), scales.masked_fill(is_tiny, 127)
+        return QuantizedWeight(
+            bits=4,
+            values=blocks.view(torch.int8).flatten(-2).flatten(0, -2),
+            scales=scales.flatten(0, -2),
+            group_size=MXFP4_GROUP,
+            coding=Coding.MXFP4,
         )
 
 
@@ -253,3 +362,9 @@ def make_format(scheme: StoredScheme) -> StoredFormat:
             return Gptq(scheme.bits, scheme.zero_offset)
         case "awq":
             return AwqGemm()
+        case "float8":
+            return Float8("weight_scale_inv", scheme.block)
+        case "float8-compressed":
+            return Float8("weight_scale", scheme.block)
+        case "mxfp4":
+            return Mxfp4()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,23 @@ from torch.nn import functional
 from quire.config.quantization import QuantizationScheme, group_size_for
 
 
+class Coding(enum.IntEnum):
+    """The numbers that the values of a quantized matrix are. All are exact in bfloat16."""
+
+    INTEGER = 0
+    E4M3 = 1
+    """torch's float8_e4m3fn, 8 bits."""
+    MXFP4 = 2
+    """0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, 4 bits, times a power of two for each 32 inputs (Open Compute
+    Project, Microscaling Formats, 2023)."""
+
+
+MXFP4_GROUP = 32
+MXFP4_SCALES = range(2, 253)
+"""Scales s of MXFP4, 2^(s - 127), whose products with all values are normal numbers of bfloat16."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
 class Kind(NamedTuple):
     """Properties that matrices must have in common to be stacked."""
 
@@ -21,6 +39,7 @@ class Kind(NamedTuple):
     group_size: int
     has_zeros: bool
     quantizes_inputs: bool
+    coding: Coding = Coding.INTEGER
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,35 +53,40 @@ class QuantizedWeight:
     bits: int
     """4 or 8."""
     values: Tensor
-    """[out_features, in_features] int8, from -2^(bits - 1) to 2^(bits - 1) - 1: unsigned formats are shifted."""
+    """[out_features, in_features] int8, from -2^(bits - 1) to 2^(bits - 1) - 1: unsigned formats are shifted. E4M3: the
+    floats' bytes. MXFP4: [out_features, in_features / 2], the first of two codes in the low bits."""
     scales: Tensor
-    """[out_features, groups] float32."""
+    """[out_features, groups] float32; MXFP4: uint8, the powers of two of MXFP4_SCALES."""
     group_size: int
     zeros: Tensor | None = None
     """[out_features, groups] int16, shifted as the values are; None for zeros."""
     quantizes_inputs: bool = False
     """True: compute with int8 activations, each row quantized by its own maximum. Only with 8 bits, one scale per
     output and no zeros."""
+    coding: Coding = Coding.INTEGER
 
     def __post_init__(self) -> None:
-        out_features, in_features = self.values.shape
+        out_features, in_features = self.shape
         groups = -(-in_features // self.group_size)
+        assert self.bits == {Coding.E4M3: 8, Coding.MXFP4: 4}.get(self.coding, self.bits)
         assert self.bits in (4, 8)
         assert self.values.dtype == torch.int8
-        assert self.scales.dtype == torch.float32
+        assert self.scales.dtype == (torch.uint8 if self.coding is Coding.MXFP4 else torch.float32)
         assert self.scales.shape == (out_features, groups)
+        assert self.coding is Coding.INTEGER or self.zeros is None
+        assert self.coding is not Coding.MXFP4 or self.group_size == MXFP4_GROUP
         assert self.zeros is None or (self.zeros.shape == self.scales.shape and self.zeros.dtype == torch.int16)
         assert not self.quantizes_inputs or (self.bits == 8 and groups == 1 and self.zeros is None)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
-        out_features, in_features = self.values.shape
-        return out_features, in_features
+        out_features, columns = self.values.shape
+        return out_features, columns * (2 if self.coding is Coding.MXFP4 else 1)
 
     @property
     def kind(self) -> Kind:
-        return Kind(self.bits, self.group_size, self.zeros is not None, self.quantizes_inputs)
+        return Kind(self.bits, self.group_size, self.zeros is not None, self.quantizes_inputs, self.coding)
 
     @property
     def is_outline(self) -> bool:
@@ -72,26 +96,43 @@ class QuantizedWeight:
     @staticmethod
     def outline(shape: Sequence[int], kind: Kind) -> QuantizedWeight:
         """Returns a matrix of (out_features, in_features) without values, on the meta device."""
-        per_group = (shape[0], -(-shape[1] // kind.group_size))
+        per_group, is_mxfp4 = (shape[0], -(-shape[1] // kind.group_size)), kind.coding is Coding.MXFP4
+        columns = shape[1] // 2 if is_mxfp4 else shape[1]
         return QuantizedWeight(
             bits=kind.bits,
-            values=torch.empty(tuple(shape), dtype=torch.int8, device="meta"),
-            scales=torch.empty(per_group, dtype=torch.float32, device="meta"),
+            values=torch.empty((shape[0], columns), dtype=torch.int8, device="meta"),
+            scales=torch.empty(per_group, dtype=torch.uint8 if is_mxfp4 else torch.float32, device="meta"),
             group_size=kind.group_size,
             zeros=torch.empty(per_group, dtype=torch.int16, device="meta") if kind.has_zeros else None,
             quantizes_inputs=kind.quantizes_inputs,
+            coding=kind.coding,
         )
 
     @property
     def num_bytes(self) -> int:
         """Size of values and scales when packed tightly."""
-        per_group = 4 if self.zeros is None else 8
-        return self.values.numel() * self.bits // 8 + self.scales.numel() * per_group
+        out_features, in_features = self.shape
+        per_group = self.scales.itemsize + (0 if self.zeros is None else 4)
+        return out_features * in_features * self.bits // 8 + self.scales.numel() * per_group
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns [out_features, in_features]: the weights that the integers represent."""
-        w = self.values.float() - self._spread(self.zeros) if self.zeros is not None else self.values.float()
-        return (w * self._spread(self.scales)).to(dtype)
+        """Returns [out_features, in_features]: the weights that values and scales represent."""
+        w, scales = self._numbers(), self.scales
+        if self.zeros is not None:
+            w = w - self._spread(self.zeros)
+        if self.coding is Coding.MXFP4:
+            scales = (scales.int() << 23).view(torch.float32)  # the exponent of a float32
+        return (w * self._spread(scales)).to(dtype)
+
+    def _numbers(self) -> Tensor:
+        """Returns [out_features, in_features] float32: what the values stand for, before scales."""
+        if self.coding is Coding.E4M3:
+            return self.values.view(torch.float8_e4m3fn).float()
+        if self.coding is Coding.MXFP4:
+            numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=self.values.device)
+            codes = self.values.view(torch.uint8)
+            return numbers[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).int()]
+        return self.values.float()
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """Returns the matrix on `device`; an outline stays one."""
@@ -105,9 +146,20 @@ class QuantizedWeight:
         zeros = None if self.zeros is None else self.zeros[order]
         return dataclasses.replace(self, values=self.values[order], scales=self.scales[order], zeros=zeros)
 
+    def split(self, count: int) -> list[QuantizedWeight]:
+        """Returns views of `count` matrices that stand one above the other."""
+        parts = (None if part is None else part.chunk(count) for part in (self.values, self.scales, self.zeros))
+        values, scales, zeros = parts
+        assert values is not None
+        assert scales is not None
+        return [
+            dataclasses.replace(self, values=values[i], scales=scales[i], zeros=None if zeros is None else zeros[i])
+            for i in range(count)
+        ]
+
     def _spread(self, per_group: Tensor) -> Tensor:
         """Returns [out_features, in_features] float32 of [out_features, groups]."""
-        return per_group.float().repeat_interleave(self.group_size, dim=1)[:, : self.values.shape[1]]
+        return per_group.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
 
     @staticmethod
     def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

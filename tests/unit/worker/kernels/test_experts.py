@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.reference import ask_experts, route
-from quire.worker.kernels.specs import ExpertsSpec, RouterSpec
+from quire.worker.kernels.reference import TORCH_KERNELS, ask_experts, route
+from quire.worker.kernels.specs import CLAMPED_SWIGLU, ExpertsSpec, RouterSpec
 
 from ..conftest import MakeKernels
 
@@ -132,3 +132,49 @@ def test_of_equal_experts_the_first_is_chosen_and_not_a_number_chooses_some(make
     assert weights[0].tolist() == [0.5, 0.5]
     assert len(set(ids[1].tolist())) == 2
     assert ids[1].max() < 4
+
+
+OAI = ExpertsSpec(activation=CLAMPED_SWIGLU, halves_alternate=True)
+
+
+def gpt_oss_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The formula, token by token in float64."""
+    y = torch.zeros_like(x, dtype=torch.float64)
+    for token in range(len(x)):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            both = gate_up[expert].double() @ x[token].double() + biases[0][expert].double()
+            gate, up = both[::2].clamp(max=7.0), both[1::2].clamp(-7.0, 7.0)
+            between = (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
+            y[token] += weight * (down[expert].double() @ between + biases[1][expert].double())
+    return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "hidden", "size", "k"), SHAPES[1:3])
+def test_biases_and_gates_that_alternate(
+    make_kernels: MakeKernels, experts: int, hidden: int, size: int, k: int, dtype: torch.dtype
+) -> None:
+    """gpt-oss's experts, with numbers on both sides of its limits; and each token alone has the same bits."""
+    gate_up, down = make_weights(experts, hidden, size, dtype)
+    gate_up = gate_up * 6
+    biases = randn(8, experts, 2 * size, dtype=dtype), randn(9, experts, hidden, dtype=dtype)
+    x, (ids, weights) = randn(3, 21, hidden, dtype=dtype), choose(5, 21, experts, k)
+    expected = gpt_oss_experts(x, ids, weights, gate_up, down, biases)
+    tolerance = 2**-5 if dtype == torch.bfloat16 else 2e-5
+    for kernels in (make_kernels(2), TORCH_KERNELS):
+        kernel = kernels.experts(gate_up, down, OAI, biases)
+        torch.testing.assert_close(kernel(x, ids, weights).double(), expected, rtol=tolerance, atol=tolerance * 4)
+    one = make_kernels(1).experts(gate_up, down, OAI, biases)
+    alone = torch.cat([one(x[i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(21)])
+    assert torch.equal(make_kernels(2).experts(gate_up, down, OAI, biases)(x, ids, weights), alone)
+
+
+def test_not_a_number_passes_the_limits(make_kernels: MakeKernels) -> None:
+    for gate, up in ((torch.nan, 1.0), (1.0, torch.nan)):
+        gate_up = torch.tensor([[[gate], [up]]])
+        y = make_kernels(1).experts(gate_up, torch.ones(1, 1, 1), OAI)(
+            torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+        )
+        assert y.isnan().all()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from quire.worker.kernels.native_quantized import can_pack
 from quire.worker.kernels.reference import TORCH_KERNELS, ask_experts, multiply_int8, quantize_rows, route
-from quire.worker.kernels.specs import LOGITS, PLAIN, ExpertsSpec, LinearSpec, RouterSpec
-from quire.worker.quantization.weight import QuantizedWeight, quantize_int4, quantize_int8
+from quire.worker.kernels.specs import CLAMPED_SWIGLU, LOGITS, PLAIN, ExpertsSpec, LinearSpec, RouterSpec
+from quire.worker.quantization.weight import Coding, QuantizedWeight, quantize_int4, quantize_int8
 
 from ..conftest import MakeKernels
 
@@ -22,6 +22,7 @@ SPECS = [PLAIN, GATED, LinearSpec(float32_output=True, divisor=3.0, soft_cap=2.0
 SILU, GELU = ExpertsSpec(activation="silu"), ExpertsSpec(activation="gelu_pytorch_tanh")
 DTYPES = [torch.bfloat16, torch.float32]
 KINDS = ["int8", "w8 with zeros", "int4", "int4 with zeros", "int4 in groups of 128", "int4 in one group"]
+KINDS += ["e4m3 in groups of 128", "e4m3 in one group", "mxfp4"]
 MAX_ROWS = 300
 
 
@@ -34,9 +35,20 @@ def make_weight(kind: str, n: int, k: int, seed: int = 1) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(seed)
     if kind == "int8":
         return quantize_int8(randn(seed, n, k) * k**-0.5)
-    bits = 8 if kind.startswith("w8") else 4
+    if kind == "mxfp4":
+        return make_mxfp4(n, k, generator)
+    bits = 4 if kind.startswith("int4") else 8
     group_size = k if "one group" in kind else 128 if "128" in kind else 32
     half, groups = 1 << (bits - 1), -(-k // group_size)
+    if kind.startswith("e4m3"):
+        codes = torch.randint(0, 256, (n, k), generator=generator)
+        return QuantizedWeight(
+            bits=8,
+            values=torch.where(codes & 0x7F == 0x7F, 0, codes).to(torch.uint8).view(torch.int8),
+            scales=(torch.rand(n, groups, generator=generator) + 0.5) * k**-0.5 / 448,
+            group_size=group_size,
+            coding=Coding.E4M3,
+        )
     zeros = torch.randint(-half, half + 1, (n, groups), generator=generator).to(torch.int16)
     return QuantizedWeight(
         bits=bits,
@@ -45,6 +57,22 @@ def make_weight(kind: str, n: int, k: int, seed: int = 1) -> QuantizedWeight:
         zeros=zeros if "zeros" in kind else None,
         group_size=group_size,
     )
+
+
+def make_mxfp4(n: int, k: int, generator: torch.Generator) -> QuantizedWeight:
+    """All codes, and scales that differ by large powers of two."""
+    return QuantizedWeight(
+        bits=4,
+        values=torch.randint(0, 256, (n, k // 2), generator=generator).to(torch.uint8).view(torch.int8),
+        scales=torch.randint(118, 125, (n, k // 32), generator=generator).to(torch.uint8),
+        group_size=32,
+        coding=Coding.MXFP4,
+    )
+
+
+def whole_groups(kind: str, k: int) -> int:
+    """A number of inputs near `k` that there are weights of `kind` for."""
+    return -(-k // 32) * 32 if kind == "mxfp4" else k
 
 
 def test_the_reference_multiplies_what_the_integers_stand_for() -> None:
@@ -75,7 +103,7 @@ def test_integer_sums_are_exact() -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_reference(make_kernels: MakeKernels, kind: str, spec: LinearSpec, dtype: torch.dtype) -> None:
-    for n, k in SHAPES:
+    for n, k in ((n, whole_groups(kind, k)) for n, k in SHAPES):
         rows = 2 * n if spec.gated else n
         weight, bias = make_weight(kind, rows, k), randn(2, rows, dtype=dtype)
         x, residual = randn(3, 21, k, dtype=dtype), randn(4, 21, n, dtype=dtype)
@@ -93,6 +121,7 @@ def test_equals_the_reference(make_kernels: MakeKernels, kind: str, spec: Linear
 def test_a_row_has_the_same_bits_in_any_company(
     make_kernels: MakeKernels, n: int, k: int, kind: str, dtype: torch.dtype
 ) -> None:
+    k = whole_groups(kind, k)
     weight, bias = make_weight(kind, 2 * n, k), randn(2, 2 * n, dtype=dtype)
     x, residual = randn(5, MAX_ROWS, k, dtype=dtype), randn(6, MAX_ROWS, n, dtype=dtype)
     kernel = make_kernels(1).quantized_linear(weight, bias, GATED)
@@ -113,6 +142,57 @@ def test_int8_has_the_same_bits_everywhere(make_kernels: MakeKernels) -> None:
     weight, x = make_weight("int8", 48, 200), randn(3, 9, 200)
     y = make_kernels(2).quantized_linear(weight, None, LOGITS)(x)
     assert torch.equal(y, TORCH_KERNELS.quantized_linear(weight, None, LOGITS)(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mxfp4_has_the_bits_of_plain_weights(make_kernels: MakeKernels, dtype: torch.dtype) -> None:
+    """Codes times powers of two are exact in bfloat16, and the sums are those of a plain layer: a checkpoint in MXFP4
+    and one of the same weights in bfloat16 answer alike."""
+    n, k = 100, 416
+    weight, bias, x = make_weight("mxfp4", 2 * n, k), randn(2, 2 * n, dtype=dtype), randn(3, 300, k, dtype=dtype)
+    plain = make_kernels(1).linear(weight.dequantize(dtype), bias, GATED)
+    assert torch.equal(weight.dequantize(torch.bfloat16).float(), weight.dequantize())
+    for rows in (1, 6, 12, 13, 40, 300):
+        assert torch.equal(make_kernels(2).quantized_linear(weight, bias, GATED)(x[:rows]), plain(x[:rows])), rows
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "mxfp4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_code_is_its_number(make_kernels: MakeKernels, kind: str, dtype: torch.dtype) -> None:
+    """An identity matrix of inputs shows each weight: every code, at every scale of MXFP4, down to the smallest."""
+    if kind == "mxfp4":
+        codes = torch.tensor([i | (15 - i) << 4 for i in range(16)]).to(torch.uint8).view(torch.int8)
+        scales = torch.arange(2, 253, dtype=torch.uint8).unsqueeze(1)
+        weight = QuantizedWeight(bits=4, values=codes.repeat(251, 1), scales=scales, group_size=32, coding=Coding.MXFP4)
+    else:
+        codes = torch.arange(256).where(torch.arange(256) % 128 != 127, 0)
+        weight = QuantizedWeight(
+            bits=8,
+            values=codes.to(torch.uint8).view(torch.int8).view(1, 256),
+            scales=torch.ones(1, 1),
+            group_size=256,
+            coding=Coding.E4M3,
+        )
+    exact = weight.dequantize()
+    for rows in (1, weight.shape[1]):
+        y = make_kernels(1).quantized_linear(weight, None, LOGITS)(torch.eye(weight.shape[1], dtype=dtype)[:rows])
+        assert torch.equal(y, exact.T[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_in_mxfp4_have_the_bits_of_plain_ones(make_kernels: MakeKernels, dtype: torch.dtype) -> None:
+    """As gpt-oss has them: with biases, and gates and what they gate in turn."""
+    experts, hidden, size, n = 3, 96, 64, 40
+    gate_up, down = make_experts("mxfp4", experts, hidden, size)
+    biases = randn(8, experts, 2 * size, dtype=dtype), randn(9, experts, hidden, dtype=dtype)
+    spec = ExpertsSpec(activation=CLAMPED_SWIGLU, halves_alternate=True)
+    x, (ids, weights) = randn(6, n, hidden, dtype=dtype), choose(n, experts, 2)
+    plain = [torch.stack([weight.dequantize(dtype) for weight in block]) for block in (gate_up, down)]
+    y = make_kernels(2).quantized_experts(gate_up, down, spec, biases)(x, ids, weights)
+    assert torch.equal(y, make_kernels(1).experts(plain[0], plain[1], spec, biases)(x, ids, weights))
+    expected = TORCH_KERNELS.quantized_experts(gate_up, down, spec, biases)(x, ids, weights)
+    tolerance = 2**-6 if dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_the_extremes_of_int8(make_kernels: MakeKernels) -> None:
@@ -179,6 +259,7 @@ def choose(n: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
 def test_experts_equal_plain_ones_of_what_the_integers_stand_for(
     make_kernels: MakeKernels, experts: int, hidden: int, size: int, k: int, kind: str, dtype: torch.dtype
 ) -> None:
+    hidden, size = whole_groups(kind, hidden), whole_groups(kind, size)
     gate_up, down = make_experts(kind, experts, hidden, size)
     x, residual = randn(3, 21, hidden, dtype=dtype), randn(4, 21, hidden, dtype=dtype)
     ids, weights = choose(21, experts, k)
@@ -202,7 +283,7 @@ def test_a_token_has_the_same_bits_from_experts_in_any_company(
     make_kernels: MakeKernels, kind: str, dtype: torch.dtype
 ) -> None:
     """300 tokens on two experts are more rows than go through a panel at once."""
-    experts, hidden, size, k, n = 2, 72, 80, 2, MAX_ROWS
+    experts, hidden, size, k, n = 2, whole_groups(kind, 72), whole_groups(kind, 80), 2, MAX_ROWS
     gate_up, down = make_experts(kind, experts, hidden, size)
     x, residual, (ids, weights) = (
         randn(6, n, hidden, dtype=dtype),

@@ -69,7 +69,7 @@ def test_norm_rows_do_not_see_each_other() -> None:
 
 def test_activations_equal_those_of_torch() -> None:
     x = randn(4, 6)
-    torch.testing.assert_close(gated(get_activation("silu"), x), functional.silu(x[:, :3]) * x[:, 3:])
+    torch.testing.assert_close(gated("silu", x), functional.silu(x[:, :3]) * x[:, 3:])
     torch.testing.assert_close(get_activation("gelu_pytorch_tanh")(x), functional.gelu(x, approximate="tanh"))
     with pytest.raises(UnsupportedModelError, match="activation 'swish9' is not implemented; known are gelu"):
         get_activation("swish9")

@@ -25,13 +25,17 @@ from quire.worker.loader import ModelWeights, Placement, load_model
 from ..models.oracle import CPU, load, model_config_of, quire_logits
 from .writers import (
     AWQ_CONFIG,
+    COMPRESSED_FP8_CONFIG,
+    FP8_CONFIG,
     GPTQ_CONFIG,
     awq,
     compressed_config,
     compressed_int8,
     compressed_packed,
+    float8,
     gptq,
     quantize_checkpoint,
+    random_float8,
     random_weight,
 )
 
@@ -61,6 +65,17 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         compressed_int8,
         compressed_config("int-quantized", 8, "channel", False),
     ),
+    "fp8": (functools.partial(random_float8, rows=16, columns=32), functools.partial(float8, rows=16), FP8_CONFIG),
+    "fp8, a scale for each matrix": (
+        functools.partial(random_float8, rows=1000, columns=0),
+        functools.partial(float8, rows=1000),
+        {"quant_method": "fp8"},
+    ),
+    "compressed, fp8": (
+        functools.partial(random_float8, rows=0, columns=0),
+        functools.partial(float8, scale_name="weight_scale"),
+        COMPRESSED_FP8_CONFIG,
+    ),
 }
 
 
@@ -89,7 +104,7 @@ def test_quantized_rows_move_with_the_order_of_rows(tiny_checkpoint: Make, tmp_p
     torch.testing.assert_close(quire_logits(model, TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("case", ["gptq", "awq", "compressed, 4 bits"])
+@pytest.mark.parametrize("case", ["gptq", "awq", "compressed, 4 bits", "fp8", "fp8, a scale for each matrix"])
 def test_on_native_kernels(library: NativeLibrary, tiny_checkpoint: Make, tmp_path: Path, case: str) -> None:
     stored, plain = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES[case])
     placement = Placement(CPU, torch.float32, NativeKernels(Context(library, 1, library.instruction_sets()[0])))
@@ -159,7 +174,7 @@ def quantized_experts(model: nn.Module) -> list[bool]:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("case", ["compressed, 4 bits", "compressed, int8 weights", "gptq", "awq"])
+@pytest.mark.parametrize("case", ["compressed, 4 bits", "compressed, int8 weights", "gptq", "awq", "fp8"])
 def test_experts_in_integers(
     library: NativeLibrary, tiny_checkpoint: Make, tmp_path: Path, family: str, case: str
 ) -> None:
@@ -222,7 +237,10 @@ def test_new_weights_may_be_stored_in_another_way(tiny_checkpoint: Make, tmp_pat
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "fp8"}, "method 'fp8'; those that can be read are compressed-tensors, gptq, awq"),
+        ({"quant_method": "hqq"}, "method 'hqq'; those that can be read are compressed-tensors, gptq, awq, fp8, mxfp4"),
+        ({**FP8_CONFIG, "weight_block_size": [128]}, r"weight_block_size \[128\], which must be two numbers"),
+        ({**FP8_CONFIG, "fmt": "e5m2"}, "fp8 in the format 'e5m2'; e4m3 can be read"),
+        ({**COMPRESSED_FP8_CONFIG, "format": "nvfp4"}, "8-bit floats of compressed-tensors in the format 'nvfp4'"),
         ({**GPTQ_CONFIG, "bits": 3}, "weights of 3 bits; those of 4 and 8 can be read"),
         ({**GPTQ_CONFIG, "checkpoint_format": "marlin"}, "GPTQ in the format 'marlin'"),
         ({**GPTQ_CONFIG, "dynamic": {"-:x": {}}}, "other bits for some layers"),
@@ -271,6 +289,31 @@ def test_a_damaged_matrix_is_named(tiny_checkpoint: Make, tmp_path: Path, edit: 
     assert "k_proj" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t, b: t.pop(f"{b}.weight_scale_inv"), "is F8_E4M3 and has no scale"),
+        (lambda t, b: t.pop(f"{b}.weight"), "belongs to a quantized matrix that has no weight"),
+        (
+            lambda t, b: t.update({f"{b}.weight_scale_inv": torch.ones(2, 3)}),
+            "2 x 3 scales do not fit a matrix of 32 x",
+        ),
+        (lambda t, b: t.update({f"{b}.weight_scale_inv": torch.full((2, 2), torch.inf)}), "holds NaN or infinity"),
+        (lambda t, b: t.update({f"{b}.weight": t[f"{b}.weight"].float()}), "is F32 and has a weight_scale_inv"),
+        (lambda t, b: t[f"{b}.weight"].view(torch.uint8).view(-1)[5:6].fill_(0xFF), "holds NaN"),
+    ],
+)
+def test_a_damaged_matrix_of_floats_is_named(tiny_checkpoint: Make, tmp_path: Path, edit: Any, message: str) -> None:
+    stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES["fp8"])
+    tensors = load_file(stored / "model.safetensors")
+    edit(tensors, "model.layers.0.self_attn.k_proj")
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load(stored)
+    assert "model.safetensors" in str(caught.value)
+    assert "k_proj" in str(caught.value)
+
+
 def test_the_flag_and_the_checkpoint(tiny_checkpoint: Make, tmp_path: Path) -> None:
     stored, plain = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES["gptq"])
     assert num_quantized(load(stored, quantization="gptq")) == 12
@@ -287,7 +330,7 @@ def test_the_flag_and_the_checkpoint(tiny_checkpoint: Make, tmp_path: Path) -> N
 def test_quantized_at_load(tiny_checkpoint: Make, family: str, method: str) -> None:
     path = tiny_checkpoint(family)
     model = load(path, quantization=method)
-    assert num_quantized(model) == len(linears(model)) - (3 if family == "mixtral" else 0), "routers stay plain"
+    assert num_quantized(model) == len(linears(model)), "routers, which are none of them, stay plain"
     assert all(m.quantized_bytes is None for p, m in model.named_modules() if isinstance(m, Linear) and "lm_head" in p)
     logits, exact = quire_logits(model, TOKENS), quire_logits(load(path), TOKENS)
     similarity = torch.cosine_similarity(logits, exact).min()

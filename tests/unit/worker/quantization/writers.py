@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.worker.quantization.weight import QuantizedWeight
+from quire.worker.quantization.weight import Coding, QuantizedWeight
 
 AWQ_FIELDS = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -77,6 +77,46 @@ def compressed_packed(weight: QuantizedWeight) -> Tensors:
 def compressed_int8(weight: QuantizedWeight) -> Tensors:
     """The tensors of one matrix, compressed-tensors `int-quantized`."""
     return {"weight": weight.values, "weight_scale": weight.scales.to(torch.bfloat16)}
+
+
+def float8(weight: QuantizedWeight, *, scale_name: str = "weight_scale_inv", rows: int = 0) -> Tensors:
+    """The tensors of one matrix of e4m3 floats. `rows`: outputs that share a scale; 0: each has its own."""
+    scales = weight.scales[::rows] if rows else weight.scales
+    return {"weight": weight.values.view(torch.float8_e4m3fn), scale_name: scales.contiguous()}
+
+
+FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
+COMPRESSED_FP8_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+def random_float8(weight: Tensor, rows: int, columns: int) -> QuantizedWeight:
+    """e4m3 floats of about the size of `weight`, [out, in], with a scale for each block of rows and columns.
+
+    0 rows: for each output; 0 columns: for all inputs."""
+    outputs, inputs = weight.shape
+    columns = columns or inputs
+    generator = torch.Generator().manual_seed(outputs * inputs)
+    scales = (
+        weight.abs().amax()
+        / 448
+        * (1 + torch.rand(-(-outputs // (rows or 1)), -(-inputs // columns), generator=generator))
+    )
+    scales = scales.repeat_interleave(rows or 1, dim=0)[:outputs]
+    values = (weight / scales.repeat_interleave(columns, dim=1)[:, :inputs]).to(torch.float8_e4m3fn)
+    return QuantizedWeight(
+        bits=8, values=values.view(torch.int8), scales=scales.contiguous(), group_size=columns, coding=Coding.E4M3
+    )
 
 
 GPTQ_CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
