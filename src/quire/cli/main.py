@@ -50,6 +50,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("batch", "quire.cli.batch", "Run a file of OpenAI batch requests; resumable."),
     Command("replay", "quire.cli.replay", "Replay a recording without a model; predict other settings."),
     Command("info", "quire.cli.info", "Print what would be loaded, and whether it fits."),
+    Command("models", "quire.cli.models", "List the architectures that run, and how."),
     Command("convert-gguf", "quire.cli.convert_gguf", "Turn a GGUF file into a checkpoint directory."),
     Command("top", "quire.cli.top", "Watch a server: speed, memory, requests.", checks_environment=False),
     Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),
