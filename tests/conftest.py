@@ -1,4 +1,4 @@
-"""What every test has: seeds, workers, times, and a cache directory of the run, apart from the user's.
+"""Parts of every test: seeds, workers, times, and a cache directory of the run, apart from the user's.
 
 Hypothesis tries the same examples in every run, and a slow machine fails none of them. In the fresh tier it tries
 others.
@@ -88,7 +88,7 @@ def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c_is_heard() -> Iterator[None]:
-    """By the tests and by what they start: a shell that runs them in the background has made it ignored."""
+    """Lets Ctrl-C interrupt the tests and what they start: a shell that runs them in the background ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -2,11 +2,12 @@
 
 | command | does |
 |---|---|
-| `python -m tools.prose_lint` | prints each offender of src/quire with file, line and a hint; fails if there is one |
+| `python -m tools.prose_lint` | prints each offender with file, line and a hint; fails if there is one |
 | `python -m tools.prose_lint src/quire/engine` | the same below a path |
 | `python -m tools.prose_lint --summary` | prints the number of offenders per folder, by rule |
 
-The rules are those of CONTRIBUTING.md, "Plain English". No comment switches the lint off: rephrase the sentence.
+Without paths it checks the package, its tests, benchmarks and examples. The rules are those of CONTRIBUTING.md, "Plain
+English". No comment switches the lint off: rephrase the sentence.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "quire"
+ENFORCED = (PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "examples")
+"""Folders in which no file may break a rule."""
 
 OPENINGS = (
     "Of",
@@ -152,8 +155,9 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def folder_of(path: Path) -> str:
-    """Returns the folder of the package that a file is counted in: the first one, or "." for modules at the top."""
-    parts = path.relative_to(PACKAGE).parts
+    """Returns the folder that a file is counted in: the first one of the package ("." for its top), or of the
+    project."""
+    parts = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).parts
     return parts[0] if len(parts) > 1 else "."
 
 
@@ -179,7 +183,7 @@ def _summarize(offences: list[Offence]) -> None:
 def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.prose_lint", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("paths", nargs="*", type=Path, default=[PACKAGE], help="files or folders; default: src/quire")
+    parser.add_argument("paths", nargs="*", type=Path, default=ENFORCED, help="files or folders; default: ENFORCED")
     parser.add_argument("--summary", action="store_true", help="print numbers per folder and rule")
     arguments = parser.parse_args()
     offences = check_files(path.resolve() for path in arguments.paths)

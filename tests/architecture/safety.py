@@ -46,7 +46,7 @@ FORBIDDEN_NAMES = {
 }
 """Functions and classes by full name; what is built in by its own."""
 FORBIDDEN_METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized", "read_pickle"}
-"""Whatever they are called on."""
+"""Methods that are forbidden on any object."""
 FORBIDDEN_ARGUMENTS = {"allow_pickle": False, "shell": False, "trust_remote_code": False, "weights_only": True}
 """Keyword arguments that must not be anything else."""
 

@@ -28,7 +28,7 @@ VOID = {"meta", "link", "img", "input", "br"}
 
 
 class Page(HTMLParser):
-    """What an HTML file holds that matters here."""
+    """The structure, links and ids of an HTML file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

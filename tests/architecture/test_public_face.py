@@ -1,4 +1,4 @@
-"""What `import quire` gives, and what it costs."""
+"""The names that `import quire` gives, and the cost of the import."""
 
 from __future__ import annotations
 

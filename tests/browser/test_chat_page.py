@@ -130,7 +130,7 @@ def test_the_stop_button_ends_the_answer(window: Window, server: ServerProcess) 
     answer = wait_for_answer(page)
     assert "stopped" in answer.locator(".stats").inner_text()
     while load_of(server):
-        page.wait_for_timeout(20)  # the server notices that nobody reads
+        page.wait_for_timeout(20)  # the server notices that the page does not read
     window.check()
 
 

@@ -32,7 +32,7 @@ TABLE = http_table()
 
 
 def test_the_tables_hold_all_names() -> None:
-    """As many as the OpenAPI document, the route table and --help of vLLM 0.32 have."""
+    """The table has as many rows as the OpenAPI document, the route table and --help of vLLM 0.32."""
     assert len(TABLE["route"]) == 78
     assert len(TABLE["request"]) == 26
     assert sum(len(row["fields"]) for row in TABLE["request"].values()) == 353

@@ -141,7 +141,7 @@ def test_chat_document_is_what_the_template_renders() -> None:
 
 
 def test_pieces_tokenize_as_the_whole_text(tokenizer: Tokenizer) -> None:
-    """What the model learned piece by piece is what it meets in a prompt."""
+    """The model learns piece by piece the same tokens that it meets in a prompt."""
     for document in islice(documents(3), 400):
         pieces = [number for piece in document for number in tokenizer.encode(piece.text).ids]
         assert pieces == tokenizer.encode(text_of(document)).ids

@@ -1,4 +1,4 @@
-"""What transformers generates: the truth the engine is compared with."""
+"""Outputs of transformers: the truth the engine is compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the whole engine pools equals what transformers pools: in any company, in chunks, and from the cache."""
+"""The whole engine pools what transformers pools: in any company, in chunks, and from the cache."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_classes_of_tokens(family: str, make: Make) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
 def test_scores_of_pairs(family: str, make: Make) -> None:
-    """Both texts in one prompt; BERT is told which is which."""
+    """Both texts are in one prompt; BERT gets the segment of each token."""
     path = make(family, head="classify", num_labels=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()

@@ -39,8 +39,8 @@ def draw_params(rng: random.Random) -> SamplingParams:
 
 
 def answers(engine: LLMEngine) -> tuple[dict[tuple[int, ...], tuple[list[int], SamplingParams]], int]:
-    """By the prompts the engine says it has answered: the answers, and what was asked for. And how often blocks were
-    taken away."""
+    """Returns (the answers and the parameters of each, by the prompts that the engine has answered; the number of
+    preemptions)."""
     rng, found = random.Random(7), {}
     asked: dict[str, list[SamplingParams]] = {}
     ends: list[RequestOutput] = []

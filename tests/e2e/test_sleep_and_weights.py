@@ -175,5 +175,5 @@ def test_a_sleep_frees_the_memory_of_a_gpu(checkpoints: list[Path], monkeypatch:
 
 
 def allocated_bytes(worker: Any) -> int:
-    """Of the worker's accelerator."""
+    """Returns the memory that is allocated on the worker's accelerator."""
     return torch.cuda.memory_allocated(worker.device)

@@ -1,4 +1,4 @@
-"""Clients of a server of several API processes who know which of them they speak with."""
+"""Clients of a server of several API processes, each connected to a process that it knows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _clients: list[Client] = []
 
 @contextmanager
 def closing_clients() -> Iterator[None]:
-    """Whoever is made inside is closed at the end."""
+    """Closes at its end the clients that were made inside."""
     try:
         yield
     finally:

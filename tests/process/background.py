@@ -24,7 +24,7 @@ class BackgroundProgram:
         self._reader = threading.Thread(target=self._lines.extend, args=(self._stderr,), daemon=True)
 
     def wait_for(self, is_ready: Callable[[str], bool], timeout_s: float) -> str:
-        """What it writes up to a line that says it is ready. One that takes longer is killed, and an AssertionError."""
+        """Returns the output up to a line that says it is ready. Kills a program that takes longer: AssertionError."""
         killer = threading.Timer(timeout_s, self.process.kill)
         killer.start()
         try:

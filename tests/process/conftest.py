@@ -9,7 +9,7 @@ from .pace import Pace
 
 @pytest.fixture
 def pace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pace:
-    """Of the cores that the test starts."""
+    """Returns the pace of the cores that the test starts."""
     made = Pace(tmp_path / "pace")
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)

@@ -55,7 +55,7 @@ class Unloadable(Quick):
 
 
 class Broken(Quick):
-    """Fails at start-up with an error nobody planned."""
+    """Fails at start-up with an unexpected error."""
 
     def determine_available_memory(self) -> list[int]:
         raise KeyError("surprise")

@@ -1,5 +1,5 @@
-"""An engine with its core in a process, many readers, and somebody who kills the core. Every 50 ms its metrics are
-checked against the conservation laws (promise P12)."""
+"""An engine with its core in a process, many readers, and kills of the core. Every 50 ms its metrics are checked
+against the conservation laws (promise P12)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Engine:
 
     @property
     def core_pid(self) -> int | None:
-        """Of the core that lives now."""
+        """Process id of the core that lives now."""
         return self.client.core_pid
 
     @property
@@ -166,7 +166,7 @@ class Assassin:
 
     @property
     def is_done(self) -> bool:
-        """Nobody will be killed any more."""
+        """True once no core will be killed any more."""
         return self.num_left == 0 and (self._early is None or self._early.done())
 
     def on_progress(self) -> None:

@@ -20,7 +20,7 @@ from tests.unit.frontend.metrics.books import Books
 
 
 async def main(descriptor: str, name: str) -> None:
-    """Until the input ends; then it reports for the last time."""
+    """Reports until the input ends, and then for the last time."""
     books = Books(name)
 
     async def handle(call: PeerMessage) -> Any:

@@ -1,4 +1,4 @@
-"""How fast the fake model of `executors.Leisurely` is, and how long something took on a machine that others use, too.
+"""The speed of the fake model of `executors.Leisurely`, and durations on a machine that others use, too.
 
 A stream that a test does something to must last until that is done, however long the test had to wait for a processor:
 it is a thousand steps of 20 ms, and when all is done the rest of it takes no time.
@@ -23,7 +23,7 @@ class Pace:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.environment = {PACE_FILE: str(path)}
-        """Of the process with the model."""
+        """Environment of the process with the model."""
 
     def hurry(self) -> None:
         """No step from now on takes any time."""
@@ -40,10 +40,10 @@ class Pace:
 
 
 def processor_seconds_until(condition: Callable[[], bool]) -> float:
-    """Returns how long it took, in processor time of this thread, which does nothing but look.
+    """Returns a duration in processor time of this thread, which does nothing but look.
 
-    On a machine with nothing else to do that is the time that passed; where many wait for a processor, whoever is
-    waited for gets no larger share of it than this thread.
+    On a machine with nothing else to do that is the time that passed; where many wait for a processor, the process that
+    is waited for gets no larger share of it than this thread.
     """
     end = time.monotonic() + LIMIT_S
     start = time.thread_time()

@@ -146,7 +146,7 @@ class Frontend:
         return [token for output in self.outputs[request_id] for token in output[1]]
 
     def finish_reason(self, request_id: str) -> int | None:
-        """How it ended; None while it has not."""
+        """Returns the reason of its end; None while it lives."""
         ends = [output[5] for output in self.outputs[request_id] if len(output) > 5 and output[5] is not None]
         assert len(ends) <= 1, f"{request_id} ended {len(ends)} times"
         return ends[0] if ends else None
@@ -156,7 +156,7 @@ class Frontend:
         return str(self.outputs[request_id][-1][13])
 
     def wait_finished(self, *request_ids: str) -> None:
-        """Until all of them have ended."""
+        """Waits until all of them have ended."""
         self.wait_for(lambda: all(self.finish_reason(i) is not None for i in request_ids))
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class Peer:
         return self.log_path.read_text(encoding="utf-8")
 
     def launch(self, **environment: str) -> subprocess.Popen[bytes]:
-        """Start the process; nobody answers its HELLO yet."""
+        """Starts the process; its HELLO is not answered yet."""
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 core_command(self.handshake_address, os.getpid()),

@@ -26,21 +26,21 @@ class ServerProcess:
         self.program = program
         self.process = program.process
         self.pace = pace
-        """Of the model, where its executor is `Leisurely`."""
+        """Pace of the model, where its executor is `Leisurely`."""
         self.url = url
         self.admin_url = admin_url
 
     def core_pid(self) -> int:
-        """Of the engine core. A ValueError where there is none at the moment."""
+        """Returns the process id of the engine core. Raises ValueError where there is none at the moment."""
         (core,) = self.core_pids()
         return core
 
     def core_pids(self) -> list[int]:
-        """Of the engine core; between two there is none."""
+        """Returns the process id of the engine core; between two there is none."""
         return self._children("quire.engine.proc")
 
     def api_pids(self) -> list[int]:
-        """Of the API processes of a server that has several, oldest first."""
+        """Returns the process ids of the API processes of a server that has several, oldest first."""
         return sorted(self._children("quire.frontend.fleet.proc"))
 
     def _children(self, module: str) -> list[int]:
@@ -89,7 +89,7 @@ def serving(
 def _wait_for(
     program: BackgroundProgram, pace: Pace, while_loading: Callable[[ServerProcess], None] | None
 ) -> ServerProcess:
-    """Until it serves."""
+    """Waits until it serves."""
 
     def is_ready(line: str) -> bool:
         loading = _LOADING.search(line)

@@ -23,7 +23,7 @@ NUM_STREAMS = 32
 
 
 class Usage(NamedTuple):
-    """What a process holds."""
+    """The resources of a process."""
 
     rss_mib: float
     num_fds: int
@@ -31,7 +31,7 @@ class Usage(NamedTuple):
 
 
 def _own_usage() -> Usage:
-    """Of this process, without what it only keeps for later."""
+    """Returns the resources of this process, after it has given back the memory that it only keeps for later."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return usage("self")

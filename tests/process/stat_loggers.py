@@ -12,7 +12,7 @@ from quire.wire.stats import SchedulerStats
 
 
 class NotedStats(StatLogger):
-    """Appends its process id and what it is told of to the file that NOTED_STATS names."""
+    """Appends its process id and the kind of each report to the file that NOTED_STATS names."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._path = Path(os.environ["NOTED_STATS"])

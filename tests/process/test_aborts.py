@@ -22,7 +22,7 @@ from quire.testing.history import History
 from .harness import Engine, check_free, fake_args, read, running
 
 HOLD_S = 0.03
-"""How long the core stays at the failpoint."""
+"""Time for which the core stays at the failpoint."""
 MAX_MODEL_LEN = 8192
 """A stream of that length lasts much longer than it takes to abort it."""
 VARIANTS = [(kind, n) for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY) for n in (1, 4)]
@@ -98,7 +98,7 @@ def test_aborted_in_the_frontend(place: str) -> None:
 
 @pytest.mark.parametrize("place", AT_RESTART)
 def test_aborted_while_the_core_is_being_replaced(place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is not sent to the next core, or withdrawn from it."""
+    """The request is not sent to the next core, or withdrawn from it."""
     tally, deaths = tmp_path / "tally", tmp_path / "deaths"
     if place.startswith("core."):
         monkeypatch.setenv("QUIRE_FAILPOINTS", f"{place}=sleep({5 * HOLD_S}),after={deaths},tally={tally}")
@@ -129,7 +129,7 @@ def _add_byte(path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "n"), VARIANTS)
 def test_aborted_while_the_core_drains(kind: RequestOutputKind, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A core that was told to stop by somebody else, and waits for its last request, need not wait any more."""
+    """A core that another process has asked to stop waits for its last request no longer."""
 
     async def run() -> None:
         async with running(fake_args(max_model_len=MAX_MODEL_LEN, shutdown_timeout=60.0)) as engine:

@@ -44,13 +44,13 @@ def is_alive(pid: int) -> bool:
 
 
 def free_blocks(client: Client) -> bool:
-    """Returns True if every block of the cache is held by nobody."""
+    """Returns True if no request holds a block of the cache."""
     cache = client.ask("GET", "/debug/state")[1]["kv_cache"]
     return bool(cache["free"] == cache["total"] - 1)
 
 
 def wait_whole(server: ServerProcess, core: int, num: int = 2) -> None:
-    """Until all processes serve, and the core is the one it was."""
+    """Waits until all processes serve. The core must be the one it was."""
     wait_until(lambda: len(server.api_pids()) == num)
     for pid in server.api_pids():
         client = client_of(server, pid, KEY)
@@ -333,7 +333,7 @@ LONG = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
     ],
 )
 def test_a_signal_to_every_process_starts_no_other(order: str, signum: int) -> None:
-    """As systemd and a container's stop send it. What is under way has its time all the same."""
+    """systemd and a container's stop send it like this. Requests under way have their time all the same."""
     with serving("--api-server-count", "2", "--shutdown-timeout", "120", executor="Leisurely") as server:
         pids = signal_order(server, order)
         streams = [Stream(client, [50 + i], 1000) for i, client in enumerate(clients_of_each(server).values())]
@@ -350,7 +350,7 @@ def test_a_signal_to_every_process_starts_no_other(order: str, signum: int) -> N
 
 @pytest.mark.parametrize("order", ["server first", "core first", "API processes first"])
 def test_a_signal_to_every_process_of_a_server_without_time(order: str) -> None:
-    """Idle processes end in a moment, those with streams tell their clients; nobody is followed by another."""
+    """Idle processes end in a moment, those with streams send their clients an error; none is started again."""
     with serving("--api-server-count", "2", executor="Leisurely") as server:
         pids = signal_order(server, order)
         begun = client_of(server, server.api_pids()[0]).begin("POST", "/v1/completions", LONG)
@@ -416,7 +416,7 @@ def test_a_poison_costs_two_cores_and_fails_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_process_that_stands_still_delays_a_restart_by_seconds_only() -> None:
-    """It is not heard when the core dies; the others go on without it, and it goes on when it can."""
+    """A stopped process does not answer when the core dies; the others go on without it, and it goes on when it can."""
     with serving("--api-server-count", "2", executor="Leisurely") as server:
         still, other = server.api_pids()
         streams = [Stream(client_of(server, pid), [50], 1000) for pid in (still, other)]
@@ -430,7 +430,7 @@ def test_a_process_that_stands_still_delays_a_restart_by_seconds_only() -> None:
 
 
 def test_a_stat_logger_is_made_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the parent is told of the scheduler, that of an API process of its own requests."""
+    """The parent's logger receives the scheduler's statistics, that of an API process its own requests'."""
     monkeypatch.setenv("NOTED_STATS", str(notes := tmp_path / "notes"))
     with serving(
         "--api-server-count", "2", "--stat-loggers", "tests.process.stat_loggers:NotedStats", executor="Quick"

@@ -18,7 +18,7 @@ def bench(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def processes_with(mark: Path) -> list[int]:
-    """Of processes that have `mark` in their environment."""
+    """Returns the ids of processes that have `mark` in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

@@ -66,7 +66,7 @@ def expected_tokens(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """For what nobody sends a message about."""
+    """Waits for a condition that no message announces."""
     end = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < end, "it does not happen"
@@ -248,7 +248,7 @@ time.sleep(600)
 
 
 def is_alive(pid: int) -> bool:
-    """Not even a zombie counts, which nobody may be there to bury."""
+    """Returns whether a process runs. A zombie does not, which perhaps no process is left to wait for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -380,7 +380,7 @@ def test_a_thread_that_fails_ends_the_core(peer: Peer, fault: str) -> None:
 
 @pytest.mark.slow
 def test_a_core_that_cannot_end_is_ended(peer: Peer) -> None:
-    """Whatever holds it: here its output thread never comes back, and has the sockets."""
+    """A timer ends it in any case: here its output thread never comes back, and has the sockets."""
     peer.start(QUIRE_FAILPOINTS="core.output.send=hang")
     peer.client.add("a", max_tokens=2)
     wait_until(lambda: peer.page.get_heartbeat().step > 0)
@@ -395,7 +395,7 @@ def test_a_core_that_cannot_end_is_ended(peer: Peer) -> None:
 
 
 def test_a_core_elsewhere_is_given_keys_through_the_pipe() -> None:
-    """Over TCP everything is encrypted, and only who has the keys gets in: neither argv nor environment has them."""
+    """Over TCP everything is encrypted, and a frontend needs the keys, which neither argv nor environment have."""
     ours, theirs = CurveKeys.make_pair()
     context: zmq.Context[Any] = zmq.Context()
     CurveDoor(context, [theirs.public])

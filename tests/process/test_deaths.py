@@ -27,7 +27,7 @@ NUM_NEIGHBOURS = 31
 
 
 class Faults:
-    """What QUIRE_FAILPOINTS says to the cores started from now on, and how often it came to pass."""
+    """The faults in QUIRE_FAILPOINTS of the cores started from now on, and how often they have fired."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
         self._monkeypatch = monkeypatch
@@ -153,7 +153,7 @@ def test_an_idle_core_that_is_stopped_is_replaced(faults: Faults) -> None:
 
 
 def test_a_slow_step_is_no_hang(faults: Faults) -> None:
-    """It takes longer than the time between two looks."""
+    """The step takes longer than the time between two looks."""
     _survive(faults, f"core.step.execute=sleep({1.2 * WATCH_INTERVAL_S}),times=4", num_deaths=0, hang_timeout_s=20.0)
 
 

@@ -1,7 +1,7 @@
-"""Promise P11, many times over: a server that is told to end while streams are in all phases of their lives.
+"""Promise P11, many times over: a server ends while streams are in all phases of their lives.
 
-Whoever was let in gets an end, be it that of an answer or an error; the exit code is 0, and nothing is left behind.
-Its metrics add up until it is gone.
+Every admitted request gets an end, an answer's or an error's; the exit code is 0, and nothing is left behind. The
+metrics add up until the server is gone.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120.0
 """For anything a process does."""
 PROMISED_S = 2.0
-"""How soon a core has forgotten a frontend that is dead."""
+"""Time in which a core forgets a frontend that is dead."""
 
 
 class Program:

@@ -27,7 +27,7 @@ from tests.unit.frontend.metrics.books import Books
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
 TIMEOUT_S = 2.0
-"""What the parent gives the processes to answer when one of them is stopped; else it has more patience than a test."""
+"""Time that the parent gives the processes to answer when one of them is stopped; usually it is longer."""
 
 
 class BookProcess:
@@ -73,7 +73,7 @@ class BookProcess:
         return await asyncio.wait_for(asyncio.to_thread(self._process.wait), timeout_s)
 
     async def end(self) -> int:
-        """It is told that nothing will come, or dead already: its exit code."""
+        """Ends the process by the end of its input, unless it is dead already. Returns its exit code."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""What the probes say in everything that may happen to a server (promise P4): busy is not dead, hung is not healthy."""
+"""Answers of the probes, whatever happens to a server (promise P4): busy is not dead, hung is not healthy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SERVES, COMES_BACK, LOADS_OR_IS_GONE = (200, 200, 200), (200, 200, 503), (503, 2
 """/health, /health/live, /health/ready."""
 FOREVER = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
 CORES_STOP = {"QUIRE_FAILPOINTS": "core.start=stop"}
-"""Each core stops itself before it loads anything, until it is told to go on."""
+"""Each core stops itself before it loads anything, until the test continues it."""
 
 
 def probes(url: str) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def loads(server: ServerProcess) -> None:
-    """It answers before there is a model, and at once."""
+    """The server answers at once, before there is a model."""
     with next_core_stopped(server):
         assert probes(server.url) == LOADS_OR_IS_GONE
         refused = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "x" * 100_000}, timeout=TIME_LIMIT_S)

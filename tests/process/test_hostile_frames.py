@@ -117,7 +117,7 @@ def _wrong_messages_to_the_frontend(rng: random.Random, count: int) -> Iterator[
 
 
 def _replays(canary: str) -> list[list[bytes]]:
-    """Returns what the connected core said before, a former core says, or nobody should say: about the canary."""
+    """Returns messages about the canary: sent before by the connected core, by a former core, or by no core at all."""
     messages = []
     for incarnation, sequence in ((0, 1), (0, 2), (7, 3), (7, 10_000)):
         for reason in (None, FinishReason.STOP, FinishReason.ERROR):
@@ -208,7 +208,7 @@ def test_wrong_messages_to_the_frontend() -> None:
 
 
 def test_a_forged_farewell_is_not_believed() -> None:
-    """ENGINE_CORE_DEAD from somebody else: whether the core lives is known from the process itself."""
+    """ENGINE_CORE_DEAD from another process: whether the core lives is known from the process itself."""
     history = History()
     params = SamplingParams(max_tokens=200, ignore_eos=True)
 

@@ -1,7 +1,7 @@
 """Promises P1, P6, P9, P10 and P12 at once, over HTTP, on the demo model.
 
 A server at saturation, whose clients leave, stand still and come in too great a number, and whose core is killed on the
-way. Nobody who stays notices."""
+way. The clients that stay do not notice."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ASKS = [Ask(text, max_tokens, seed) for text in TEXTS for max_tokens in (8, 24) 
 
 @dataclass
 class Load:
-    """What became of everybody."""
+    """The end of every request."""
 
     server: ServerProcess
     expected: dict[Ask, list[int]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Promise P1 on the fake model: the core is killed at random moments, and no reader can tell."""
+"""Promise P1 on the fake model: the core is killed at random moments, and no reader notices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a running server can be reached, and by whom."""
+"""The addresses of a running server, and the hosts that can reach them."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """For what nobody sends a message about."""
+    """Waits for a condition that no message announces."""
     end = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < end, "it does not happen"
@@ -185,7 +185,7 @@ def test_an_error_meanwhile_ends_the_start_at_once(start: Clients) -> None:
 
 @pytest.mark.parametrize(("multiprocess", "name"), [("1", "MPClient"), ("0", "InprocClient")])
 def test_the_environment_chooses_the_client(monkeypatch: pytest.MonkeyPatch, multiprocess: str, name: str) -> None:
-    """Checklist S2-CL-002 and S2-CL-006."""
+    """One variable chooses between a core of its own process and one in this process."""
     monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", multiprocess)
     for make, prefix in ((make_client, "Sync"), (make_async_client, "Async")):
         client = make(make_config(), log_stats=False)
@@ -195,8 +195,8 @@ def test_the_environment_chooses_the_client(monkeypatch: pytest.MonkeyPatch, mul
 
 
 def test_what_the_client_owns(start: Clients) -> None:
-    """Checklist S2-CL-007, -009 and -013: a context of two threads, and private sockets that are bound before the core
-    is told where they are."""
+    """The client owns a context of two threads, and private sockets that are bound before the core gets their
+    addresses."""
     resources = start().resources
     assert resources.context.get(zmq.IO_THREADS) == 2
     assert resources.directory is not None
@@ -398,7 +398,7 @@ def test_a_fork_neither_uses_nor_ends_the_engine(start: Clients) -> None:
 
 
 def test_two_clients_share_a_core_and_both_survive_its_death(start: Clients, pace: Pace) -> None:
-    """Checklist S2-CL-008: each has its own sockets and its own journal."""
+    """Each client has its own sockets and its own journal."""
     config = config_with("Leisurely")
     owner = start(config, client_count=2)
     other = start(config, client_addresses=owner.get_client_addresses(1))

@@ -1,5 +1,5 @@
-"""Promise P9: however many come, a server does as much as it can, and holds no more than it said it would. Its metrics
-tell of everybody."""
+"""Promise P9: however many requests come, a server does as much as it can, and holds no more than its limits. Its
+metrics count every one of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .soak import usage
 SEATS = 8
 MAX_QUEUED = 16
 NUM_TOKENS = 20
-"""Of an answer, at 20 ms each (`Leisurely`)."""
+"""Length of an answer, at 20 ms a token (`Leisurely`)."""
 CAPACITY = SEATS / (NUM_TOKENS * 0.02)
 """Requests per second."""
 TIME_LIMIT_S = 60
@@ -28,7 +28,7 @@ TIME_LIMIT_S = 60
 
 @dataclass
 class Phase:
-    """What became of those who came at one rate."""
+    """The outcomes of the requests that came at one rate."""
 
     rate: float
     statuses: Counter[int] = field(default_factory=Counter)
@@ -103,7 +103,7 @@ def test_of_twenty_times_too_many_most_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_minute_of_each() -> None:
-    """As much is done at twenty times the load, in which a few who came last are answered after the minute."""
+    """A server does as much at twenty times the load, of which a few late requests are answered after the minute."""
     seconds = 60.0
     phases = overload(seconds, 32.0)
     most = max(phase.goodput(seconds) for phase in phases)

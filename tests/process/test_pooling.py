@@ -1,4 +1,4 @@
-"""Pooling requests and the death of the core: they are computed again, and nobody notices."""
+"""Pooling requests and the death of the core: they are computed again, and their callers do not notice."""
 
 from __future__ import annotations
 

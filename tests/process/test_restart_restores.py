@@ -1,4 +1,4 @@
-"""What control verbs have done to an engine core outlives the core."""
+"""The effects of control verbs on an engine core outlive the core."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_a_second_signal_ends_streams_with_an_error() -> None:
 
 @pytest.mark.parametrize("first", ["server", "core"])
 def test_sigterm_to_every_process_starts_no_other_core(first: str) -> None:
-    """As systemd and a container's stop send it. What is under way has its time all the same."""
+    """systemd and a container's stop send it like this. Requests under way have their time all the same."""
     with serving("--shutdown-timeout", "120", executor="Leisurely") as server:
         pids = [server.process.pid, server.core_pid()]
         body = {"prompt": [50], "max_tokens": 1000, "ignore_eos": True, "stream": True}

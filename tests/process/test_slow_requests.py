@@ -14,8 +14,8 @@ from .serving import ServerProcess, serving
 
 TIME_LIMIT_S = 60
 SLOW_S = 5.0
-"""What headers and bodies may take: no client of the tests that means to be quick is as slow. It is also how long
-uvicorn, unless it is told otherwise, keeps a connection on which nothing is said."""
+"""Longest time of headers and bodies: no client of the tests that means to be quick is as slow. uvicorn keeps an idle
+connection as long, unless it is configured otherwise."""
 MAX_HEADER_BYTES = 1 << 16
 VERSION = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
@@ -39,8 +39,8 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def waited(server: ServerProcess) -> Iterator[dict[str, socket.socket]]:
-    """Clients that have sent what BEGINNINGS says, read the answers to what was whole, and waited for too long: as long
-    as a stream lasts, which nobody cuts off."""
+    """Clients that have sent one of BEGINNINGS, read the answers to complete requests, and waited for too long: as long
+    as a stream lasts, which is not cut off."""
     clients = {name: begin(server, *pieces) for name, pieces in BEGINNINGS.items()}
     body = {"prompt": [50], "max_tokens": int(1.2 * SLOW_S / LEISURELY_STEP_S), "ignore_eos": True, "stream": True}
     with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=TIME_LIMIT_S) as response:
@@ -76,7 +76,7 @@ def read_answer(client: socket.socket) -> bytes:
 
 
 def read_all(client: socket.socket) -> bytes:
-    """Until the server closes the connection."""
+    """Reads until the server closes the connection."""
     parts = []
     while part := client.recv(1 << 16):
         parts.append(part)

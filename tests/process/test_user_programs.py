@@ -114,7 +114,7 @@ def test_a_program_that_is_gone_at_once_leaves_no_core(program: Callable[[str], 
 
 
 def test_ctrl_c_stops_the_prompts_and_leaves_the_engine_usable(program: Callable[[str], Program]) -> None:
-    """As with the core in this process. The terminal sends it to every process: the core must not hear of it."""
+    """The terminal sends Ctrl-C to every process: the core must ignore it, as if it were in this process."""
     running = program(
         """
 before = [output.outputs[0].token_ids for output in generate(SHORT)]

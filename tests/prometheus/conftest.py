@@ -47,7 +47,7 @@ SIGNS_OF_LOAD = (
     "sum(vllm:kv_block_reuse_gap_seconds_count) > 0",
     "sum(increase(vllm:generation_tokens_total[5m])) > 0",
 )
-"""What has to be seen before the load ends."""
+"""Values that Prometheus must have scraped before the load ends."""
 
 
 def find_program(name: str) -> str:

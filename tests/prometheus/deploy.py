@@ -1,4 +1,4 @@
-"""What deploy/ asks of Prometheus: every query of its files, as Grafana and the autoscalers would send it."""
+"""The queries of deploy/: every one of its files, as Grafana and the autoscalers would send it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def dashboards() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def panel_queries() -> Iterator[Query]:
-    """Of every panel of every dashboard."""
+    """Returns the queries of every panel of every dashboard."""
     for name, document in dashboards():
         for panel in document["panels"]:
             for target in panel.get("targets", ()):
@@ -83,7 +83,7 @@ def variable_queries() -> Iterator[tuple[str, str, str]]:
 
 
 def scaling_queries() -> Iterator[Query]:
-    """Of KEDA's trigger and of the HPA's adapter."""
+    """Returns the queries of KEDA's trigger and of the HPA's adapter."""
     kubernetes = DEPLOY / "kubernetes"
     for number, trigger in enumerate(yaml.safe_load((kubernetes / "keda.yaml").read_text())["spec"]["triggers"]):
         yield Query(f"keda/{number}", trigger["metadata"]["query"])
@@ -119,6 +119,6 @@ def labels_of_pods() -> dict[str, str]:
 
 
 POD = {"namespace": "default", "pod": "quire-0"}
-"""What the Prometheus operator adds to each series of a pod."""
+"""Labels that the Prometheus operator adds to each series of a pod."""
 
 TARGET_LABELS = {**POD, **labels_of_pods()}

@@ -12,7 +12,7 @@ import httpx2
 
 REFUSED = 503
 PAUSE_S = 0.1
-"""Of a client that was refused: one that comes back at once would only make work."""
+"""Pause of a client that was refused: one that comes back at once would only make work."""
 LONG, SHORT = 300, 40
 VOCABULARY = range(100, 2000)
 

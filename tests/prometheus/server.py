@@ -52,7 +52,7 @@ class Prometheus:
         return [series["metric"] for series in shown]
 
     def wait_for(self, expr: str) -> None:
-        """Until an expression has a series."""
+        """Waits until an expression has a series."""
         end = time.monotonic() + WAIT_TIMEOUT_S
         while not self.now(expr):
             assert time.monotonic() < end, f"not seen in {WAIT_TIMEOUT_S} s: {expr}"

@@ -22,7 +22,7 @@ KNOWN = {
     "metric names should not contain ':'": lambda name: name.startswith("vllm:"),
     'non-counter metrics should not have "_total" suffix': lambda name: name == "vllm:iteration_tokens_total",
 }
-"""What it holds against vLLM's own names, which are kept because dashboards ask for them."""
+"""Complaints of promtool about vLLM's own names, which are kept because dashboards ask for them."""
 
 
 def run(promtool: str, *words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -29,7 +29,7 @@ MAY_SHOW = {
     "QuireThrashing": "the cache is too small for the load",
     "QuireSlowFirstToken": "a slow machine under load",
 }
-"""Of the alerts; all others must not fire, nor begin to."""
+"""Alerts that must fire; all others must not fire, nor begin to."""
 
 
 def ids(queries: list[Query]) -> list[str]:

@@ -48,7 +48,7 @@ _GOALS = {
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """(who asks, what)."""
+    """(the file that asks, its query)."""
     for name in _TIMES:
         buckets = f"sum by (le) (rate(vllm:{name}_bucket{{{_MODEL}}}[1m]))"
         yield f"dashboard: percentile of {name}", f"histogram_quantile(0.95, {buckets})"

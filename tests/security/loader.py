@@ -1,4 +1,4 @@
-"""Loads every repository under a directory, and tells on itself: `python [-O] -m tests.security.loader DIRECTORY`.
+"""Loads every repository under a directory, and reports on itself: `python [-O] -m tests.security.loader DIRECTORY`.
 
 Each is loaded as `quire serve` would: configuration, tokenizer, a chat rendered, weights. A line of JSON says how it
 ended, and what Python's audit hook has seen that no loading of data needs: code of the repository compiled or run,
@@ -105,7 +105,7 @@ class Auditor:
         return text.startswith(self._root) or os.path.realpath(text).startswith(self._root)
 
     def _is_planted(self, path: Any) -> bool:
-        """Returns True if it is a file beside the repositories, that nobody has named but a repository."""
+        """Returns True if it is a file beside the repositories, which only a repository has named."""
         text = os.path.realpath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
         return text.startswith((self._outside, "/etc/passwd", "/dev/zero"))
 

@@ -61,7 +61,7 @@ def link(
 
 
 def special(name: str, outcome: str = "is not a regular file") -> tuple[Callable[[Path], None], str]:
-    """A pipe, which nobody ever writes to."""
+    """A pipe that is never written to."""
 
     def spoil(path: Path) -> None:
         (path / name).unlink(missing_ok=True)

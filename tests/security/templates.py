@@ -20,7 +20,7 @@ ESCAPES = {
     "function": "{% macro f() %}{% endmacro %}{{ f.__func__ }}{{ raise_exception.__globals__ }}",
     "code": "{{ raise_exception.__code__.co_consts }}",
 }
-"""By what they try. Whatever comes out, it must not be what they were after."""
+"""Hostile templates by their aim. A rendering must not reach that aim."""
 
 WORK = {
     "nested loops": "{% set l = range(99999)|list %}{% for a in l %}{% for b in l %}{% endfor %}{% endfor %}",

@@ -1,4 +1,4 @@
-"""What a stranger at the door can try without a key: other spellings of a path, other names of the host, the log."""
+"""Attempts of a stranger without a key: other spellings of a path, other names of the host, the log."""
 
 from __future__ import annotations
 

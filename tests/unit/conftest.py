@@ -1,4 +1,4 @@
-"""What every unit test runs under."""
+"""Conditions of every unit test."""
 
 from __future__ import annotations
 

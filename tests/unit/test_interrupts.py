@@ -35,7 +35,7 @@ def shielded(*acts: Callable[[], None], may_break: bool = False) -> list[str]:
 
 
 progress: list[list[str]] = []
-"""What each call of `shielded` got done."""
+"""The work that each call of `shielded` got done."""
 
 
 def fail() -> None:

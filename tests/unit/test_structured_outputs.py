@@ -1,4 +1,4 @@
-"""What may be asked of the form of an output, before anything is compiled."""
+"""Rules of the form of an output, before anything is compiled."""
 
 from __future__ import annotations
 

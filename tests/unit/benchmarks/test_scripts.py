@@ -1,4 +1,4 @@
-"""The benchmarks that nobody else calls run at all, each on next to nothing: what it measures here says nothing."""
+"""Benchmarks that no other test calls run at all, each on next to nothing: their numbers here mean nothing."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from quire.wire.execution import SchedulerOutput
 
 
 class Clock:
-    """CPU time that passes when it is told to."""
+    """CPU time that passes when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -20,7 +20,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Of an executor whose model computes for five seconds and samples for one."""
+    """Replaces the executor by one whose model computes for five seconds and samples for one."""
     clock = Clock()
 
     def execute_model(self: UniProcExecutor, *_: object) -> None:

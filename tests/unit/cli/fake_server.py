@@ -1,4 +1,4 @@
-"""A server of OpenAI's API on the loopback interface that answers as it is told: what remote commands are tested on."""
+"""A server of OpenAI's API on the loopback interface with prepared answers: remote commands are tested on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Request:
-    """What came."""
+    """A request that came."""
 
     method: str
     path: str
@@ -24,13 +24,13 @@ class Request:
 
 @dataclass
 class Reply:
-    """What goes back: a JSON value, or the events of a stream."""
+    """The answer to it: a JSON value, or the events of a stream."""
 
     value: Any = None
     status: int = 200
     events: AsyncIterator[Any] | None = None
     is_done: bool = True
-    """Whether a stream ends with [DONE]."""
+    """True: a stream ends with [DONE]."""
     headers: dict[str, str] = field(default_factory=dict)
     raw: bytes | None = None
     """Instead of all that; the connection ends after it."""
@@ -46,7 +46,7 @@ class FakeServer:
 
     answer: Callable[[dict[str, Any]], AsyncIterator[Any]] | None = None
     routes: dict[str, Handler] = field(default_factory=dict)
-    """By path: instead of what is usual."""
+    """Answers by path, in place of the usual ones."""
     tls: ssl.SSLContext | None = None
     requests: list[Request] = field(default_factory=list)
     num_connections: int = 0
@@ -56,7 +56,7 @@ class FakeServer:
     url: str = ""
 
     def bodies(self, path: str) -> list[Any]:
-        """Of the requests to `path`."""
+        """Returns the bodies of the requests to `path`."""
         return [r.body for r in self.requests if r.path == path]
 
     # -- HTTP -----------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class FakeServer:
 
 
 async def full_length(body: dict[str, Any]) -> AsyncIterator[Any]:
-    """As many words as were asked for."""
+    """Returns as many words as the request asks for."""
     for i in range(body.get("max_tokens") or 2):
         yield f"w{i} "
 

@@ -56,7 +56,7 @@ class Batch:
         return main(["batch", str(self.source), "-o", str(self.target), "--model", str(self._model_dir), *argv])
 
     def results(self) -> dict[str, Row]:
-        """By custom_id, or by id for rows without one; every line must parse and occur once."""
+        """Returns rows by custom_id, or by id for rows without one; every line must parse and occur once."""
         rows = [json.loads(line) for line in self.target.read_text().splitlines()]
         by_id = {row["custom_id"] or row["id"]: row for row in rows}
         assert len(by_id) == len(rows)
@@ -187,7 +187,7 @@ def test_a_bad_row_is_an_error_row_and_stops_no_other(
     assert bad["error"]["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
     assert not engine.has_unfinished_requests()
     before = batch.target.read_bytes()
-    assert batch.run(ScriptedEngine()) == 1  # a rerun repeats nothing, and still tells
+    assert batch.run(ScriptedEngine()) == 1  # a rerun repeats nothing, and still reports
     assert batch.target.read_bytes() == before
 
 

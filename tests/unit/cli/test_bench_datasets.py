@@ -1,4 +1,4 @@
-"""What a load asks for: lengths, synthetic prompts, files, traces."""
+"""The parts of a load: lengths, synthetic prompts, files, traces."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def complete(model_dir: Path) -> Callable[..., int]:
 
 
 def by_prompt(prompt: Any, params: SamplingParams) -> list[str]:
-    """As many pieces as the prompt has letters."""
+    """Returns as many pieces as the prompt has letters."""
     return [f"{prompt}{i} " for i in range(len(prompt))]
 
 

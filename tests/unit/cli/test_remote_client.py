@@ -278,7 +278,7 @@ def test_a_server_that_does_not_answer() -> None:
 
 
 def test_a_refused_connection_says_how_to_start_a_server() -> None:
-    with socket.socket() as probe:  # bound, and not listening: nobody else can take the port
+    with socket.socket() as probe:  # bound, and not listening: no other process can take the port
         probe.bind(("127.0.0.1", 0))
         raised = failure(f"http://127.0.0.1:{probe.getsockname()[1]}")
     assert kind_of(raised) == "connection refused"

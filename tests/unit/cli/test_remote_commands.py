@@ -134,7 +134,7 @@ def test_ctrl_c_hangs_up(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ctrl_c_that_comes_just_before_the_wait_is_heard(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system tells a thread that waits of a signal only once: as if it had told another one, this one waits on."""
+    """A signal interrupts one waiting thread only: here the main thread waits on, as if it had been another one."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with serving(FakeServer(answer=endless("some"))) as server:

@@ -1,4 +1,4 @@
-"""`quire top` against a server made of canned answers: in a pipe, in a terminal, and where nobody answers."""
+"""`quire top` against a server made of canned answers: in a pipe, in a terminal, and without an answer."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def terminal(server: Canned) -> Iterator[Terminal]:
 def test_in_a_terminal(server: Canned, terminal: Terminal, leave: str | signal.Signals) -> None:
     terminal.read_until(b"in a browser: /ui/dashboard")
     assert terminal.seen.startswith(b"\x1b[?1049h")
-    assert EVIL.encode() not in terminal.seen  # nobody's request steers a terminal
+    assert EVIL.encode() not in terminal.seen  # no request id steers a terminal
     assert "██".encode() in terminal.seen
     assert b"88 blocks were never used" in terminal.seen
     server.statuses = [503] * 2

@@ -77,7 +77,7 @@ def test_shards_are_indexed_together(tmp_path: Path) -> None:
     )
 )
 def test_reads_what_safetensors_writes(tmp_path_factory: pytest.TempPathFactory, specs: list[Any]) -> None:
-    """Whatever the reference implementation writes is accepted and read the same."""
+    """Every file that the reference implementation writes is accepted and read the same."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""How a model pools: told from its architecture, its files and the flags."""
+"""The pooling of a model, by its architecture, its files and the flags."""
 
 from __future__ import annotations
 

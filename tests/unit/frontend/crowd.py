@@ -1,6 +1,6 @@
-"""A thousand readers of one engine who all use the same request id: some leave, are cancelled, or change their mind.
+"""A thousand readers of one engine with the same request id: some leave, are cancelled, or change their mind.
 
-Whatever the others do, a reader sees a beginning of the one right answer to its own prompt, and all of it if it stays.
+Each reader sees a beginning of the one right answer to its own prompt, and all of it if it stays.
 """
 
 from __future__ import annotations

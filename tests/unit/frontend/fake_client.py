@@ -50,7 +50,7 @@ class FakeClient(EngineCoreClient):
         self.is_shut_down = False
         self.utilities: list[tuple[Any, ...]] = []
         self.utility_results: dict[str, Any] = {"reset_prefix_cache": True, "collective_rpc": ["pong"]}
-        """What a control verb returns, by name."""
+        """Results of control verbs, by name."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self.added.append(request)

@@ -127,7 +127,7 @@ class Clock:
 
 @pytest.mark.parametrize("per_second", [0.5, 3, 40, 2000])
 def test_whoever_is_refused_learns_when_there_will_be_room(per_second: float) -> None:
-    """Room comes free at a steady speed: the time told is that in which what is short comes free."""
+    """Room comes free at a steady speed: the time in the refusal is that in which enough comes free."""
     clock = Clock()
     room = Quota(QUEUED_REQS, 1000, clock)
     room.change(1000)
@@ -157,7 +157,7 @@ def test_a_queue_that_stands_still_asks_for_patience() -> None:
 
 
 def test_room_that_has_not_come_free_for_hours() -> None:
-    """What came free then counts so little that the time to wait is beyond all numbers."""
+    """The amount that came free then counts so little that the time to wait is beyond all numbers."""
     clock = Clock()
     room = Quota(QUEUED_REQS, 10, clock)
     room.change(10)

@@ -1,4 +1,4 @@
-"""`AsyncLLM` on a core that is run by hand: who gets what, and what the core is told."""
+"""`AsyncLLM` on a core that is run by hand: outputs of each reader, and messages to the core."""
 
 from __future__ import annotations
 

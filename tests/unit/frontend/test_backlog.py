@@ -62,7 +62,7 @@ def test_prompt_logprobs_are_kept() -> None:
 
 
 def test_a_token_takes_a_few_bytes() -> None:
-    """Promise P10: what nobody reads is held as compactly as can be, and the outputs it came in are not."""
+    """Promise P10: unread outputs are held as compactly as can be, and the objects they came in are not."""
     backlog = Backlog(output(0, "text", [100_000]), is_delta=True)
     num_tokens = 20_000
     tracemalloc.start()

@@ -66,7 +66,7 @@ def collector(name: str) -> RequestOutputCollector:
 
 
 class Log:
-    """What expired, and when."""
+    """Requests that have expired, and the times."""
 
     def __init__(self, slow_client_timeout_s: float = 0.0) -> None:
         self.timers = RequestTimers(slow_client_timeout_s, self._note)

@@ -1,4 +1,4 @@
-"""Checklist S2-IN-001…016."""
+"""The input processor: prompts, bounds, defaults, ids."""
 
 from __future__ import annotations
 
@@ -271,7 +271,11 @@ def test_seeds_come_from_the_engines(tokenizer: Tokenizer) -> None:
     assert len(set(seeds(0, nothing))) == 3
     assert seeds(0, nothing) != seeds(1, nothing)
     mixed = seeds(0, (None, 77, None))
-    assert mixed == [seeds(0, nothing)[0], 77, seeds(0, nothing)[2]]  # a seed of one's own moves nobody else's
+    assert mixed == [
+        seeds(0, nothing)[0],
+        77,
+        seeds(0, nothing)[2],
+    ]  # a request with a seed of its own changes the seed of no other
 
 
 def test_default_sampling_params(tokenizer: Tokenizer) -> None:

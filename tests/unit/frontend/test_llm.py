@@ -1,4 +1,4 @@
-"""`LLM` on a scripted core: checklist S2-LLM-001…016."""
+"""`LLM` on a scripted core."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_if_all_requests_fail_that_is_an_error(
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
-    """Whoever finishes first; ids count up from "0" over calls."""
+    """Outputs are in the order of the prompts; ids count up from "0" over calls."""
     lengths = [5, 1, 3, 2, 12, 1, 1, 4, 1, 2, 3, 7]
     prompts = [[50 + n] for n in range(len(lengths))]
     params = [SamplingParams(max_tokens=length) for length in lengths]

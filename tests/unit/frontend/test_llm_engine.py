@@ -1,4 +1,4 @@
-"""Checklist S2-LE-001…007 and S2-CL-026, on a scripted core."""
+"""`LLMEngine` on a scripted core."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_no_params_are_the_models_defaults(model_dir: Path) -> None:
 
 
 def test_only_what_the_core_needs_goes_down(model_dir: Path) -> None:
-    """One request per output of a prompt; no text (checklist S2-CL-026)."""
+    """There is one request per output of a prompt, and no text."""
     engine, client, _ = make_engine(model_dir)
     internal = engine.add_request("a", "the fox", SamplingParams(n=3, seed=5, max_tokens=2), priority=4)
     assert [r.request_id for r in client.added] == [f"{i}_{internal}" for i in range(3)]

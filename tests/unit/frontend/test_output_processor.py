@@ -1,4 +1,4 @@
-"""Checklist S2-OUT-001…022, row by row, then properties over random streams."""
+"""The output processor, row by row of the checklist, then properties over random streams."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_an_aborted_pooling_request_ends_without_a_result() -> None:
 
 
 def test_a_failed_pooling_request_says_why() -> None:
-    """Failed by the core, by us, or by an output that makes no sense: whoever steps gets an output without a result."""
+    """Requests fail in the core, here, or by a senseless output: a step returns an output without a result."""
     p = processor()
     for i in range(3):
         request = EngineCoreRequest(f"e-{i}", [1, 2], None, PoolingParams(task="embed"), 0.0, external_req_id="e")

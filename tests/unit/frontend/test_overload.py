@@ -48,7 +48,7 @@ class SteppingClient(AsyncFakeClient):
 
 @dataclass
 class Load:
-    """What became of the requests that were offered."""
+    """The outcomes of the requests that were offered."""
 
     llm: AsyncLLM
     outcomes: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""How requests come in and are ended before their time: admission, deadlines, slow readers, long texts."""
+"""Requests on their way in, and ended before their time: admission, deadlines, slow readers, long texts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_full_queue_refuses_before_anything_is_done(model_dir: Path, monkeypat
         with pytest.raises(OverloadedError):
             s.llm.check_admission()
         monkeypatch.undo()
-        await s.client.step()  # first tokens: nobody waits now
+        await s.client.step()  # first tokens: no request waits now
         s.llm.check_admission()
         assert (s.llm.admission.num_reqs, s.llm.admission.num_tokens) == (0, 0)
         tasks.append(s.reader("c", LONG))

@@ -1,4 +1,4 @@
-"""Streaming-input sessions in the frontend (checklist S2-IN-016, S2-OUT-001, S2-OUT-009): over the real core."""
+"""Streaming-input sessions in the frontend, over the real core."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_inputs_may_be_sent_before_the_last_one_is_answered(engine: LLMEngine) -
 
 
 class Users:
-    """Who have sessions with the engine, read deltas, and know what must come."""
+    """Users with sessions of the engine: they read deltas, and know the right answers."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
@@ -327,7 +327,7 @@ def test_inputs_a_session_cannot_take(engine: LLMEngine, field: str, prompt: Any
 
 
 def test_an_input_that_fits_only_if_the_answers_before_it_are_short_is_taken() -> None:
-    """What is certain is refused at the door; what is not ends the session with "length"."""
+    """An input that certainly does not fit is refused at the door; one that may not ends the session with "length"."""
     engine, _ = make_engine()
     engine.add_request("s", [1] * 60, params(50), resumable=True)
     engine.add_request("s", [2] * 40, params(2), resumable=True)

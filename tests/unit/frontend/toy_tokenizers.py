@@ -34,7 +34,7 @@ def write_tokenizer(kind: str, directory: Path, **config: object) -> Path:
 
 
 def _byte_level() -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """As Llama 3 and Qwen: bytes as letters, a BOS added by the post-processor."""
+    """Returns a tokenizer like Llama 3's and Qwen's: bytes as letters, a BOS added by the post-processor."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -51,7 +51,7 @@ def _byte_level() -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
 
 def _metaspace() -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """As Llama 2 and Mistral: spaces as letters, unknown characters as byte tokens."""
+    """Returns a tokenizer like Llama 2's and Mistral's: spaces as letters, unknown characters as byte tokens."""
     byte_tokens = [f"<0x{i:02X}>" for i in range(256)]
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -74,7 +74,7 @@ def _metaspace() -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
 
 def _wordpiece() -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """As BERT: continuation pieces start with ##."""
+    """Returns a tokenizer like BERT's: continuation pieces start with ##."""
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -90,7 +90,7 @@ def _wordpiece() -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
 
 def _unigram() -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """As T5 and Gemma's ancestors: pieces with scores, NFKC first."""
+    """Returns a tokenizer like T5's and those of Gemma's ancestors: pieces with scores, NFKC first."""
     backend = tokenizers.Tokenizer(models.Unigram())
     backend.normalizer = normalizers.NFKC()
     backend.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -1,4 +1,4 @@
-"""FakeEngine speaks as a core does: heard here with sockets made by hand."""
+"""FakeEngine sends what a core sends: received here with sockets made by hand."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Selector:
 
 @dataclass
 class Expression:
-    """What a query is about. `grouped_by` are labels of aggregations."""
+    """The subject of a query. `grouped_by` are labels of aggregations."""
 
     selectors: list[Selector] = field(default_factory=list)
     grouped_by: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""deploy/Dockerfile, as far as it can be told without building it."""
+"""deploy/Dockerfile, as far as it can be checked without building it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_weights_that_were_given_back_are_not_used(
 
 
 class Bypass:
-    """A model whose second kernel belongs to another context: nobody records it."""
+    """A model whose second kernel belongs to another context: that one is not recorded."""
 
     def __init__(self, kernels: NativeKernels, other: NativeKernels) -> None:
         self.table = kernels.embedding(torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), None)

@@ -102,7 +102,7 @@ def test_a_worker_sleeps_and_wakes_up(make_worker: Any, level: int) -> None:
     assert cache.key.shape[0] == 1, "the null block is left"
     assert all(parameter.is_meta for parameter in worker.get_model().parameters()) == (level == 2)
     forget = SchedulerOutput(finished_req_ids={"a"})
-    assert worker.execute_model(forget) is EMPTY_MODEL_RUNNER_OUTPUT  # it hears who finished while it sleeps
+    assert worker.execute_model(forget) is EMPTY_MODEL_RUNNER_OUTPUT  # it receives the finished ids while it sleeps
     if level == 1:
         worker.execute_dummy_batch()  # and keeps in time with other ranks
     worker.wake_up(["weights"])

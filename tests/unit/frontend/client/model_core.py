@@ -1,4 +1,4 @@
-"""A core without a process, for tests of the link: what it is sent it does, and it dies when it is told to."""
+"""A core without a process, for tests of the link: it handles its messages, and it dies on command."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Driver:
         self.settle()
 
     def run(self, max_turns: int = 10_000) -> None:
-        """Until every request has ended, restarting cores that die."""
+        """Runs steps until every request has ended, restarting cores that die."""
         for _ in range(max_turns):
             if not self.link.num_live_requests:
                 return

@@ -1,4 +1,4 @@
-"""What a new core must be told to be as the last one was."""
+"""Calls that bring a new core into the state of the last one."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def test_a_pause_by_wait_lets_requests_end_first(model_dir: Path, gate: Gate, ve
         assert not paused.done()
         gate.may_go_on.release()
         assert len(await collect(client, is_finished)) == 2
-        gate.may_go_on.release(10)  # steps that tell the worker who has finished
+        gate.may_go_on.release(10)  # steps that send the worker the ids of finished requests
         await asyncio.wait_for(paused, DEADLINE_S)
         assert await client.call_utility_async("is_scheduler_paused") is True
         assert await client.call_utility_async("is_sleeping") is (verb == "sleep")

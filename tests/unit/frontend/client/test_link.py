@@ -1,4 +1,4 @@
-"""The link between frontend and core, case by case (promises P1, P2, P18; checklist S2-CL-020…024)."""
+"""The link between frontend and core, case by case (promises P1, P2, P18)."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_came_with_the_first_output_comes_once() -> None:
 
 
 def test_a_core_that_shuts_down_by_itself_gives_its_requests_to_the_next() -> None:
-    """SIGTERM to the core alone: it says goodbye to every request, which the frontend's users need not hear."""
+    """SIGTERM to the core alone: it ends every request, and the frontend's users need not notice."""
     driver = Driver()
     driver.start_core()
     driver.add(request := make_request("a"))
@@ -336,7 +336,7 @@ def test_a_repeated_message_is_dropped() -> None:
 
 
 def test_a_client_that_comes_later_knows_where_the_numbers_stand() -> None:
-    """It was another process before: what that one was sent is neither lost nor still to come."""
+    """The sender was another process before: messages to that one are neither lost nor still to come."""
     link = EngineLink(2, is_shared=True)
     link.on_ready(make_ready(4, next_sequence=58))
     link.add_request(make_request("a"))

@@ -1,7 +1,7 @@
 """The link under any order of adds, aborts, steps, lost, repeated and late messages, deaths and restarts.
 
-The driver checks each delivery: nothing for who was aborted, nothing after an end. The machine checks after each rule
-that what a request was given is a beginning of its one correct output, and at the end that all of it was given.
+The driver checks each delivery: nothing for aborted requests, nothing after an end. The machine checks after each rule
+that the tokens of a request are a beginning of its one correct output, and at the end that they are all of it.
 """
 
 from __future__ import annotations

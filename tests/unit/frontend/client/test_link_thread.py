@@ -1,4 +1,4 @@
-"""The thread between sockets and link, against an engine by hand (checklist S2-CL-017…024, S2-CL-027)."""
+"""The thread between sockets and link, against an engine by hand."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_an_attached_client_hears_of_a_death_from_the_connection() -> None:
 
 
 def test_an_attached_client_believes_the_last_words() -> None:
-    """Checklist S2-CL-019; the client that started the core knows better, from the process itself."""
+    """The message is ignored; the client that started the core knows better, from the process itself."""
     stage = Stage(attached_patience_s=60.0)
     with stage.start_engine() as engine:
         engine.send_dead()

@@ -64,7 +64,7 @@ def test_a_burst_wakes_the_loop_once() -> None:
 
 
 async def count_until_others_ran(mailbox: LoopMailbox, refill: int) -> int:
-    """How many are taken in a row before another callback of the loop runs, though the mailbox is never empty."""
+    """Returns how many outputs are taken in a row before another callback of the loop runs, from a full mailbox."""
     others_ran = asyncio.Event()
     await mailbox.take()
     asyncio.get_running_loop().call_soon(others_ran.set)

@@ -1,4 +1,4 @@
-"""Several clients of one core, whose deaths are judged in one place: a poison costs two of them, whoever sent it."""
+"""Several clients of one core, whose deaths are judged in one place: a poison of any client costs two of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SharedCore(ModelCore):
 
 
 class Member(Driver):
-    """A client with requests, whose core is somebody else's."""
+    """A client with requests, whose core another process owns."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Fleet:
         self.core: SharedCore | None = None
         self.num_cores = 0
         self.deaf: set[int] = set()
-        """Members who hear of no report."""
+        """Members that get no report."""
 
     def start_core(self) -> None:
         self.core = core = SharedCore(self.num_cores, self.max_num_seqs)
@@ -182,7 +182,7 @@ def check(fleet: Fleet, requests: list[EngineCoreRequest]) -> None:
             assert end.finish_reason is FinishReason.ERROR
             assert f"request {request.request_id} was in the last step" in (end.error_message or "")
             expected = expected[: request.prompt_token_ids[-1] - 1]
-            expected = expected[: len(fleet.tokens_of(request))]  # those of its trials are nobody's
+            expected = expected[: len(fleet.tokens_of(request))]  # outputs of its trials have no reader
         else:
             assert end.finish_reason is FinishReason.LENGTH, end.error_message
         assert fleet.tokens_of(request) == expected

@@ -22,7 +22,7 @@ class Books:
         self.metrics = PrometheusStatLogger(MetricsSetup(model_name="m"), self.get_facts, lambda: self.now)
         self._undecided: list[Receipt] = []
         self._tokens: list[int] = []
-        """Of each live request."""
+        """Number of tokens of each live request."""
 
     def receive(self) -> None:
         self._undecided.append(self.ledger.receive())
@@ -76,7 +76,7 @@ class Books:
         self.metrics.record(None, IterationStats(self.now, finished_requests=[finished]))
 
     def note_step(self, num_running: int) -> None:
-        """The core tells its statistics."""
+        """The core sends its statistics."""
         self.metrics.record(SchedulerStats(num_running_reqs=num_running, num_used_blocks=4, num_free_blocks=6), None)
 
     def get_facts(self) -> FrontendFacts:

@@ -67,7 +67,7 @@ class MortalClient(EngineCoreClient):
                 self.core.abort_requests(message.payload)
 
     def run_step(self) -> EngineCoreOutputs:
-        """A step of the core: what it would send, which nobody has got yet."""
+        """Runs a step of the core. Returns the outputs that it would send."""
         assert self.core is not None
         outputs, executed = self.core.step_fn()
         self.core.post_step(executed)

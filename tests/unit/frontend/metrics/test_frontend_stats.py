@@ -1,4 +1,4 @@
-"""What a frontend says of itself: its age, its load, what it exports under which flags."""
+"""Statistics of a frontend about itself: its age, its load, and its exports by flags."""
 
 from __future__ import annotations
 

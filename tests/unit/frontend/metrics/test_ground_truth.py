@@ -1,4 +1,4 @@
-"""Every interval and count against times nobody can argue about: a clock that only moves while a step is computed.
+"""Every interval and count against indisputable times: a clock that only moves while a step is computed.
 
 The engine core is the real one, with a cache too small for its requests. An observer outside writes down when
 a request was handed in, when the executor first saw it, when its outputs were taken, and which requests were preempted.
@@ -50,7 +50,7 @@ clock = Clock(0)
 
 
 class Watched(FakeExecutor):
-    """Tells the clock whom it works for, and lets time pass."""
+    """Sets the requests that the clock works for, and lets time pass."""
 
     available_bytes: ClassVar[int] = 1 << 12
 
@@ -68,7 +68,7 @@ class Watched(FakeExecutor):
 
 @dataclass
 class Life:
-    """What the observer saw of one segment of one output of one request."""
+    """The observer's notes about one segment of one output of one request."""
 
     arrival: float
     queued_at: float = 0.0
@@ -97,7 +97,7 @@ class Observer:
         self.engine.pipeline.stats._wall_clock = clock
         self.audit = MetricsAudit()
         self.lives: dict[str, list[Life]] = {}
-        """By internal id, a life per segment."""
+        """Lives by internal id, one per segment."""
         self.n: list[int] = []
         self.num_user_tokens: Counter[str] = Counter()
         self._ids: dict[tuple[str, int], str] = {}
@@ -127,7 +127,7 @@ class Observer:
                 self.lives[child][-1].end = clock.now
 
     def die(self, *, in_step: bool) -> None:
-        """The core dies, with `in_step` when it has computed a step that nobody hears of; later the next one is there.
+        """The core dies, with `in_step` after a step whose outputs are lost; later the next one is there.
 
         A request without a token is new to that: it is queued there, and scheduled there for the first time."""
         if in_step:
@@ -337,7 +337,7 @@ def test_resumed_on_another_core(in_step: bool) -> None:
 
 
 def test_resumed_after_a_preemption() -> None:
-    """What a dead core has not told of a preemption is not known; what was told stays told."""
+    """A preemption that a dead core has not reported is not known; a reported one stays counted."""
     observer = Observer(num_gpu_blocks_override=9, scheduler_reserve_full_isl=False)
     for number in range(3):
         observer.add(f"r{number}", [number + 3] * 20, max_tokens=40)

@@ -1,4 +1,4 @@
-"""What is remembered of a live request, and what a core is sent of it."""
+"""The journal's entry of a live request, and the request that a core gets from it."""
 
 from __future__ import annotations
 

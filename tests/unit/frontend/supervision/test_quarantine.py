@@ -1,4 +1,4 @@
-"""Who is suspected, tried and found guilty (promise P2). The whole play is in `client/test_link_random.py`."""
+"""Suspicions, trials and verdicts (promise P2). The whole play is in `client/test_link_random.py`."""
 
 from __future__ import annotations
 

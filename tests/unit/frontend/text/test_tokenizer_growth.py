@@ -1,4 +1,4 @@
-"""How much text a tokenizer makes of a character: chains of replacements, found without running any."""
+"""The growth of a text in a tokenizer: chains of replacements, found without running any."""
 
 from __future__ import annotations
 

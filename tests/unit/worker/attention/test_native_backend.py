@@ -111,7 +111,7 @@ def make_scene(seed: int, **fixed: Any) -> Scene:
 
 
 class PagedRun:
-    """Runs a schedule over a cache in which everything nobody wrote is NaN, and everything given back is, too."""
+    """Runs a schedule over a cache in which everything unwritten is NaN, and everything given back is, too."""
 
     def __init__(self, backend: AttentionBackend[Any], scene: Scene, seed: int) -> None:
         self.backend, self.scene, self.size = backend, scene, scene.block_size

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As after an install without a compiler."""
+    """Makes the package look like an install without a compiler."""
     monkeypatch.setattr(library_module, "LIBRARY", tmp_path / "libquire_kernels.so")
     native_library.cache_clear()
     monkeypatch.setattr(registry, "native_library", library_module.native_library)

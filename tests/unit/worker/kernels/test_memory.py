@@ -28,7 +28,7 @@ def mapping_of(memory: Tensor) -> str:
 
 
 def resident_bytes(memory: Tensor) -> int:
-    """Of its mapping, which the system may have joined with neighbours."""
+    """Returns the resident bytes of a tensor's mapping, which the system may have joined with neighbours."""
     return int(re.findall(r"^Rss:\s+(\d+) kB", mapping_of(memory), re.MULTILINE)[0]) << 10
 
 

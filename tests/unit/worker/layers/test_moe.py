@@ -56,7 +56,7 @@ def test_equals_the_definition(num_tokens: int, num_experts: int, k: int, normal
 
 
 def test_idle_experts_are_not_touched() -> None:
-    """An expert nobody chose may hold anything, even NaN."""
+    """An expert that was not chosen may hold anything, even NaN."""
     moe = make_moe(SPEC)
     x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(1))
     ids, weights = torch.tensor([[0, 3], [3, 0], [0, 3], [3, 4]]), torch.full((4, 2), 0.5)

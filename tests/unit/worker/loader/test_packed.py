@@ -49,7 +49,7 @@ pytestmark = pytest.mark.skipif(native_library() is None, reason="there are no n
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackedCache:
-    """Of this test alone."""
+    """Returns a cache directory of this test alone."""
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setattr(packed_module, "SETTLED_S", -1.0)
     return PackedCache.default()

@@ -153,7 +153,7 @@ def test_groups_that_are_no_neighbours(tiny_checkpoint: Make, tmp_path: Path) ->
 
 
 def test_only_some_matrices_are_quantized(tiny_checkpoint: Make, tmp_path: Path) -> None:
-    """What a checkpoint leaves plain stays plain, also where it stands in one matrix with others."""
+    """The plain weights of a checkpoint stay plain, also where they are in one matrix with others."""
     source = tiny_checkpoint("llama", **SIZES)
     stored, plain = quantize_checkpoint(source, tmp_path, *CASES["awq"])
     tensors, originals = load_file(stored / "model.safetensors"), load_file(plain / "model.safetensors")
@@ -178,7 +178,7 @@ def quantized_experts(model: nn.Module) -> list[bool]:
 def test_experts_in_integers(
     library: NativeLibrary, tiny_checkpoint: Make, tmp_path: Path, family: str, case: str
 ) -> None:
-    """By both kinds of kernels the model of the plain weights that the integers stand for."""
+    """Both kinds of kernels compute the model of the plain weights that the integers stand for."""
     source = tiny_checkpoint(family, **(SIZES if family == "mixtral" else MOE_SIZES))
     stored, plain = quantize_checkpoint(source, tmp_path, *CASES[case])
     exact = quire_logits(load(plain), TOKENS)

@@ -43,7 +43,7 @@ def test_int8_is_off_by_half_a_step_at_most(rows: int, columns: int, seed: int) 
 @given(st.integers(1, 9), st.integers(1, 70), st.sampled_from([8, 16, 32, 128]), st.integers(0, 99))
 @settings(max_examples=examples(60))
 def test_int4_is_off_by_a_step_at_most(rows: int, columns: int, group_size: int, seed: int) -> None:
-    """By half a step, except for what lies at the far end of the shorter side, where there is no 8."""
+    """The error is half a step, except at the far end of the shorter side, where there is no 8."""
     weight = randn(rows, columns, seed=seed)
     quantized = quantize_int4(weight, group_size)
     steps = quantized.scales.abs().repeat_interleave(group_size, dim=1)[:, :columns]

@@ -1,4 +1,4 @@
-"""What `quire info` says weights take is what the worker says once they are loaded: config/quantization.py."""
+"""`quire info` names the size of the weights that the worker reports once they are loaded: config/quantization.py."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from quire.worker.sample.torch_kernel import TorchSampling, uniforms
 
 VOCABS = [1, 2, 15, 16, 17, 63, 64, 1000, 1024, 1025, 3000, 20_000]
 TOLERANCE = 1e-5
-"""Of a sum of probabilities: where two decisions are that near to each other, either is right."""
+"""Tolerance of a sum of probabilities: where two decisions are that near to each other, either is right."""
 
 
 class Case(NamedTuple):
@@ -94,7 +94,7 @@ def keep(x: np.ndarray, case: Case, slack: float) -> np.ndarray:
 
 
 def is_right(token: int, x: np.ndarray, case: Case, u: float) -> bool:
-    """Whether `token` is where the inverse CDF at u is, within the tolerance."""
+    """Returns True if `token` is where the inverse CDF at u is, within the tolerance."""
     for slack in (0.0, TOLERANCE, -TOLERANCE):
         kept = keep(x, case, slack)
         with np.errstate(over="ignore"):
@@ -140,7 +140,7 @@ def test_greedy_rows_get_the_first_of_the_likeliest(sampling: SamplingKernel, vo
 
 
 def test_the_number_is_that_of_philox(sampling: SamplingKernel) -> None:
-    """Of a uniform distribution over 2**16 tokens a draw gives the number's first 16 bits."""
+    """A draw from a uniform distribution over 2**16 tokens gives the number's first 16 bits."""
     rng = np.random.default_rng(1)
     rules = make_rules([Case(1.0, 0.0, 0, 1.0)] * 64)
     rules = DrawRules(rules.temperature, rules.min_p, rules.top_k, rules.top_p, rng.integers(0, 2**64, 64, np.uint64))

@@ -44,7 +44,7 @@ def test_costs_are_learnt() -> None:
 
 
 def test_the_first_rows_may_cost_more() -> None:
-    """As on machines that wait for the weights: what many rows cost does not follow from what a few do."""
+    """The machine waits for the weights: the time of many rows does not follow from that of a few."""
     rng = random.Random(1)
     sizes = [(rng.randint(1, 40), rng.choice((0, 0, 0, 50, 300))) for _ in range(2000)]
     model = learn((o, p, 0.001 + min(o, 4) * 0.001 + o * 1e-4 + bool(p) * 0.002 + p * 1e-5) for o, p in sizes)

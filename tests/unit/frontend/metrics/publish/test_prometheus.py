@@ -152,7 +152,7 @@ def test_engines_have_series_of_their_own() -> None:
     info = logger.snapshot().find("vllm:cache_config_info")
     assert [series.labels for series in info.series] == [("0", "16"), ("1", "16")]
     logger.record(SchedulerStats(num_running_reqs=2), IterationStats(num_generation_tokens=5), 1)
-    logger.record(SchedulerStats(num_running_reqs=3), None, 7)  # one that nobody announced
+    logger.record(SchedulerStats(num_running_reqs=3), None, 7)  # one that was not announced
     running = {s.labels[1]: s.value for s in logger.snapshot().find("vllm:num_requests_running").series}
     assert running == {"0": 0, "1": 2, "7": 3}
     tokens = {s.labels[1]: s.value for s in logger.snapshot().find("vllm:generation_tokens").series}

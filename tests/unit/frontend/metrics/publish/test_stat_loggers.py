@@ -90,7 +90,7 @@ def test_patience_ends_with_many_reports_after_a_second_and_when_the_lines_are_d
     manager.record(SchedulerStats(), None)
     assert len(patient.seen) == 3
     manager.record(SchedulerStats(), None)
-    clock.now -= 3600  # somebody has set it back
+    clock.now -= 3600  # the clock was set back
     manager.record(SchedulerStats(), None)
     assert len(patient.seen) == 5
     manager.record(SchedulerStats(), None)

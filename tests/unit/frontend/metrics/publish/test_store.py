@@ -117,7 +117,7 @@ def test_an_exemplar_is_the_latest_of_its_bucket() -> None:
     store = make()
     sizes = {"first": 0.5, "second": 0.75, "third": 3.0}
     store.record_all([Event(size, owner=RequestOwner(name)) for name, size in sizes.items()])
-    store.record_all([Event(0.25)])  # nobody's
+    store.record_all([Event(0.25)])  # without an owner
     exemplars = store.snapshot().find("vllm:histogram_value").series[0].exemplars
     assert {bucket: (e.value, e.labels["request_id"]) for bucket, e in exemplars.items()} == {
         0: (0.75, "second"),
