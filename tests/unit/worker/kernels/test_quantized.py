@@ -181,7 +181,7 @@ def test_each_code_is_its_number(make_kernels: MakeKernels, kind: str, dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts_in_mxfp4_have_the_bits_of_plain_ones(make_kernels: MakeKernels, dtype: torch.dtype) -> None:
-    """As gpt-oss has them: with biases, and gates and what they gate in turn."""
+    """The layout is that of gpt-oss: biases, and gates and what they gate in turn."""
     experts, hidden, size, n = 3, 96, 64, 40
     gate_up, down = make_experts("mxfp4", experts, hidden, size)
     biases = randn(8, experts, 2 * size, dtype=dtype), randn(9, experts, hidden, dtype=dtype)
