@@ -78,7 +78,14 @@ def _is_local(hf: HFConfig, layer: int) -> bool:
 
 
 UNIFORM: frozenset[str] = frozenset(
-    ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM", "Starcoder2ForCausalLM")
+    (
+        "Ministral3ForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Starcoder2ForCausalLM",
+    )
 )
 """Architectures whose layers all have the window, if there is one, with any `layer_types`."""
 

@@ -175,6 +175,23 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-05},
     "jais2": {"attention_bias": True, "hidden_act": "relu2", "max_position_embeddings": 8192, "mlp_bias": True},
     "ministral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "ministral3": {
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {
         "max_position_embeddings": 131072,

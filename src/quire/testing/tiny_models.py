@@ -163,6 +163,16 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "residual_multiplier": 0.8,
         "logits_scaling": 0.5,
     },
+    "ministral3": {
+        "head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 96,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
 }
 
 FAMILIES: tuple[str, ...] = tuple(_FAMILY_CONFIGS)

@@ -61,6 +61,7 @@ class SelfAttention(nn.Module):
             sliding_window=layer.sliding_window,
             logits_soft_cap=spec.attention_soft_cap,
             slopes=spec.alibi_slopes,
+            scale_growth=layer.scale_growth,
         )
 
     def prepare(self, kernels: Kernels) -> tuple[tuple[RotationKernel, bool], ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from quire.config.hf_config import HFConfig
+from quire.worker.attention.backend import ScaleGrowth
 from quire.worker.kernels.specs import RouterSpec
 from quire.worker.layers.moe import MoESpec
 from quire.worker.models.decoder import DecoderForCausalLM
@@ -18,6 +21,17 @@ class MistralForCausalLM(DecoderForCausalLM):
 
 class MinistralForCausalLM(MistralForCausalLM):
     """Mistral in which layers without a window may be listed."""
+
+
+class Ministral3ForCausalLM(DecoderForCausalLM):
+    """Mistral whose attention scores grow slowly with the position beyond the trained length."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        params = hf.rope().params
+        factor = float(params.get("llama_4_scaling_beta") or 0.0)
+        growth = ScaleGrowth(factor, int(params["original_max_position_embeddings"])) if factor else None
+        layers = [dataclasses.replace(layer, scale_growth=growth) for layer in make_layers(hf)]
+        super().__init__(hf, dataclasses.replace(common_spec(hf, tuple(layers)), qkv_bias=False, output_bias=False))
 
 
 class MixtralForCausalLM(DecoderForCausalLM):

@@ -37,6 +37,7 @@ MODELS: dict[str, str] = {
     "HyperCLOVAXForCausalLM": "quire.worker.models.granite:HyperCLOVAXForCausalLM",
     "Jais2ForCausalLM": "quire.worker.models.jais2:Jais2ForCausalLM",
     "LlamaForCausalLM": "quire.worker.models.llama:LlamaForCausalLM",
+    "Ministral3ForCausalLM": "quire.worker.models.mistral:Ministral3ForCausalLM",
     "MinistralForCausalLM": "quire.worker.models.mistral:MinistralForCausalLM",
     "MistralForCausalLM": "quire.worker.models.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "quire.worker.models.mistral:MixtralForCausalLM",

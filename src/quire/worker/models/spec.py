@@ -13,6 +13,7 @@ from typing import Literal
 
 from quire.config.attention_layout import attention_windows
 from quire.config.hf_config import HFConfig, RopeConfig
+from quire.worker.attention.backend import ScaleGrowth
 from quire.worker.kernels.specs import RotaryAngles
 from quire.worker.layers.moe import MoESpec
 from quire.worker.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm
@@ -39,6 +40,8 @@ class LayerSpec:
     """Inner size of the MLP; None for the config's `intermediate_size`."""
     moe: MoESpec | None = None
     """Experts instead of the MLP."""
+    scale_growth: ScaleGrowth | None = None
+    """Growth of the attention's scale with the position of the query."""
 
 
 @dataclass(frozen=True, kw_only=True)

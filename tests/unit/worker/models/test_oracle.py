@@ -93,6 +93,32 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("two ropes", "gemma3_text", {"rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0}}}),
+    ("no bias, odd shapes", "glm", {"attention_bias": False, "num_attention_heads": 5, "num_key_value_heads": 5,
+                                    "head_dim": 80, "vocab_size": 391}),
+    ("a quarter rotates", "glm4", {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24,
+                                   **rope("default", partial_rotary_factor=0.25)}),
+    ("no output bias", "seed_oss", {"attention_out_bias": False, "attention_bias": False}),
+    ("biases", "helium", {"attention_bias": True, "mlp_bias": True}),
+    ("no biases", "ernie4_5", {"use_bias": False, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    ("no scaling", "hunyuan_v1_dense", {**rope("default"), "num_attention_heads": 3, "num_key_value_heads": 1}),
+    ("pattern", "exaone4", {"layer_types": None, "sliding_window_pattern": 3, "sliding_window": 21}),
+    ("no window", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    ("scaling where full", "olmo3", {"rope_parameters": {
+        "full_attention": {**YARN["rope_parameters"]},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+    ("pattern", "olmo3", {"layer_types": None, "sliding_window": 19}),
+    ("pattern", "cwm", {"layer_types": None, "sliding_window": 19, "mlp_bias": True}),
+    ("pattern", "vaultgemma", {"layer_types": None, "attn_logit_softcapping": None}),
+    ("older name of gelu", "gemma", {"hidden_act": "gelu"}),
+    ("no norms after", "hyperclovax", {"use_post_norm": False}),
+    ("no multiplier", "hyperclovax", {"attention_multiplier": None, "attention_bias": True, "mlp_bias": True}),
+    ("all windows", "ministral", {"sliding_window": 19, "layer_types": None,
+                                  "num_attention_heads": 5, "num_key_value_heads": 5}),
+    ("window", "ministral3", {"sliding_window": 27}),
+    ("phi-4-mini", "phi3", {
+        **rope("longrope", short_factor=SHORT * 2, long_factor=LONG[:6] * 2, partial_rotary_factor=0.75),
+        "original_max_position_embeddings": 1024, "num_attention_heads": 3, "num_key_value_heads": 1,
+        "hidden_size": 96, "tie_word_embeddings": True}),
     ("norm after", "opt", {"do_layer_norm_before": False}),
     ("no projection", "opt", {"word_embed_proj_dim": 48}),
     ("bare norms, no biases", "opt", {"layer_norm_elementwise_affine": False, "enable_bias": False}),
@@ -153,6 +179,16 @@ OLD_SPELLINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("phi3", rope("default", partial_rotary_factor=0.5), {"partial_rotary_factor": 0.5}),
     ("smollm3", {}, {"rope_scaling": None}),
+    (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {**YARN["rope_parameters"], "rope_theta": 500000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            }
+        },
+        {"rope_scaling": YARN["rope_parameters"] | {"rope_theta": 500000.0}, "rope_theta": 500000.0},
+    ),
     (
         "gemma3_text",
         {
