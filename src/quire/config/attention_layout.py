@@ -96,6 +96,7 @@ MIXED: Mapping[str, IsSliding] = {
     "GPTNeoForCausalLM": _is_local,
     "Gemma2ForCausalLM": _every_second,
     "Gemma3ForCausalLM": _all_but_each_last,
+    "GptOssForCausalLM": _every_second,
     "MinistralForCausalLM": _every,
     "ModernBertModel": _near_by,
     "Olmo3ForCausalLM": _all_but_each_fourth,

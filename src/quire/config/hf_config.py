@@ -164,6 +164,23 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 12]], "sliding_window": 256, "tie_word_embeddings": True},
     "gpt_neox": {"attention_bias": True, "hidden_act": "gelu", "partial_rotary_factor": 0.25},
     "gptj": {"max_position_embeddings": 2048, "rotary_dim": 64},
+    "gpt_oss": {
+        "attention_bias": True,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+    },
     "granite": {"attention_multiplier": 1.0},
     "helium": {
         "head_dim": 128,

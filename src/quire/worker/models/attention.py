@@ -12,7 +12,7 @@ from quire.worker.kernels.specs import LinearSpec
 from quire.worker.layers.linear import Linear, side_by_side
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.row_order import attention_orders, half_order
-from quire.worker.layers.weights import GIVEN_BACK
+from quire.worker.layers.weights import GIVEN_BACK, weight
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_qk_norm
 
 
@@ -63,8 +63,11 @@ class SelfAttention(nn.Module):
             slopes=spec.alibi_slopes,
             scale_growth=layer.scale_growth,
         )
+        self.sinks = weight(num_heads) if spec.attention_sinks else None
 
     def prepare(self, kernels: Kernels) -> tuple[tuple[RotationKernel, bool], ...]:
+        if self.sinks is not None:
+            self.attn.sinks = self.sinks.data.float()
         rotates, plain = self.rope is not None, kernels.rotation(self.head_dim)
         steps = ((plain, True),) if rotates else ()
         if self.norms_in_rotation:

@@ -194,6 +194,7 @@ NAMES: Mapping[str, Names] = {
         },
         ignored=("attention.bias",),
     ),
+    "GptOssForCausalLM": Names({"mlp.router": "mlp.gate"}),
     "Glm4ForCausalLM": Names(
         {
             "post_self_attn_layernorm": "post_attention_layernorm",

@@ -31,6 +31,7 @@ MODELS: dict[str, str] = {
     "GemmaForCausalLM": "quire.worker.models.gemma:GemmaForCausalLM",
     "Glm4ForCausalLM": "quire.worker.models.glm:Glm4ForCausalLM",
     "GlmForCausalLM": "quire.worker.models.glm:GlmForCausalLM",
+    "GptOssForCausalLM": "quire.worker.models.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "quire.worker.models.granite:GraniteForCausalLM",
     "HeliumForCausalLM": "quire.worker.models.helium:HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM": "quire.worker.models.hunyuan:HunYuanDenseV1ForCausalLM",

@@ -105,6 +105,8 @@ class DecoderSpec:
     attention_soft_cap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     """A score of head h grows by alibi_slopes[h] * (position of the key - position of the query); None: it does not."""
+    attention_sinks: bool = False
+    """Each head has a learned score of one more key, whose value is zero: self_attn.sinks."""
     logits_soft_cap: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0

@@ -61,7 +61,6 @@ class DenseAttention(AttentionBackend[None]):
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is None
         if key is not None:
             stored = key[..., : spec.latent_size] if value is None else value
             self._stored[kv_cache.key.data_ptr()] = (key, stored)
@@ -83,7 +82,9 @@ class DenseAttention(AttentionBackend[None]):
         if spec.sliding_window is not None:
             is_visible &= distance < spec.sliding_window
         scores = scores.masked_fill(~is_visible, -torch.inf)
-        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(-1, len(positions), 1)], dim=-1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : len(positions)]
         return (weights @ value).transpose(0, 1)
 
 

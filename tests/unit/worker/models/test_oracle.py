@@ -232,9 +232,10 @@ def _matmul_rows_are_independent() -> None:
 
 
 OTHER_SUMS = frozenset(
-    {"biogpt", "bloom", "cohere", "cohere2", "falcon", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mpt", "phi"}
+    {"biogpt", "bloom", "cohere", "cohere2", "falcon", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "mpt", "phi"}
 )
-"""Families that round at other places in transformers. Attention and MLP are added before the layer's input is
+"""Families that round at other places in transformers. gpt-oss rounds the scores of attention and
+of its router. Attention and MLP are added before the layer's input is
 (falcon, gpt_neox, gptj, phi); an activation or ALiBi is rounded after each operation (bloom, gpt2, gpt_neo, mpt); the
 scale of embeddings is not rounded (biogpt); queries and keys, rotated in float32, have their elements in pairs
 (cohere)."""

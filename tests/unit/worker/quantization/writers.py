@@ -183,3 +183,42 @@ def quantize_checkpoint(
     edit = json.loads((stored / "config.json").read_text()) | {"quantization_config": config}
     (stored / "config.json").write_text(json.dumps(edit))
     return stored, plain
+
+
+MXFP4_CONFIG = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
+
+def mxfp4_checkpoint(source: Path, target: Path, seed: int = 0) -> tuple[Path, Path]:
+    """Copies of gpt-oss checkpoint `source` with random experts: in MXFP4, and as the plain weights they stand for,
+    dequantized by transformers."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    stored, plain = target / "stored", target / "plain"
+    for path in (stored, plain):
+        shutil.copytree(source, path)
+    generator = torch.Generator().manual_seed(seed)
+    packed: Tensors = {}
+    dequantized: Tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            packed[name] = dequantized[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(121, 125, (experts, outputs, inputs // 32), generator=generator).to(torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        dequantized[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        assert dequantized[name].shape == tensor.shape
+    save_file(packed, stored / "model.safetensors")
+    save_file(dequantized, plain / "model.safetensors")
+    edit = json.loads((stored / "config.json").read_text()) | {"quantization_config": MXFP4_CONFIG}
+    (stored / "config.json").write_text(json.dumps(edit))
+    return stored, plain
