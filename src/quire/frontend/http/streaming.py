@@ -22,11 +22,8 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 STALL_CHECKS = 4
 """Number of checks for a stalled reader within `stall_s`."""
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
+_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -54,11 +51,13 @@ class EventStream(Response):
         stall_s: float = 0.0,
         encode_error: Callable[[BaseException], bytes] = error_event,
         shape_error: ErrorShape = error_body,
+        media_type: bytes = SERVER_SENT_EVENTS,
     ) -> None:
         self.status_code = 200
         self.background = None
         self._chunks = chunks
         self._request_id = request_id
+        self._head = [(b"content-type", media_type), *_HEADERS]
         self._on_close = on_close
         self._keep_alive_s = keep_alive_s
         self._stall_s = stall_s
@@ -111,7 +110,7 @@ class EventStream(Response):
 
     async def _begin(self, send: Send) -> None:
         self._has_begun = True
-        await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+        await send({"type": "http.response.start", "status": 200, "headers": list(self._head)})
 
     async def _watch_client(self, receive: Receive, main: asyncio.Task[Any]) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -15,7 +15,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.http.admitted import Admitted, TenantShare
 from quire.frontend.http.errors import ErrorShape, UnavailableError, error_body
 from quire.frontend.http.exchange import Exchange
-from quire.frontend.http.streaming import EventStream, error_event
+from quire.frontend.http.streaming import SERVER_SENT_EVENTS, EventStream, error_event
 from quire.frontend.new_request import NewRequest, ParsedPrompt
 from quire.frontend.output_handler import Output, RequestOutputCollector
 from quire.logger import init_logger
@@ -244,15 +244,20 @@ def stream_response(
     *,
     encode_error: Callable[[BaseException], bytes] = error_event,
     shape_error: ErrorShape = error_body,
+    media_type: bytes = SERVER_SENT_EVENTS,
 ) -> EventStream:
-    """Returns `chunks` as server-sent events. At every end the requests of `submission` that still run are aborted."""
+    """Returns `chunks` as a streamed answer. At every end the requests of `submission` that still run are aborted.
+
+    Only server-sent events have comments, and so are kept alive in pauses.
+    """
     state = exchange.state
     return EventStream(
         chunks,
         on_close=None if submission is None else submission.close,
         request_id=exchange.request_id,
-        keep_alive_s=state.config.sse_keep_alive_interval,
+        keep_alive_s=state.config.sse_keep_alive_interval if media_type == SERVER_SENT_EVENTS else 0.0,
         stall_s=state.stall_s,
         encode_error=lambda error: encode_error(exchange.with_own_names(error)),
         shape_error=lambda error: shape_error(exchange.with_own_names(error)),
+        media_type=media_type,
     )

@@ -128,6 +128,15 @@ class BlockReader:
             yield BlockEvent("close", block, is_last=is_last)
 
 
+def arguments_of(text: str) -> dict[str, Any]:
+    """Returns the arguments of a call as an object; anything else under the key that Anthropic documents."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": text}
+
+
 def call_object(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     """Returns a call in the form of a message of a conversation."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

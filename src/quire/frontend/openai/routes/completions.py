@@ -34,10 +34,7 @@ async def create_completion(exchange: Exchange) -> Response:
     body = await exchange.read(COMPLETION)
     model = exchange.state.check_model(body.model)
     request_id = f"cmpl-{body.request_id or exchange.request_id}"
-    texts, params = await plan_completion(exchange, body)
-    with exchange.admit(list(map(estimate_num_tokens, texts)), params) as admitted:
-        prompts = await tokenize_prompts(exchange, body, texts, params)
-        submission = await Submission.submit(exchange, admitted, prompts, params, request_id, priority=body.priority)
+    prompts, params, submission = await submit_completion(exchange, body, request_id)
     writer = CompletionWriter(exchange, body, model, request_id, prompts, params)
     if body.stream:
         return stream_response(exchange, writer.chunks(submission), submission)
@@ -45,12 +42,29 @@ async def create_completion(exchange: Exchange) -> Response:
         return json_response(writer.whole(await exchange.unless_gone(submission.final_outputs())))
 
 
-async def plan_completion(exchange: Exchange, body: CompletionBody) -> tuple[list[Prompt], SamplingParams]:
+async def submit_completion(
+    exchange: Exchange, body: CompletionBody, request_id: str, *, default_limit: int | None = DEFAULT_MAX_TOKENS
+) -> tuple[list[ParsedPrompt], SamplingParams, Submission]:
+    """Hands the prompts of a body to the engine: plan, admit, tokenize, submit.
+
+    `default_limit` is the number of output tokens where neither body nor model has one; None: as many as fit. Raises
+    ValidationError, OverloadedError.
+    """
+    texts, params = await plan_completion(exchange, body, default_limit)
+    with exchange.admit(list(map(estimate_num_tokens, texts)), params) as admitted:
+        prompts = await tokenize_prompts(exchange, body, texts, params)
+        submission = await Submission.submit(exchange, admitted, prompts, params, request_id, priority=body.priority)
+    return prompts, params, submission
+
+
+async def plan_completion(
+    exchange: Exchange, body: CompletionBody, default_limit: int | None = DEFAULT_MAX_TOKENS
+) -> tuple[list[Prompt], SamplingParams]:
     """Returns (the prompts as the body has them, the parameters that they share). Raises ValidationError."""
     state = exchange.state
     texts = body.prompts(state.config.max_prompts_per_request)
     defaults = state.engine.model_config.sampling_defaults
-    params = await exchange.convert(lambda: _sampling_params(body, defaults))
+    params = await exchange.convert(lambda: _sampling_params(body, {"max_tokens": default_limit, **defaults}))
     state.check_num_outputs(len(texts) * params.n)
     return texts, params
 
@@ -82,7 +96,7 @@ def _sampling_params(body: CompletionBody, defaults: dict[str, Any]) -> Sampling
         body.prompt_logprobs = body.logprobs
     return make_sampling_params(
         body,
-        {"max_tokens": DEFAULT_MAX_TOKENS, **defaults},
+        defaults,
         max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
         logprobs=body.logprobs,
     )

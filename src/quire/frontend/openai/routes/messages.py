@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 
 from quire.frontend.http.auth import Access
@@ -14,7 +13,7 @@ from quire.frontend.http.endpoint import Endpoint, json_response
 from quire.frontend.http.errors import message_of, status_of
 from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.streaming import encode_json
-from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, Events
+from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, Events, arguments_of
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import ChatParser
 from quire.frontend.openai.chat.request import render_prompts, submit_chats
@@ -127,7 +126,7 @@ _NO_ENDING: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 def _block(block: Block) -> dict[str, Any]:
     """Returns a block in the form of whole answers."""
     if block.kind == "call":
-        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments_of(block.text)}
     return _new_block(block) | {"thinking" if block.kind == "reasoning" else "text": block.text}
 
 
@@ -138,15 +137,6 @@ def _new_block(block: Block) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Returns the arguments of a call as an object; anything else under the key that Anthropic documents."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
 _DELTAS = {
