@@ -31,6 +31,7 @@ CLIENTS = (
     Client(name="openai", tier=1, requirements=("openai>=2",)),
     Client(name="vllm_script", tier=1, requirements=("openai>=2", "requests>=2")),
     Client(name="anthropic", tier=1, requirements=("anthropic>=1",)),
+    Client(name="ollama", tier=1, requirements=("ollama>=0.6",)),
     Client(name="openai_embeddings", tier=1, requirements=("openai>=2",), server_flags=("--runner", "pooling")),
     Client(name="schemathesis", tier=1, requirements=("schemathesis>=4",)),
     Client(name="litellm", tier=2, requirements=("litellm>=1.80",)),

@@ -170,6 +170,8 @@ async def bombard(server: Server, num_cases: int) -> None:
         if status == 200:
             return
         error = json.loads(answer)["error"]
+        if isinstance(error, str):  # Ollama's shape
+            error = {"message": error}
         assert error["message"], case.body[:500]
         assert not LEAKS.search(answer.decode()), (case.body[:500], answer[:500])
         if "code" in error:

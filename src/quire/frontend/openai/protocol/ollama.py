@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import ValidationError
-from quire.frontend.http.bodies import Int64, Name, Object, PositiveCount, RequestBody, Text, Word
+from quire.frontend.http.bodies import Finite, Int64, Name, Object, PositiveCount, RequestBody, Text, Word
 from quire.frontend.openai.protocol.chat import MAX_MESSAGES, ChatBody, Tools
 from quire.frontend.openai.protocol.completion import CompletionBody
 from quire.frontend.openai.protocol.pooling import EmbeddingBody
@@ -17,8 +17,8 @@ from quire.frontend.openai.protocol.sampling import bound_of
 
 DEFAULT_TAG = ":latest"
 """The tag that Ollama's clients add to a name without one."""
-KeepAlive = Name | int | float
-"""How long the model stays loaded: accepted without effect, the served model always is."""
+KeepAlive = Name | Finite
+"""Time that the model stays loaded: accepted without effect, because the served model always is."""
 _KEEP_ALIVE = {"keep_alive": "the served model stays loaded"}
 
 
@@ -77,7 +77,7 @@ class OllamaMessage(msgspec.Struct):
     tool_calls: Annotated[list[OllamaCall], Meta(max_length=1024)] | None = None
     tool_name: Name | None = None
     """With the role tool: the function whose result this is."""
-    images: Annotated[list[Any], Meta(max_length=1024)] | None = None
+    images: Annotated[list[Text], Meta(max_length=1024)] | None = None
 
 
 class OllamaBody(RequestBody, kw_only=True):
@@ -165,7 +165,7 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     suffix: Text | None = None
     template: Text | None = None
     context: Annotated[list[Int64], Meta(max_length=1 << 24)] | None = None
-    images: Annotated[list[Any], Meta(max_length=1024)] | None = None
+    images: Annotated[list[Text], Meta(max_length=1024)] | None = None
 
     EXAMPLE = {"model": "demo", "prompt": "What is a quire?", "stream": False}  # noqa: RUF012
     NEUTRAL = {"suffix": ("",), "template": ("",), "context": ([],), "images": ([],)}  # noqa: RUF012

@@ -256,7 +256,7 @@ async def show_version(exchange: Exchange) -> Response:
 
 
 async def refuse(exchange: Exchange) -> Response:
-    """Says that models are neither fetched, made nor removed through this API."""
+    """Refuses: models are neither fetched, made nor removed through this API."""
     path = exchange.request.url.path
     words = f"{path} is not offered: the server serves the model that it was started with (quire serve MODEL)"
     return json_response({"error": words}, 501)
