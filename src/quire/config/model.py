@@ -169,8 +169,10 @@ def _stored_dtype(model_config: ModelConfig) -> str:
 
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?$")
-_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
-_TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
+_TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
+_SECOND_COPIES = ["consolidated*", "original/*", "metal/*", "onnx/*"]
+"""Files in which some repositories hold the weights once more, in a form for other programs."""
 
 
 def resolve_model_dir(
@@ -209,7 +211,12 @@ def _download(
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                model, revision=revision, cache_dir=download_dir, token=token, allow_patterns=patterns
+                model,
+                revision=revision,
+                cache_dir=download_dir,
+                token=token,
+                allow_patterns=patterns,
+                ignore_patterns=_SECOND_COPIES,
             )
         )
     except (OSError, ValueError) as e:  # the hub's own errors derive from these

@@ -339,12 +339,16 @@ class InputProcessor:
 def _eos_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int | None, list[int]]:
     """Returns (the end-of-sequence token, further ones that end a text of this model).
 
-    The first is the tokenizer's, where there is one; the further ones are those generation_config.json lists. Ids the
-    model has no row for are left out: it cannot say them.
+    The first is the tokenizer's, where there is one; the further ones are those generation_config.json lists, or
+    config.json if that file names none (transformers' rule). Ids the model has no row for are left out: it cannot say
+    them.
     """
     vocab_size = model_config.hf_config.vocab_size
     value = model_config.generation_defaults.get("eos_token_id")
-    listed = [] if value is None else token_ids(value, model_config.model_dir / "generation_config.json")
+    if value is not None:
+        listed = token_ids(value, model_config.model_dir / "generation_config.json")
+    else:
+        listed = [] if model_config.generation_config == "vllm" else model_config.hf_config.eos_token_ids
     primary = tokenizer.eos_token_id if tokenizer is not None else None
     if primary is None:
         candidates = listed or model_config.hf_config.eos_token_ids

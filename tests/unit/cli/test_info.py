@@ -106,7 +106,7 @@ def test_context_fits_or_is_a_problem(checkpoint: Path, capsys: Capture) -> None
 
 
 def test_what_stands_in_the_way_is_listed(model_dir: Path, capsys: Capture) -> None:
-    config = {**LLAMA, "architectures": ["MambaForCausalLM"], "quantization_config": {"quant_method": "fp8"}}
+    config = {**LLAMA, "architectures": ["MambaForCausalLM"], "quantization_config": {"quant_method": "exl2"}}
     (model_dir / "config.json").write_text(json.dumps(config))
     report = info(capsys, str(model_dir), code=2)
     problems = " ".join(report["problems"])

@@ -218,6 +218,11 @@ def test_a_name_is_downloaded_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_
     assert resolve_model_dir("some/model", "abc", "/cache") == tmp_path
     assert (asked["model"], asked["revision"], asked["cache_dir"]) == ("some/model", "abc", "/cache")
     assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in asked["allow_patterns"])
+    files = ["model-00001-of-00002.safetensors", "tokenizer.model", "tekken.json", "hy.tiktoken", "chat_template.jinja"]
+    second = ["consolidated.safetensors", "original/model.safetensors", "metal/model.bin", "onnx/config.json"]
+    others = ["pytorch_model.bin", "modeling_x.py", "weights.pt"]
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(huggingface_hub.utils.filter_repo_objects([*files, *second, *others], **patterns)) == files
 
 
 def test_flag_names_are_unique_across_sections() -> None:

@@ -174,11 +174,11 @@ def test_max_tokens_defaults_to_the_room_that_is_left(tokenizer: Tokenizer) -> N
 @pytest.mark.parametrize(
     ("listed", "with_tokenizer", "primary", "more"),
     [
-        (None, True, 1, []),
+        (None, True, 1, [40, 41]),  # config.json's, as in transformers
         (1, True, 1, []),
         ([7, 1, 8], True, 1, [7, 8]),
         ([7, 8], False, 7, [8]),
-        (None, False, 40, []),  # config.json's first
+        (None, False, 40, [41]),
     ],
 )
 def test_eos_tokens_come_from_model_and_tokenizer(
@@ -191,6 +191,11 @@ def test_eos_tokens_come_from_model_and_tokenizer(
     assert p.eos_token_ids == {primary, *more}
     ignoring = sampling(process(p, [5], SamplingParams(stop_token_ids=[3], ignore_eos=True)))
     assert (ignoring.stop_token_ids, ignoring.all_stop_token_ids) == ([3], {3})
+
+
+def test_vllms_defaults_have_no_eos_tokens_of_the_model(tokenizer: Tokenizer) -> None:
+    assert processor(tokenizer, generation_config="vllm").eos_token_ids == {1}
+    assert processor(None, generation_config="vllm").eos_token_ids == {40}
 
 
 def test_bad_words_are_spelt_with_and_without_a_space(tokenizer: Tokenizer) -> None:

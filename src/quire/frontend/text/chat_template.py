@@ -135,6 +135,8 @@ def render_chat(
         )
     compiled = _compile(template)
     conversation = _normalize(messages, template, content_format)
+    if tools and _reads_tools_of_system(template):
+        _put_tools_into_system(conversation, tools)
     continued = _mark_continuation(conversation) if continue_final_message else None
     context: dict[str, Any] = {
         **(variables or {}),
@@ -239,6 +241,14 @@ def _parse_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def _put_tools_into_system(conversation: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Puts the functions into the system message, in place, as JSON text; a message that has some keeps them."""
+    if conversation[0].get("role") != "system":
+        conversation.insert(0, {"role": "system", "content": ""})
+    functions = [tool.get("function", tool) for tool in tools]
+    conversation[0].setdefault("tools", json.dumps(functions, ensure_ascii=False))
+
+
 def _mark_continuation(conversation: list[dict[str, Any]]) -> str:
     """Marks the end of the last message (in place). Returns the text to be continued."""
     last = conversation[-1] = copy.deepcopy(conversation[-1])
@@ -283,6 +293,20 @@ def detect_content_format(template: str) -> Literal["string", "openai"]:
 @lru_cache(maxsize=64)
 def _tests_for_string(template: str) -> bool:
     return any(test.name == "string" for test in _parse(template).find_all(nodes.Test))
+
+
+@lru_cache(maxsize=64)
+def _reads_tools_of_system(template: str) -> bool:
+    """Returns whether a template takes the tools from a message's field (Phi-4-mini) and not from the conversation."""
+    if "tools" not in template:
+        return False
+    tree = _parse(template)
+    if any(name.name == "tools" for name in tree.find_all(nodes.Name)):
+        return False
+    keys = (item.arg for item in tree.find_all(nodes.Getitem))
+    return any(node.attr == "tools" for node in tree.find_all(nodes.Getattr)) or any(
+        isinstance(key, nodes.Const) and key.value == "tools" for key in keys
+    )
 
 
 def _parse(template: str) -> nodes.Template:

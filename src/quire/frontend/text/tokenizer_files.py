@@ -185,14 +185,14 @@ def _add_missing_tokens(
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """Returns the chat templates by name. Template files win over tokenizer_config.json, where one template is text and
-    several are a list."""
+    several are a list, and that over chat_template.json, where models that also read images have it."""
     files = {path.stem: f"additional_chat_templates/{path.name}" for path in _additional_templates(directory)}
     files["default"] = "chat_template.jinja"
     texts = {name: read_text(directory, file, MAX_TEMPLATE_BYTES) for name, file in files.items()}
     templates = {name: text for name, text in texts.items() if text is not None}
     if templates:
         return templates
-    value = config.get("chat_template")
+    value = config.get("chat_template") or (read_object(directory, "chat_template.json") or {}).get("chat_template")
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, dict):

@@ -231,3 +231,29 @@ def test_the_format_can_be_forced() -> None:
     assert render_chat(template, messages, content_format="openai") == '[{"type": "text", "text": "hi"}]'
     listed = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     assert render_chat(PARTS, listed, content_format="string") == "<user>hi</user>"
+
+
+PHI = (
+    "{% for m in messages %}{% if m['role'] == 'system' and 'tools' in m and m['tools'] is not none %}"
+    "<|system|>{{ m['content'] }}<|tool|>{{ m['tools'] }}<|/tool|><|end|>"
+    "{% else %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+)
+TOOL = {"type": "function", "function": {"name": "f", "description": "é"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([{"role": "user", "content": "Hi"}], '<|system|><|tool|>[{"name": "f", "description": "é"}]<|/tool|><|end|>'),
+        (
+            [{"role": "system", "content": "Be."}],
+            '<|system|>Be.<|tool|>[{"name": "f", "description": "é"}]<|/tool|><|end|>',
+        ),
+        ([{"role": "system", "content": "Be.", "tools": "own"}], "<|system|>Be.<|tool|>own<|/tool|><|end|>"),
+    ],
+)
+def test_a_template_that_looks_for_tools_in_the_system_message_finds_them(messages: Any, expected: str) -> None:
+    assert render_chat(PHI, messages, tools=[TOOL]).startswith(expected)
+    assert "<|tool|>[" not in render_chat(PHI, messages)
+    both = PHI + "{{ tools }}"  # takes them itself
+    assert "<|tool|>[" not in render_chat(both, messages, tools=[TOOL])

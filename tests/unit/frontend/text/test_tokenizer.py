@@ -238,7 +238,11 @@ def test_repr_names_size_and_special_tokens(tokenizer: Tokenizer) -> None:
 
 def test_template_sources_in_order_of_precedence(tmp_path: Path) -> None:
     directory = write_tokenizer("byte_level", tmp_path / "a", chat_template="from config")
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": "from another file"}))
     assert Tokenizer.from_dir(directory).chat_template == "from config"
+    bare = write_tokenizer("byte_level", tmp_path / "bare", chat_template=None)
+    shutil.copy(directory / "chat_template.json", bare)
+    assert Tokenizer.from_dir(bare).chat_template == "from another file"
     (directory / "chat_template.jinja").write_text("from file")
     assert Tokenizer.from_dir(directory).chat_template == "from file"
     (directory / "additional_chat_templates").mkdir()
