@@ -6,6 +6,7 @@ The KV cache is sized by the functions of the engine; the free memory it starts 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quire.config.engine import EngineConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, resolve_dtype_name
 from quire.config.quantization import quantization_method, read_stored_scheme, weight_memory
+from quire.config.tensor_names import names_of, renamed
 from quire.config.tokenizer_json import read_tokenizer_json
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
 from quire.errors import ConfigError
@@ -149,6 +151,7 @@ def _weights(config: EngineConfig, report: Facts) -> Facts:
         is_tied=hf.tie_word_embeddings,
         method=method,
         stored=read_stored_scheme(config_of, hf.path) if config_of else None,
+        rename=partial(renamed, all_names=names_of(hf)),
     )
     return {
         "files": len({t.file for t in index.tensors.values()}),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,9 +52,9 @@ def scheme_of(method: str) -> QuantizationScheme:
 
 def is_quantizable_name(path: str) -> bool:
     """Returns whether a module (or its `weight`) of this name is quantized at load if it is a matrix: those inside the
-    decoder's layers, except routers."""
+    decoder's layers, except routers and the norms of several heads."""
     name = path.removesuffix(".weight").rpartition(".")[2]
-    return _IN_A_LAYER.search(path) is not None and name not in ROUTERS
+    return _IN_A_LAYER.search(path) is not None and name not in ROUTERS and "norm" not in name
 
 
 def group_size_for(in_features: int) -> int:
@@ -245,11 +245,20 @@ class WeightMemory:
 
 
 def weight_memory(
-    index: CheckpointIndex, dtype_bytes: int, *, is_tied: bool, method: str | None, stored: StoredScheme | None
+    index: CheckpointIndex,
+    dtype_bytes: int,
+    *,
+    is_tied: bool,
+    method: str | None,
+    stored: StoredScheme | None,
+    rename: Callable[[str], str | None] = str,
 ) -> WeightMemory:
     """Returns the memory of a checkpoint in a type of `dtype_bytes`. `method` is the quantization that applies,
-    `stored` the format of the checkpoint's own integers, if it has any."""
-    tensors = {name: t for name, t in index.tensors.items() if not (is_tied and name == "lm_head.weight")}
+    `stored` the format of the checkpoint's own integers, if it has any, `rename` returns the model's name of a stored
+    tensor; None: not read."""
+    tensors = {name: t for found, t in index.tensors.items() if (name := rename(found)) is not None}
+    if is_tied:
+        tensors.pop("lm_head.weight", None)
     scheme = scheme_of(method) if method is not None and method in WEIGHT_BITS else None
     parameters = num_bytes = quantized = 0
     for name in list(tensors):

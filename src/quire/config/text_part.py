@@ -2,7 +2,7 @@
 
 Its config.json has a `text_config` (older ones of Qwen2-VL have its keys beside `vision_config`), its architecture a
 name that is not a text model's. Quire serves the text model: `text_part` returns the config of one. The tensors of the
-other parts are not read (worker/models/names.py), and requests with images are refused by the chat endpoint.
+other parts are not read (config/tensor_names.py), and requests with images are refused by the chat endpoint.
 """
 
 from __future__ import annotations

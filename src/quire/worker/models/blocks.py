@@ -1,6 +1,7 @@
 """The layers of a decoder: a mixer (attention) and an MLP, wired with norms in the ways of `BLOCKS`.
 
-Every block has the same parts by the same names, whatever a family's checkpoints call them: names.py renames.
+Every block has the same parts by the same names, whatever a family calls them in its checkpoints: see
+config/tensor_names.py.
 """
 
 from __future__ import annotations

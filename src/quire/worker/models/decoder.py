@@ -1,7 +1,7 @@
 """The decoder that most open models share.
 
 A family's file (llama.py, gemma.py, ...) reads its config.json into a `DecoderSpec`, which has a switch for everything
-in which families differ (spec.py). The tree of modules has the checkpoint's names, or those of names.py.
+in which families differ (spec.py). The tree of modules has the checkpoint's names, or those of config/tensor_names.py.
 
 All tokens of a step are one flat batch, without batch dimension or padding. The attention layer decides which tokens
 see which.
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
+from quire.config.tensor_names import names_of, renamed
 from quire.worker.kernels.specs import LinearSpec
 from quire.worker.layers.linear import Embedding, Linear
 from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.models.blocks import BLOCKS
-from quire.worker.models.names import names_of
 from quire.worker.models.spec import DecoderSpec, make_norm
 
 
@@ -75,10 +75,7 @@ class DecoderForCausalLM(nn.Module):
         )
 
     def checkpoint_name(self, name: str) -> str | None:
-        found: str | None = name
-        for names in self.names:
-            found = None if found is None else names.of(found)
-        return found
+        return renamed(name, self.names)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden]."""

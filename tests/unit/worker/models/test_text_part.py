@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from quire.cli.info import make_report
+from quire.config.engine_args import EngineArgs
 from quire.config.hf_config import HFConfig
 from quire.config.text_part import REPOSITORIES, TEXT_MODELS
 from quire.errors import UnsupportedModelError
 from quire.testing.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, randomize
+from quire.worker.layers.weights import weight_bytes
 from quire.worker.models.registry import MODELS
 
 from .oracle import load, quire_logits
@@ -94,7 +97,10 @@ def test_the_text_part_has_the_logits_of_the_whole(case: str, tmp_path: Path) ->
         expected = whole(torch.tensor([token_ids])).logits[0]
     hf = HFConfig.from_dir(tmp_path)
     assert hf.part_of in REPOSITORIES
-    torch.testing.assert_close(quire_logits(load(tmp_path), token_ids), expected, rtol=0, atol=TOLERANCE)
+    model = load(tmp_path)
+    torch.testing.assert_close(quire_logits(model, token_ids), expected, rtol=0, atol=TOLERANCE)
+    report = make_report(EngineArgs(str(tmp_path), dtype="float32").create_engine_config())
+    assert report["weights"]["memory_bytes"] == weight_bytes(model), "parts for images count for nothing"
 
 
 def test_the_older_layout_of_qwen2_vl(tmp_path: Path) -> None:

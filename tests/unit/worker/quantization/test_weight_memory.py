@@ -26,7 +26,7 @@ def report(path: Path, **flags: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", [None, "int8", "int4"])
-@pytest.mark.parametrize("family", ["llama", "opt", "gemma2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma2", "mixtral", "qwen3_moe", "glm4", "gptj", "cohere"])
 def test_quantized_at_load(tiny_checkpoint: Make, family: str, method: str | None) -> None:
     path = tiny_checkpoint(family)
     weights = report(path, quantization=method)["weights"]

@@ -7,7 +7,7 @@ Modules have Llama's names: `model.layers.N.self_attn.{q,k,v,o}_proj`, `mlp.{gat
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,6 +44,14 @@ def names_of(hf: HFConfig) -> tuple[Names, ...]:
     """Returns the names of a checkpoint's tensors, in the order in which they apply."""
     own = (NAMES[hf.family],) if hf.family in NAMES else ()
     return (TEXT_PART, *own) if hf.part_of else own
+
+
+def renamed(name: str, all_names: Iterable[Names]) -> str | None:
+    """Returns the model's name of a checkpoint's tensor by each of `all_names` in turn; None: not needed."""
+    found: str | None = name
+    for names in all_names:
+        found = None if found is None else names.of(found)
+    return found
 
 
 def _any_of(paths: Mapping[str, str] | tuple[str, ...]) -> re.Pattern[str] | None:
