@@ -88,7 +88,7 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "layer_types": _MIXED_LAYERS,
         "tie_word_embeddings": True,
     },
-    "biogpt": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "biogpt": {"num_hidden_layers": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "bloom": {"num_key_value_heads": 3, "num_attention_heads": 3, "hidden_size": 48},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80},
     "gpt2": {"num_key_value_heads": 4, "n_inner": 80},
@@ -266,15 +266,19 @@ def make_tiny_checkpoint(
     return path
 
 
+_TOKEN_TABLES = ("embed_tokens", "word_embeddings", "wte")
+
+
 def randomize(model: Any) -> None:
     """Draws matrices that keep the size of their input, and norms and biases that are not neutral."""
 
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            is_one_based = "norm" in name.lower() and name.endswith("weight") and "gemma" not in model.config.model_type
+            is_norm = "norm" in name.lower() or "ln_" in name
+            is_one_based = is_norm and name.endswith("weight") and "gemma" not in model.config.model_type
             parameter.data.uniform_(-0.2, 0.2).add_(1.0 if is_one_based else 0.0)
         else:
-            is_tied_head = model.config.tie_word_embeddings and "embed_tokens" in name
+            is_tied_head = model.config.tie_word_embeddings and any(table in name for table in _TOKEN_TABLES)
             parameter.data.normal_(std=(0.4 if is_tied_head else 1.5) * parameter.shape[-1] ** -0.5)
 
 

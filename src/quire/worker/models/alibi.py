@@ -40,15 +40,16 @@ class MptForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         attention = hf.get("attn_config", {})
-        wanted = {"alibi": True, "qk_ln": False, "prefix_lm": False}
-        for key, value in wanted.items():
-            if attention.get(key, value) != value:
-                raise UnsupportedModelError(
-                    f"{hf.path} has attn_config.{key} = {attention[key]}; only {value} is known"
-                )
-        for key in ("logit_scale",):
-            if hf.get(key) is not None:
-                raise UnsupportedModelError(f"{hf.path} has {key} = {hf.get(key)}, which is not implemented")
+        found = {**attention, **{key: hf.get(key) for key in ("logit_scale", "no_bias")}}
+        for key, value in {
+            "alibi": True,
+            "logit_scale": None,
+            "no_bias": True,
+            "prefix_lm": False,
+            "qk_ln": False,
+        }.items():
+            if found.get(key) not in (None, value):
+                raise UnsupportedModelError(f"{hf.path} has {key} = {found[key]}; only {value} is implemented")
         size = int(hf.get("expansion_ratio", 4) * hf.hidden_size)
         spec = dataclasses.replace(
             common_spec(hf),
