@@ -201,6 +201,8 @@ def _normalize_message(index: int, message: Message, wanted: str, wrap: bool) ->
         result["tool_calls"] = [_parse_arguments(call) for call in result["tool_calls"]]
     if "reasoning" in result:  # templates know its former name
         result.setdefault("reasoning_content", result["reasoning"])
+    if "reasoning_content" in result and not (result.get("content") and result.get("tool_calls")):
+        result.setdefault("thinking", result["reasoning_content"])  # gpt-oss; with both others it is refused there
     return result
 
 

@@ -2,7 +2,7 @@
 
 <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
 <|constrain|>json<|message|>ARGUMENTS<|call|>, or <|channel|>final<|message|>CONTENT<|return|>. The prompt has ended
-with <|start|>assistant.
+with <|start|>assistant, so that an answer may begin with " to=functions.NAME" instead of a channel.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ MAX_HEADER_CHARS = 512
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _HEADS = Markers(_START, "<|channel|>")
 _BODY_ENDS = Markers(_START, "<|end|>", "<|call|>", "<|return|>")
+_RECIPIENTS = (" to=functions.", "to=functions.")
 _HEADER_TAGS = ("<|channel|>", "<|constrain|>")
 _PLAIN = re.compile(r"[^<]*")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
@@ -27,8 +28,11 @@ _FUNCTION = re.compile(r"\bto=functions\.([^\s<]*)")
 def parse_harmony(source: TextSource, sink: EventSink, *, has_tools: bool = True) -> Step[None]:
     """Reads messages one after another. Text without a channel is content."""
     marker: str | None = None
+    for recipient in _RECIPIENTS:
+        if marker is None and (yield from source.match(recipient)):
+            marker = recipient
     while True:
-        if marker != _START:
+        if marker is None or marker not in (_START, *_RECIPIENTS):
             marker = yield from source.copy_until(_HEADS, sink.content)
         if marker is None:
             return

@@ -193,6 +193,16 @@ TEXTS: dict[str, list[tuple[str, Summary]]] = {
             [("reasoning", "Hm."), ("content", "So:"), ("call", "f"), ("arguments", WEATHER)],
         ),
         ("<|channel|>final<|message|>Hi<|return|>", [("content", "Hi")]),
+        (
+            f" to=functions.f<|channel|>commentary json<|message|>{WEATHER}<|call|>",
+            [("call", "f"), ("arguments", WEATHER)],
+        ),
+        (
+            f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.f<|channel|>commentary json"
+            f"<|message|>{WEATHER}<|call|>",
+            [("reasoning", "Hm."), ("call", "f"), ("arguments", WEATHER)],
+        ),
+        (" to=functions.f is a call", [("content", " to=functions.f is a call")]),
         ("Hi", [("content", "Hi")]),
         (HARMONY_CALL.replace("functions.f", "browser") + "{}", [("content", "{}")]),
         ("<|channel|>x<|end|>y", [("content", "<|channel|>x<|end|>y")]),
