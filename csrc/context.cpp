@@ -38,7 +38,7 @@ void* qk_context::thread_scratch(int thread, size_t bytes) { return of_thread_[s
 int32_t qk_abi_version(void) { return QK_ABI_VERSION; }
 
 int64_t qk_struct_size(int32_t n) {
-    constexpr int64_t sizes[] = {sizeof(qk_pack_args),       sizeof(qk_linear_args),
+    constexpr int64_t sizes[] = {sizeof(qk_pack_args),       sizeof(qk_linear_args), sizeof(qk_batched_linear_args),
                                  sizeof(qk_pack_quantized_args), sizeof(qk_quantized_linear_args), sizeof(qk_rms_norm_args),
                                  sizeof(qk_layer_norm_args), sizeof(qk_rotate_args),     sizeof(qk_activation_args),
                                  sizeof(qk_gather_args),     sizeof(qk_route_args),  sizeof(qk_experts_args),
@@ -73,6 +73,9 @@ static void call(qk_context* context, void (*kernel)(qk_context&, const Args&), 
 }
 
 void qk_linear(qk_context* context, const qk_linear_args* args) { call(context, context->kernels.linear, args); }
+void qk_batched_linear(qk_context* context, const qk_batched_linear_args* args) {
+    call(context, context->kernels.batched_linear, args);
+}
 void qk_quantized_linear(qk_context* context, const qk_quantized_linear_args* args) {
     call(context, quantized_linear, args);
 }

@@ -23,6 +23,7 @@ struct KernelTable {
     const char* name;
     void (*linear)(qk_context&, const qk_linear_args&);
     void (*grouped_linear)(qk_context&, const GroupedLinearArgs&);
+    void (*batched_linear)(qk_context&, const qk_batched_linear_args&);
     void (*rms_norm)(qk_context&, const qk_rms_norm_args&);
     void (*layer_norm)(qk_context&, const qk_layer_norm_args&);
     void (*rotate)(qk_context&, const qk_rotate_args&);

@@ -11,7 +11,7 @@
 #undef QK_ISA
 
 #define QK_ALL_BUT_PRODUCTS(isa)                                                                              \
-    isa::rms_norm, isa::layer_norm, isa::rotate, isa::activation, isa::attention, isa::route, isa::experts, isa::sample, \
+    isa::batched_linear, isa::rms_norm, isa::layer_norm, isa::rotate, isa::activation, isa::attention, isa::route, isa::experts, isa::sample, \
         isa::logprobs, isa::read_memory
 #define QK_ALL(isa) {#isa, isa::linear, isa::grouped_linear, QK_ALL_BUT_PRODUCTS(isa), isa::multiply_bf16, isa::grouped_quantized_linear}
 
@@ -20,6 +20,7 @@
     namespace isa {                                                         \
     void linear(qk_context& context, const qk_linear_args& args);           \
     void grouped_linear(qk_context& context, const qk::GroupedLinearArgs& args); \
+    void batched_linear(qk_context& context, const qk_batched_linear_args& args); \
     void rms_norm(qk_context& context, const qk_rms_norm_args& args);       \
     void layer_norm(qk_context& context, const qk_layer_norm_args& args);   \
     void rotate(qk_context& context, const qk_rotate_args& args);           \

@@ -8,6 +8,7 @@ namespace QK_ISA {
 
 void linear(qk_context& context, const qk_linear_args& args);
 void grouped_linear(qk_context& context, const qk::GroupedLinearArgs& args);
+void batched_linear(qk_context& context, const qk_batched_linear_args& args);
 void rms_norm(qk_context& context, const qk_rms_norm_args& args);
 void layer_norm(qk_context& context, const qk_layer_norm_args& args);
 void rotate(qk_context& context, const qk_rotate_args& args);

@@ -75,7 +75,58 @@ struct VectorProduct {
     }
 };
 
+// Rows of a head, zero-padded to whole tiles where they are not whole.
+template <class E>
+const E* pad_heads(qk_context& context, const qk_batched_linear_args& a, int64_t padded, int64_t& stride, int64_t& head_stride) {
+    stride = a.x_stride, head_stride = a.x_head_stride;
+    if (padded == a.k) return (const E*)a.x;
+    stride = a.heads * padded, head_stride = padded;
+    E* copy = (E*)context.shared_scratch(size_t(a.m * stride) * sizeof(E));
+    for (int64_t i = 0; i < a.m * a.heads; ++i) {
+        memcpy(copy + i * padded, (const E*)a.x + i / a.heads * a.x_stride + i % a.heads * a.x_head_stride, size_t(a.k) * sizeof(E));
+        memset(copy + i * padded + a.k, 0, size_t(padded - a.k) * sizeof(E));
+    }
+    return copy;
+}
+
+template <class Product>
+void batched_linear_with(qk_context& context, const qk_batched_linear_args& a) {
+    using E = typename Product::E;
+    const PackedShape shape{a.n, a.k, a.dtype, 0};
+    const int64_t tiles = shape.tiles(), panels = shape.panels(), width = a.n + a.tail_size;
+    int64_t stride, head_stride;
+    const E* x = pad_heads<E>(context, a, tiles * shape.inputs_per_tile(), stride, head_stride);
+    if (a.m == 0) return;
+    const int64_t chunks = qk::ceil_div(a.m, MAX_CHUNK_ROWS), chunk_rows = qk::ceil_div(a.m, chunks);
+    auto work = [&](int64_t begin, int64_t end, int thread) {
+        float* sums = (float*)context.thread_scratch(thread, size_t(chunk_rows * PANEL) * sizeof(float));
+        Product product;
+        for (int64_t item = begin; item < end; ++item) {
+            const int64_t head = item / (panels * chunks), panel = item / chunks % panels, from = item % chunks * chunk_rows;
+            const int64_t to = from + chunk_rows < a.m ? from + chunk_rows : a.m;
+            if (from >= to) continue;
+            const char* weights = (const char*)a.packed + (head * panels + panel) * shape.panel_bytes();
+            product.multiply(x + from * stride + head * head_stride, stride, to - from, weights, tiles, sums);
+            qk_linear_args of_head = {};
+            of_head.n = a.n, of_head.dtype = of_head.out_dtype = a.dtype, of_head.divisor = 1.0f;
+            of_head.y = (E*)a.y + head * width, of_head.y_stride = a.heads * width;
+            finish_rows(of_head, panel, from, to, sums);
+            for (int64_t row = from; panel == 0 && a.tail_size && row < to; ++row)
+                memcpy((E*)of_head.y + row * of_head.y_stride + a.n,
+                       (const E*)a.tail + row * a.tail_stride + head * a.tail_head_stride, size_t(a.tail_size) * sizeof(E));
+        }
+    };
+    context.parallel(a.heads * panels * chunks, 1, work);
+}
+
 }  // namespace
+
+void batched_linear(qk_context& context, const qk_batched_linear_args& args) {
+    if (args.dtype == QK_BFLOAT16)
+        batched_linear_with<VectorProduct<Bf16Dot>>(context, args);
+    else
+        batched_linear_with<VectorProduct<FloatDot>>(context, args);
+}
 
 void linear(qk_context& context, const qk_linear_args& args) {
     if (args.dtype == QK_BFLOAT16)

@@ -11,6 +11,7 @@ qk_plan::Call& qk_plan::append(Kind kind, int64_t rows) {
 }
 
 void qk_plan::add(const qk_linear_args& args) { append(LINEAR, args.m).linear = args; }
+void qk_plan::add(const qk_batched_linear_args& args) { append(BATCHED_LINEAR, args.m).batched_linear = args; }
 void qk_plan::add(const qk_quantized_linear_args& args) { append(QUANTIZED_LINEAR, args.linear.m).quantized_linear = args; }
 void qk_plan::add(const qk_rms_norm_args& args) { append(RMS_NORM, args.rows).rms_norm = args; }
 void qk_plan::add(const qk_layer_norm_args& args) { append(LAYER_NORM, args.rows).layer_norm = args; }
@@ -52,6 +53,10 @@ void qk_plan::run(qk_context& context, const qk_step_args& step) {
             case LINEAR:
                 call.linear.m = step.num_tokens;
                 qk_linear(&context, &call.linear);
+                break;
+            case BATCHED_LINEAR:
+                call.batched_linear.m = step.num_tokens;
+                qk_batched_linear(&context, &call.batched_linear);
                 break;
             case QUANTIZED_LINEAR:
                 call.quantized_linear.linear.m = step.num_tokens;

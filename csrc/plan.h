@@ -12,6 +12,7 @@ struct qk_plan {
     explicit qk_plan(const qk_step_args& example) : example_(example), batches_(example.batches, example.batches + example.num_batches) {}
 
     void add(const qk_linear_args& args);
+    void add(const qk_batched_linear_args& args);
     void add(const qk_quantized_linear_args& args);
     void add(const qk_rms_norm_args& args);
     void add(const qk_layer_norm_args& args);
@@ -26,12 +27,13 @@ struct qk_plan {
     void run(qk_context& context, const qk_step_args& step);
 
   private:
-    enum Kind { LINEAR, QUANTIZED_LINEAR, RMS_NORM, LAYER_NORM, ROTATE, ACTIVATION, GATHER, ROUTE, EXPERTS, ATTENTION };
+    enum Kind { LINEAR, BATCHED_LINEAR, QUANTIZED_LINEAR, RMS_NORM, LAYER_NORM, ROTATE, ACTIVATION, GATHER, ROUTE, EXPERTS, ATTENTION };
     struct Call {
         Kind kind;
         int64_t batch;  // of an attention
         union {
             qk_linear_args linear;
+            qk_batched_linear_args batched_linear;
             qk_quantized_linear_args quantized_linear;
             qk_rms_norm_args rms_norm;
             qk_layer_norm_args layer_norm;

@@ -34,10 +34,12 @@ from quire.wire.execution import (
 )
 from quire.wire.handshake import ClientAddresses, EngineHandshakeMetadata, EngineStatus, EngineZmqAddresses
 from quire.wire.kv_cache import (
+    ChunkedSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    LatentSpec,
     SlidingWindowSpec,
 )
 from quire.wire.peers import ApiLaunch, PeerMessage
@@ -247,9 +249,11 @@ FULL: dict[str, Any] = {
         ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}
     ),
     "FullAttentionSpec": FULL_SPEC,
+    "ChunkedSpec": ChunkedSpec(16, 2, 64, "float16", 96),
+    "LatentSpec": LatentSpec(16, 1, 576, "float32"),
     "SlidingWindowSpec": SlidingWindowSpec(16, 2, 64, "float16", 128),
     "KVCacheGroupSpec": KVCacheGroupSpec(["layer.0"], FULL_SPEC),
-    "KVCacheTensor": KVCacheTensor(4096, ["layer.0"]),
+    "KVCacheTensor": KVCacheTensor(4096, ["layer.0", "layer.1"], [0, 256]),
     "KVCacheConfig": KVCacheConfig(8, [KVCacheTensor(4096, ["layer.0"])], [KVCacheGroupSpec(["layer.0"], FULL_SPEC)]),
     "CurveKeys": CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40),
     "BaseCacheStats": BaseCacheStats(True, 1, 2, 3, 4, 5, 6),

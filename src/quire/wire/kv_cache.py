@@ -1,8 +1,9 @@
 """The shape of the KV cache, agreed between worker and engine at start-up.
 
-The worker reports one `KVCacheSpec` per attention layer. The engine sorts layers of one kind into *groups* (every group
-has the same number of layers, so a block costs the same bytes whichever group holds it), sizes the cache, and answers
-with one `KVCacheConfig`. One pool of block ids serves all groups: tensor j is shared by the j-th layer of each group.
+The worker reports one `KVCacheSpec` per attention layer that stores keys and values. The engine sorts layers of one
+kind into *groups* (the layers of every group take the same bytes, or nearly, so a block costs the same whichever group
+holds it), sizes the cache, and answers with one `KVCacheConfig`. One pool of block ids serves all groups: tensor j is
+shared by the j-th layer of each group. Where some layers take fewer bytes than others, several share a place.
 """
 
 from __future__ import annotations
@@ -96,10 +97,13 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KVCacheTensor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One allocation of `size` bytes, shared by one layer of each group (at most)."""
+    """One allocation of `size` bytes, the same number for each block. A layer of each group (or several, if they are
+    small) has a place in every block, so that layers of different groups share it."""
 
     size: int
     shared_by: list[str]
+    offsets: list[int] = []
+    """Bytes of a block before the part of each of those layers; empty: no layer has any."""
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -53,8 +53,9 @@ def allocate_kv_cache(config: KVCacheConfig, backend: AttentionBackend[Any], dev
             if on_cpu
             else torch.empty(tensor.size, dtype=torch.uint8, device=device)
         )
-        for name in tensor.shared_by:
-            caches[name] = backend.view_kv_cache(storage, specs[layer_groups[name]], config.num_blocks)
+        offsets = tensor.offsets or [0] * len(tensor.shared_by)
+        for name, offset in zip(tensor.shared_by, offsets, strict=True):
+            caches[name] = backend.view_kv_cache(storage, specs[layer_groups[name]], config.num_blocks, offset)
     return KVCacheMemory(specs, layer_groups, caches)
 
 

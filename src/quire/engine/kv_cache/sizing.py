@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.config.engine import CacheConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.logger import init_logger
-from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, LatentSpec
 
 if TYPE_CHECKING:  # it loads numpy, which `quire info` does not need
     from quire.engine.executor.abstract import Executor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it loads numpy, which `quire info` does not need
 logger = init_logger(__name__)
 
 NEARLY_EQUAL = 1.25
-"""Kinds whose layer counts differ by no more than this factor get one group each; the smaller is padded."""
+"""Kinds whose sizes differ by no more than this factor get one group each; the smaller is padded."""
 
 
 def blocks_needed(spec: AnyKVCacheSpec, num_tokens: int, max_step_tokens: int | None = None) -> int:
@@ -70,28 +70,32 @@ def max_fitting_len(
 
 
 def make_kv_cache_groups(specs: dict[str, AnyKVCacheSpec]) -> list[KVCacheGroupSpec]:
-    """Sorts layers into groups of layers of one kind (class and window), all with (nearly) the same number of layers.
+    """Sorts layers into groups of layers of one kind (equal specs), all with (nearly) the same number of bytes.
 
-    One kind makes one group. With several, a group has as many layers as the rarest kind (Gemma 3: five sliding groups
-    for each full one), or as the commonest where the numbers are nearly equal. A kind whose layers do not divide evenly
-    leaves places empty in its groups: memory that a block occupies and no layer uses (Gemma 3 1B: 22 sliding and 4 full
-    layers make 7 groups of 4, 2 of 28 places empty).
+    One kind makes one group. With several, a group is as large as the smallest kind (Gemma 3: five sliding groups for
+    each full one), or as the largest where they are nearly equal. A kind whose layers do not divide evenly leaves
+    places empty in its groups: memory that a block occupies and no layer uses (Gemma 3 1B: 22 sliding and 4 full layers
+    make 7 groups of 4, 2 of 28 places empty). Of layers with smaller pages a group has more (Gemma 4 31B: 10 full
+    layers in one group, 50 sliding ones of twice their size in 10 groups of 5).
 
     Raises ConfigError if block sizes differ: tables of one request would then differ in length.
     """
-    kinds: dict[tuple[object, ...], list[str]] = {}
+    kinds: dict[AnyKVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
-        kinds.setdefault((type(spec), spec.reach), []).append(name)
+        kinds.setdefault(spec, []).append(name)
     block_sizes = sorted({spec.block_size for spec in specs.values()})
     if len(block_sizes) > 1:
         raise ConfigError(f"attention layers have block sizes {block_sizes}; all layers must have the same")
     if not kinds:
         return []
-    counts = [len(names) for names in kinds.values()]
-    group_size = max(counts) if max(counts) <= NEARLY_EQUAL * min(counts) else min(counts)
+    if len({isinstance(spec, LatentSpec) for spec in kinds}) > 1:
+        raise ConfigError("a model with latent and other attention layers is not implemented: they cannot share memory")
+    sizes = [len(names) * spec.page_size_bytes for spec, names in kinds.items()]
+    group_bytes = max(sizes) if max(sizes) <= NEARLY_EQUAL * min(sizes) else min(sizes)
+    group_bytes = max(group_bytes, *(spec.page_size_bytes for spec in specs.values()))
     groups: list[KVCacheGroupSpec] = []
-    for names in kinds.values():
-        groups += [KVCacheGroupSpec(part, specs[part[0]]) for part in _split_evenly(names, group_size)]
+    for spec, names in kinds.items():
+        groups += [KVCacheGroupSpec(part, spec) for part in _split_evenly(names, group_bytes // spec.page_size_bytes)]
     return groups
 
 
@@ -129,7 +133,7 @@ def make_kv_cache_configs(
     configs = [
         KVCacheConfig(
             num_blocks,
-            [KVCacheTensor(num_blocks * page_bytes, names) for page_bytes, names in rows],
+            [KVCacheTensor(num_blocks * row.page_bytes, row.names, row.offsets) for row in rows],
             [KVCacheGroupSpec([n for n in g.layer_names if n in specs], g.kv_cache_spec) for g in groups],
         )
         for specs, rows in zip(specs_per_worker, worker_rows, strict=True)
@@ -137,23 +141,37 @@ def make_kv_cache_configs(
     return configs, fitted_len
 
 
-_TensorRow = tuple[int, list[str]]
-"""One tensor of a worker: bytes per block, and the layers that share it."""
+class _TensorRow(NamedTuple):
+    """One tensor of a worker."""
+
+    page_bytes: int
+    """Bytes per block."""
+    names: list[str]
+    """Layers that share it."""
+    offsets: list[int]
+    """Bytes of a block before each layer's part; empty: none has any."""
 
 
 def _tensor_rows(specs: dict[str, AnyKVCacheSpec], groups: Sequence[KVCacheGroupSpec]) -> list[_TensorRow]:
     """Returns rows of layers: tensor j holds the j-th of this worker's layers of each group. Its pages are as large as
-    its largest layer's."""
-    columns = [[name for name in group.layer_names if name in specs] for group in groups]
+    its largest layer's; of smaller layers it holds as many as fit."""
+    largest = max((spec.page_size_bytes for spec in specs.values()), default=0)
+    columns = []
+    for group in groups:
+        names, fitting = [name for name in group.layer_names if name in specs], largest
+        fitting //= group.kv_cache_spec.page_size_bytes
+        columns.append([names[i : i + fitting] for i in range(0, len(names), fitting)])
     rows: list[_TensorRow] = []
-    for column in zip_longest(*columns):
-        names = [name for name in column if name is not None]
-        rows.append((max(specs[name].page_size_bytes for name in names), names))
+    for column in zip_longest(*columns, fillvalue=()):
+        placed = [(name, i * specs[name].page_size_bytes) for names in column for i, name in enumerate(names)]
+        offsets = [offset for _, offset in placed]
+        page_bytes = max(offset + specs[name].page_size_bytes for name, offset in placed)
+        rows.append(_TensorRow(page_bytes, [name for name, _ in placed], offsets if any(offsets) else []))
     return rows
 
 
 def _block_bytes(rows: Sequence[_TensorRow]) -> int:
-    return sum(page_bytes for page_bytes, _ in rows)
+    return sum(row.page_bytes for row in rows)
 
 
 def _count_blocks(worker_rows: Sequence[Sequence[_TensorRow]], available_bytes: Sequence[int]) -> int:

@@ -84,6 +84,20 @@ typedef struct {
 } qk_linear_args;
 QK_EXPORT void qk_linear(qk_context* context, const qk_linear_args* args);
 
+typedef struct {
+    /* A linear layer for each head: y[i, h] = x[i, h] W[h]^T. A copy of tail[i, h] follows it. */
+    int64_t m, heads, n, k, tail_size;
+    int32_t dtype;
+    int32_t reserved;
+    const void* packed; /* each head's matrix, as qk_pack makes it, after that of the head before */
+    const void* x; /* [m, heads, k] */
+    int64_t x_stride, x_head_stride;
+    const void* tail; /* [m, heads, tail_size]; not read if that is 0 */
+    int64_t tail_stride, tail_head_stride;
+    void* y; /* [m, heads, n + tail_size] */
+} qk_batched_linear_args;
+QK_EXPORT void qk_batched_linear(qk_context* context, const qk_batched_linear_args* args);
+
 /* -- linear layers on quantized weights -------------------------------------------------------------------------------- */
 
 /* Int8 weights and inputs, each row of inputs quantized by its own maximum; or inputs as they are, and weights of 8 or 4 bits: integers,
