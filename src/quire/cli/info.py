@@ -13,7 +13,7 @@ from typing import Any
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.cli.option_groups import engine_args, engine_options
 from quire.cli.terminal import human_bytes, human_count
-from quire.config.attention_layout import attention_windows
+from quire.config.attention_layout import CachedLayer, attention_windows, cached_layers
 from quire.config.checkpoint import CheckpointIndex
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import HFConfig
@@ -23,7 +23,7 @@ from quire.config.tensor_names import names_of, renamed
 from quire.config.tokenizer_json import read_tokenizer_json
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
 from quire.errors import ConfigError
-from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
+from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, FullAttentionSpec, LatentSpec, SlidingWindowSpec
 from quire.worker.host import available_cpu_memory, cpu_kv_cache_bytes, useful_kv_cache_bytes
 from quire.worker.models.registry import MODELS
 
@@ -107,15 +107,14 @@ def make_report(config: EngineConfig) -> Facts:
 
 def kv_cache_specs(hf: HFConfig, block_size: int, dtype: str) -> dict[str, AnyKVCacheSpec]:
     """Returns the cache of each layer as the worker will report it."""
-    if hf.is_encoder:
-        return {}
-    heads, size = hf.num_key_value_heads, hf.head_dim
-    return {
-        f"layer {i}": FullAttentionSpec(block_size, heads, size, dtype)
-        if window is None
-        else SlidingWindowSpec(block_size, heads, size, dtype, window)
-        for i, window in enumerate(attention_windows(hf))
-    }
+    return {f"layer {i}": _cache_spec(layer, block_size, dtype) for i, layer in cached_layers(hf).items()}
+
+
+def _cache_spec(layer: CachedLayer, block_size: int, dtype: str) -> AnyKVCacheSpec:
+    sizes = (block_size, layer.num_kv_heads, layer.head_size, dtype)
+    if layer.is_latent:
+        return LatentSpec(*sizes)
+    return FullAttentionSpec(*sizes) if layer.window is None else SlidingWindowSpec(*sizes, layer.window)
 
 
 def _unsupported(model: ModelConfig) -> list[str]:

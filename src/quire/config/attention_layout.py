@@ -6,6 +6,7 @@ This is the only place with that knowledge: model files make their layers by it,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
 from quire.errors import ModelLoadError, UnsupportedModelError
@@ -77,6 +78,9 @@ def _is_local(hf: HFConfig, layer: int) -> bool:
     return bool(kinds[layer] == "local")
 
 
+LATENT: frozenset[str] = frozenset(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"))
+"""Architectures with multi-head latent attention."""
+
 UNIFORM: frozenset[str] = frozenset(
     (
         "Ministral3ForCausalLM",
@@ -140,3 +144,27 @@ def attention_windows(hf: HFConfig) -> list[int | None]:
     is_off = hf.get("sliding_window") is None or not hf.get("use_sliding_window", True)
     window = None if is_off else hf.size("sliding_window")
     return [window if kind == SLIDING_ATTENTION else None for kind in layer_kinds(hf)]
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """The keys and values that one layer stores for each token."""
+
+    num_kv_heads: int
+    head_size: int
+    window: int | None = None
+    """Tokens a query sees; None for all."""
+    is_latent: bool = False
+    """Values are parts of keys."""
+
+
+def cached_layers(hf: HFConfig) -> dict[int, CachedLayer]:
+    """Returns what each layer stores, by the number of the layer; none for an encoder. Raises as `layer_kinds` and
+    `attention_windows` do."""
+    if hf.is_encoder:
+        return {}
+    if hf.family in LATENT:
+        latent = CachedLayer(1, hf.size("kv_lora_rank") + hf.size("qk_rope_head_dim"), is_latent=True)
+        return dict.fromkeys(range(hf.num_hidden_layers), latent)
+    heads, size = hf.num_key_value_heads, hf.head_dim
+    return {i: CachedLayer(heads, size, window) for i, window in enumerate(attention_windows(hf))}

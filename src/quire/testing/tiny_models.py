@@ -48,6 +48,19 @@ _TWO_ROPES: Mapping[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
 }
 
+_LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 28,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": SLIDING_WINDOW},
@@ -60,6 +73,23 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3": {"head_dim": 16},
     "phi3": {},
+    "deepseek_v2": {
+        **_LATENT,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "topk_method": "group_limited_greedy",
+        "n_shared_experts": 2,
+    },
+    "deepseek_v3": {**_LATENT, "first_k_dense_replace": 2, "q_lora_rank": 20, "routed_scaling_factor": 1.5},
+    "glm4_moe_lite": {
+        **_LATENT,
+        "q_lora_rank": 20,
+        "v_head_dim": 20,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "rms_norm_eps": 1e-3,
+    },
     "glm": {"head_dim": 24},
     "glm4": {"head_dim": 16, "attention_bias": False},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from quire.worker.kernels.packs import Packs
-from quire.worker.kernels.specs import PLAIN, ExpertsSpec, LinearSpec, NormSpec, RotaryAngles, RouterSpec, XieluSpec
+from quire.worker.kernels.specs import (
+    PLAIN,
+    ExpertsSpec,
+    LatentSizes,
+    LinearSpec,
+    NormSpec,
+    RotaryAngles,
+    RouterSpec,
+    XieluSpec,
+)
 from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
 
@@ -54,6 +63,23 @@ class RotationKernel(Protocol):
     def __call__(self, query: Tensor, key: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor]:
         """query: [n, num_heads * head_size]; key: [n, num_kv_heads * head_size]; `angles` of the n tokens; None for no
         rotation. May write into query and key; use the returned tensors."""
+        ...
+
+
+class BatchedLinearKernel(Protocol):
+    """y[i, h] = x[i, h] W[h]^T: a linear layer for each head."""
+
+    def __call__(self, x: Tensor, tail: Tensor | None = None) -> Tensor:
+        """x: [n, heads, a]; tail: [n, heads, c], copied behind each head. Returns [n, heads, b + c]."""
+        ...
+
+
+class LatentKernel(Protocol):
+    """Norm and rotation of latent attention."""
+
+    def __call__(self, query: Tensor, key: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor]:
+        """query: [n, heads * (rotary + plain)]; key: [n, rank + rotary]. Norms the latent, and rotates the rotary
+        parts; `angles` None for no rotation. May write into query and key; use the returned tensors."""
         ...
 
 
@@ -126,6 +152,14 @@ class Kernels(ABC):
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
         """table: [num_embeddings, dim]. `head` is what `project` computes after the product; None if it is never
         called."""
+
+    @abstractmethod
+    def batched_linear(self, weight: Tensor) -> BatchedLinearKernel:
+        """weight: [heads, b, a]."""
+
+    @abstractmethod
+    def latent(self, sizes: LatentSizes, norm: Tensor, spec: NormSpec) -> LatentKernel:
+        """norm: [rank], the weight of the latent's norm."""
 
     @abstractmethod
     def rms_norm(self, weight: Tensor, spec: NormSpec) -> NormKernel:

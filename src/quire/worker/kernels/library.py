@@ -76,6 +76,7 @@ CONSTANTS, _STRUCTS = _header.constants, _header.structs
 ABI_VERSION = CONSTANTS["QK_ABI_VERSION"]
 ActivationArgs = _STRUCTS["qk_activation_args"]
 AttentionArgs = _STRUCTS["qk_attention_args"]
+BatchedLinearArgs = _STRUCTS["qk_batched_linear_args"]
 ExpertsArgs = _STRUCTS["qk_experts_args"]
 GatherArgs = _STRUCTS["qk_gather_args"]
 LayerNormArgs = _STRUCTS["qk_layer_norm_args"]

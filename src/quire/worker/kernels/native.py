@@ -15,9 +15,11 @@ from torch import Tensor
 
 from quire.worker.kernels.base import (
     ActivationKernel,
+    BatchedLinearKernel,
     EmbeddingKernel,
     ExpertsKernel,
     Kernels,
+    LatentKernel,
     LinearKernel,
     NormKernel,
     RotationKernel,
@@ -39,11 +41,21 @@ from quire.worker.kernels.library import (
 from quire.worker.kernels.library import ACTIVATIONS as ACTIVATIONS
 from quire.worker.kernels.library import DTYPES as DTYPES
 from quire.worker.kernels.library import with_packed_rows as with_packed_rows
+from quire.worker.kernels.native_latent import NativeBatchedLinear, NativeLatent
 from quire.worker.kernels.native_moe import NativeExperts, NativeRouter, PlainBlock, QuantizedBlock
 from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
 from quire.worker.kernels.native_sampling import NativeSampling
 from quire.worker.kernels.packs import FRESH_PACKS, Packs
-from quire.worker.kernels.specs import PLAIN, ExpertsSpec, LinearSpec, NormSpec, RotaryAngles, RouterSpec, XieluSpec
+from quire.worker.kernels.specs import (
+    PLAIN,
+    ExpertsSpec,
+    LatentSizes,
+    LinearSpec,
+    NormSpec,
+    RotaryAngles,
+    RouterSpec,
+    XieluSpec,
+)
 from quire.worker.quantization.weight import QuantizedWeight
 from quire.worker.sample.kernel import SamplingKernel
 
@@ -87,6 +99,14 @@ class NativeKernels(Kernels):
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
         self.context.num_kernels += 1
         return NativeEmbedding(self.context, table, head)
+
+    def batched_linear(self, weight: Tensor) -> BatchedLinearKernel:
+        self.context.num_kernels += 1
+        return NativeBatchedLinear(self.context, weight)
+
+    def latent(self, sizes: LatentSizes, norm: Tensor, spec: NormSpec) -> LatentKernel:
+        self.context.num_kernels += 1
+        return NativeLatent(self.context, sizes, norm, spec)
 
     def rms_norm(self, weight: Tensor, spec: NormSpec) -> NormKernel:
         self.context.num_kernels += 1

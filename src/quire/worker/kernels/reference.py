@@ -12,9 +12,11 @@ from torch.nn import functional
 
 from quire.worker.kernels.base import (
     ActivationKernel,
+    BatchedLinearKernel,
     EmbeddingKernel,
     ExpertsKernel,
     Kernels,
+    LatentKernel,
     LinearKernel,
     NormKernel,
     RotationKernel,
@@ -24,6 +26,7 @@ from quire.worker.kernels.specs import (
     LOGITS,
     PLAIN,
     ExpertsSpec,
+    LatentSizes,
     LinearSpec,
     NormSpec,
     RotaryAngles,
@@ -56,6 +59,12 @@ class TorchKernels(Kernels):
 
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
         return TorchEmbedding(table, head or LOGITS)
+
+    def batched_linear(self, weight: Tensor) -> BatchedLinearKernel:
+        return functools.partial(batched_linear, weight=weight)
+
+    def latent(self, sizes: LatentSizes, norm: Tensor, spec: NormSpec) -> LatentKernel:
+        return functools.partial(norm_and_rotate_latent, sizes=sizes, norm=norm, spec=spec)
 
     def rms_norm(self, weight: Tensor, spec: NormSpec) -> NormKernel:
         return functools.partial(rms_norm, weight=weight, spec=spec)
@@ -191,6 +200,22 @@ def rotate_heads(
     if angles is not None:
         q, k = rotate(q, *angles.rows), rotate(k, *angles.rows)
     return q.reshape(n, -1), k.reshape(n, -1)
+
+
+def batched_linear(x: Tensor, tail: Tensor | None = None, *, weight: Tensor) -> Tensor:
+    y = torch.einsum("nha,hba->nhb", x, weight)
+    return y if tail is None else torch.cat([y, tail], dim=-1)
+
+
+def norm_and_rotate_latent(
+    query: Tensor, key: Tensor, angles: RotaryAngles | None, *, sizes: LatentSizes, norm: Tensor, spec: NormSpec
+) -> tuple[Tensor, Tensor]:
+    latent, rotary = key.split((sizes.rank, sizes.rotary), dim=-1)
+    latent = rms_norm(latent, weight=norm, spec=spec)
+    if angles is not None:
+        heads = query.view(len(query), -1, sizes.rotary + sizes.plain)
+        query, rotary = (rotate(x, *angles.rows).flatten(1) for x in (heads, rotary[:, None]))
+    return query, torch.cat([latent, rotary], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

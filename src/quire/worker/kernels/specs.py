@@ -115,6 +115,23 @@ class ExpertsSpec:
     gates stand first."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention (DeepSeek-AI 2024). All heads share one key: a latent, then a part that
+    rotates. A query head in the model's order is a part that rotates, then one that does not."""
+
+    query_rank: int | None
+    """Elements of the latent that queries are made of; None: they are made of the hidden state."""
+    rank: int
+    """Elements of the latent that keys and values are made of."""
+    plain: int
+    """Elements of a query head that do not rotate."""
+    rotary: int
+    """Elements of a query head, and of the key, that rotate."""
+    value: int
+    """Elements of a value head."""
+
+
 @dataclass(frozen=True)
 class RotaryAngles:
     """Rotation angles of a step's tokens: tables of cosines and sines, and the tokens' rows in them."""

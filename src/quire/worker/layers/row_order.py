@@ -80,6 +80,22 @@ def take_rows(tensor: Tensor, order: Tensor) -> Tensor:
     return tensor[order]
 
 
+@functools.cache
+def latent_query_order(num_heads: int, plain: int, rotary: int, is_paired: bool) -> Tensor:
+    """Returns the order that puts the rotary elements of each head before the others, which a checkpoint has first;
+    `is_paired`: there they rotate as neighbouring pairs. [num_heads * (plain + rotary)]."""
+    rotating = half_order(1, rotary, rotary) if is_paired else torch.arange(rotary, device=_CPU)
+    head = torch.cat([plain + rotating, torch.arange(plain, device=_CPU)])
+    return (torch.arange(num_heads, device=_CPU)[:, None] * (plain + rotary) + head).flatten()
+
+
+@functools.cache
+def latent_key_order(rank: int, rotary: int) -> Tensor:
+    """Returns the order of a latent and a key whose elements rotate as neighbouring pairs in the checkpoint. [rank +
+    rotary]."""
+    return torch.cat([torch.arange(rank, device=_CPU), rank + half_order(1, rotary, rotary)])
+
+
 def _one_above_the_other(orders: Sequence[Tensor]) -> Tensor:
     """Returns the order of several matrices that are stacked into one."""
     stacked, start = [], 0

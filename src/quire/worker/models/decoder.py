@@ -35,7 +35,7 @@ class Decoder(nn.Module):
         self.ropes = nn.ModuleDict(
             {
                 name: RotaryEmbedding(
-                    *(rope, hf.head_dim, hf.max_position_embeddings, hf.context_len),
+                    *(rope, spec.rope_dims.get(name, hf.head_dim), hf.max_position_embeddings, hf.context_len),
                     in_float32=spec.rope_in_float32,
                     rounds_tables=spec.rope_rounds_tables,
                 )

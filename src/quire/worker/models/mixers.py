@@ -13,9 +13,10 @@ from torch import nn
 
 from quire.config.hf_config import HFConfig
 from quire.worker.models.attention import SelfAttention
+from quire.worker.models.latent import LatentAttention
 from quire.worker.models.spec import DecoderSpec, LayerSpec
 
-MIXERS: Mapping[str, type[nn.Module]] = {"attention": SelfAttention}
+MIXERS: Mapping[str, type[nn.Module]] = {"attention": SelfAttention, "latent": LatentAttention}
 """Values of `LayerSpec.mixer`."""
 
 

@@ -15,6 +15,7 @@ from quire.config.attention_layout import attention_windows
 from quire.config.hf_config import HFConfig, RopeConfig
 from quire.worker.attention.backend import ScaleGrowth
 from quire.worker.kernels.specs import RotaryAngles
+from quire.worker.kernels.specs import LatentSizes, RotaryAngles
 from quire.worker.layers.moe import MoESpec
 from quire.worker.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm
 
@@ -53,6 +54,8 @@ class DecoderSpec:
     """The wiring of a layer's norms, mixer and MLP: a key of `blocks.BLOCKS`."""
     ropes: Mapping[str, RopeConfig] = field(default_factory=dict)
     """The rotary embeddings, by the names layers use."""
+    rope_dims: Mapping[str, int] = field(default_factory=dict)
+    """Elements of the heads that a rotary embedding is for; `head_dim` for those that are not named."""
     rope_in_float32: bool = False
     """Rotate in float32 whatever the model's type."""
     rope_rounds_tables: bool = False
@@ -100,6 +103,9 @@ class DecoderSpec:
     """Queries, keys and values are cut to [-clip_qkv, clip_qkv]."""
     output_gate: bool = False
     """The answer of attention is multiplied by sigmoid(gate); q_proj has a query and a gate for each head."""
+    latent: LatentSizes | None = None
+    """Sizes of layers whose mixer is "latent"."""
+    latent_norm_eps: float = 1e-6
     attention_scale: float | None = None
     """Factor of the query-key products; None for 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None

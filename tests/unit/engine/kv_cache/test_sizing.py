@@ -18,7 +18,14 @@ from quire.engine.kv_cache.sizing import (
     request_blocks_needed,
 )
 from quire.errors import ConfigError
-from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from quire.wire.kv_cache import (
+    AnyKVCacheSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    LatentSpec,
+    SlidingWindowSpec,
+)
 
 GIB = 2**30
 FULL = FullAttentionSpec(16, 8, 128, "bfloat16")  # 64 KiB per block and layer
@@ -156,14 +163,13 @@ def test_padding_is_paid_for() -> None:
 
 
 def test_layers_of_different_sizes() -> None:
-    """Alone in its tensor a layer pays for itself; sharing one, it pays for the largest."""
+    """They are in different groups, and a block is as large as the largest of them."""
     small = FullAttentionSpec(16, 4, 128, "bfloat16")
-    specs: dict[str, AnyKVCacheSpec] = {"a": FULL, "b": small}
-    (config,), _ = make_kv_cache_configs(CacheConfig(), [specs], [30 * PAGE], 16, False)
-    assert (config.num_blocks, [tensor.size for tensor in config.kv_cache_tensors]) == (20, [20 * PAGE, 10 * PAGE])
-    specs = {"a": SLIDING, "b": small}
-    (config,), _ = make_kv_cache_configs(CacheConfig(), [specs], [30 * PAGE], 16, False)
-    assert (config.num_blocks, [tensor.size for tensor in config.kv_cache_tensors]) == (30, [30 * PAGE])
+    for large in (FULL, SLIDING):
+        specs: dict[str, AnyKVCacheSpec] = {"a": large, "b": small}
+        (config,), _ = make_kv_cache_configs(CacheConfig(), [specs], [30 * PAGE], 16, False)
+        assert [group.layer_names for group in config.kv_cache_groups] == [["a"], ["b"]]
+        assert (config.num_blocks, [tensor.size for tensor in config.kv_cache_tensors]) == (30, [30 * PAGE])
 
 
 def test_too_little_memory_says_what_would_do() -> None:
@@ -271,3 +277,40 @@ def test_groups_waste_little(pattern: str) -> None:
         assert len(sizes) == sum(math.ceil(count / min(counts)) for count in counts)
     else:
         assert sorted(sizes) == sorted(counts)
+
+
+def test_small_layers_share_a_place_with_a_large_one_of_another_group() -> None:
+    """Gemma 4 31B in small: 10 sliding layers to 2 full ones, whose pages are half as large."""
+    half = FullAttentionSpec(16, 4, 128, "bfloat16")
+    specs = {f"layers.{i}": half if i % 6 == 5 else SLIDING for i in range(12)}
+    (config,), _ = make_kv_cache_configs(CacheConfig(), [specs], [100 * PAGE], 16, auto_fit=False)
+    assert [len(group.layer_names) for group in config.kv_cache_groups] == [1] * 10 + [2]
+    (tensor,) = config.kv_cache_tensors
+    assert tensor.size == config.num_blocks * PAGE == 100 * PAGE
+    assert tensor.shared_by == [*(n for n, s in specs.items() if s is SLIDING), "layers.5", "layers.11"]
+    assert tensor.offsets == [0] * 11 + [PAGE // 2]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([None, 32, 512])), min_size=1, max_size=30))
+def test_layers_of_a_group_never_overlap(layers: list[tuple[int, int | None]]) -> None:
+    specs: dict[str, AnyKVCacheSpec] = {
+        f"layers.{i}": FullAttentionSpec(16, heads, 8)
+        if window is None
+        else SlidingWindowSpec(16, heads, 8, "bfloat16", window)
+        for i, (heads, window) in enumerate(layers)
+    }
+    (config,), _ = make_kv_cache_configs(CacheConfig(), [specs], [1 << 24], 16, auto_fit=False)
+    group_of = {name: i for i, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
+    assert group_of.keys() == specs.keys()
+    assert sorted(name for tensor in config.kv_cache_tensors for name in tensor.shared_by) == sorted(specs)
+    for tensor in config.kv_cache_tensors:
+        ends: dict[int, int] = {}
+        for name, offset in zip(tensor.shared_by, tensor.offsets or [0] * len(tensor.shared_by), strict=True):
+            assert offset >= ends.get(group_of[name], 0)
+            ends[group_of[name]] = offset + specs[name].page_size_bytes
+        assert max(ends.values()) == tensor.size // config.num_blocks
+
+
+def test_latent_layers_share_no_memory_with_others() -> None:
+    with pytest.raises(ConfigError, match="latent and other"):
+        make_kv_cache_groups({"a": FULL, "b": LatentSpec(16, 1, 576)})
