@@ -54,7 +54,7 @@ _LATENT: Mapping[str, Any] = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
     "v_head_dim": 12,
-    "moe_intermediate_size": 28,
+    "moe_intermediate_size": 32,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "n_group": 4,

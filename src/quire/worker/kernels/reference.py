@@ -210,7 +210,7 @@ def batched_linear(x: Tensor, tail: Tensor | None = None, *, weight: Tensor) -> 
 def norm_and_rotate_latent(
     query: Tensor, key: Tensor, angles: RotaryAngles | None, *, sizes: LatentSizes, norm: Tensor, spec: NormSpec
 ) -> tuple[Tensor, Tensor]:
-    latent, rotary = key.split((sizes.rank, sizes.rotary), dim=-1)
+    latent, rotary = key[:, : sizes.rank], key[:, sizes.rank :]
     latent = rms_norm(latent, weight=norm, spec=spec)
     if angles is not None:
         heads = query.view(len(query), -1, sizes.rotary + sizes.plain)

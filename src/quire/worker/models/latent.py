@@ -107,5 +107,5 @@ class LatentAttention(nn.Module):
         heads = query.view(n, self.num_heads, sizes.rotary + sizes.plain)
         query = multiply_queries(heads[:, :, sizes.rotary :], heads[:, :, : sizes.rotary])
         latents = self.attn(query.view(n, -1), key).view(n, self.num_heads, sizes.rank)
-        output: Tensor = self.o_proj(make_values(latents).view(n, -1), residual)
+        output: Tensor = self.o_proj(make_values(latents).flatten(1), residual)
         return output

@@ -14,7 +14,6 @@ from typing import Literal
 from quire.config.attention_layout import attention_windows
 from quire.config.hf_config import HFConfig, RopeConfig
 from quire.worker.attention.backend import ScaleGrowth
-from quire.worker.kernels.specs import RotaryAngles
 from quire.worker.kernels.specs import LatentSizes, RotaryAngles
 from quire.worker.layers.moe import MoESpec
 from quire.worker.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm
