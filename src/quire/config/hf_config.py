@@ -37,7 +37,7 @@ _GPT_KEYS = {
 }
 FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
     "bloom": {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
-    "falcon": {"num_key_value_heads": "num_kv_heads"},
+    "falcon": {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
     "gpt2": _GPT_KEYS,
     "gpt_bigcode": _GPT_KEYS,
     "gpt_neo": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "sliding_window": "window_size"},

@@ -23,7 +23,7 @@ class FalconForCausalLM(DecoderForCausalLM):
         bias = bool(hf.get("bias", False))
         spec = dataclasses.replace(
             common_spec(hf),
-            layers=make_layers(hf, intermediate_size=hf.size("ffn_hidden_size", 4 * hf.hidden_size)),
+            layers=make_layers(hf, intermediate_size=None if hf.get("intermediate_size") else 4 * hf.hidden_size),
             block=("parallel-two" if num_norms == 2 else "parallel") if is_parallel else "pre",
             norm="layer",
             norm_eps=float(hf.get("layer_norm_epsilon", 1e-5)),

@@ -65,8 +65,9 @@ class BioGptForCausalLM(DecoderForCausalLM):
         super().__init__(hf, spec)
 
 
-def _inner_size(hf: HFConfig) -> int:
-    return hf.size("intermediate_size", 4 * hf.hidden_size)
+def _inner_size(hf: HFConfig) -> int | None:
+    """Returns the inner size of MLPs where the config gives none."""
+    return 4 * hf.hidden_size if hf.get("intermediate_size") is None else None
 
 
 def _gpt_spec(hf: HFConfig) -> DecoderSpec:
