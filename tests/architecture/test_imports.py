@@ -41,7 +41,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "vocabulary": {"msgspec"},
     "config": {"huggingface_hub", "msgspec"},
     "wire": {"msgspec", "zmq", "numpy"},
-    "worker": {"torch", "safetensors", "numpy"},
+    "worker": {"torch", "safetensors", "numpy", "transformers"},
     "engine": {"zmq", "numpy", "msgspec", "llguidance", "xgrammar"},
     "frontend": {
         *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"),
@@ -57,6 +57,7 @@ ONLY_IN: dict[str, set[str]] = {
         "quire.frontend.text.tokenizer_files",
         "quire.frontend.text.tokenizer",
         "quire.testing.tiny_models",
+        *(f"quire.worker.fallback.{name}" for name in ("adoption", "interface", "load", "verdicts")),
     },
     "yaml": {"quire.cli.command_line", "quire.cli.flags"},
     "torch": {"quire.cli.collect_env"},
@@ -108,6 +109,15 @@ def test_some_packages_have_one_door() -> None:
         if i.package in ONLY_IN
         and i.importer not in ONLY_IN[i.package]
         and not (i.package == "torch" and folder_of(i.importer) in ("worker", "testing"))
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_the_fallback_is_reached_by_a_dotted_name() -> None:
+    """A worker that runs a class of Quire's own never imports transformers."""
+    room = "quire.worker.fallback"
+    broken = [
+        str(i) for i in IMPORTS if i.imported.startswith(room) and not i.importer.startswith(room) and not i.typing_only
     ]
     assert not broken, "\n".join(broken)
 

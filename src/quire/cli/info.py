@@ -18,6 +18,7 @@ from quire.config.checkpoint import CheckpointIndex
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, resolve_dtype_name
+from quire.config.model_impl import TRANSFORMERS
 from quire.config.quantization import quantization_method, read_stored_scheme, weight_memory
 from quire.config.tensor_names import names_of, renamed
 from quire.config.tokenizer_json import read_tokenizer_json
@@ -25,7 +26,6 @@ from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
 from quire.errors import ConfigError
 from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, FullAttentionSpec, LatentSpec, SlidingWindowSpec
 from quire.worker.host import available_cpu_memory, cpu_kv_cache_bytes, useful_kv_cache_bytes
-from quire.worker.models.registry import MODELS
 
 EXIT_PROBLEM = 2
 
@@ -86,7 +86,9 @@ def make_report(config: EngineConfig) -> Facts:
             "directory": str(model.model_dir),
             "architecture": model.hf_config.architecture or None,
             "does": ", ".join(model.pooling.tasks) if model.pooling is not None else "generate",
-            "supported": model.hf_config.family in MODELS,
+            "supported": not model.implementation.refusal,
+            "implementation": model.implementation.name,
+            "because": model.implementation.why,
         }
     }
     for name, section in (
@@ -100,7 +102,8 @@ def make_report(config: EngineConfig) -> Facts:
         try:
             report[name] = section(config, report)
         except ConfigError as e:
-            problems.append(str(e))
+            if model.implementation.name != TRANSFORMERS or section is _weights:  # else: known once it is loaded
+                problems.append(str(e))
     report["problems"] = list(dict.fromkeys(_unsupported(model) + problems))
     return report
 
@@ -120,8 +123,8 @@ def _cache_spec(layer: CachedLayer, block_size: int, dtype: str) -> AnyKVCacheSp
 def _unsupported(model: ModelConfig) -> list[str]:
     hf = model.hf_config
     problems = []
-    if hf.family not in MODELS:
-        problems.append(f"architecture {hf.architecture!r} is not implemented; known are {', '.join(sorted(MODELS))}")
+    if model.implementation.refusal:
+        problems.append(model.implementation.refusal)
     try:
         stored = hf.get("quantization_config")
         quantization_method(model.quantization, stored, hf.path)

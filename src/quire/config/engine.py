@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from quire.config.flags import flag, parse_human_int
 from quire.config.model import ModelConfig
+from quire.config.model_impl import TRANSFORMERS
 from quire.config.observability import ObservabilityConfig
 from quire.errors import ConfigError
 
@@ -115,18 +116,17 @@ class ParallelConfig:
         """Dotted name of the executor."""
         return EXECUTORS.get(self.distributed_executor_backend, self.distributed_executor_backend)
 
-    @property
-    def core_names(self) -> tuple[str, ...]:
+    def core_names(self, model_impl: str) -> tuple[str, ...]:
         """Returns the dotted names that an engine core will resolve, so that it can begin to import them early: the
-        executor, and the worker where the executor is Quire's own."""
+        executor, and the worker where the executor is Quire's own. `model_impl` is the code that runs the model."""
         names = [self.executor_class]
         if self.distributed_executor_backend in EXECUTORS:
-            names += [LEAN_TORCH, self.worker_cls]
+            names += [self.worker_cls] if model_impl == TRANSFORMERS else [LEAN_TORCH, self.worker_cls]
         return tuple(names)
 
 
 LEAN_TORCH = "quire.worker.lean_torch:LazyFinder"
-"""Imported before torch, it leaves out what our workers do not use."""
+"""Imported before torch, it leaves out what our workers do not use, but transformers does."""
 EXECUTORS: dict[str, str] = {"uni": "quire.engine.executor.uniproc:UniProcExecutor"}
 
 

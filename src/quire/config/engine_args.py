@@ -14,6 +14,7 @@ from quire.config.engine import FP8_CACHE_DTYPES, EngineConfig, SchedulerConfig
 from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, resolve_model_dir
+from quire.config.model_impl import choose_model_impl
 from quire.config.pooling_files import resolve_pooling
 from quire.config.vllm_flags import settle_vllm_flags, vllm_flags
 from quire.errors import ConfigError
@@ -120,6 +121,9 @@ class EngineArgs:
                 model.tokenizer, model.tokenizer_revision, download_dir, token=token, tokenizer_only=True
             )
         hf = HFConfig.from_dir(model_dir, model.hf_overrides)
+        pooling = resolve_pooling(
+            hf, model_dir, runner=model.runner, convert=model.convert, pooler_config=model.pooler_config
+        )
         return dataclasses.replace(
             model,
             hf_token=None,  # no longer needed: no other process gets it
@@ -127,9 +131,8 @@ class EngineArgs:
             tokenizer_dir=tokenizer_dir,
             hf_config=hf,
             generation_defaults=_generation_defaults(model, model_dir),
-            pooling=resolve_pooling(
-                hf, model_dir, runner=model.runner, convert=model.convert, pooler_config=model.pooler_config
-            ),
+            pooling=pooling,
+            implementation=choose_model_impl(model.model_impl, hf, pooling),
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from quire.config.checkpoint import CheckpointIndex
 from quire.config.flags import flag, parse_human_int, parse_json_object
 from quire.config.hf_config import HFConfig
+from quire.config.model_impl import CHOICES, ModelImpl
 from quire.config.pooling import PoolingConfig
 from quire.config.quantization import METHODS
 from quire.errors import ConfigError, ModelLoadError
@@ -83,6 +84,12 @@ class ModelConfig:
         "which are found out.",
         choices=METHODS,
     )
+    model_impl: str = flag(
+        "auto",
+        "Whose class runs the model: quire's own, or transformers' on Quire's cache and kernels; auto is Quire's "
+        "if there is one, else a certified one of transformers.",
+        choices=CHOICES,
+    )
     runner: str = flag("auto", "What the model is for.", choices=("auto", "generate", "pooling"))
     convert: str = flag(
         "auto",
@@ -105,6 +112,8 @@ class ModelConfig:
     """generation_config.json after `generation_config` and `override_generation_config`."""
     pooling: PoolingConfig | None = None
     """Pooling of the model; None for one that generates."""
+    implementation: ModelImpl = field(default_factory=ModelImpl)
+    """The code that runs the model: what `model_impl` became."""
 
     @property
     def model_len(self) -> int:

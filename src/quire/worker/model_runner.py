@@ -73,7 +73,8 @@ class ModelRunner:
         if encoders:
             sizes = {"max_num_tokens": max_num_tokens, "max_num_reqs": max_num_reqs}
             self._transient = TransientKVCache(encoders, backend, device, dtype, **sizes)
-        self._run_model = self.model if encoders else plan_steps(self.model, backend)
+        is_plannable = getattr(model, "is_plannable", True)  # False: it computes with torch, too
+        self._run_model = self.model if encoders or not is_plannable else plan_steps(self.model, backend)
         self.pooler = None if pooling is None else Pooler(pooling, model, kernels, dtype, device)
         self.sampler = StepSampler(kernels.sampling(), vocab_size, device)
         self._is_in_step = False

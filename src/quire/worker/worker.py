@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from quire.config.engine import EngineConfig
+from quire.config.model import ModelConfig
+from quire.config.model_impl import TRANSFORMERS
+from quire.errors import UnsupportedModelError
 from quire.logger import init_logger
+from quire.resolve import resolve
 from quire.timeline import stamp
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
@@ -20,7 +24,13 @@ from quire.worker.loader import ModelWeights, Placement, WeightCache, load_model
 from quire.worker.model_runner import ModelRunner
 from quire.worker.profiler import WorkerProfiler
 
+if TYPE_CHECKING:
+    from quire.worker.fallback.load import FallbackWeights
+
 logger = init_logger(__name__)
+
+FALLBACK = "quire.worker.fallback.load:load_fallback"
+"""Imported on demand: it imports transformers."""
 
 
 class Worker:
@@ -69,8 +79,7 @@ class Worker:
         assert scheduler.max_num_batched_tokens is not None, "EngineArgs fills it in"
         placement = Placement(self.device, self.dtype, self.kernels)
         self.weight_cache = WeightCache(model, self.config.load_config)
-        loaded = load_model(model, self.config.load_config, placement, self.weight_cache)
-        self.weights = ModelWeights(loaded, model, self.config.load_config, placement, self.weight_cache)
+        loaded = self._load_weights(model, placement)
         self._runner = ModelRunner(
             loaded,
             self.backend,
@@ -83,6 +92,20 @@ class Worker:
             pooling=model.pooling,
         )
         stamp("weights")
+
+    def _load_weights(self, model: ModelConfig, placement: Placement) -> nn.Module:
+        """Loads the model by its own code or by transformers', and sets `weights` and `weight_cache`."""
+        load_config = self.config.load_config
+        self.weights: ModelWeights | FallbackWeights
+        if model.implementation.name == TRANSFORMERS:
+            logger.info("the model is run by transformers' class: %s", model.implementation.why)
+            self.weights = weights = cast("FallbackWeights", resolve(FALLBACK)(model, load_config, placement))
+            return weights.model
+        if model.implementation.refusal:
+            raise UnsupportedModelError(model.implementation.refusal)
+        loaded = load_model(model, load_config, placement, self.weight_cache)
+        self.weights = ModelWeights(loaded, model, load_config, placement, self.weight_cache)
+        return loaded
 
     def get_kv_cache_spec(self) -> dict[str, AnyKVCacheSpec]:
         """Returns the cache spec of each attention layer by its name. Loads the model, whose layers make them."""

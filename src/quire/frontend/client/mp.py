@@ -192,7 +192,7 @@ class MPClient(ABC):
             log_stats,
             envs.ENGINE_READY_TIMEOUT_S.number(),
             the_cores,
-            preload=config.parallel_config.core_names,
+            preload=config.parallel_config.core_names(config.model_config.implementation.name),
         )
         self.resources.supervisor = supervisor = CoreSupervisor(
             launch,

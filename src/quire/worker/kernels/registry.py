@@ -76,11 +76,11 @@ def has_passed(candidate: str, reference: str) -> bool:
     """Returns True if kernels of `candidate` compute on this CPU what those of `reference` do. Logs a warning
     if not."""
     path = cache_root() / "trials" / f"{candidate}-{_fingerprint(candidate, reference)}.json"
-    verdict = _read(path)
+    verdict = read_verdict(path)
     if verdict is None:
         verdict, is_final = run_trial(candidate, reference)
         if is_final:
-            _keep(path, verdict)
+            keep_verdict(path, verdict)
     if verdict["agrees"]:
         return True
     logger.warning(
@@ -129,7 +129,8 @@ def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     return [line for line in lines if line.partition(":")[0].strip() in wanted]
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_verdict(path: Path) -> dict[str, Any] | None:
+    """Returns a verdict that was kept; None if there is none that can be read."""
     try:
         verdict = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -139,7 +140,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _keep(path: Path, verdict: dict[str, Any]) -> None:
+def keep_verdict(path: Path, verdict: dict[str, Any]) -> None:
+    """Writes a verdict; a cache that cannot be written to is no error."""
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -135,12 +135,12 @@ class ModelWeights:
         hf = self._config.hf_config
         if (directory / "config.json").exists():
             hf = HFConfig.from_dir(directory, self._config.hf_overrides)
-            _check_same_model(self._config.hf_config, hf)
+            check_same_model(self._config.hf_config, hf)
             quantization_method(self._config.quantization, hf.get("quantization_config"), hf.path)
         return find_tensors(self._model, hf, directory)
 
 
-def _check_same_model(ours: HFConfig, other: HFConfig) -> None:
+def check_same_model(ours: HFConfig, other: HFConfig) -> None:
     """Raises ModelLoadError if two config.json describe models that compute something different.
 
     A key that only one of them has is not compared: transformers leaves out the family's defaults.
