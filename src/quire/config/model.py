@@ -179,9 +179,15 @@ def _stored_dtype(model_config: ModelConfig) -> str:
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?$")
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
-_MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
-_SECOND_COPIES = ["consolidated*", "original/*", "metal/*", "onnx/*"]
+MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
+"""Patterns of the files of a repository that are downloaded."""
+SECOND_COPIES = ["consolidated*", "original/*", "metal/*", "onnx/*"]
 """Files in which some repositories hold the weights once more, in a form for other programs."""
+
+
+def is_hub_id(name: str) -> bool:
+    """Returns whether a name has the form of a hub id."""
+    return _HUB_ID.match(name) is not None and not name.startswith((".", "~"))
 
 
 def resolve_model_dir(
@@ -207,9 +213,9 @@ def resolve_model_dir(
         )
     if path.is_file():
         raise ModelLoadError(f"{model} is a file; give the directory that holds config.json and the weights")
-    if not _HUB_ID.match(model) or model.startswith((".", "~")):
+    if not is_hub_id(model):
         raise ModelLoadError(f"{model} is not a directory, and not a hub id either (those look like owner/name)")
-    return _download(model, revision, download_dir, token, _TOKENIZER_FILES if tokenizer_only else _MODEL_FILES)
+    return _download(model, revision, download_dir, token, _TOKENIZER_FILES if tokenizer_only else MODEL_FILES)
 
 
 def _download(
@@ -225,7 +231,7 @@ def _download(
                 cache_dir=download_dir,
                 token=token,
                 allow_patterns=patterns,
-                ignore_patterns=_SECOND_COPIES,
+                ignore_patterns=SECOND_COPIES,
             )
         )
     except (OSError, ValueError) as e:  # the hub's own errors derive from these
@@ -247,4 +253,4 @@ def _download(
 def _fetch_advice(model: str) -> str:
     if "/" not in model:
         return f"give the path of a downloaded checkpoint, or a hub id with its owner, as in OWNER/{model}"
-    return f"give the path of a downloaded checkpoint, or fetch it where there is a network with: hf download {model}"
+    return f"give the path of a downloaded checkpoint, or fetch it where there is a network with: quire pull {model}"

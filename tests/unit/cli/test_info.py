@@ -251,4 +251,4 @@ def test_what_to_do_about_a_model_that_cannot_be_fetched(capsys: Capture, monkey
     assert "HF_HUB_OFFLINE is set, and the hub's cache does not hold it" in err
     assert "a hub id with its owner, as in OWNER/no-such-llama" in err
     assert main(["info", "nobody/no-such-llama"]) == 2
-    assert "hf download nobody/no-such-llama" in capsys.readouterr().err
+    assert "quire pull nobody/no-such-llama" in capsys.readouterr().err

@@ -201,7 +201,7 @@ def test_unreachable_hub_names_both_remedies(monkeypatch: pytest.MonkeyPatch) ->
         raise OSError("no route to hub")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ModelLoadError, match=r"give the path of a downloaded checkpoint.*hf download some/model"):
+    with pytest.raises(ModelLoadError, match=r"give the path of a downloaded checkpoint.*quire pull some/model"):
         resolve_model_dir("some/model")
 
 
