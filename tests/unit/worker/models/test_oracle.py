@@ -316,7 +316,9 @@ def test_absent_keys_mean_the_family_default(family: str, tiny_checkpoint: Make,
     assert_same_logits(tmp_path, 40, oracle_path=path)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "smollm3", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "smollm3", "gemma2", "gemma3_text", "cwm", "exaone4", "olmo3", "vaultgemma"]
+)
 def test_layer_types_follow_from_older_keys(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
     """Configs of transformers 4 do not list the layers' kinds."""
     overrides: dict[str, Any] = {"num_hidden_layers": 6, "sliding_window": 16, "use_sliding_window": True}
