@@ -37,6 +37,7 @@ _GPT_KEYS = {
 }
 FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
     "bloom": {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    "codegen": _GPT_KEYS,
     "falcon": {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
     "gpt2": _GPT_KEYS,
     "gpt_bigcode": _GPT_KEYS,
@@ -69,6 +70,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "bert": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "type_vocab_size": 2},
     "biogpt": {"hidden_act": "gelu", "max_position_embeddings": 1024, "tie_word_embeddings": True},
     "bloom": {"tie_word_embeddings": True},
+    "codegen": {"max_position_embeddings": 2048, "rotary_dim": 64},
     "cohere": {
         "logit_scale": 0.0625,
         "max_position_embeddings": 8192,

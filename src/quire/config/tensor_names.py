@@ -110,6 +110,21 @@ NAMES: Mapping[str, Names] = {
             "ln_f": "model.norm",
         },
     ),
+    "CodeGenForCausalLM": Names(
+        {
+            "transformer.h": "model.layers",
+            "transformer.wte": "model.embed_tokens",
+            "transformer.wpe": "model.embed_positions",
+            "transformer.ln_f": "model.norm",
+            "ln_1": "input_layernorm",
+            "ln_2": "post_attention_layernorm",
+            "attn.qkv_proj": "self_attn.qkv_proj",
+            "attn.out_proj": "self_attn.o_proj",
+            "mlp.fc_in": "mlp.up_proj",
+            "mlp.fc_out": "mlp.down_proj",
+        },
+        ignored=("attn.causal_mask",),
+    ),
     "FalconForCausalLM": Names(
         {
             "transformer.h": "model.layers",

@@ -130,6 +130,7 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "window_size": SLIDING_WINDOW,
         "attention_types": [[["global", "local"], 1], [["local"], 1]],
     },
+    "codegen": {"num_key_value_heads": 4, "rotary_dim": 8, "n_inner": 80},
     "gptj": {"num_key_value_heads": 4, "rotary_dim": 8, "n_inner": 80},
     "jais2": {},
     "mpt": {

@@ -43,6 +43,14 @@ def grouped_order(num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
 
 
 @functools.cache
+def quartered_order(num_heads: int, head_dim: int) -> Tensor:
+    """Returns the order of queries, keys, values for a checkpoint whose rows are those of each quarter of the heads:
+    queries, values, keys, as CodeGen's are. [3 * num_heads * head_dim]."""
+    rows = torch.arange(3 * num_heads * head_dim, device=_CPU).view(4, 3, num_heads // 4 * head_dim)
+    return torch.cat([rows[:, part].flatten() for part in (0, 2, 1)])
+
+
+@functools.cache
 def alternating_order(num_heads: int, head_dim: int) -> Tensor:
     """Returns the order of all queries, then all gates, for a checkpoint whose rows are [head][query, gate][head_dim].
     [2 * num_heads * head_dim]."""
@@ -60,7 +68,7 @@ def attention_orders(
     The first `paired_dim` elements of a head rotate as neighbouring pairs in the checkpoint. `fused` is as in
     `DecoderSpec.fused_qkv`; with `has_gates` each query is followed by a gate.
     """
-    if not paired_dim and fused != "groups" and not has_gates:
+    if not paired_dim and fused not in ("groups", "quarters") and not has_gates:
         return {}
     queries, keys = half_order(num_heads, head_dim, paired_dim), half_order(num_kv_heads, head_dim, paired_dim)
     if has_gates:
@@ -69,6 +77,8 @@ def attention_orders(
     if fused is None:
         return {"q_proj": queries, "k_proj": keys}
     whole = _one_above_the_other([queries, keys, torch.arange(len(keys), device=_CPU)])
+    if fused == "quarters":
+        return {"": quartered_order(num_heads, head_dim)[whole]}
     return {"": grouped_order(num_heads, num_kv_heads, head_dim)[whole] if fused == "groups" else whole}
 
 

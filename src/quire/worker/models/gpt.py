@@ -1,4 +1,4 @@
-"""GPT-2 and models like it: GPT-BigCode (StarCoder), GPT-Neo, GPT-J, BioGPT."""
+"""GPT-2 and models like it: GPT-BigCode (StarCoder), GPT-Neo, GPT-J, CodeGen, BioGPT."""
 
 from __future__ import annotations
 
@@ -38,19 +38,16 @@ class GPTJForCausalLM(DecoderForCausalLM):
     """Attention and MLP of one norm, side by side; the first elements of each head rotate, as neighbouring pairs."""
 
     def __init__(self, hf: HFConfig) -> None:
-        rope = dataclasses.replace(hf.rope(), partial_rotary_factor=hf.size("rotary_dim") / hf.head_dim)
-        spec = dataclasses.replace(
-            _gpt_spec(hf),
-            layers=make_layers(hf, intermediate_size=_inner_size(hf)),
-            block="parallel",
-            position_offset=None,
-            ropes={"rope": rope},
-            rope_pairs=True,
-            qkv_bias=False,
-            output_bias=False,
-            head_bias=True,
-        )
-        super().__init__(hf, spec)
+        super().__init__(hf, _gptj_spec(hf))
+
+
+class CodeGenForCausalLM(DecoderForCausalLM):
+    """GPT-J with queries, keys and values fused by quarters of the heads."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        if hf.num_attention_heads % 4:
+            raise UnsupportedModelError(f"{hf.path} has {hf.num_attention_heads} heads, which must be a multiple of 4")
+        super().__init__(hf, dataclasses.replace(_gptj_spec(hf), fused_qkv="quarters"))
 
 
 class BioGptForCausalLM(DecoderForCausalLM):
@@ -88,4 +85,19 @@ def _gpt_spec(hf: HFConfig) -> DecoderSpec:
         gated_mlp=False,
         activation=hf.get("activation_function", "gelu_new"),
         attention_scale=None if hf.get("scale_attn_weights", True) else 1.0,
+    )
+
+
+def _gptj_spec(hf: HFConfig) -> DecoderSpec:
+    rope = dataclasses.replace(hf.rope(), partial_rotary_factor=hf.size("rotary_dim") / hf.head_dim)
+    return dataclasses.replace(
+        _gpt_spec(hf),
+        layers=make_layers(hf, intermediate_size=_inner_size(hf)),
+        block="parallel",
+        position_offset=None,
+        ropes={"rope": rope},
+        rope_pairs=True,
+        qkv_bias=False,
+        output_bias=False,
+        head_bias=True,
     )

@@ -15,6 +15,7 @@ MODELS: dict[str, str] = {
     "BertModel": "quire.worker.models.bert:BertModel",
     "BioGptForCausalLM": "quire.worker.models.gpt:BioGptForCausalLM",
     "BloomForCausalLM": "quire.worker.models.alibi:BloomForCausalLM",
+    "CodeGenForCausalLM": "quire.worker.models.gpt:CodeGenForCausalLM",
     "Cohere2ForCausalLM": "quire.worker.models.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": "quire.worker.models.cohere:CohereForCausalLM",
     "CwmForCausalLM": "quire.worker.models.cwm:CwmForCausalLM",

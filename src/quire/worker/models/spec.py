@@ -73,9 +73,9 @@ class DecoderSpec:
     """Bias of the logits head."""
     transposed: bool = False
     """The checkpoint holds the matrices of the layers as [in_features, out_features]."""
-    fused_qkv: Literal["parts", "groups"] | None = None
-    """The checkpoint holds qkv_proj as a single matrix. Its rows are all queries, keys, values ("parts"), or queries,
-    key and value of each kv head ("groups")."""
+    fused_qkv: Literal["parts", "groups", "quarters"] | None = None
+    """The checkpoint holds qkv_proj as a single matrix. Its rows are all queries, keys, values ("parts"); queries, key
+    and value of each kv head ("groups"); or queries, values and keys of each quarter of the heads ("quarters")."""
     fused_gate_up: bool = False
     """The checkpoint holds gate_up_proj as a single matrix, the gates first."""
     gated_mlp: bool = True
