@@ -20,7 +20,7 @@ from quire.worker.kernels.base import ExpertsKernel, Kernels, LinearKernel
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.specs import ExpertsSpec, LinearSpec
-from quire.worker.quantization.weight import quantize_int4, quantize_int8
+from quire.worker.quantization.weight import MXFP4_GROUP, Coding, QuantizedWeight, quantize_int4, quantize_int8
 
 AGREES, DISAGREES = 0, 3
 """Exit codes."""
@@ -95,17 +95,42 @@ def compare_experts(name: str, kernels: Sequence[ExpertsKernel], x: Tensor) -> W
 
 
 def check_quantized(candidate: Kernels, other: Kernels, reference: Kernels) -> Words:
-    """Linear layers on int8 weights, whose sums are exact, and on int4 ones, which are expanded to bfloat16."""
+    """Linear layers on int8 weights, whose sums are exact, and on those that are expanded to bfloat16."""
     for n, k in SHAPES:
         plain = noise(n, k).float()
-        for weight, step in ((quantize_int8(plain), SUM_STEP), (quantize_int4(plain, 32), BFLOAT16_STEP)):
+        weights = [
+            (quantize_int8(plain), SUM_STEP),
+            (quantize_int4(plain, 32), BFLOAT16_STEP),
+            (make_e4m3(n, k), SUM_STEP),
+        ]
+        if k % MXFP4_GROUP == 0:
+            weights.append((make_mxfp4(n, k), SUM_STEP))
+        for weight, step in weights:
             spec = LinearSpec(float32_output=True)
             mine, others, theirs = (
                 kernels.quantized_linear(weight, None, spec) for kernels in (candidate, other, reference)
             )
             x = noise(max(ROWS), k)
-            limit = x.float().abs() @ plain.abs().T * step  # [max(ROWS), n]
-            yield from compare_rows(f"int{weight.bits} linear of {k} by {n}", (mine, others, theirs), x, limit)
+            limit = x.float().abs() @ weight.dequantize().abs().T * step  # [max(ROWS), n]
+            yield from compare_rows(
+                f"{weight.coding.name.lower()} linear of {weight.bits} bits, of {k} by {n}",
+                (mine, others, theirs),
+                x,
+                limit,
+            )
+
+
+def make_e4m3(n: int, k: int) -> QuantizedWeight:
+    """Returns a matrix of floats between -1 and 1."""
+    values = noise(n, k).to(torch.float8_e4m3fn).view(torch.int8)
+    return QuantizedWeight(bits=8, values=values, scales=torch.ones(n, 1), group_size=k, coding=Coding.E4M3)
+
+
+def make_mxfp4(n: int, k: int) -> QuantizedWeight:
+    """Returns a matrix of many codes, at four scales."""
+    codes = (noise(n, k // 2).float() * 127).to(torch.int8)
+    scales = (125 + (torch.arange(n * k // MXFP4_GROUP) % 4)).to(torch.uint8).view(n, -1)
+    return QuantizedWeight(bits=4, values=codes, scales=scales, group_size=MXFP4_GROUP, coding=Coding.MXFP4)
 
 
 CHECKS: tuple[Check, ...] = (check_linear, check_experts, check_quantized)

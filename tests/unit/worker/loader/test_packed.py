@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -32,12 +33,16 @@ from quire.worker.quantization import weight as rounding
 from ..models.oracle import quire_logits
 from ..quantization.writers import (
     AWQ_CONFIG,
+    FP8_CONFIG,
     GPTQ_CONFIG,
     awq,
     compressed_config,
     compressed_packed,
+    float8,
     gptq,
+    mxfp4_checkpoint,
     quantize_checkpoint,
+    random_float8,
     random_weight,
 )
 
@@ -125,9 +130,12 @@ def test_the_second_start_maps_what_the_first_packed(
 
 def write_stored(source: Path, target: Path, method: str) -> Path:
     """A quantized checkpoint."""
+    if method == "mxfp4":
+        return mxfp4_checkpoint(source, target)[0]
     zeros4 = functools.partial(random_weight, bits=4, group_size=32, zeros=True)
     plain4 = functools.partial(random_weight, bits=4, group_size=32, zeros=False)
     write: dict[str, tuple[Any, Any, Any]] = {
+        "fp8": (functools.partial(random_float8, rows=16, columns=32), functools.partial(float8, rows=16), FP8_CONFIG),
         "gptq": (zeros4, gptq, GPTQ_CONFIG),
         "awq": (zeros4, awq, AWQ_CONFIG),
         "compressed-tensors": (plain4, compressed_packed, compressed_config("pack-quantized", 4, "group", False)),
@@ -135,8 +143,13 @@ def write_stored(source: Path, target: Path, method: str) -> Path:
     return quantize_checkpoint(source, target, *write[method])[0]
 
 
-@pytest.mark.parametrize("method", ["int8", "int4", "gptq", "awq", "compressed-tensors"])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *itertools.product(["llama", "mixtral"], ["int8", "int4", "gptq", "awq", "compressed-tensors", "fp8"]),
+        ("gpt_oss", "mxfp4"),
+    ],
+)
 def test_the_second_start_maps_what_the_first_quantized(
     tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
 ) -> None:
