@@ -72,8 +72,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 
 
 ENCODERS = """Bart BertGenerationDecoder BertLMHead BigBird BigBirdPegasus Blenderbot BlenderbotSmall Camembert
-Data2VecText Electra Ernie MBart Marian MegatronBert Mvp PLBart Pegasus ProphetNet Reformer RemBert RoCBert RoFormer
-Roberta RobertaPreLayerNorm TrOCR Whisper XLMRoberta XLMRobertaXL XLMWithLMHead XLNetLMHead Xmod"""
+Data2VecText Electra Ernie MBart Marian MegatronBert Mvp PLBart Pegasus ProphetNet ReformerModelWithLMHead RemBert
+RoCBert RoFormer Roberta RobertaPreLayerNorm TrOCR Whisper XLMRoberta XLMRobertaXL XLMWithLMHead XLNetLMHead Xmod"""
 OTHER_INPUTS = """Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration Gemma4Assistant
 Gemma4ForConditionalGeneration Gemma4UnifiedAssistant Gemma4UnifiedForConditionalGeneration Git
 GotOcr2ForConditionalGeneration Mllama Moshi MossTranscribeDiarizeForConditionalGeneration Musicgen MusicgenMelody"""
