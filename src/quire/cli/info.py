@@ -24,7 +24,14 @@ from quire.config.tensor_names import names_of, renamed
 from quire.config.tokenizer_json import read_tokenizer_json
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
 from quire.errors import ConfigError
-from quire.wire.kv_cache import DTYPE_BYTES, AnyKVCacheSpec, FullAttentionSpec, LatentSpec, SlidingWindowSpec
+from quire.wire.kv_cache import (
+    DTYPE_BYTES,
+    AnyKVCacheSpec,
+    ChunkedSpec,
+    FullAttentionSpec,
+    LatentSpec,
+    SlidingWindowSpec,
+)
 from quire.worker.host import available_cpu_memory, cpu_kv_cache_bytes, useful_kv_cache_bytes
 
 EXIT_PROBLEM = 2
@@ -117,6 +124,8 @@ def _cache_spec(layer: CachedLayer, block_size: int, dtype: str) -> AnyKVCacheSp
     sizes = (block_size, layer.num_kv_heads, layer.head_size, dtype)
     if layer.is_latent:
         return LatentSpec(*sizes)
+    if layer.chunk is not None:
+        return ChunkedSpec(*sizes, layer.chunk)
     return FullAttentionSpec(*sizes) if layer.window is None else SlidingWindowSpec(*sizes, layer.window)
 
 

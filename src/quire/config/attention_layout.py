@@ -15,14 +15,14 @@ IsSliding = Callable[[HFConfig, int], bool]
 
 
 def rotates(hf: HFConfig, layer: int) -> bool:
-    """Returns whether a layer of SmolLM3 has a rotary embedding.
+    """Returns whether a layer of SmolLM3 or Llama 4 has a rotary embedding.
 
-    `no_rope_layers` has a 1 for each that has one; without it every n-th layer has none.
+    `no_rope_layers` has a 1 for each that has one; without it, or if it is empty, every n-th layer has none.
 
     Raises ModelLoadError if the list is too short.
     """
     flags = hf.get("no_rope_layers")
-    if flags is None:
+    if flags is None or flags == []:
         return (layer + 1) % hf.size("no_rope_layer_interval") != 0
     if not isinstance(flags, list) or len(flags) < hf.num_hidden_layers:
         raise ModelLoadError(f"{hf.path} has no_rope_layers {flags!r}, which must be a list of {hf.num_hidden_layers}")
@@ -80,6 +80,11 @@ def _is_local(hf: HFConfig, layer: int) -> bool:
 
 LATENT: frozenset[str] = frozenset(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"))
 """Architectures with multi-head latent attention."""
+
+CHUNKED: frozenset[str] = frozenset(("Llama4ForCausalLM",))
+"""Architectures with layers that see their own chunk of the text."""
+
+CHUNKED_ATTENTION = "chunked_attention"
 
 UNIFORM: frozenset[str] = frozenset(
     (
@@ -146,6 +151,23 @@ def attention_windows(hf: HFConfig) -> list[int | None]:
     return [window if kind == SLIDING_ATTENTION else None for kind in layer_kinds(hf)]
 
 
+def attention_chunks(hf: HFConfig) -> list[int | None]:
+    """Returns for each layer of Llama 4 the size of the chunks outside of which a query sees nothing; None for none.
+
+    Raises UnsupportedModelError for another kind of layer, ModelLoadError for a list of the wrong length.
+    """
+    count = hf.num_hidden_layers
+    default = [CHUNKED_ATTENTION if rotates(hf, layer) else FULL_ATTENTION for layer in range(count)]
+    kinds = hf.get("layer_types") or default
+    if not isinstance(kinds, list) or len(kinds) < count:
+        raise ModelLoadError(f"{hf.path} has layer_types {kinds!r}, which must be a list of {count}")
+    for kind in kinds[:count]:
+        if kind not in (FULL_ATTENTION, CHUNKED_ATTENTION):
+            raise UnsupportedModelError(f"{hf.path} has a layer of type {kind!r}, which is not implemented")
+    size = None if hf.get("attention_chunk_size") is None else hf.size("attention_chunk_size")
+    return [size if kind == CHUNKED_ATTENTION else None for kind in kinds[:count]]
+
+
 @dataclass(frozen=True)
 class CachedLayer:
     """The keys and values that one layer stores for each token."""
@@ -154,6 +176,8 @@ class CachedLayer:
     head_size: int
     window: int | None = None
     """Tokens a query sees; None for all."""
+    chunk: int | None = None
+    """Size of the chunks outside of which it sees nothing; None for none."""
     is_latent: bool = False
     """Values are parts of keys."""
 
@@ -167,4 +191,6 @@ def cached_layers(hf: HFConfig) -> dict[int, CachedLayer]:
         latent = CachedLayer(1, hf.size("kv_lora_rank") + hf.size("qk_rope_head_dim"), is_latent=True)
         return dict.fromkeys(range(hf.num_hidden_layers), latent)
     heads, size = hf.num_key_value_heads, hf.head_dim
+    if hf.family in CHUNKED:
+        return {i: CachedLayer(heads, size, chunk=chunk) for i, chunk in enumerate(attention_chunks(hf))}
     return {i: CachedLayer(heads, size, window) for i, window in enumerate(attention_windows(hf))}

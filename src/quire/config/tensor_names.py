@@ -233,6 +233,9 @@ NAMES: Mapping[str, Names] = {
             "post_norm2": "post_feedforward_layernorm",
         }
     ),
+    "Llama4ForCausalLM": Names(
+        {"feed_forward": "mlp", "feed_forward.router": "mlp.gate", "feed_forward.shared_expert": "mlp.shared_experts"}
+    ),
     "MixtralForCausalLM": Names({"block_sparse_moe": "mlp"}),
     "MptForCausalLM": Names(
         {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
 from quire.worker.attention.layer import Attention
 from quire.worker.kernels.base import Kernels, RotationKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.kernels.specs import LinearSpec
+from quire.worker.kernels.specs import LinearSpec, NormSpec
 from quire.worker.layers.linear import Linear, side_by_side
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.row_order import attention_orders, half_order
@@ -29,6 +30,7 @@ class SelfAttention(nn.Module):
         self.has_norms = spec.qk_norm != "none"
         self.norms_in_rotation = spec.norm == "rms" and spec.qk_norm == "head"
         self.norms_after_rope = spec.qk_norm_after_rope
+        self.unit_norm = NormSpec(eps=spec.norm_eps, scale_in_float32=True) if layer.unit_qk_norm else None
         parts = {"q_proj": self.q_size * (2 if spec.output_gate else 1), "k_proj": self.kv_size, "v_proj": self.kv_size}
         self.output_gate = spec.output_gate
         self.sizes = list(parts.values())
@@ -62,6 +64,7 @@ class SelfAttention(nn.Module):
             logits_soft_cap=spec.attention_soft_cap,
             slopes=spec.alibi_slopes,
             scale_growth=layer.scale_growth,
+            chunk=layer.chunk,
         )
         self.sinks = weight(num_heads) if spec.attention_sinks else None
 
@@ -75,6 +78,11 @@ class SelfAttention(nn.Module):
             assert isinstance(self.k_norm, RMSNorm)
             normed = kernels.rotation(self.head_dim, self.q_norm.weight.data, self.k_norm.weight.data, self.q_norm.spec)
             steps = (*steps, (normed, False)) if self.norms_after_rope else ((normed, rotates),)
+        if self.unit_norm is not None:
+            parameter = self.qkv_proj.weight  # on the meta device once it is packed
+            place = torch.device("cpu") if parameter.is_meta else parameter.device
+            ones = torch.ones(self.head_dim, dtype=parameter.dtype, device=place)
+            steps = (*steps, (kernels.rotation(self.head_dim, ones, ones, self.unit_norm), False))
         self._rotations = steps
         return steps
 

@@ -41,6 +41,7 @@ MODELS: dict[str, str] = {
     "HunYuanDenseV1ForCausalLM": "quire.worker.models.hunyuan:HunYuanDenseV1ForCausalLM",
     "HyperCLOVAXForCausalLM": "quire.worker.models.granite:HyperCLOVAXForCausalLM",
     "Jais2ForCausalLM": "quire.worker.models.jais2:Jais2ForCausalLM",
+    "Llama4ForCausalLM": "quire.worker.models.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "quire.worker.models.llama:LlamaForCausalLM",
     "Ministral3ForCausalLM": "quire.worker.models.mistral:Ministral3ForCausalLM",
     "MinistralForCausalLM": "quire.worker.models.mistral:MinistralForCausalLM",

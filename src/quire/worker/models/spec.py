@@ -40,6 +40,10 @@ class LayerSpec:
     """Inner size of the MLP; None for the config's `intermediate_size`."""
     moe: MoESpec | None = None
     """Experts instead of the MLP."""
+    chunk: int | None = None
+    """A query at position i sees keys from the last multiple of `chunk` on; None for no limit."""
+    unit_qk_norm: bool = False
+    """Heads of queries and keys are normed, without weights, after the rotation."""
     scale_growth: ScaleGrowth | None = None
     """Growth of the attention's scale with the position of the query."""
 

@@ -9,7 +9,14 @@ from quire.engine.kv_cache.block import BlockHash, KVCacheMetricsCollector
 from quire.engine.kv_cache.hashing import HashFunction, hash_block, make_block_hasher
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.lora_request import LoRARequest
-from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from quire.wire.kv_cache import (
+    AnyKVCacheSpec,
+    ChunkedSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 
 BLOCK_SIZE = 4
 
@@ -52,6 +59,10 @@ def full(block_size: int = BLOCK_SIZE) -> FullAttentionSpec:
 
 def sliding(window: int, block_size: int = BLOCK_SIZE) -> SlidingWindowSpec:
     return SlidingWindowSpec(block_size, 1, 8, "float32", sliding_window=window)
+
+
+def chunked(chunk_size: int, block_size: int = BLOCK_SIZE) -> ChunkedSpec:
+    return ChunkedSpec(block_size, 1, 8, "float32", chunk_size=chunk_size)
 
 
 def make_manager(

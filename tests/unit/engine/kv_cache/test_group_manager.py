@@ -10,7 +10,7 @@ from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.group_manager import GroupManager, find_longest_common_hit, make_group_manager
 from quire.engine.kv_cache.hashing import PrefixQuery
 from quire.wire.kv_cache import AnyKVCacheSpec
-from tests.unit.engine.kv_cache.model import BLOCK_SIZE, ModelRequest, full, sliding
+from tests.unit.engine.kv_cache.model import BLOCK_SIZE, ModelRequest, chunked, full, sliding
 
 REQUEST = ModelRequest("r", list(range(10 * BLOCK_SIZE)))
 
@@ -72,6 +72,31 @@ def test_first_block_read(window: int, position: int, expected: int) -> None:
     group = _groups((sliding(window), set()))[0]
     assert group.first_block_read(position) == expected
     assert _groups((full(), set()))[0].first_block_read(position) == 0
+
+
+@pytest.mark.parametrize(
+    ("chunk", "cached", "max_blocks", "expected"),
+    [
+        (8, {1}, 10, [0, 2]),  # the next token begins a chunk; a hit is proven by a block all the same
+        (8, {2}, 10, [0, 0, 3]),  # the next token has half a chunk before it
+        (8, {3}, 10, [0, 0, 0, 4]),
+        (6, {2}, 10, [0, 0, 3]),  # position 12 begins a chunk
+        (6, {1}, 10, [0, 2]),  # position 8 reads from 6 on, in the second block
+        (6, {3}, 10, [0, 0, 0, 4]),  # position 16 reads from 12 on
+        (10, {1}, 10, []),  # position 8 reads from 0 on
+        (10, {0, 3}, 10, [1]),  # position 16 reads from 10 on, in the third block
+        (10, {2, 3}, 10, [0, 0, 3, 4]),
+        (100, {0, 1}, 10, [1, 2]),
+        (100, {1, 2}, 10, []),
+    ],
+)
+def test_chunked_hit(chunk: int, cached: set[int], max_blocks: int, expected: list[int]) -> None:
+    assert _hit(_groups((chunked(chunk), cached)), max_blocks) == [expected]
+
+
+@pytest.mark.parametrize(("chunk", "position", "expected"), [(6, 5, 0), (6, 6, 1), (6, 11, 1), (6, 12, 3), (8, 8, 2)])
+def test_first_block_read_of_a_chunk(chunk: int, position: int, expected: int) -> None:
+    assert _groups((chunked(chunk), set()))[0].first_block_read(position) == expected
 
 
 def test_groups_agree_on_the_shortest() -> None:

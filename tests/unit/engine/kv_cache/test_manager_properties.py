@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.engine.kv_cache.block import BlockHash, ExtraKeys
 from quire.engine.kv_cache.hashing import HashFunction, hash_block
-from quire.wire.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
+from quire.wire.kv_cache import AnyKVCacheSpec, ChunkedSpec, SlidingWindowSpec
 from quire.wire.stats import PrefixCacheStats
 from tests.seeds import examples
-from tests.unit.engine.kv_cache.model import BLOCK_SIZE, ModelRequest, full, make_manager, sliding
+from tests.unit.engine.kv_cache.model import BLOCK_SIZE, ModelRequest, chunked, full, make_manager, sliding
 
 MAX_MODEL_LEN = 40
 LAYOUTS: list[tuple[AnyKVCacheSpec, ...]] = [
@@ -28,6 +28,8 @@ LAYOUTS: list[tuple[AnyKVCacheSpec, ...]] = [
     (sliding(1),),
     (full(), sliding(6)),
     (full(), sliding(3), sliding(10)),
+    (chunked(6),),
+    (full(), chunked(8), chunked(11)),
 ]
 
 Prefix = tuple[str | None, tuple[int, ...]]
@@ -161,6 +163,8 @@ class World:
             for group_id, table in enumerate(self.manager.get_block_ids(request.request_id)):
                 spec = self.specs[group_id]
                 first = positions.start - spec.sliding_window + 1 if isinstance(spec, SlidingWindowSpec) else 0
+                if isinstance(spec, ChunkedSpec):
+                    first = positions.start // spec.chunk_size * spec.chunk_size
                 for position in range(max(0, first), positions.stop):
                     prefix = (request.cache_salt, tuple(tokens[: position + 1]))
                     slot = (table[position // BLOCK_SIZE], position % BLOCK_SIZE)
@@ -241,7 +245,9 @@ TestKVCacheMachine = KVCacheMachine.TestCase
 
 
 @pytest.mark.parametrize("weak_hash", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["full", "window", "window of 1", "full+window", "full+windows"])
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=["full", "window", "window of 1", "full+window", "full+windows", "chunks", "full+chunks"]
+)
 def test_long_runs_keep_every_invariant(layout: tuple[AnyKVCacheSpec, ...], weak_hash: bool) -> None:
     """3000 operations from a seed: long enough for pools to fill, and for content to outlive its parents."""
     rng = random.Random(f"{layout} {weak_hash}")

@@ -20,6 +20,7 @@ from quire.engine.kv_cache.sizing import (
 from quire.errors import ConfigError
 from quire.wire.kv_cache import (
     AnyKVCacheSpec,
+    ChunkedSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -117,6 +118,8 @@ def test_block_sizes_must_be_equal() -> None:
         (SLIDING, 10_000, 2048, 161),  # ceil((511 + 2048) / 16) + 1
         (SLIDING, 10_000, 1, 33),
         (SLIDING, 500, 1, 32),
+        (ChunkedSpec(16, 8, 128, "bfloat16", 100), 10_000, 50, 11),  # ceil((99 + 50) / 16) + 1
+        (LatentSpec(16, 1, 576), 500, 1, 32),
     ],
 )
 def test_the_blocks_of_a_request_are_counted(

@@ -147,6 +147,9 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("no clip", "mpt", {"attn_config": {"softmax_scale": 0.2}}),
     ("no qk norm", "persimmon", {"qk_layernorm": False}),
     ("no biases", "jais2", {"attention_bias": False, "mlp_bias": False}),
+    ("no norms, growth or chunks, listed layers", "llama4_text", {
+        "use_qk_norm": False, "attn_temperature_tuning": False, "attention_chunk_size": 4096,
+        "moe_layers": [0, 3], "no_rope_layers": [0, 1, 0, 1], "attention_bias": True}),
     ("yarn", "deepseek_v3", rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.9,
                                  original_max_position_embeddings=256)),
     ("halves, whole queries, biases", "deepseek_v3", {"rope_interleave": False, "q_lora_rank": None,
@@ -267,6 +270,7 @@ OTHER_SUMS = LATENT | frozenset(
         "biogpt",
         "bloom",
         "codegen",
+        "llama4_text",
         "cohere",
         "cohere2",
         "falcon",
@@ -283,7 +287,8 @@ OTHER_SUMS = LATENT | frozenset(
 Attention and MLP are added before the layer's input is (codegen, falcon, gpt_neox, gptj, phi); an activation or ALiBi
 is rounded after each operation (bloom, gpt2, gpt_neo, mpt); the scale of embeddings is not rounded (biogpt); queries
 and keys, rotated in float32, have their elements in pairs (cohere); keys and values are made of latents before
-attention, which Quire does not (deepseek, glm4_moe_lite)."""
+attention, which Quire does not (deepseek, glm4_moe_lite); the answers of experts are rounded one by one
+(llama4_text)."""
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OTHER_SUMS])
