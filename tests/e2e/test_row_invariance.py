@@ -50,7 +50,7 @@ def run(llm: LLM, seen: Logits, prompts: list[list[int]]) -> tuple[list[torch.Te
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "llama4_text"])
 def test_company_cache_chunks_and_preemption_change_no_bit(
     family: str, dtype: str, checkpoint: Checkpoint, seen: Logits
 ) -> None:

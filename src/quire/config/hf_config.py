@@ -52,6 +52,7 @@ FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Keys that a family calls otherwise, by `model_type`: our name and the family's, which wins where both are there."""
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "apertus": {
         "hidden_act": "xielu",
@@ -110,31 +111,23 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "exaone4": {"num_key_value_heads": 32, "rms_norm_eps": 1e-05, "sliding_window": 4096, "sliding_window_pattern": 4},
     "deepseek_v2": {
+        **_LATENT,
         "first_k_dense_replace": 0,
-        "kv_lora_rank": 512,
         "moe_intermediate_size": 1407,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
     },
     "deepseek_v3": {
+        **_LATENT,
         "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
         "max_position_embeddings": 4096,
         "moe_intermediate_size": 2048,
         "n_group": 8,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
         "routed_scaling_factor": 2.5,
         "topk_group": 4,
-        "v_head_dim": 128,
     },
     "falcon": {"multi_query": True, "tie_word_embeddings": True},
     "gemma": {
@@ -184,7 +177,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1.5625e-7,
     },
     "glm4_moe_lite": {
-        "kv_lora_rank": 512,
+        **_LATENT,
         "max_position_embeddings": 202752,
         "moe_intermediate_size": 1536,
         "n_routed_experts": 64,
@@ -192,7 +185,6 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 4,
         "q_lora_rank": 768,
         "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
         "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 1.8,
         "v_head_dim": 256,

@@ -18,6 +18,7 @@ from quire.cli.info import kv_cache_specs
 from quire.cli.main import main
 from quire.config.engine_args import EngineArgs
 from quire.config.hf_config import HFConfig
+from quire.testing.tiny_models import make_tiny_checkpoint
 from quire.wire.kv_cache import AnyKVCacheSpec
 from quire.worker.attention.layer import Attention
 from quire.worker.models.registry import get_model_class
@@ -252,3 +253,13 @@ def test_what_to_do_about_a_model_that_cannot_be_fetched(capsys: Capture, monkey
     assert "a hub id with its owner, as in OWNER/no-such-llama" in err
     assert main(["info", "nobody/no-such-llama"]) == 2
     assert "quire pull nobody/no-such-llama" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "llama4_text"])
+def test_latent_and_chunked_layers_keep_what_the_model_says(family: str, tmp_path: Path) -> None:
+    hf = HFConfig.from_dir(make_tiny_checkpoint(tmp_path, family))
+    with torch.device("meta"):
+        model = get_model_class(hf)(hf)
+    real = [layer.kv_cache_spec(16, torch.float16) for layer in model.modules() if isinstance(layer, Attention)]
+    assert list(kv_cache_specs(hf, 16, "float16").values()) == real
+    assert {type(spec).__name__ for spec in real} & {"LatentSpec", "ChunkedSpec"}
