@@ -25,18 +25,18 @@ class SelfAttention(nn.Module):
         hidden_size, num_heads = hf.hidden_size, hf.num_attention_heads
         num_kv_heads = layer.num_kv_heads or hf.num_key_value_heads
         self.head_dim = layer.head_dim or hf.head_dim
-        self.q_size, self.kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.rope = layer.rope
         self.has_norms = spec.qk_norm != "none"
         self.norms_in_rotation = spec.norm == "rms" and spec.qk_norm == "head"
         self.norms_after_rope = spec.qk_norm_after_rope
         self.unit_norm = NormSpec(eps=spec.norm_eps, scale_in_float32=True) if layer.unit_qk_norm else None
-        parts = {"q_proj": self.q_size * (2 if spec.output_gate else 1), "k_proj": self.kv_size, "v_proj": self.kv_size}
+        parts = {"q_proj": q_size * (2 if spec.output_gate else 1), "k_proj": kv_size, "v_proj": kv_size}
         self.output_gate = spec.output_gate
         self.sizes = list(parts.values())
         inner = LinearSpec(clip=spec.clip_qkv)
         self.qkv_proj = side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_qkv is not None, inner)
-        self.o_proj = Linear(self.q_size, hidden_size, spec.output_bias)
+        self.o_proj = Linear(q_size, hidden_size, spec.output_bias)
         paired_dim = 0
         if spec.rope_pairs and layer.rope is not None:
             paired_dim = int(self.head_dim * spec.ropes[layer.rope].partial_rotary_factor)
@@ -99,7 +99,7 @@ class SelfAttention(nn.Module):
         steps = self.prepare(TORCH_KERNELS) if self._rotations is None else self._rotations
         for step, rotates in steps:
             q, k = step(q, k, rotations[self.rope] if rotates and self.rope is not None else None)
-        attended = self.attn(q, k, v)  # [num_tokens, q_size]
+        attended = self.attn(q, k, v)  # [num_tokens, num_heads * head_dim]
         if self.output_gate:
             attended = attended * gate.sigmoid()
         output: Tensor = self.o_proj(attended, residual)
