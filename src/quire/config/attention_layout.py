@@ -106,6 +106,7 @@ MIXED: Mapping[str, IsSliding] = {
     "Gemma2ForCausalLM": _every_second,
     "Gemma3ForCausalLM": _all_but_each_last,
     "GptOssForCausalLM": _every_second,
+    "GraniteSWAForCausalLM": _after_each_fourth,
     "MinistralForCausalLM": _every,
     "ModernBertModel": _near_by,
     "Olmo3ForCausalLM": _all_but_each_fourth,

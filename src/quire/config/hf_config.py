@@ -217,6 +217,14 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 128,
     },
     "granite": {"attention_multiplier": 1.0},
+    "granite_swa": {
+        "attention_multiplier": 1.0,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-05,
+        "sliding_window": 128,
+        "tie_word_embeddings": True,
+    },
     "helium": {
         "head_dim": 128,
         "max_position_embeddings": 4096,

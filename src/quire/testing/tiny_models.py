@@ -239,6 +239,14 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "llama_4_scaling_beta": 0.3,
         },
     },
+    "granite_swa": {
+        **_WINDOWS,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.8,
+        "logits_scaling": 0.5,
+        "layer_rope_theta": [10000.0, 500.0, 0, 10000.0],
+        "tie_word_embeddings": True,
+    },
 }
 
 FAMILIES: tuple[str, ...] = tuple(_FAMILY_CONFIGS)

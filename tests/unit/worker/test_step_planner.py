@@ -23,7 +23,7 @@ from quire.worker.step_planner import StepPlanner
 from .conftest import MakeCheckpoint
 from .test_row_invariance import MAX_REQS, LogitsOfRequests, make_prompts
 
-NOT_PLANNED = {"opt", "granite", "hyperclovax", "gemma", "gemma2", "gemma3_text", "vaultgemma"} | {
+NOT_PLANNED = {"granite_swa", "opt", "granite", "hyperclovax", "gemma", "gemma2", "gemma3_text", "vaultgemma"} | {
     *("biogpt", "gpt2", "gpt_bigcode", "gpt_neo"),  # learned positions
 }
 """Families with layers that torch computes."""

@@ -6,7 +6,7 @@ import dataclasses
 
 from quire.config.hf_config import HFConfig
 from quire.worker.models.decoder import DecoderForCausalLM
-from quire.worker.models.spec import DecoderSpec, common_spec
+from quire.worker.models.spec import DecoderSpec, common_spec, make_layers
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
@@ -14,6 +14,21 @@ class GraniteForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         super().__init__(hf, dataclasses.replace(_granite_spec(hf), block="scaled"))
+
+
+class GraniteSWAForCausalLM(DecoderForCausalLM):
+    """Granite in which three of four layers have a window, with attention sinks and a rotary base per layer; 0: the
+    layer does not rotate."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        rope, thetas = hf.rope(), hf.get("layer_rope_theta")
+        thetas = [rope.rope_theta] * hf.num_hidden_layers if thetas is None else thetas
+        layers = make_layers(hf, rope=lambda i: f"theta {thetas[i]:g}".replace(".", "_") if thetas[i] else None)
+        names = {layer.rope: float(theta) for layer, theta in zip(layers, thetas, strict=True) if layer.rope}
+        ropes = {name: dataclasses.replace(rope, rope_theta=theta) for name, theta in names.items()}
+        super().__init__(
+            hf, dataclasses.replace(_granite_spec(hf), block="scaled", layers=layers, ropes=ropes, attention_sinks=True)
+        )
 
 
 class HyperCLOVAXForCausalLM(DecoderForCausalLM):

@@ -37,6 +37,7 @@ MODELS: dict[str, str] = {
     "GlmForCausalLM": "quire.worker.models.glm:GlmForCausalLM",
     "GptOssForCausalLM": "quire.worker.models.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "quire.worker.models.granite:GraniteForCausalLM",
+    "GraniteSWAForCausalLM": "quire.worker.models.granite:GraniteSWAForCausalLM",
     "HeliumForCausalLM": "quire.worker.models.helium:HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM": "quire.worker.models.hunyuan:HunYuanDenseV1ForCausalLM",
     "HyperCLOVAXForCausalLM": "quire.worker.models.granite:HyperCLOVAXForCausalLM",

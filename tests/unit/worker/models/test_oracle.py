@@ -279,11 +279,13 @@ OTHER_SUMS = LATENT | frozenset(
         "gpt_neox",
         "gpt_oss",
         "gptj",
+        "granite_swa",
         "mpt",
         "phi",
     }
 )
-"""Families that round at other places in transformers. gpt-oss rounds the scores of attention and of its router.
+"""Families that round at other places in transformers. gpt-oss rounds the scores of attention and of its router,
+granite_swa the answer of attention before its share without the sink.
 Attention and MLP are added before the layer's input is (codegen, falcon, gpt_neox, gptj, phi); an activation or ALiBi
 is rounded after each operation (bloom, gpt2, gpt_neo, mpt); the scale of embeddings is not rounded (biogpt); queries
 and keys, rotated in float32, have their elements in pairs (cohere); keys and values are made of latents before
