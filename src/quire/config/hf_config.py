@@ -53,6 +53,25 @@ FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
 }
 """Keys that a family calls otherwise, by `model_type`: our name and the family's, which wins where both are there."""
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_GEMMA2: Mapping[str, Any] = {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_GLM: Mapping[str, Any] = {
+    "attention_bias": True,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-7,
+}
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "apertus": {
         "hidden_act": "xielu",
@@ -137,17 +156,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 16,
         "tie_word_embeddings": True,
     },
-    "gemma2": {
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 8192,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-    },
+    "gemma2": _GEMMA2,
     "gemma3_text": {
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -160,22 +169,8 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
     },
-    "glm": {
-        "attention_bias": True,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 2,
-        "partial_rotary_factor": 0.5,
-        "rms_norm_eps": 1.5625e-7,
-    },
-    "glm4": {
-        "attention_bias": True,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 2,
-        "partial_rotary_factor": 0.5,
-        "rms_norm_eps": 1.5625e-7,
-    },
+    "glm": _GLM,
+    "glm4": _GLM,
     "glm4_moe_lite": {
         **_LATENT,
         "max_position_embeddings": 202752,
@@ -331,17 +326,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
-    "vaultgemma": {
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 8192,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-    },
+    "vaultgemma": _GEMMA2,
     "xlm-roberta": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "pad_token_id": 1, "type_vocab_size": 2},
 }
 """Defaults of absent keys, by `model_type`: transformers writes only values that differ from its own class defaults,
