@@ -45,6 +45,14 @@ def _all_but_each_last(hf: HFConfig, layer: int) -> bool:
     return (layer + 1) % hf.size("sliding_window_pattern") != 0
 
 
+def _even_before_the_last(hf: HFConfig, layer: int) -> bool:
+    return layer % 2 == 0 and layer < int(hf.get("max_window_layers", 0))
+
+
+def _never(hf: HFConfig, layer: int) -> bool:
+    return False
+
+
 def _near_by(hf: HFConfig, layer: int) -> bool:
     return layer % hf.size("global_attn_every_n_layers") != 0
 
@@ -101,16 +109,20 @@ UNIFORM: frozenset[str] = frozenset(
 MIXED: Mapping[str, IsSliding] = {
     "Cohere2ForCausalLM": _all_but_each_last,
     "CwmForCausalLM": _after_each_fourth,
+    "Dots1ForCausalLM": _after_the_first,
     "Exaone4ForCausalLM": _by_pattern,
+    "ExaoneMoeForCausalLM": _all_but_each_last,
     "GPTNeoForCausalLM": _is_local,
     "Gemma2ForCausalLM": _every_second,
     "Gemma3ForCausalLM": _all_but_each_last,
     "GptOssForCausalLM": _every_second,
     "GraniteSWAForCausalLM": _after_each_fourth,
+    "MellumForCausalLM": _never,
     "MinistralForCausalLM": _every,
     "ModernBertModel": _near_by,
     "Olmo3ForCausalLM": _all_but_each_fourth,
     "Qwen2ForCausalLM": _after_the_first,
+    "Qwen2MoeForCausalLM": _even_before_the_last,
     "Qwen3ForCausalLM": _after_the_first,
     "SmolLM3ForCausalLM": _without_rotation,
     "VaultGemmaForCausalLM": _every_second,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.checkpoint import read_object
+from quire.config.expert_defaults import EXPERT_FAMILY_DEFAULTS
 from quire.config.text_part import PART_OF, text_part
 from quire.errors import ModelLoadError
 
@@ -328,6 +329,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "vaultgemma": _GEMMA2,
     "xlm-roberta": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "pad_token_id": 1, "type_vocab_size": 2},
+    **EXPERT_FAMILY_DEFAULTS,
 }
 """Defaults of absent keys, by `model_type`: transformers writes only values that differ from its own class defaults,
 so absence has a meaning per family (values of transformers 5.19). An explicit null is not absence."""

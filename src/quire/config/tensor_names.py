@@ -40,9 +40,16 @@ class Names:
         return self._renamed.sub(lambda path: self.renamed[path.group()], name)
 
 
+MAX_PREDICTORS = 16
+"""Layers behind the decoder's that are ignored at most."""
+
+
 def names_of(hf: HFConfig) -> tuple[Names, ...]:
     """Returns the names of a checkpoint's tensors, in the order in which they apply."""
     own = (NAMES[hf.family],) if hf.family in NAMES else ()
+    first, count = hf.num_hidden_layers, min(int(hf.get("num_nextn_predict_layers", 0)), MAX_PREDICTORS)
+    if count:  # layers that predict tokens after the next one
+        own = (Names(ignored=tuple(f"model.layers.{first + i}" for i in range(count))), *own)
     return (TEXT_PART, *own) if hf.part_of else own
 
 
@@ -76,9 +83,25 @@ TEXT_PART = Names(
 )
 """Names in repositories that also read images or sounds: config/text_part.py. A family's own names come after it."""
 
+_GRANITE_MOE = Names(
+    {
+        "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+        "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+        "block_sparse_moe.router.layer": "mlp.gate",
+        "shared_mlp.input_linear": "mlp.shared_experts.gate_up_proj",
+        "shared_mlp.output_linear": "mlp.shared_experts.down_proj",
+    }
+)
 NAMES: Mapping[str, Names] = {
     "ApertusForCausalLM": Names(
         {"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"}
+    ),
+    "AriaTextForCausalLM": Names(
+        {
+            "mlp.experts.fc1.weight": "mlp.experts.gate_up_proj",
+            "mlp.experts.fc2.weight": "mlp.experts.down_proj",
+            "mlp.router": "mlp.gate",
+        }
     ),
     "BioGptForCausalLM": Names(
         {
@@ -125,6 +148,8 @@ NAMES: Mapping[str, Names] = {
         },
         ignored=("attn.causal_mask",),
     ),
+    "Ernie4_5_MoeForCausalLM": Names({"moe_statics.e_score_correction_bias": "gate.e_score_correction_bias"}),
+    "ExaoneMoeForCausalLM": Names({"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"}),
     "FalconForCausalLM": Names(
         {
             "transformer.h": "model.layers",
@@ -217,7 +242,6 @@ NAMES: Mapping[str, Names] = {
         },
         ignored=("attention.bias",),
     ),
-    "GptOssForCausalLM": Names({"mlp.router": "mlp.gate"}),
     "Glm4ForCausalLM": Names(
         {
             "post_self_attn_layernorm": "post_attention_layernorm",
@@ -225,7 +249,25 @@ NAMES: Mapping[str, Names] = {
             "post_mlp_layernorm": "post_feedforward_layernorm",
         }
     ),
+    "GptOssForCausalLM": Names({"mlp.router": "mlp.gate"}),
+    "GraniteMoeForCausalLM": _GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": _GRANITE_MOE,
+    "HYV3ForCausalLM": Names(
+        {
+            "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+            "mlp.router.gate": "mlp.gate",
+            "shared_mlp": "shared_experts",
+        }
+    ),
     "HunYuanDenseV1ForCausalLM": Names({"query_layernorm": "q_norm", "key_layernorm": "k_norm"}),
+    "HunYuanMoEV1ForCausalLM": Names(
+        {
+            "query_layernorm": "q_norm",
+            "key_layernorm": "k_norm",
+            "gate.wg": "gate",
+            "shared_mlp": "shared_experts",
+        }
+    ),
     "HyperCLOVAXForCausalLM": Names(
         {
             "post_norm1": "post_attention_layernorm",
@@ -235,6 +277,12 @@ NAMES: Mapping[str, Names] = {
     ),
     "Llama4ForCausalLM": Names(
         {"feed_forward": "mlp", "feed_forward.router": "mlp.gate", "feed_forward.shared_expert": "mlp.shared_experts"}
+    ),
+    "MiniMaxM2ForCausalLM": Names(
+        {
+            "block_sparse_moe": "mlp",
+            "block_sparse_moe.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+        }
     ),
     "MixtralForCausalLM": Names({"block_sparse_moe": "mlp"}),
     "MptForCausalLM": Names(
@@ -271,6 +319,7 @@ NAMES: Mapping[str, Names] = {
             "k_layernorm": "k_norm",
         }
     ),
+    "Qwen2MoeForCausalLM": Names({"shared_expert": "shared_experts"}),
     "StableLmForCausalLM": Names({"q_layernorm": "q_norm", "k_layernorm": "k_norm"}),
     "Starcoder2ForCausalLM": Names({"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
     "VaultGemmaForCausalLM": Names({"pre_feedforward_layernorm": "post_attention_layernorm"}),

@@ -247,6 +247,75 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "layer_rope_theta": [10000.0, 500.0, 0, 10000.0],
         "tie_word_embeddings": True,
     },
+    "olmoe": {"num_experts": 7, "num_experts_per_tok": 3},
+    "flex_olmo": {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "qwen2_moe": {
+        "num_hidden_layers": 4,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
+    "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 3, "residual_multiplier": 0.8, "logits_scaling": 0.5},
+    "granitemoeshared": {
+        "num_local_experts": 7,
+        "shared_intermediate_size": 40,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.8,
+    },
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 5, "moe_topk": [1, 2, 4]},
+    "ernie4_5_moe": {
+        "moe_num_experts": 7,
+        "moe_k": 3,
+        "moe_intermediate_size": 24,
+        "moe_layer_end_index": 2,
+        "moe_num_shared_experts": 2,
+    },
+    "glm4_moe": {
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 5,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+    },
+    "dots1": {
+        "head_dim": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "sliding_window": SLIDING_WINDOW,
+        "max_window_layers": 2,
+        "first_k_dense_replace": 1,
+    },
+    "solar_open": {"head_dim": 16, "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "exaone_moe": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "moe_intermediate_size": 24,
+        "sliding_window": SLIDING_WINDOW,
+    },
+    "hy_v3": {"head_dim": 16, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "mellum": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": _MIXED_LAYERS,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
+    "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3},
+    "aria_text": {"moe_num_experts": 5, "moe_topk": 3},
 }
 
 FAMILIES: tuple[str, ...] = tuple(_FAMILY_CONFIGS)
@@ -334,6 +403,9 @@ def randomize(model: Any) -> None:
         else:
             is_tied_head = model.config.tie_word_embeddings and any(table in name for table in _TOKEN_TABLES)
             parameter.data.normal_(std=(0.4 if is_tied_head else 1.5) * parameter.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("e_score_correction_bias", "expert_bias")):  # of the choice of experts
+            buffer.data.uniform_(-0.15, 0.15)
 
 
 def _write_tokenizer(path: Path, *, marks_texts: bool = False) -> None:

@@ -66,8 +66,12 @@ class MoESpec:
     logits_divisor: float = 1.0
     logits_in_float32: bool = False
     """The family computes logits in float32. (Native kernels always do.)"""
+    router_in_float32: bool = False
+    """The router's matrix stays in float32 whatever the model's type."""
     choice_bias: bool = False
     """Experts are chosen by their scores plus gate.e_score_correction_bias, which does not enter into weights."""
+    choice_bias_is_row: bool = False
+    """The bias is stored as [1, num_experts]."""
     expert_scale: bool = False
     """Each expert's weight has a factor, of gate.per_expert_scale."""
     shared: SharedExpertSpec | None = None
@@ -215,30 +219,36 @@ class Router(nn.Module):
     """The matrix of the experts' logits, whose sums stay in float32, and the rule of choice."""
 
     packed_parameters = ("weight",)
-    float32_parameters = ("e_score_correction_bias", "per_expert_scale")
 
     def __init__(self, spec: MoESpec, hidden_size: int) -> None:
         super().__init__()
         spec.router.validate(spec.num_experts)
         self.rule = spec.router
+        self.is_wide = spec.router_in_float32
+        self.float32_parameters = ("e_score_correction_bias", "per_expert_scale", *("weight", "bias") * self.is_wide)
         self.linear_spec = dataclasses.replace(
             LOGITS, divisor=spec.logits_divisor, float32_inputs=spec.logits_in_float32
         )
         self.weight = weight(spec.num_experts, hidden_size)
         self.bias = weight(spec.num_experts) if spec.router_bias else None
-        self.e_score_correction_bias = weight(spec.num_experts) if spec.choice_bias else None
+        bias_shape = (1, spec.num_experts) if spec.choice_bias_is_row else (spec.num_experts,)
+        self.e_score_correction_bias = weight(*bias_shape) if spec.choice_bias else None
         self.per_expert_scale = weight(spec.num_experts) if spec.expert_scale else None
         self.norm = None if spec.router_norm_eps is None else RMSNorm(hidden_size, spec.router_norm_eps)
-        self._kernels: tuple[LinearKernel, RouterKernel] | None = None
+        self._kernels: tuple[LinearKernel, dict[torch.dtype, RouterKernel]] | None = None
+        """The second by the type of x."""
 
-    def prepare(self, kernels: Kernels) -> tuple[LinearKernel, RouterKernel]:
+    def prepare(self, kernels: Kernels) -> tuple[LinearKernel, dict[torch.dtype, RouterKernel]]:
         bias, choice_bias, scale = (
-            None if p is None else p.data for p in (self.bias, self.e_score_correction_bias, self.per_expert_scale)
+            None if p is None else p.data.view(-1)
+            for p in (self.bias, self.e_score_correction_bias, self.per_expert_scale)
         )
         linear = kernels.linear(self.weight.data, bias, self.linear_spec)
-        self._kernels = made = linear, kernels.router(self.rule, self.weight.dtype, choice_bias, scale)
+        types = (torch.float32, torch.bfloat16, torch.float16) if self.is_wide else (self.weight.dtype,)
+        made = linear, {dtype: kernels.router(self.rule, dtype, choice_bias, scale) for dtype in types}
         if not kernels.keeps_weights:
             forget(self, "weight")
+        self._kernels = made
         return made
 
     def discard(self) -> None:
@@ -247,7 +257,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [num_tokens, hidden] to the experts' ids [num_tokens, k] and their weights, of that shape."""
         linear, choose = self._kernels or self.prepare(TORCH_KERNELS)
-        return choose(linear(x if self.norm is None else self.norm(x)))
+        normed = x if self.norm is None else self.norm(x)
+        return choose[x.dtype](linear(normed.float() if self.is_wide else normed))
 
 
 class MoE(nn.Module):

@@ -1,12 +1,14 @@
-"""Granite 3, and HyperCLOVA X, which has the same factors."""
+"""Granite 3 with and without experts, and HyperCLOVA X, which has the same factors."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from quire.config.hf_config import HFConfig
+from quire.worker.kernels.specs import RouterSpec
+from quire.worker.layers.moe import MoESpec, SharedExpertSpec
 from quire.worker.models.decoder import DecoderForCausalLM
-from quire.worker.models.spec import DecoderSpec, common_spec, make_layers
+from quire.worker.models.spec import DecoderSpec, LayerSpec, common_spec, make_layers
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
@@ -31,6 +33,24 @@ class GraniteSWAForCausalLM(DecoderForCausalLM):
         )
 
 
+class GraniteMoeForCausalLM(DecoderForCausalLM):
+    """Granite with experts; GraniteMoeShared adds an expert for all tokens."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        size = int(hf.get("shared_intermediate_size", 0))
+        moe = MoESpec(
+            num_experts=hf.size("num_local_experts"),
+            expert_size=hf.size("intermediate_size"),
+            router=RouterSpec(
+                num_experts_per_token=hf.size("num_experts_per_tok"), normalize=True, weights_in_float32=False
+            ),
+            layout="stacked",
+            shared=SharedExpertSpec(size=size, is_fused=True) if size else None,
+        )
+        spec = _granite_spec(hf, make_layers(hf, moe=lambda layer: moe))
+        super().__init__(hf, dataclasses.replace(spec, block="scaled"))
+
+
 class HyperCLOVAXForCausalLM(DecoderForCausalLM):
     """Granite whose logits are multiplied instead of divided; most checkpoints also norm what they add."""
 
@@ -42,11 +62,11 @@ class HyperCLOVAXForCausalLM(DecoderForCausalLM):
             self.names = ()
 
 
-def _granite_spec(hf: HFConfig) -> DecoderSpec:
-    """Returns the spec of both."""
+def _granite_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> DecoderSpec:
+    """Returns the spec of all."""
     scale = hf.get("attention_multiplier")
     return dataclasses.replace(
-        common_spec(hf),
+        common_spec(hf, layers),
         attention_scale=None if scale is None else float(scale),
         embedding_multiplier=float(hf.get("embedding_multiplier", 1.0)),
         residual_multiplier=float(hf.get("residual_multiplier", 1.0)),

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3."""
+"""OLMo 2 and 3, and OLMo's mixtures of experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from quire.config.attention_layout import layer_kinds
 from quire.config.hf_config import HFConfig
+from quire.errors import UnsupportedModelError
 from quire.worker.models.decoder import DecoderForCausalLM
+from quire.worker.models.experts import softmax_experts
 from quire.worker.models.spec import DecoderSpec, common_spec, make_layers
 
 
@@ -25,6 +27,25 @@ class Olmo3ForCausalLM(DecoderForCausalLM):
         kinds = layer_kinds(hf)
         spec = common_spec(hf, make_layers(hf, rope=lambda layer: kinds[layer]))
         super().__init__(hf, _olmo_spec(spec, ropes={kind: hf.rope(kind) for kind in dict.fromkeys(kinds)}))
+
+
+class FlexOlmoForCausalLM(DecoderForCausalLM):
+    """OLMo 2 with experts in every layer."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        moe = softmax_experts(hf, size="intermediate_size")
+        super().__init__(hf, _olmo_spec(common_spec(hf, make_layers(hf, moe=lambda layer: moe))))
+
+
+class OlmoeForCausalLM(DecoderForCausalLM):
+    """Llama with experts in every layer; queries and keys are normalised over all heads together."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        if hf.get("clip_qkv") is not None:
+            raise UnsupportedModelError(f"{hf.path} has clip_qkv {hf.get('clip_qkv')!r}, which is not implemented here")
+        moe = softmax_experts(hf, size="intermediate_size")
+        spec = common_spec(hf, make_layers(hf, moe=lambda layer: moe))
+        super().__init__(hf, dataclasses.replace(spec, qk_norm="full"))
 
 
 def _olmo_spec(spec: DecoderSpec, **changes: Any) -> DecoderSpec:

@@ -1,14 +1,15 @@
-"""Qwen2 and 2.5, Qwen3, Qwen3-MoE."""
+"""Qwen2 and 2.5, Qwen3, their mixtures of experts, and Mellum 2."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from quire.config.attention_layout import layer_kinds
 from quire.config.hf_config import HFConfig
-from quire.worker.kernels.specs import RouterSpec
-from quire.worker.layers.moe import MoESpec
+from quire.worker.layers.moe import MoESpec, SharedExpertSpec
 from quire.worker.models.decoder import DecoderForCausalLM
-from quire.worker.models.spec import common_spec, make_layers
+from quire.worker.models.experts import has_experts, softmax_experts
+from quire.worker.models.spec import LayerSpec, common_spec, make_layers
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
@@ -25,19 +26,35 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
         super().__init__(hf, dataclasses.replace(common_spec(hf), qk_norm="head"))
 
 
-class Qwen3MoeForCausalLM(DecoderForCausalLM):
-    """Experts in every `decoder_sparse_step`-th layer that is not one of `mlp_only_layers`."""
+class Qwen2MoeForCausalLM(DecoderForCausalLM):
+    """Qwen2 with experts, and one for all tokens whose answer is weighted, too."""
 
     def __init__(self, hf: HFConfig) -> None:
-        moe = MoESpec(
-            num_experts=hf.size("num_experts", hf.get("num_local_experts", 128)),
-            expert_size=hf.size("moe_intermediate_size"),
-            router=RouterSpec(
-                num_experts_per_token=hf.size("num_experts_per_tok"),
-                normalize=bool(hf.get("norm_topk_prob", False)),
-                weights_in_float32=False,
-            ),
+        shared = SharedExpertSpec(size=hf.size("shared_expert_intermediate_size"), is_weighted=True)
+        spec = common_spec(hf, _sparse_layers(hf, softmax_experts(hf, shared=shared)))
+        super().__init__(hf, dataclasses.replace(spec, qkv_bias=bool(hf.get("qkv_bias", True))))
+
+
+class Qwen3MoeForCausalLM(DecoderForCausalLM):
+    """Qwen3 with experts."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(
+            hf, dataclasses.replace(common_spec(hf, _sparse_layers(hf, softmax_experts(hf))), qk_norm="head")
         )
-        step, plain = hf.size("decoder_sparse_step"), hf.get("mlp_only_layers", [])
-        layers = make_layers(hf, moe=lambda i: moe if i not in plain and (i + 1) % step == 0 else None)
-        super().__init__(hf, dataclasses.replace(common_spec(hf, layers), qk_norm="head"))
+
+
+class MellumForCausalLM(DecoderForCausalLM):
+    """Qwen3 with experts and windows; layers with and without a window rotate by bases of their own."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        kinds, moe = layer_kinds(hf), softmax_experts(hf)
+        layers = make_layers(hf, rope=lambda i: kinds[i], moe=lambda i: moe if has_experts(hf, i) else None)
+        spec = dataclasses.replace(common_spec(hf, layers), qk_norm="head")
+        super().__init__(hf, dataclasses.replace(spec, ropes={kind: hf.rope(kind) for kind in dict.fromkeys(kinds)}))
+
+
+def _sparse_layers(hf: HFConfig, moe: MoESpec) -> tuple[LayerSpec, ...]:
+    """Returns layers of which each `decoder_sparse_step`-th has experts that is not one of `mlp_only_layers`."""
+    step, plain = hf.size("decoder_sparse_step"), hf.get("mlp_only_layers", [])
+    return make_layers(hf, moe=lambda i: moe if i not in plain and (i + 1) % step == 0 else None)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.errors import UnsupportedModelError
 from quire.worker.kernels.reference import TORCH_KERNELS, ask_experts, route
 from quire.worker.kernels.specs import CLAMPED_SWIGLU, ExpertsSpec, RouterSpec
 
@@ -178,3 +179,91 @@ def test_not_a_number_passes_the_limits(make_kernels: MakeKernels) -> None:
             torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
         )
         assert y.isnan().all()
+
+
+RULES: dict[str, RouterSpec] = {
+    "sigmoid": RouterSpec(num_experts_per_token=3, normalize=False, score="sigmoid"),
+    "sigmoid, eps, factor": RouterSpec(
+        num_experts_per_token=3, normalize=True, score="sigmoid", norm_eps=0.5, factor=2.5
+    ),
+    "two best of groups": RouterSpec(
+        num_experts_per_token=4,
+        normalize=True,
+        score="sigmoid",
+        num_groups=4,
+        num_kept_groups=2,
+        group_score="two best",
+    ),
+    "best of groups": RouterSpec(num_experts_per_token=3, normalize=False, num_groups=3, num_kept_groups=1),
+    "softmax, least sum": RouterSpec(num_experts_per_token=2, normalize=True, norm_min=0.7),
+    "softmax, eps": RouterSpec(num_experts_per_token=5, normalize=True, norm_eps=0.1),
+    "sparsemixer": RouterSpec(num_experts_per_token=2, normalize=False, score="sparsemixer", threshold=0.5),
+}
+
+
+@pytest.mark.parametrize("adds", ["nothing", "bias", "bias and scale"])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_of_a_router_equals_the_reference(make_kernels: MakeKernels, rule: str, adds: str) -> None:
+    spec, experts, n = RULES[rule], 12, 60
+    bias = None if adds == "nothing" or spec.score == "sparsemixer" else randn(11, experts) * 0.3
+    scale = randn(12, experts) if adds == "bias and scale" else None
+    logits = randn(13, n, experts) * 2
+    ids, weights = make_kernels(3).router(spec, torch.float32, bias, scale)(logits)
+    wide = (None if t is None else t.double() for t in (bias, scale))
+    kwargs = dict(zip(("choice_bias", "expert_scale"), wide, strict=True))
+    expected_ids, expected = route(logits.double(), spec=spec, dtype=torch.float32, **kwargs)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights.double(), expected, rtol=2e-6, atol=1e-9)
+    one = make_kernels(1).router(spec, torch.float32, bias, scale)
+    alone = [one(row) for row in logits.split(1)]
+    assert torch.equal(ids, torch.cat([row[0] for row in alone]))
+    assert torch.equal(weights, torch.cat([row[1] for row in alone]))
+
+
+def test_of_equal_groups_and_sums_the_first_are_chosen(make_kernels: MakeKernels) -> None:
+    spec = RouterSpec(
+        num_experts_per_token=2,
+        normalize=True,
+        score="sigmoid",
+        num_groups=3,
+        num_kept_groups=2,
+        group_score="two best",
+    )
+    logits, bias = torch.tensor([[0.0, 0.0, 1.0, -1.0, 0.0, 0.0]]), torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
+    for kernels in (make_kernels(1), TORCH_KERNELS):
+        ids, weights = kernels.router(spec, torch.float32, bias)(logits)
+        assert ids.tolist() == [[0, 1]]
+        assert weights.tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (RouterSpec(num_experts_per_token=7, normalize=True), "7 experts for each token cannot be chosen from 6"),
+        (RouterSpec(num_experts_per_token=1, normalize=True, num_groups=4, num_kept_groups=2), "2 of 4 groups of 6"),
+        (RouterSpec(num_experts_per_token=3, normalize=True, num_groups=3), "cannot be chosen from 2"),
+        (RouterSpec(num_experts_per_token=1, normalize=True, num_groups=6, group_score="two best"), "no sum of two"),
+    ],
+)
+def test_rules_that_cannot_choose_are_refused(spec: RouterSpec, words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        spec.validate(6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scaled_inputs_and_shared_answers_equal_the_reference(make_kernels: MakeKernels, dtype: torch.dtype) -> None:
+    gate_up, down = make_weights(5, 40, 24, dtype)
+    x, shared, residual = (randn(seed, 19, 40, dtype=dtype) for seed in (14, 15, 16))
+    ids, weights = choose(17, 19, 5, 2)
+    spec = ExpertsSpec(activation="silu", scales_inputs=True)
+    tolerance = 2**-6 if dtype == torch.bfloat16 else 3e-6
+    for r in (None, residual):
+        y = make_kernels(2).experts(gate_up, down, spec)(x, ids, weights, r, shared)
+        wide = [None if t is None else t.double() for t in (r, shared)]
+        expected = ask_experts(
+            x.double(), ids, weights.double(), *wide, gate_up=gate_up.double(), down=down.double(), spec=spec
+        )
+        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+        alone = make_kernels(1).experts(gate_up, down, spec)
+        rows = [alone(*(None if t is None else t[i : i + 1] for t in (x, ids, weights, r, shared))) for i in range(19)]
+        assert torch.equal(y, torch.cat(rows))

@@ -156,6 +156,10 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
                                                       "attention_bias": True, "norm_topk_prob": False}),
     ("yarn, greedy", "deepseek_v2", {"topk_method": "greedy", "q_lora_rank": 20, **rope(
         "yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.7, original_max_position_embeddings=256)}),
+    ("window", "qwen2_moe", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 3}),
+    ("biases", "ernie4_5_moe", {"use_bias": True, "moe_layer_interval": 2, "tie_word_embeddings": False}),
+    ("no groups, two shared experts", "exaone_moe", {"n_group": 1, "topk_group": 1, "num_shared_experts": 2,
+                                                   "first_k_dense_replace": 2, "norm_topk_prob": False}),
     ("sparse step", "qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False}),
 ]  # fmt: skip
 

@@ -1,0 +1,84 @@
+"""Families on ordinary attention whose experts are chosen as DeepSeek V3's: GLM-4.5 and 4.6, dots.llm1, Solar Open,
+EXAONE with experts, Hunyuan 3, MiniMax-M2."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from quire.config.attention_layout import layer_kinds
+from quire.config.hf_config import SLIDING_ATTENTION, HFConfig
+from quire.worker.kernels.specs import RouterSpec
+from quire.worker.layers.moe import MoESpec
+from quire.worker.models.decoder import DecoderForCausalLM
+from quire.worker.models.experts import has_experts, sigmoid_experts
+from quire.worker.models.spec import DecoderSpec, common_spec, make_layers
+
+
+class Glm4MoeForCausalLM(DecoderForCausalLM):
+    """Half of each head rotates; queries and keys may be normalised head by head."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        qk_norm = "head" if hf.get("use_qk_norm", False) else "none"
+        super().__init__(hf, _spec(hf, sigmoid_experts(hf), qk_norm=qk_norm, output_bias=False))
+
+
+class SolarOpenForCausalLM(DecoderForCausalLM):
+    """Llama's attention."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, _spec(hf, sigmoid_experts(hf)))
+
+
+class Dots1ForCausalLM(DecoderForCausalLM):
+    """Queries and keys are normalised head by head; layers may have windows."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, _spec(hf, sigmoid_experts(hf), qk_norm="head"))
+
+
+class ExaoneMoeForCausalLM(DecoderForCausalLM):
+    """EXAONE 4's attention between norms. In a model with windows the layers without one do not rotate."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        kinds, has_windows = layer_kinds(hf), hf.get("sliding_window") is not None
+        moe = sigmoid_experts(hf, count="num_experts", shared="num_shared_experts")
+        spec = _spec(hf, moe, qk_norm="head", qkv_bias=False, output_bias=False)
+        layers = (
+            dataclasses.replace(layer, rope=None if has_windows and kind != SLIDING_ATTENTION else "rope")
+            for layer, kind in zip(spec.layers, kinds, strict=True)
+        )
+        super().__init__(hf, dataclasses.replace(spec, layers=tuple(layers)))
+
+
+class HYV3ForCausalLM(DecoderForCausalLM):
+    """Queries and keys are normalised head by head."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        keys = {"count": "num_experts", "shared": "num_shared_experts", "factor": "router_scaling_factor"}
+        super().__init__(hf, _spec(hf, sigmoid_experts(hf, **keys), qk_norm="head"))
+
+
+class MiniMaxM2ForCausalLM(DecoderForCausalLM):
+    """Queries and keys are normalised over all heads together; the first `rotary_dim` elements of each rotate."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        moe = MoESpec(
+            num_experts=hf.size("num_local_experts"),
+            expert_size=hf.size("intermediate_size"),
+            router=RouterSpec(num_experts_per_token=hf.size("num_experts_per_tok"), normalize=True, score="sigmoid"),
+            gate_name="w1",
+            up_name="w3",
+            down_name="w2",
+            choice_bias=True,
+        )
+        rope = hf.rope()
+        if hf.get("rotary_dim") is not None:
+            rope = dataclasses.replace(rope, partial_rotary_factor=hf.size("rotary_dim") / hf.head_dim)
+        super().__init__(hf, _spec(hf, moe, qk_norm="full", ropes={"rope": rope}))
+
+
+def _spec(hf: HFConfig, moe: MoESpec, **changes: Any) -> DecoderSpec:
+    """Returns Llama's spec with experts in the layers that have them."""
+    layers = make_layers(hf, moe=lambda layer: moe if has_experts(hf, layer) else None)
+    return dataclasses.replace(common_spec(hf, layers), **changes)
