@@ -24,7 +24,7 @@ QK_INLINE void finish_block(const qk_linear_args& a, F16 sum, F16 second, int64_
     if (a.bias) sum = add(sum, load_n(a.bias + n0, count));
     if (a.divisor != 1.0f) sum = div(sum, set1(a.divisor));
     if (a.soft_cap != 0.0f) sum = soft_cap(sum, a.soft_cap);
-    if (a.clip != 0.0f) sum = min(max(sum, set1(-a.clip)), set1(a.clip));
+    if (a.clip != 0.0f) sum = min(set1(a.clip), max(set1(-a.clip), sum));  // a NaN stays one
     if (a.gated && a.bias) second = add(second, load_n(a.bias + a.n + n0, count));
     sum = a.gated ? gate(a.activation, sum, second) : activate(a.activation, sum);
     if (a.residual) {
