@@ -137,13 +137,19 @@ def format_page(facts: Facts) -> str:
             ],
         ),
         "## Native decoders",
-        _table(("architecture", "class"), [(f"`{name}`", _link(facts["architectures"][name])) for name in decoders]),
+        _table(
+            ("architecture", "class"),
+            [(f"`{name}`", _class_and_file(facts["architectures"][name])) for name in decoders],
+        ),
         "## Native encoders",
         "For [embeddings and scores](pooling.md). Pooling heads of these and of every decoder "
         "(`…ForSequenceClassification`, `…ForTokenClassification`, …) have no rows of their own.",
         _table(
             ("architecture", "class"),
-            [(f"`{name}`", _link(facts["architectures"][name])) for name in _named(facts, NATIVE, is_encoder=True)],
+            [
+                (f"`{name}`", _class_and_file(facts["architectures"][name]))
+                for name in _named(facts, NATIVE, is_encoder=True)
+            ],
         ),
         "## Text parts",
         "The text model of these repositories is served, if the type of its `text_config` is one of the second list. "
@@ -180,11 +186,11 @@ def format_page(facts: Facts) -> str:
     return "\n\n".join(part if part.startswith(("|", " ", "#", "<")) else _wrapped(part) for part in parts) + "\n"
 
 
-def _link(row: Facts) -> str:
-    """Returns the class of a row, with a link to its file."""
+def _class_and_file(row: Facts) -> str:
+    """Returns the class of a row, and its file."""
     module, name = row["class"].split(":")
     path = f"src/{module.replace('.', '/')}.py"
-    return f"[{name}](../{path})"
+    return f"`{name}`, {path}"
 
 
 def _names(names: Iterable[str]) -> str:
