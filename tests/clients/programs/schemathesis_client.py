@@ -20,6 +20,8 @@ command = [
     "60",
     "--max-time",
     "40",
+    "--exclude-path-regex",
+    "^/api/(pull|push|create|copy|delete)$",  # answered with 501: models are not managed through Ollama's API
     "--warnings",
     "off",
 ]
