@@ -52,13 +52,14 @@ def text_part(raw: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
     `raw` is the content of the config.json at `path`. Raises UnsupportedModelError for a text model that is not known.
     """
-    architecture = next(iter(raw.get("architectures") or [""]))
-    if architecture not in REPOSITORIES:
+    names = raw.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else None
+    if not isinstance(architecture, str) or architecture not in REPOSITORIES:
         return raw
     nested = raw.get("text_config")
     text = nested if isinstance(nested, dict) else raw
     model_type = text.get("model_type") or ("llama" if text is nested else "")
-    if model_type not in TEXT_MODELS:
+    if not isinstance(model_type, str) or model_type not in TEXT_MODELS:
         raise UnsupportedModelError(
             f"{path}: {architecture} has a text part of type {model_type!r}; known are {', '.join(sorted(TEXT_MODELS))}"
         )

@@ -24,7 +24,7 @@ from quire.version import __version__
 
 REF = "#/components/schemas/{name}"
 TAGS: Mapping[str, tuple[str, ...]] = {
-    "Generation": ("chat", "completions", "responses", "messages", "batch", "invocations"),
+    "Generation": ("chat", "completions", "responses", "messages", "ollama", "batch", "invocations"),
     "Embeddings, classes and scores": ("embeddings", "scores"),
     "Tokens and prompts": ("tokens", "render"),
     "The server": ("models", "health", "pages"),
