@@ -57,7 +57,7 @@ PROGRAMS: Mapping[str, tuple[str, ...]] = {
 _PACKAGES = frozenset(
     ".".join(parts[:length]) for parts in (name.split(".") for name in MODULES) for length in range(2, len(parts))
 )
-"""Packages that exist only because a module of the table is in them, and those that have a folder."""
+"""Packages that hold modules of the table. Those with a folder are found by Python before this finder is asked."""
 
 
 def _attribute(module: str, name: str) -> Any:
@@ -93,7 +93,7 @@ class _Reexports(Loader):
 
 
 def _run_program() -> None:
-    """Is run by `python -m` in place of the text of a module, with the global names of that module."""
+    """Runs the program whose module `python -m` loads: this code is executed with the globals of that module."""
     __loader__.run(__spec__.name)  # type: ignore[name-defined]
 
 

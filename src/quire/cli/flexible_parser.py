@@ -25,14 +25,15 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._json_options: dict[str, Option] = {}
+        self.json_options: dict[str, Option] = {}
+        """Flags that hold JSON objects, by name."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words = normalise(sys.argv[1:] if args is None else args)
         try:
-            words = join_dotted(self._with_config_file(words), self._json_options)
+            words = join_dotted(self._with_config_file(words), self.json_options)
         except QuireError as e:
             self.error(str(e))
         return super().parse_known_args(words, namespace)
@@ -45,25 +46,6 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 path, rest = (value, words[i + 1 :]) if equals else ("".join(words[i + 1 : i + 2]), words[i + 2 :])
                 return _words_of(read_config_file(Path(path))) + words[:i] + rest
         return words
-
-    def add_option(self, target: Any, option: Option, default: Any) -> None:
-        """Adds one flag of ours to `target`, this parser or a group of it."""
-
-        def read(text: str) -> Any:
-            try:
-                return option.read_one(text)
-            except QuireError as e:
-                raise argparse.ArgumentTypeError(str(e)) from None
-
-        common: dict[str, Any] = {"dest": option.name, "default": default, "help": option.help.replace("%", "%%")}
-        if option.is_switch:
-            target.add_argument(*option.spellings, action=argparse.BooleanOptionalAction, **common)
-            return
-        if option.is_repeatable or option.takes_many:
-            common |= {"nargs": "+", "action": _Collect if option.is_repeatable else _OneOrMany}
-        target.add_argument(*option.spellings, type=read, metavar=option.metavar, **common)
-        if option.is_json:
-            self._json_options[option.name] = option
 
 
 class _Collect(argparse.Action):
@@ -86,16 +68,36 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
 
     The latter are in the result only where they were given.
     """
-    target = parser if isinstance(parser, FlexibleArgumentParser) else FlexibleArgumentParser(add_help=False)
     ours, groups = engine_options(), dict[str, Any]()
     for option in ours:
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        target.add_option(groups[option.group], option, FLAGS[option.name].default)
+        _add_option(groups[option.group], option, FLAGS[option.name].default)
+    theirs = vllm_options({option.name for option in ours} | {"config"})
     group = parser.add_argument_group("Flags of vLLM without a counterpart")
-    for option in vllm_options({option.name for option in ours} | {"config"}):
-        target.add_option(group, option, argparse.SUPPRESS)
+    for option in theirs:
+        _add_option(group, option, argparse.SUPPRESS)
+    if isinstance(parser, FlexibleArgumentParser):
+        parser.json_options |= {option.name: option for option in [*ours, *theirs] if option.is_json}
     return parser
+
+
+def _add_option(group: Any, option: Option, default: Any) -> None:
+    """Adds one flag to a group of arguments."""
+
+    def read(text: str) -> Any:
+        try:
+            return option.read_one(text)
+        except QuireError as e:
+            raise argparse.ArgumentTypeError(str(e)) from None
+
+    common: dict[str, Any] = {"dest": option.name, "default": default, "help": option.help.replace("%", "%%")}
+    if option.is_switch:
+        group.add_argument(*option.spellings, action=argparse.BooleanOptionalAction, **common)
+        return
+    if option.is_repeatable or option.takes_many:
+        common |= {"nargs": "+", "action": _Collect if option.is_repeatable else _OneOrMany}
+    group.add_argument(*option.spellings, type=read, metavar=option.metavar, **common)
 
 
 def _words_of(flags: dict[Any, Any]) -> list[str]:

@@ -83,6 +83,25 @@ TEXT_PART = Names(
 )
 """Names in repositories that also read images or sounds: config/text_part.py. A family's own names come after it."""
 
+_GPT = {
+    "transformer.h": "model.layers",
+    "transformer.wte": "model.embed_tokens",
+    "transformer.wpe": "model.embed_positions",
+    "transformer.ln_f": "model.norm",
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+}
+"""Names that GPT-2 and its successors share."""
+_BLOOM = {
+    "transformer.h": "model.layers",
+    "transformer.word_embeddings": "model.embed_tokens",
+    "transformer.ln_f": "model.norm",
+    "self_attention.query_key_value": "self_attn.qkv_proj",
+    "self_attention.dense": "self_attn.o_proj",
+    "mlp.dense_h_to_4h": "mlp.up_proj",
+    "mlp.dense_4h_to_h": "mlp.down_proj",
+}
+"""Names that BLOOM and Falcon share."""
 _GRANITE_MOE = Names(
     {
         "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
@@ -119,13 +138,7 @@ NAMES: Mapping[str, Names] = {
     ),
     "BloomForCausalLM": Names(
         {
-            "transformer.h": "model.layers",
-            "transformer.word_embeddings": "model.embed_tokens",
-            "transformer.ln_f": "model.norm",
-            "self_attention.query_key_value": "self_attn.qkv_proj",
-            "self_attention.dense": "self_attn.o_proj",
-            "mlp.dense_h_to_4h": "mlp.up_proj",
-            "mlp.dense_4h_to_h": "mlp.down_proj",
+            **_BLOOM,
             "transformer.word_embeddings_layernorm": "model.embed_norm",
             "h": "model.layers",
             "word_embeddings": "model.embed_tokens",
@@ -135,12 +148,7 @@ NAMES: Mapping[str, Names] = {
     ),
     "CodeGenForCausalLM": Names(
         {
-            "transformer.h": "model.layers",
-            "transformer.wte": "model.embed_tokens",
-            "transformer.wpe": "model.embed_positions",
-            "transformer.ln_f": "model.norm",
-            "ln_1": "input_layernorm",
-            "ln_2": "post_attention_layernorm",
+            **_GPT,
             "attn.qkv_proj": "self_attn.qkv_proj",
             "attn.out_proj": "self_attn.o_proj",
             "mlp.fc_in": "mlp.up_proj",
@@ -152,25 +160,14 @@ NAMES: Mapping[str, Names] = {
     "ExaoneMoeForCausalLM": Names({"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"}),
     "FalconForCausalLM": Names(
         {
-            "transformer.h": "model.layers",
-            "transformer.word_embeddings": "model.embed_tokens",
-            "transformer.ln_f": "model.norm",
-            "self_attention.query_key_value": "self_attn.qkv_proj",
-            "self_attention.dense": "self_attn.o_proj",
-            "mlp.dense_h_to_4h": "mlp.up_proj",
-            "mlp.dense_4h_to_h": "mlp.down_proj",
+            **_BLOOM,
             "ln_attn": "input_layernorm",
             "ln_mlp": "post_attention_layernorm",
         },
     ),
     "GPT2ForCausalLM": Names(
         {
-            "transformer.h": "model.layers",
-            "transformer.wte": "model.embed_tokens",
-            "transformer.wpe": "model.embed_positions",
-            "transformer.ln_f": "model.norm",
-            "ln_1": "input_layernorm",
-            "ln_2": "post_attention_layernorm",
+            **_GPT,
             "h": "model.layers",
             "wte": "model.embed_tokens",
             "wpe": "model.embed_positions",
@@ -184,12 +181,7 @@ NAMES: Mapping[str, Names] = {
     ),
     "GPTBigCodeForCausalLM": Names(
         {
-            "transformer.h": "model.layers",
-            "transformer.wte": "model.embed_tokens",
-            "transformer.wpe": "model.embed_positions",
-            "transformer.ln_f": "model.norm",
-            "ln_1": "input_layernorm",
-            "ln_2": "post_attention_layernorm",
+            **_GPT,
             "attn.c_attn": "self_attn.qkv_proj",
             "attn.c_proj": "self_attn.o_proj",
             "mlp.c_fc": "mlp.up_proj",
@@ -199,12 +191,7 @@ NAMES: Mapping[str, Names] = {
     ),
     "GPTJForCausalLM": Names(
         {
-            "transformer.h": "model.layers",
-            "transformer.wte": "model.embed_tokens",
-            "transformer.wpe": "model.embed_positions",
-            "transformer.ln_f": "model.norm",
-            "ln_1": "input_layernorm",
-            "ln_2": "post_attention_layernorm",
+            **_GPT,
             "attn.q_proj": "self_attn.q_proj",
             "attn.k_proj": "self_attn.k_proj",
             "attn.v_proj": "self_attn.v_proj",
@@ -216,12 +203,7 @@ NAMES: Mapping[str, Names] = {
     ),
     "GPTNeoForCausalLM": Names(
         {
-            "transformer.h": "model.layers",
-            "transformer.wte": "model.embed_tokens",
-            "transformer.wpe": "model.embed_positions",
-            "transformer.ln_f": "model.norm",
-            "ln_1": "input_layernorm",
-            "ln_2": "post_attention_layernorm",
+            **_GPT,
             "attn.attention": "self_attn",
             "attn.attention.out_proj": "self_attn.o_proj",
             "mlp.c_fc": "mlp.up_proj",

@@ -341,13 +341,8 @@ class NativeLayerNorm:
         x = with_packed_rows(x)
         args, n = self._args, x.shape[0]
         y = torch.empty(x.shape, dtype=x.dtype)
-        args.rows, args.dtype, args.x, args.x_stride, args.y = (
-            n,
-            DTYPES[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            y.data_ptr(),
-        )
+        args.rows, args.dtype = n, DTYPES[x.dtype]
+        args.x, args.x_stride, args.y = x.data_ptr(), x.stride(0), y.data_ptr()
         residual = set_residual(args, residual)
         self._function(self._handle, self._pointer)
         return y

@@ -51,7 +51,7 @@ NDJSON = b"application/x-ndjson"
 _NS = 1_000_000_000
 
 Piece = dict[str, Any]
-"""The fields of one line that hold text: those of a message, or of a text that is continued."""
+"""Part of an answer: some of `content`, `thinking` and `tool_calls`."""
 
 
 async def chat(exchange: Exchange) -> Response:
