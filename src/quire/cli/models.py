@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-import tomllib
 from collections.abc import Iterable, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.config.hf_config import HFConfig
+from quire.config.model_impl import certified_models
 from quire.config.quantization import STORED_METHODS, WEIGHT_BITS
 from quire.config.text_part import REPOSITORIES, TEXT_MODELS
 from quire.errors import ConfigError
@@ -55,10 +54,10 @@ def run(args: Arguments) -> int:
 
 def make_facts(pattern: str = "") -> Facts:
     """Returns what is known of the architectures with `pattern` in their names, and the formats of all models."""
-    version, verdicts = read_verdicts()
+    version, verdicts = certified_models()
     rows: dict[str, Facts] = {
-        name: {"path": CERTIFIED if not row.get("refused") else REFUSED, "why": row.get("refused", "")}
-        for name, row in verdicts.items()
+        name: {"path": REFUSED if verdict.refused else CERTIFIED, "why": verdict.refused}
+        for name, verdict in verdicts.items()
         if _model(name).family not in MODELS
     }
     for name, target in MODELS.items():
@@ -78,15 +77,6 @@ def make_facts(pattern: str = "") -> Facts:
 def _model(architecture: str) -> HFConfig:
     """Returns the config of a model of an architecture."""
     return HFConfig({"architectures": [architecture]}, Path("config.json"))
-
-
-def read_verdicts() -> tuple[str | None, dict[str, Facts]]:
-    """Returns (the version of transformers, its classes and what the certifier found of each)."""
-    path = files("quire") / "assets" / "transformers_models.toml"
-    if not path.is_file():
-        return None, {}
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
-    return str(table["transformers"]), table["models"]
 
 
 def format_list(facts: Facts) -> str:
@@ -157,16 +147,15 @@ def format_page(facts: Facts) -> str:
         _names(_named(facts, PART)),
         _names(sorted(facts["text_parts"])),
     ]
-    if facts["transformers"] is not None:
-        parts += [
-            "## Through transformers",
-            f"With `pip install 'quire[transformers]'`. Each class was compared with transformers "
-            f"{facts['transformers']} on texts computed in pieces, side by side: its logits in float32 are the same to "
-            "1e-4. Unlisted classes, and other versions of transformers, are tried when the model is loaded.",
-            *([_names(certified)] if certified else []),
-            "## Refused",
-            _table(("architecture", "why"), [(f"`{n}`", facts["architectures"][n]["why"]) for n in refused]),
-        ]
+    parts += [
+        "## Through transformers",
+        f"With `pip install 'quire[transformers]'`. Each class was compared with transformers "
+        f"{facts['transformers']} on texts computed in pieces, side by side: its logits in float32 are the same to "
+        "1e-4. Unlisted classes, and other versions of transformers, are tried when the model is loaded.",
+        *([_names(certified)] if certified else []),
+        "## Refused",
+        _table(("architecture", "why"), [(f"`{n}`", facts["architectures"][n]["why"]) for n in refused]),
+    ]
     formats = facts["quantization"]
     parts += [
         "## Weights, tokenizers, formats",

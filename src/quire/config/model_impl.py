@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -89,12 +89,16 @@ def choose_model_impl(asked: str, hf: HFConfig, pooling: PoolingConfig | None = 
 
 
 def _not_native(hf: HFConfig) -> str:
-    known = native_models()
-    near = difflib.get_close_matches(hf.architecture, known, n=3)
-    hint = f"similar ones are {', '.join(near)}" if near else f"known are {', '.join(sorted(known))}"
-    return (
-        f"architecture {hf.architecture!r} is not implemented; {hint}; docs/recipes/add_a_model.md shows how to add one"
-    )
+    hint = hint_of_names(hf.architecture, native_models())
+    return f"architecture {hf.architecture!r} is not implemented; {hint}"
+
+
+def hint_of_names(architecture: str, known: Iterable[str]) -> str:
+    """Returns the end of an error about an unknown architecture: similar names, or all, and how to add one."""
+    names = sorted(known)
+    near = difflib.get_close_matches(architecture, names, n=3)
+    hint = f"similar ones are {', '.join(near)}" if near else f"known are {', '.join(names)}"
+    return f"{hint}; docs/recipes/add_a_model.md shows how to add one"
 
 
 def _refusal(class_name: str, hf: HFConfig, pooling: PoolingConfig | None) -> tuple[str, bool]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.cli import models
 from quire.cli.main import main
+from quire.config.model_impl import Verdict
 from quire.worker.models.registry import MODELS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 Capture = pytest.CaptureFixture[str]
 
 
-def table(monkeypatch: pytest.MonkeyPatch, **rows: dict[str, Any]) -> None:
+def table(monkeypatch: pytest.MonkeyPatch, **rows: Verdict) -> None:
     """Sets the certified classes of transformers."""
-    monkeypatch.setattr(models, "read_verdicts", lambda: ("5.23.0", rows))
+    monkeypatch.setattr(models, "certified_models", lambda: ("5.23.0", rows))
 
 
 def test_the_page_is_what_the_command_writes() -> None:
@@ -46,8 +46,8 @@ def test_a_pattern_chooses(capsys: Capture) -> None:
 
 
 def test_the_ways_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    table(monkeypatch, ZeusForCausalLM={"difference": 1e-6}, HeraForCausalLM={"refused": "it keeps a|state"},
-          LlamaForCausalLM={"difference": 1e-6}, Qwen2LMHeadModel={"refused": "x"})  # fmt: skip
+    table(monkeypatch, ZeusForCausalLM=Verdict(), HeraForCausalLM=Verdict("it keeps a|state"),
+          LlamaForCausalLM=Verdict(), Qwen2LMHeadModel=Verdict("x"))  # fmt: skip
     assert main(["models", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["architectures"]
     assert rows["ZeusForCausalLM"]["path"] == "transformers"
@@ -62,7 +62,6 @@ def test_the_ways_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -
     assert "compared with transformers 5.23.0" in page.replace("\n", " ")
 
 
-@pytest.mark.skipif(models.read_verdicts()[0] is None, reason="no class of transformers is certified yet")
 def test_the_page_knows_every_decoder_of_transformers() -> None:
     known = models.make_facts()["architectures"]
     names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())

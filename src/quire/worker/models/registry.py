@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from quire.config.hf_config import HFConfig
+from quire.config.model_impl import hint_of_names
 from quire.errors import UnsupportedModelError
 from quire.resolve import resolve
 
@@ -95,10 +95,5 @@ def get_model_class(hf: HFConfig) -> Any:
     UnsupportedModelError naming similar ones."""
     if hf.family in MODELS:
         return resolve(MODELS[hf.family])
-    architecture = hf.architecture
-    near = difflib.get_close_matches(architecture, MODELS, n=3)
-    hint = f"similar ones are {', '.join(near)}" if near else f"known are {', '.join(sorted(MODELS))}"
-    raise UnsupportedModelError(
-        f"architecture {architecture!r} of config.json is not implemented; {hint}; "
-        "docs/recipes/add_a_model.md shows how to add one"
-    )
+    hint = hint_of_names(hf.architecture, MODELS)
+    raise UnsupportedModelError(f"architecture {hf.architecture!r} of config.json is not implemented; {hint}")
