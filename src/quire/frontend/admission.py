@@ -176,7 +176,7 @@ class AdmissionControl:
         clock: Clock = time.monotonic,
     ) -> None:
         self.ledger = RequestLedger() if ledger is None else ledger
-        """The ledger of what came. """
+        """Counts of the user requests that came in, and of how each ended."""
         self._reqs = Quota(QUEUED_REQS, max_num_reqs, clock)
         self._tokens = Quota(QUEUED_TOKENS, max_num_tokens, clock)
         self._reserved = Quota(RESERVED_TOKENS, max_num_reserved_tokens, clock)

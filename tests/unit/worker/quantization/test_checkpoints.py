@@ -265,6 +265,17 @@ def test_static_scales_of_activations_are_refused(tiny_checkpoint: Make, tmp_pat
         load(stored)
 
 
+def assert_damage_is_named(stored: Path, edit: Any, message: str) -> None:
+    """Loading a checkpoint after `edit` of one matrix fails with an error that names file, matrix and damage."""
+    tensors = load_file(stored / "model.safetensors")
+    edit(tensors, "model.layers.0.self_attn.k_proj")
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load(stored)
+    assert "model.safetensors" in str(caught.value)
+    assert "k_proj" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -280,13 +291,7 @@ def test_static_scales_of_activations_are_refused(tiny_checkpoint: Make, tmp_pat
 )
 def test_a_damaged_matrix_is_named(tiny_checkpoint: Make, tmp_path: Path, edit: Any, message: str) -> None:
     stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES["gptq"])
-    tensors = load_file(stored / "model.safetensors")
-    edit(tensors, "model.layers.0.self_attn.k_proj")
-    save_file(tensors, stored / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=message) as caught:
-        load(stored)
-    assert "model.safetensors" in str(caught.value)
-    assert "k_proj" in str(caught.value)
+    assert_damage_is_named(stored, edit, message)
 
 
 @pytest.mark.parametrize(
@@ -305,13 +310,7 @@ def test_a_damaged_matrix_is_named(tiny_checkpoint: Make, tmp_path: Path, edit: 
 )
 def test_a_damaged_matrix_of_floats_is_named(tiny_checkpoint: Make, tmp_path: Path, edit: Any, message: str) -> None:
     stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES["fp8"])
-    tensors = load_file(stored / "model.safetensors")
-    edit(tensors, "model.layers.0.self_attn.k_proj")
-    save_file(tensors, stored / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=message) as caught:
-        load(stored)
-    assert "model.safetensors" in str(caught.value)
-    assert "k_proj" in str(caught.value)
+    assert_damage_is_named(stored, edit, message)
 
 
 def test_the_flag_and_the_checkpoint(tiny_checkpoint: Make, tmp_path: Path) -> None:
