@@ -269,8 +269,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
             value = getattr(self, bound.name)
             if value is not default:
                 bound.validate(value)
-        max_n = int(envs.MAX_N_SEQUENCES.number())
-        if self.n > max_n:
+        if self.n > 1 and self.n > (max_n := int(envs.MAX_N_SEQUENCES.number())):
             raise ValidationError(
                 f"n={self.n} is over the limit of {max_n} (QUIRE_MAX_N_SEQUENCES)", param="n", value=self.n
             )

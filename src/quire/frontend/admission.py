@@ -231,10 +231,10 @@ class AdmissionControl:
         (reservation,) = self.reserve_all([Demand(num_reqs, num_tokens_each, num_output_tokens_each)])
         return reservation
 
-    def reserve_all(self, demands: Sequence[Demand], charges: Iterable[Charge] = ()) -> list[Reservation]:
+    def reserve_all(self, demands: Sequence[Demand], charges: Sequence[Charge] = ()) -> list[Reservation]:
         """Returns a reservation for each of `demands`. Raises OverloadedError if all of them together are refused.
 
-        `charges` are checked first, and left to the caller to make.
+        `charges` are checked first, and made if nothing is refused. The caller releases them.
         """
         receipts = [self.ledger.receive(demand.num_reqs) for demand in demands]
         try:
@@ -249,6 +249,8 @@ class AdmissionControl:
             for receipt in receipts:
                 receipt.reject(e)
             raise
+        for quota, more in charges:
+            quota.change(more)
         quotas = self._reqs, self._tokens, self._reserved
         return [Reservation(receipt, demand, *quotas) for receipt, demand in zip(receipts, demands, strict=True)]
 

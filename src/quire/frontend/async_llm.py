@@ -23,7 +23,7 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.config.engine_args import EngineArgs
 from quire.errors import EngineDeadError
-from quire.frontend.admission import AdmissionControl, Reservation
+from quire.frontend.admission import Reservation
 from quire.frontend.client.base import AsyncEngineCoreClient, make_async_client
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.new_request import NewRequest, Params, PromptType
@@ -72,6 +72,12 @@ class AsyncLLM:
         )
         self._intake = RequestIntake(config, self.engine_core, self.pipeline)
         self.pipeline.stats.attach(self.engine_core, self._intake.admission.rejections)
+        self.admission = self._intake.admission
+        """The queue of waiting requests and its limits. A server reserves room here before it renders a prompt."""
+        self.text_thread = self._intake.text_thread
+        """The thread for work on long texts."""
+        self.tokenizer = tokenizer
+        """The tokenizer; None if the engine was started without one."""
         self._output_handler = OutputHandler(self.engine_core, self.pipeline)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -240,11 +246,6 @@ class AsyncLLM:
         """
         await self._intake.abort([request_id] if isinstance(request_id, str) else request_id, internal)
 
-    @property
-    def admission(self) -> AdmissionControl:
-        """The queue of waiting requests and its limits. A server reserves room here before it renders a prompt."""
-        return self._intake.admission
-
     def check_admission(self, num_reqs: int = 1, num_tokens: int = 1, num_output_tokens: int = 0) -> None:
         """Raises OverloadedError if so much more would be refused now. Nothing is reserved."""
         self.admission.check_admission(num_reqs, num_tokens, num_output_tokens)
@@ -297,11 +298,6 @@ class AsyncLLM:
     def get_num_unfinished_requests(self) -> int:
         """Returns the number of live requests; the n outputs of a prompt count one by one."""
         return self.pipeline.output_processor.get_num_unfinished_requests()
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None if the engine was started without one."""
-        return self.pipeline.tokenizer
 
     async def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValidationError if the engine was started without one."""

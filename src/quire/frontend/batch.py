@@ -17,8 +17,9 @@ import msgspec
 from tqdm import tqdm
 
 from quire.errors import ClientError, EngineDeadError, GenerationError, ValidationError, make_error
+from quire.frontend.input_processor import as_prompt_list
 from quire.frontend.llm_engine import LLMEngine
-from quire.frontend.new_request import NewRequest, PromptType, as_prompt_list
+from quire.frontend.new_request import NewRequest, PromptType
 from quire.interrupts import InterruptShield
 from quire.logger import init_logger
 from quire.lora_request import LoRARequest

@@ -18,7 +18,7 @@ from quire.config.model import ModelConfig
 from quire.config.pooling import PoolingConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
-from quire.frontend.new_request import NewRequest, ParsedPrompt, parse_prompt
+from quire.frontend.new_request import MAX_CACHE_SALT_CHARS, NewRequest, ParsedPrompt
 from quire.frontend.session import validate_session_params
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.pooling_params import PoolingParams
@@ -39,6 +39,9 @@ MAX_CONTEXTS_TO_CUT = 4
 """A text that will be cut may be this many times as long as one that fits."""
 _SEED_BITS = 62
 """Seeds given here leave room below 2**63 for `seed + index` of the n outputs of a prompt."""
+
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "type", "arrival_time"}
 
 
 class InputProcessor:
@@ -380,3 +383,62 @@ def _validate_tokenization_kwargs(kwargs: Mapping[str, Any]) -> None:
         bounds[name].validate(value)
     if kwargs.get("truncation_side", "left") not in ("left", "right"):
         raise ValidationError("truncation_side must be 'left' or 'right'", param="truncation_side")
+
+
+def parse_prompt(prompt: Any) -> ParsedPrompt:
+    """Returns one prompt as a `ParsedPrompt`. Raises ValidationError if it has none of the known forms."""
+    if isinstance(prompt, ParsedPrompt):
+        return prompt
+    if isinstance(prompt, str):
+        return ParsedPrompt(text=prompt)
+    if isinstance(prompt, Mapping):
+        return _parse_mapping(prompt)
+    if is_token_ids(prompt):
+        return ParsedPrompt(token_ids=_as_ids(prompt))
+    raise ValidationError(
+        f"a prompt is text, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'; got "
+        f"{type(prompt).__name__}",
+        param="prompt",
+    )
+
+
+def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
+    for key, value in prompt.items():
+        if key not in _PROMPT_KEYS and value is not None:
+            raise ValidationError(
+                f"a prompt cannot have {key!r} here; known keys: {', '.join(sorted(_PROMPT_KEYS))}", param=key
+            )
+    text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+    if text is None and ids is None:
+        raise ValidationError("a prompt dict needs 'prompt' or 'prompt_token_ids'", param="prompt")
+    if text is not None and not isinstance(text, str):
+        raise ValidationError(f"'prompt' must be text, got {type(text).__name__}", param="prompt")
+    if ids is not None and not is_token_ids(ids):
+        raise ValidationError("'prompt_token_ids' must be a list of integers", param="prompt_token_ids")
+    if salt is not None and (not isinstance(salt, str) or len(salt) > MAX_CACHE_SALT_CHARS):
+        raise ValidationError(
+            f"'cache_salt' must be text of at most {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
+        )
+    return ParsedPrompt(text, None if ids is None else _as_ids(ids), salt, prompt.get("arrival_time"))
+
+
+def is_token_ids(value: Any) -> bool:
+    """Returns True for a sequence of integers: a list, a tuple, or a 1-d array of any library."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(type(i) is int for i in value)
+
+
+def _as_ids(value: Any) -> list[int]:
+    return list(value.tolist() if hasattr(value, "tolist") else value)
+
+
+def as_prompt_list(prompts: Any) -> list[Any]:
+    """Returns `prompts` as a list of prompts: a text, a dict or a non-empty list of ids is one prompt."""
+    if isinstance(prompts, str | Mapping | ParsedPrompt) or (is_token_ids(prompts) and len(prompts) > 0):
+        return [prompts]
+    if isinstance(prompts, Sequence):
+        return list(prompts)
+    raise ValidationError(
+        f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}", param="prompts"
+    )

@@ -25,7 +25,6 @@ from quire.frontend.metrics.publish.snapshot import Metric, read_metrics
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.new_request import NewRequest, PromptType
 from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer
-from quire.frontend.request_state import fan_out
 from quire.frontend.session import SessionInput
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.interrupts import InterruptShield
@@ -157,15 +156,13 @@ class LLMEngine:
         `limit` is (when its time began, how many seconds it has).
         """
         self.input_processor.assign_request_id(request)
-        parent, children = fan_out(request)
         try:
-            for index, child in enumerate(children):
-                with InterruptShield():
-                    self.output_processor.add_request(child, text, parent, index)
-                    receipt.accept_one()
+            with InterruptShield():
+                children = self.output_processor.register(request, text, receipt)
+            for child in children:
                 self.engine_core.add_request(child)
         except BaseException:
-            self.abort_request([child.request_id for child in children], internal=True)
+            self.abort_request([request.request_id], internal=True)
             raise
         if limit is not None:
             self._deadlines.add((request.request_id, limit[1]), sum(limit))

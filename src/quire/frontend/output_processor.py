@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quire.errors import ClientError, GenerationError, make_error
 from quire.frontend.admission import Reservation
 from quire.frontend.metrics.collect.events import IterationStats
-from quire.frontend.metrics.collect.ledger import RequestLedger
-from quire.frontend.request_books import OutputCounter, close_segment, record_finished
+from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
 from quire.frontend.request_state import OutputQueue, ParentRequest, RequestState
 from quire.frontend.session import SessionInput, SessionState
 from quire.frontend.text.tokenizer import Tokenizer
@@ -87,6 +88,21 @@ class OutputProcessor:
     def is_live(self, request_id: str) -> bool:
         """Returns True if a request, or any of a parent's children, is unfinished. By internal id."""
         return request_id in self.request_states or request_id in self.parent_requests
+
+    def register(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        receipt: Receipt,
+        queue: OutputQueue | None = None,
+        reservation: Reservation | None = None,
+    ) -> list[EngineCoreRequest]:
+        """Registers a user's request. Returns the requests to send to the core: one, or n for n outputs."""
+        parent, children = fan_out(request)
+        for index, child in enumerate(children):
+            self.add_request(child, prompt, parent, index, queue, reservation)
+            receipt.accept_one()
+        return children
 
     def add_request(
         self,
@@ -239,7 +255,7 @@ class OutputProcessor:
         An output of an unknown request is ignored: it was aborted here while the core was still computing it.
         """
         result = OutputProcessorOutput()
-        counter = None if iteration_stats is None else OutputCounter(iteration_stats, engine_timestamp)
+        counter = None if iteration_stats is None else _OutputCounter(iteration_stats, engine_timestamp)
         for output in outputs:
             state = self.request_states.get(output.request_id)
             if state is None:
@@ -294,7 +310,7 @@ class OutputProcessor:
                 result.request_outputs.append(user_output)
         if goes_on and session is not None and finish_reason is not None:
             session.end = finish_reason, stop_reason
-            close_segment(state, session, finish_reason, iteration_stats)
+            _close_segment(state, session, finish_reason, iteration_stats)
             self._go_on(state, session, iteration_stats, result)
         elif finish_reason is not None:
             self._finish_request(state, finish_reason, iteration_stats)
@@ -374,6 +390,109 @@ class OutputProcessor:
             if not parent.child_requests:
                 self.parent_requests.pop(parent.request_id, None)
         if iteration_stats is not None:
-            record_finished(state, finish_reason, iteration_stats)
+            _record_finished(state, finish_reason, iteration_stats)
         if self._tracer is not None:
             self._tracer.note_finished(state, finish_reason, None if error is None else type(error).__name__)
+
+
+def fan_out(request: EngineCoreRequest) -> tuple[ParentRequest | None, list[EngineCoreRequest]]:
+    """Returns (the parent, its n children), or (None, [request]) for a request of one output."""
+    if request.sampling_params is None or request.sampling_params.n == 1:
+        return None, [request]
+    parent = ParentRequest(request)
+    children = []
+    for index in range(parent.n):
+        child_id, params = parent.get_child_info(index)
+        children.append(msgspec.structs.replace(request, request_id=child_id, sampling_params=params))
+    return parent, children
+
+
+class _OutputCounter:
+    """Counts the outputs of one batch. Requests that waited equally long since their last output, mostly all of a step,
+    are counted as one run."""
+
+    __slots__ = ("_num_tokens", "_num_waits", "_since", "_stats", "_timestamp")
+
+    def __init__(self, stats: IterationStats, timestamp: float) -> None:
+        """`timestamp` is the time of the step, on the core's clock."""
+        self._stats = stats
+        self._timestamp = timestamp
+        self._num_tokens = 0
+        self._num_waits = 0
+        self._since = 0.0
+        """Time of the previous output of the requests of the present run."""
+
+    def add(self, state: RequestState, output: EngineCoreOutput) -> None:
+        """Counts one output, before anything else is done with it."""
+        if state.is_prefilling or output.events or output.num_nans_in_logits:
+            self._add_special(state, output)
+        elif output.new_token_ids:  # nearly every output
+            self._num_tokens += len(output.new_token_ids)
+            if state.last_token_ts != self._since:
+                self._end_run()
+                self._since = state.last_token_ts
+            self._num_waits += 1
+            state.last_token_ts = self._timestamp
+
+    def _end_run(self) -> None:
+        if self._num_waits:
+            self._stats.add_waits(self._timestamp - self._since, self._num_waits)
+            self._num_waits = 0
+
+    def _add_special(self, state: RequestState, output: EngineCoreOutput) -> None:
+        stats = state.stats
+        if stats is not None:
+            owner = state.owner if state.is_prefilling else None
+            self._stats.update_from_output(
+                output, self._timestamp, state.is_prefilling, stats, state.num_context_tokens, owner
+            )
+            state.last_token_ts = stats.last_token_ts
+
+    def close(self) -> None:
+        """Adds the counts to the statistics."""
+        self._stats.num_generation_tokens += self._num_tokens
+        self._end_run()
+
+
+def _close_segment(
+    state: RequestState, session: SessionState, finish_reason: FinishReason, iteration_stats: IterationStats | None
+) -> None:
+    """Adds a segment that has ended to the books of its session."""
+    if iteration_stats is not None and state.stats is not None:
+        _close_books(state, finish_reason, iteration_stats)
+        iteration_stats.take_segment(session.stats)
+
+
+def _record_finished(state: RequestState, finish_reason: FinishReason, iteration_stats: IterationStats) -> None:
+    """Adds a finished request: a session counts as one, and so do the n outputs of one prompt."""
+    stats, session, parent = state.stats, state.session, state.parent
+    if stats is None:
+        return
+    if session is None:
+        _close_books(state, finish_reason, iteration_stats)
+        longest = stats.num_generation_tokens
+    else:
+        if session.end is None:
+            _close_segment(state, session, finish_reason, iteration_stats)
+        iteration_stats.update_from_finished_session(session.stats, finish_reason)
+        longest = session.stats.num_generation_tokens
+    if parent is not None:
+        longest = parent.observe_num_generation_tokens(longest)
+        if parent.child_requests:
+            return
+    iteration_stats.max_num_generation_tokens.append(longest)
+    iteration_stats.n_params.append(1 if parent is None else parent.n)
+
+
+def _close_books(state: RequestState, finish_reason: FinishReason, iteration_stats: IterationStats) -> None:
+    params, stats = state.request.sampling_params, state.stats
+    assert stats is not None
+    iteration_stats.update_from_finished_request(
+        state.external_req_id,
+        finish_reason,
+        stats,
+        num_prompt_tokens=state.num_prompt_tokens - state.num_context_tokens,
+        max_tokens_param=None if params is None else params.max_tokens,
+        num_cached_tokens=max(0, (state.num_cached_tokens or 0) - state.num_context_tokens),
+        owner=state.owner,
+    )

@@ -7,8 +7,10 @@ end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -23,17 +25,48 @@ from quire.frontend.admission import (
 )
 from quire.frontend.client.base import AsyncEngineCoreClient
 from quire.frontend.deadlines import TIMEOUT_S, Expired, RequestTimers, deadline_error
-from quire.frontend.new_request import NewRequest
+from quire.frontend.input_processor import InputProcessor
+from quire.frontend.new_request import NewRequest, ParsedPrompt
 from quire.frontend.output_handler import RequestOutputCollector
 from quire.frontend.request_pipeline import RequestPipeline
-from quire.frontend.request_state import fan_out
 from quire.frontend.session import StreamingInput
+from quire.frontend.text.tokenizer import LONG_TEXT_CHARS
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
 
+T = TypeVar("T")
 Inputs = AsyncGenerator[StreamingInput, None]
 
 CHILDREN_PER_TURN = 64
 """Requests of a prompt with many outputs that are sent before the loop may do something else."""
+
+
+class TextThread:
+    """One thread for work on long texts, so that it does not block the event loop."""
+
+    def __init__(self, input_processor: InputProcessor) -> None:
+        self._input_processor = input_processor
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-tokenizer")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Returns the result of `work`, done on the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def tokenize_long(self, new: NewRequest) -> NewRequest:
+        """Returns a request with the token ids of its prompt if that is a long text, which is tokenized here. Raises
+        ValidationError."""
+        prompt: object = new.prompt
+        if isinstance(prompt, Mapping):
+            prompt = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
+        elif isinstance(prompt, ParsedPrompt):
+            prompt = prompt.text if prompt.token_ids is None else None
+        if not isinstance(prompt, str) or len(prompt) <= LONG_TEXT_CHARS:
+            return new
+        read = partial(self._input_processor.read_prompt, new.prompt, new.tokenization_kwargs)
+        return replace(new, prompt=await self.run(read))
+
+    def close(self) -> None:
+        """Ends the thread. Work that has not begun is cancelled."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 class RequestIntake:
@@ -52,6 +85,7 @@ class RequestIntake:
         )
         self._engine_core = engine_core
         self._pipeline = pipeline
+        self.text_thread = TextThread(pipeline.input_processor)
         self._request_timeout_s = frontend.request_timeout_s
         self._timers = RequestTimers(frontend.slow_client_timeout_s, self._expire)
         self._aborts: set[asyncio.Task[None]] = set()
@@ -71,12 +105,12 @@ class RequestIntake:
             TIMEOUT_S.validate(new.timeout_s)
             timeout_s = self._request_timeout_s if new.timeout_s is None else new.timeout_s
             processor = self._pipeline.input_processor
-            request, text = processor.process_inputs(await self._pipeline.tokenize_long(new))
+            request, text = processor.process_inputs(await self.text_thread.tokenize_long(new))
             num_tokens = len(request.prompt_token_ids or ())
-            reservation.correct(num_tokens, max_output_tokens(request.params, processor.max_model_len, num_tokens))
+            reservation.correct(num_tokens, max_output_tokens(new.params, processor.max_model_len, num_tokens))
             if timeout_s is not None and start + timeout_s <= asyncio.get_running_loop().time():
                 raise deadline_error(timeout_s)
-            collector = RequestOutputCollector(request.params.output_kind)
+            collector = RequestOutputCollector(new.params.output_kind)
             await self._submit(request, text, collector, reservation)
         except BaseException as e:
             reservation.release(e)
@@ -91,7 +125,7 @@ class RequestIntake:
 
     async def _add_session(self, new: NewRequest, inputs: Inputs, start: float) -> RequestOutputCollector:
         """Queues a session: its time begins with the wait for the first of `inputs`, whose size is admitted."""
-        feed = SessionFeed(self._pipeline, self._engine_core, inputs, new)
+        feed = SessionFeed(self._pipeline, self._engine_core, self.text_thread, inputs, new)
         timeout_s = new.timeout_s
         try:
             TIMEOUT_S.validate(timeout_s)
@@ -122,19 +156,16 @@ class RequestIntake:
         """Registers a request here, then sends it to the core. If that fails, neither keeps it."""
         self._pipeline.input_processor.assign_request_id(request)
         collector.request_id = request.request_id
-        parent, children = fan_out(request)
         output_processor = self._pipeline.output_processor
         try:
-            for index, child in enumerate(children):
-                output_processor.add_request(child, text, parent, index, collector, reservation)
-                reservation.receipt.accept_one()
+            children = output_processor.register(request, text, reservation.receipt, collector, reservation)
             for index, child in enumerate(children, start=1):
                 if child.request_id in output_processor.request_states:  # not aborted meanwhile
                     await self._engine_core.add_request_async(child)
                 if index % CHILDREN_PER_TURN == 0:
                     await asyncio.sleep(0)
         except BaseException:
-            await self.abort([child.request_id for child in children], internal=True)
+            await self.abort([request.request_id], internal=True)
             raise
 
     async def abort(self, request_ids: Iterable[str], internal: bool) -> None:
@@ -159,7 +190,7 @@ class RequestIntake:
         """Ends all requests: every reader gets its last output, with finish reason "abort". The core ends, too."""
         self._pipeline.forget(list(self._pipeline.output_processor.request_states), internal=True)
         self._timers.stop()
-        self._pipeline.text_thread.close()
+        self.text_thread.close()
 
 
 class SessionFeed:
@@ -170,12 +201,14 @@ class SessionFeed:
         self,
         pipeline: RequestPipeline,
         engine_core: AsyncEngineCoreClient,
+        text_thread: TextThread,
         inputs: Inputs,
         new: NewRequest,
     ) -> None:
         """`new` is the request as its caller asked for it: its parameters are those of inputs without any."""
         self._pipeline = pipeline
         self._engine_core = engine_core
+        self._text_thread = text_thread
         self._inputs = inputs
         self._new = replace(new, tokenization_kwargs={"add_special_tokens": False, **new.tokenization_kwargs})
         self._task: asyncio.Task[None] | None = None
@@ -215,7 +248,7 @@ class SessionFeed:
             await self.close()
 
     async def _send(self, session_id: str, new: NewRequest) -> None:
-        new = await self._pipeline.tokenize_long(new)
+        new = await self._text_thread.tokenize_long(new)
         session = self._pipeline.output_processor.request_states[session_id]  # when it ends, this task is cancelled
         prepared = self._pipeline.prepare_input(session, new)
         for request in self._pipeline.add_input(session_id, prepared).reqs_to_add:

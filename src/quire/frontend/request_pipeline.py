@@ -5,36 +5,28 @@ It has everything but the engine core and the loop around it: validation, the st
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TypeVar
-
-from msgspec.structs import replace
+from collections.abc import Iterable, Iterator, Sequence
 
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.errors import PromptTooLongError, ValidationError
-from quire.frontend.input_processor import InputProcessor
+from quire.frontend.input_processor import InputProcessor, parse_prompt
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
-from quire.frontend.new_request import NewRequest, Params, parse_prompt, text_of
+from quire.frontend.new_request import NewRequest, Params
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
 from quire.frontend.request_state import RequestState
 from quire.frontend.session import SessionInput
-from quire.frontend.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.frontend.tracing import RequestTracer, StartupReport, make_span_sender, make_start_phases
 from quire.timeline import get_stamps, stamp
 from quire.version import __version__
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest, FinishReason
 from quire.wire.trace import BatchTimes, TraceWindow, encode_window
-
-T = TypeVar("T")
 
 
 class RequestPipeline:
@@ -76,20 +68,10 @@ class RequestPipeline:
         self.stat_loggers = self.stats.loggers
         self._startup: StartupReport | None = StartupReport(ready)
         """The report of the start; None once there was an output."""
-        self.text_thread = TextThread()
         if self._span_sender is not None:
             self._span_sender.send_start(make_start_phases(get_stamps(), ready.stamps))
 
     # -- down ---------------------------------------------------------------------------------------------------------
-
-    async def tokenize_long(self, new: NewRequest) -> NewRequest:
-        """Returns a request with the token ids of its prompt if that is a long text, which is tokenized on the text
-        thread. Raises ValidationError."""
-        text = text_of(new.prompt)
-        if text is None or len(text) <= LONG_TEXT_CHARS:
-            return new
-        read = partial(self.input_processor.read_prompt, new.prompt, new.tokenization_kwargs)
-        return replace(new, prompt=await self.text_thread.run_aside(read))
 
     def choose_params(self, prompt: object, params: Params | None) -> Params:
         """Returns the parameters of a request: those of an `EngineCoreRequest`, `params`, or the model's defaults."""
@@ -189,7 +171,6 @@ class RequestPipeline:
 
     def close(self) -> None:
         """Sends the spans of finished requests that are left. Bounded in time."""
-        self.text_thread.close()
         if self._span_sender is not None:
             self._span_sender.close()
 
@@ -200,26 +181,6 @@ class RequestPipeline:
         if self.tokenizer is None:
             raise ValidationError("the engine was started with skip_tokenizer_init: it has no tokenizer")
         return self.tokenizer
-
-
-class TextThread:
-    """One thread for work on long texts, so that it does not block an event loop. Work on short texts is done at
-    once."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-tokenizer")
-
-    async def run(self, num_chars: int, work: Callable[[], T]) -> T:
-        """Returns the result of `work` on a text of so many characters."""
-        return work() if num_chars <= LONG_TEXT_CHARS else await self.run_aside(work)
-
-    async def run_aside(self, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, done on the thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-
-    def close(self) -> None:
-        """Ends the thread. Work that has not begun is cancelled."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:

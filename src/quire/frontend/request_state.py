@@ -6,8 +6,6 @@ import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
 from quire.frontend.admission import Reservation
 from quire.frontend.metrics.collect.events import RequestOwner
 from quire.frontend.session import SessionState
@@ -322,15 +320,3 @@ class ParentRequest:
         """Counts a finished child. Returns the length of the longest so far."""
         self.max_num_generation_tokens = max(self.max_num_generation_tokens, num_tokens)
         return self.max_num_generation_tokens
-
-
-def fan_out(request: EngineCoreRequest) -> tuple[ParentRequest | None, list[EngineCoreRequest]]:
-    """Returns (the parent, its n children), or (None, [request]) for a request of one output."""
-    if request.sampling_params is None or request.sampling_params.n == 1:
-        return None, [request]
-    parent = ParentRequest(request)
-    children = []
-    for index in range(parent.n):
-        child_id, params = parent.get_child_info(index)
-        children.append(msgspec.structs.replace(request, request_id=child_id, sampling_params=params))
-    return parent, children

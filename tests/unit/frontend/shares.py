@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from quire.frontend.admission import AdmissionControl
-from quire.frontend.http.admitted import Tenants, TenantShare
+from collections.abc import Sequence
+
+from quire.frontend.admission import AdmissionControl, Charge
+from quire.frontend.http.auth import Tenants
 
 
 def take_share(
     tenants: Tenants, owner: bytes, num_reqs: int, num_tokens: int, control: AdmissionControl | None = None
-) -> TenantShare:
+) -> Sequence[Charge]:
     """Checks and takes a share. `control`, without limits of its own, counts refusals."""
-    share = tenants.share_of(owner, num_reqs, num_tokens)
-    (control or AdmissionControl()).reserve_all([], share.charges)
-    share.take()
-    return share
+    charges = tenants.charges(owner, num_reqs, num_tokens)
+    (control or AdmissionControl()).reserve_all([], charges)
+    return charges
+
+
+def release(charges: Sequence[Charge]) -> None:
+    """Gives a share back."""
+    for quota, amount in charges:
+        quota.change(-amount)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from quire.errors import ValidationError
-from quire.frontend.new_request import ParsedPrompt, as_prompt_list, parse_prompt
+from quire.frontend.input_processor import as_prompt_list, parse_prompt
+from quire.frontend.new_request import ParsedPrompt
 
 
 @pytest.mark.parametrize(

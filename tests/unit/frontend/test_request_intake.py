@@ -138,13 +138,13 @@ def test_the_operators_deadline_and_the_requests_own(model_dir: Path) -> None:
 
 def test_a_request_that_expires_in_the_tokenizer_is_never_added(model_dir: Path) -> None:
     async def test(s: Setting) -> None:
-        pipeline: Any = s.llm.pipeline
+        thread: Any = s.llm.text_thread
 
         async def slow(new: Any) -> Any:
             await asyncio.sleep(10)
             return new
 
-        pipeline.tokenize_long = slow
+        thread.tokenize_long = slow
         with pytest.raises(DeadlineExceededError):
             await last(s.llm, "text", LONG, "x", timeout_s=5)
         assert not s.added

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.field_bounds import INT64_MAX
-from quire.frontend.request_state import ParentRequest, fan_out
+from quire.frontend.output_processor import fan_out
+from quire.frontend.request_state import ParentRequest
 from quire.outputs import CompletionOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.wire.engine_core import EngineCoreRequest

@@ -1,7 +1,8 @@
-"""Access control: every endpoint has an `Access`, which is checked where the endpoint is called.
+"""Access control: every endpoint has an `Access`, which is checked where the endpoint is called; and quotas of keys.
 
 The check is part of the endpoint, after the routing, so that a path is never read twice with different results. Keys
-are stored as SHA-256 digests and all of them compared in constant time.
+are stored as SHA-256 digests and all of them compared in constant time. A key that has as much under way as it may is
+refused with 429; other keys are served.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
+from quire.errors import QuotaExceededError
+from quire.frontend.admission import Charge, Quota, QuotaRule, SharedQuota
 from quire.frontend.http.errors import HttpError
 
+REQS_OF_KEY = QuotaRule("max_requests_per_key", "requests of this key are under way", QuotaExceededError)
+TOKENS_OF_KEY = QuotaRule("max_tokens_per_key", "tokens are promised to this key's requests", QuotaExceededError)
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -97,3 +102,30 @@ def shown_key(request: Request) -> bytes:
     if scheme.lower() == "bearer":
         return key.strip().encode("latin-1")
     return request.headers.get("x-api-key", "").encode("latin-1")
+
+
+class Tenants:
+    """Counts requests under way by key, each of the n outputs of a prompt as one. A limit of None is none."""
+
+    def __init__(
+        self,
+        max_num_reqs: int | None,
+        max_num_tokens: int | None,
+        shared: Mapping[bytes, tuple[SharedQuota, SharedQuota]] | None = None,
+    ) -> None:
+        """`shared` holds the requests and tokens of each key in all processes of the server."""
+        self._limits = (max_num_reqs, max_num_tokens)
+        self._shared = shared or {}
+        self._quotas: dict[bytes, tuple[Quota, Quota]] = {}
+        """Requests and tokens of each key. Bounded: only a request with a valid key comes this far."""
+
+    def charges(self, owner: bytes, num_reqs: int, num_tokens: int) -> list[Charge]:
+        """Returns the part of the limits of `owner` (`Gatekeeper.owner_of`) that so many requests take, with so many
+        tokens of prompts and outputs. Nothing is checked or taken yet: `AdmissionControl.reserve_all` does both."""
+        if self._limits == (None, None):
+            return []
+        if owner not in self._quotas:
+            self._quotas[owner] = Quota(REQS_OF_KEY, self._limits[0]), Quota(TOKENS_OF_KEY, self._limits[1])
+            for quota, shared in zip(self._quotas[owner], self._shared.get(owner, ()), strict=False):
+                quota.share(shared)
+        return list(zip(self._quotas[owner], (num_reqs, num_tokens), strict=True))

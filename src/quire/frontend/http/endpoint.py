@@ -8,6 +8,8 @@ place for errors, the access log.
 from __future__ import annotations
 
 import inspect
+import json
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, NotFoundError
@@ -36,14 +38,26 @@ from quire.frontend.http.errors import (
     unknown_route,
     wrong_method,
 )
-from quire.frontend.http.exchange import GONE, Exchange, SentAnswer
+from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.state import ServerState
+from quire.frontend.metrics.collect.events import HttpExchange
+from quire.frontend.metrics.frontend_stats import FrontendStats
+from quire.logger import init_logger
 from quire.resolve import resolve
+
+logger = init_logger("quire.access")
 
 PROBES = frozenset(
     {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version", "/server_info"}
 )
 """Paths that are not counted as HTTP requests: probes call them every few seconds."""
+
+GONE = 499
+"""Status that is logged where the client disconnected before the answer."""
+LOAD_REQUEST_HEADER = "endpoint-load-metrics-format"
+LOAD_RESPONSE_HEADER = "endpoint-load-metrics"
+"""Headers of ORCA, Envoy's load reports: a balancer asks for a format and reads the load from the answer."""
+_MAX_LENGTH_DIGITS = 16
 
 Handler = Callable[[Exchange], Awaitable[Response]]
 
@@ -120,6 +134,74 @@ class Endpoint:
         except Exception as e:
             note_error(e, exchange.request_id)
             return error_response(exchange.with_own_names(e), self.shape_error)
+
+
+class SentAnswer:
+    """Passes the answer on: adds headers, and notes status and size for the log and the metrics."""
+
+    def __init__(self, exchange: Exchange, send: Send, *, is_work: bool) -> None:
+        self._exchange = exchange
+        self._send = send
+        self._is_work = is_work
+        self._status = GONE
+        self._num_bytes = 0
+        self._start = time.perf_counter()
+
+    async def send(self, message: Message) -> None:
+        """Passes a message on (ASGI)."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = [*message["headers"], (b"x-request-id", self._exchange.request_id.encode("latin-1"))]
+            asked = self._exchange.request.headers.get(LOAD_REQUEST_HEADER)
+            if asked is not None and self._is_work:
+                report = load_report(self._exchange.state.engine.pipeline.stats, asked)
+                headers += [] if report is None else [(LOAD_RESPONSE_HEADER.encode(), report.encode())]
+            message["headers"] = headers
+        else:
+            self._num_bytes += len(message.get("body", b""))
+        await self._send(message)
+
+    def close(self, path: str, *, is_counted: bool, logs_success: bool) -> None:
+        """Records the exchange in the metrics, under the `path` of its route, and logs one line, without the query and
+        other text that a client chooses."""
+        request, state = self._exchange.request, self._exchange.state
+        duration_s = time.perf_counter() - self._start
+        if is_counted:
+            length = request.headers.get("content-length", "")
+            num_received = int(length) if length.isdigit() and len(length) < _MAX_LENGTH_DIGITS else 0
+            state.engine.pipeline.stat_loggers.record_exchange(
+                HttpExchange(request.method, path, self._status, duration_s, num_received, self._num_bytes)
+            )
+        full_path = request.scope["path"]
+        is_quiet = state.config.disable_uvicorn_access_log or full_path in state.quiet_paths
+        if not is_quiet and (logs_success or self._status >= 400):
+            fields = {
+                "method": request.method,
+                "path": full_path[:200],
+                "status": self._status,
+                "duration_ms": round(1000 * duration_s, 1),
+                "request_id": self._exchange.request_id,
+            }
+            logger.info("%s %s %d %.1f ms %s", *fields.values(), extra=fields)
+
+
+def load_report(stats: FrontendStats, format: str) -> str | None:
+    """Returns the load in ORCA's "text" or "json"; None for another format."""
+    load = stats.get_load()
+    named = {
+        "kv_cache_usage_perc": load.kv_cache_usage,
+        "num_requests_running": float(load.num_running),
+        "num_requests_waiting": float(load.num_waiting),
+    }
+    utilization = round(load.saturation, 4)
+    match format.strip().lower():
+        case "text":
+            pairs = [f"named_metrics.{name}={value:g}" for name, value in named.items()]
+            return "TEXT " + ", ".join([f"application_utilization={utilization:g}", *pairs])
+        case "json":
+            return "JSON " + json.dumps({"application_utilization": utilization, "named_metrics": named})
+        case _:
+            return None
 
 
 def json_response(value: Any, status_code: int = 200) -> Response:

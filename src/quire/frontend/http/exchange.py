@@ -1,33 +1,23 @@
-"""One HTTP request as handlers read it (`Exchange`), and its answer as it is sent (`SentAnswer`)."""
+"""One HTTP request as handlers read it."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import re
-import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message, Receive, Send
+from starlette.types import Receive
 
 from quire.errors import ClientError, ValidationError
-from quire.frontend.admission import demand_of
-from quire.frontend.http.admitted import Admitted
 from quire.frontend.http.auth import shown_key
 from quire.frontend.http.bodies import Body, BodyReader, RequestBody
 from quire.frontend.http.errors import HttpError
 from quire.frontend.http.state import ServerState
-from quire.frontend.metrics.collect.events import HttpExchange
-from quire.frontend.metrics.frontend_stats import FrontendStats
-from quire.logger import init_logger
-from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams
-
-logger = init_logger("quire.access")
+from quire.frontend.text.tokenizer import LONG_TEXT_CHARS
 
 Result = TypeVar("Result")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -37,14 +27,8 @@ _MAX_TRACE_HEADER_CHARS = 512
 MIN_VALUES = 1 << 18
 VALUES_PER_CONTEXT_TOKEN = 4
 """Values a body may hold, counted by its commas. The parser takes about 100 ns for each and blocks the event loop."""
-_MAX_LENGTH_DIGITS = 16
 OBJECT_VALUES = 4
 """Parsing one JSON object costs about as much as so many plain values."""
-GONE = 499
-"""Status that is logged where the client disconnected before the answer."""
-LOAD_REQUEST_HEADER = "endpoint-load-metrics-format"
-LOAD_RESPONSE_HEADER = "endpoint-load-metrics"
-"""Headers of ORCA, Envoy's load reports: a balancer asks for a format and reads the load from the answer."""
 
 
 class Exchange:
@@ -136,23 +120,7 @@ class Exchange:
 
     async def convert(self, work: Callable[[], Result]) -> Result:
         """Returns the result of `work`, which reads all text of the request: on the text thread if it is long."""
-        return await self.state.engine.pipeline.text_thread.run(self.size, work)
-
-    # -- the work ------------------------------------------------------------------------------------------------------
-
-    def admit(self, nums_tokens: Sequence[int], params: SamplingParams | PoolingParams) -> Admitted:
-        """Takes room and a share for prompts of about `nums_tokens` tokens each, before work on them. Raises
-        OverloadedError."""
-        state = self.state
-        demands = [demand_of(params, num_tokens, state.max_model_len) for num_tokens in nums_tokens]
-        share = state.tenants.share_of(
-            self.owner,
-            sum(demand.num_reqs for demand in demands),
-            sum(demand.num_reqs * (demand.num_tokens_each + demand.num_output_tokens_each) for demand in demands),
-        )
-        rooms = state.engine.admission.reserve_all(demands, share.charges)
-        share.take()
-        return Admitted(rooms, share)
+        return work() if self.size <= LONG_TEXT_CHARS else await self.state.engine.text_thread.run(work)
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
@@ -185,71 +153,3 @@ def _too_large(limit: int) -> HttpError:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class SentAnswer:
-    """Passes the answer on: adds headers, and notes status and size for the log and the metrics."""
-
-    def __init__(self, exchange: Exchange, send: Send, *, is_work: bool) -> None:
-        self._exchange = exchange
-        self._send = send
-        self._is_work = is_work
-        self._status = GONE
-        self._num_bytes = 0
-        self._start = time.perf_counter()
-
-    async def send(self, message: Message) -> None:
-        """Passes a message on (ASGI)."""
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-            headers = [*message["headers"], (b"x-request-id", self._exchange.request_id.encode("latin-1"))]
-            asked = self._exchange.request.headers.get(LOAD_REQUEST_HEADER)
-            if asked is not None and self._is_work:
-                report = load_report(self._exchange.state.engine.pipeline.stats, asked)
-                headers += [] if report is None else [(LOAD_RESPONSE_HEADER.encode(), report.encode())]
-            message["headers"] = headers
-        else:
-            self._num_bytes += len(message.get("body", b""))
-        await self._send(message)
-
-    def close(self, path: str, *, is_counted: bool, logs_success: bool) -> None:
-        """Records the exchange in the metrics, under the `path` of its route, and logs one line, without the query and
-        other text that a client chooses."""
-        request, state = self._exchange.request, self._exchange.state
-        duration_s = time.perf_counter() - self._start
-        if is_counted:
-            length = request.headers.get("content-length", "")
-            num_received = int(length) if length.isdigit() and len(length) < _MAX_LENGTH_DIGITS else 0
-            state.engine.pipeline.stat_loggers.record_exchange(
-                HttpExchange(request.method, path, self._status, duration_s, num_received, self._num_bytes)
-            )
-        full_path = request.scope["path"]
-        is_quiet = state.config.disable_uvicorn_access_log or full_path in state.quiet_paths
-        if not is_quiet and (logs_success or self._status >= 400):
-            fields = {
-                "method": request.method,
-                "path": full_path[:200],
-                "status": self._status,
-                "duration_ms": round(1000 * duration_s, 1),
-                "request_id": self._exchange.request_id,
-            }
-            logger.info("%s %s %d %.1f ms %s", *fields.values(), extra=fields)
-
-
-def load_report(stats: FrontendStats, format: str) -> str | None:
-    """Returns the load in ORCA's "text" or "json"; None for another format."""
-    load = stats.get_load()
-    named = {
-        "kv_cache_usage_perc": load.kv_cache_usage,
-        "num_requests_running": float(load.num_running),
-        "num_requests_waiting": float(load.num_waiting),
-    }
-    utilization = round(load.saturation, 4)
-    match format.strip().lower():
-        case "text":
-            pairs = [f"named_metrics.{name}={value:g}" for name, value in named.items()]
-            return "TEXT " + ", ".join([f"application_utilization={utilization:g}", *pairs])
-        case "json":
-            return "JSON " + json.dumps({"application_utilization": utilization, "named_metrics": named})
-        case _:
-            return None

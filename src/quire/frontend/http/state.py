@@ -11,8 +11,7 @@ from quire.config.model import ModelConfig
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.http.admitted import Tenants
-from quire.frontend.http.auth import Gatekeeper
+from quire.frontend.http.auth import Gatekeeper, Tenants
 from quire.frontend.http.engine_view import RequestWatch, SnapshotSource
 from quire.frontend.http.membership import Membership
 from quire.frontend.metrics.publish.stat_loggers import RecentRequests

@@ -14,15 +14,12 @@ import numpy.typing as npt
 
 from quire.errors import ClientError
 from quire.frontend.admission import estimate_num_tokens, estimate_text_tokens
-from quire.frontend.http.admitted import Admitted
 from quire.frontend.http.exchange import Exchange
-from quire.frontend.new_request import ParsedPrompt
-from quire.frontend.openai.chat.request import texts_of
 from quire.frontend.openai.protocol.chat import check_template_variables
 from quire.frontend.openai.protocol.completion import Prompt, as_prompts
 from quire.frontend.openai.protocol.pooling import InputBody, PoolingBody
-from quire.frontend.openai.rendering import PromptRenderer
-from quire.frontend.openai.submission import Submission
+from quire.frontend.openai.rendering import PromptRenderer, texts_of
+from quire.frontend.openai.submission import Submission, admit
 from quire.outputs import PoolingRequestOutput
 from quire.pooling_params import PoolingParams
 
@@ -49,7 +46,7 @@ async def pool_input(exchange: Exchange, body: InputBody, params: PoolingParams)
     messages, renderer = body.messages, exchange.state.part(PromptRenderer)
     with naming("messages"):
         size = estimate_text_tokens(texts_of(messages))
-        with exchange.admit([size], params) as admitted:
+        async with admit(exchange, [size], params) as submission:
             variables = check_template_variables(body.chat_template_kwargs)
 
             def render() -> list[str]:
@@ -62,7 +59,7 @@ async def pool_input(exchange: Exchange, body: InputBody, params: PoolingParams)
                 )
                 return [text]
 
-            submission = await _submit_texts(exchange, admitted, body, render, params)
+            await _send_texts(exchange, submission, body, render, params)
         return await pooled_outputs(exchange, submission)
 
 
@@ -70,34 +67,23 @@ async def pool_texts(
     exchange: Exchange, body: PoolingBody, texts: Sequence[Prompt], params: PoolingParams
 ) -> list[PoolingRequestOutput]:
     """Returns the results of some prompts, in order. Raises as `AsyncLLM.add_request`, and the engine's errors."""
-    with exchange.admit(list(map(estimate_num_tokens, texts)), params) as admitted:
-        submission = await _submit_texts(exchange, admitted, body, lambda: texts, params)
+    async with admit(exchange, list(map(estimate_num_tokens, texts)), params) as submission:
+        await _send_texts(exchange, submission, body, lambda: texts, params)
     return await pooled_outputs(exchange, submission)
 
 
-async def _submit_texts(
+async def _send_texts(
     exchange: Exchange,
-    admitted: Admitted,
+    submission: Submission,
     body: PoolingBody,
     render: Callable[[], Sequence[Prompt]],
     params: PoolingParams,
-) -> Submission:
+) -> None:
     renderer, salt = exchange.state.part(PromptRenderer), exchange.cache_salt(body.cache_salt)
     read = partial(renderer.read_prompt, options=body.tokenization(), cache_salt=salt)
     prompts = await exchange.convert(lambda: list(map(read, render())))
-    return await submit_prompts(exchange, admitted, body, prompts, [params] * len(prompts))
-
-
-async def submit_prompts(
-    exchange: Exchange,
-    admitted: Admitted,
-    body: PoolingBody,
-    prompts: Sequence[ParsedPrompt],
-    params: Sequence[PoolingParams],
-) -> Submission:
-    """Submits tokenized prompts, each with its own parameters."""
     request_id = body.request_id or exchange.request_id
-    return await Submission.submit(exchange, admitted, prompts, params, request_id, priority=body.priority)
+    await submission.send(prompts, [params] * len(prompts), request_id, priority=body.priority)
 
 
 async def pooled_outputs(exchange: Exchange, submission: Submission) -> list[PoolingRequestOutput]:

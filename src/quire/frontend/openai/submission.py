@@ -1,18 +1,19 @@
-"""The engine requests behind one HTTP request: submitted together, read together, ended together, and their log."""
+"""The engine requests behind one HTTP request: admitted, sent, read and ended together, and their log."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, cast
 
 from quire.config.server import ServerConfig
 from quire.errors import GenerationError, make_error
+from quire.frontend.admission import demand_of
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.http.admitted import Admitted, TenantShare
 from quire.frontend.http.errors import ErrorShape, UnavailableError, error_body
 from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.streaming import SERVER_SENT_EVENTS, EventStream, error_event
@@ -104,59 +105,59 @@ def _describe(params: SamplingParams | PoolingParams) -> str:
 
 
 class Submission:
-    """Live requests, one per prompt. A context manager: at its end it aborts the requests that still run."""
+    """The engine requests behind one HTTP request, one per prompt: admitted, sent, read and ended together.
 
-    def __init__(self, exchange: Exchange, share: TenantShare | None) -> None:
-        """`share` is what the requests take of their key's limits; `close` gives it back."""
+    A context manager: at its end it aborts the requests that still run.
+    """
+
+    def __init__(self, exchange: Exchange, nums_tokens: Sequence[int], params: SamplingParams | PoolingParams) -> None:
+        """Takes room in the engine's queue for prompts of about `nums_tokens` tokens each, and a part of what their key
+        may have under way. Raises OverloadedError."""
         state = exchange.state
+        self._exchange = exchange
         self._engine = state.engine
-        self._lifecycle = state.lifecycle
-        self._share = share
+        demands = [demand_of(params, num_tokens, state.max_model_len) for num_tokens in nums_tokens]
+        self._charges = state.tenants.charges(
+            exchange.owner,
+            sum(demand.num_reqs for demand in demands),
+            sum(demand.num_reqs * (demand.num_tokens_each + demand.num_output_tokens_each) for demand in demands),
+        )
+        """The part of the key's limits; `close` gives it back."""
+        self._rooms = deque(self._engine.admission.reserve_all(demands, self._charges))
+        """Reservations of the prompts that were not sent, in order. The engine gives back those of the others."""
         is_logged = state.config.enable_log_requests or state.config.enable_log_outputs
         self._log = RequestLog(state.config, exchange.request_id, state.engine) if is_logged else None
         self._collectors: list[RequestOutputCollector] = []
 
-    @classmethod
-    async def submit(
-        cls,
-        exchange: Exchange,
-        admitted: Admitted,
+    async def send(
+        self,
         prompts: Sequence[ParsedPrompt],
         params: SamplingParams | Sequence[PoolingParams],
         request_id: str,
         *,
         priority: int = 0,
-    ) -> Submission:
-        """Hands all prompts to the engine, or none: what fails on one aborts the others. Raises as
-        `AsyncLLM.add_request`.
-
-        Each prompt to be pooled has its own parameters.
-        """
+    ) -> None:
+        """Hands all prompts to the engine. Each prompt to be pooled has its own parameters. Raises as
+        `AsyncLLM.add_request`."""
         if isinstance(params, SamplingParams):
             params.skip_clone = len(prompts) == 1  # made for this request, and used once
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        trace_headers = exchange.trace_headers
-        submission = cls(exchange, admitted.take_share())
-        try:
-            for index, prompt in enumerate(prompts):
-                if index > 1:
-                    await asyncio.sleep(0)  # others may go on between two prompts
-                new = NewRequest(
-                    request_id=request_id,
-                    prompt=prompt,
-                    params=each[index],
-                    priority=priority,
-                    trace_headers=trace_headers,
-                    reservation=admitted.take_room(),
-                )
-                collector = await submission._engine.add_new(new)
-                submission._collectors.append(collector)
-                if submission._log is not None:
-                    submission._log.note_request(collector.request_id, new)
-        except BaseException:
-            await submission.close()
-            raise
-        return submission
+        trace_headers = self._exchange.trace_headers
+        for index, prompt in enumerate(prompts):
+            if index > 1:
+                await asyncio.sleep(0)  # others may go on between two prompts
+            new = NewRequest(
+                request_id=request_id,
+                prompt=prompt,
+                params=each[index],
+                priority=priority,
+                trace_headers=trace_headers,
+                reservation=self._rooms.popleft(),
+            )
+            collector = await self._engine.add_new(new)
+            self._collectors.append(collector)
+            if self._log is not None:
+                self._log.note_request(collector.request_id, new)
 
     async def __aenter__(self) -> Self:
         return self
@@ -212,7 +213,7 @@ class Submission:
                     completion.error_message or "the engine failed on this request; it may be retried",
                     GenerationError,
                 )
-            if completion.finish_reason == "abort" and self._lifecycle.is_stopping:
+            if completion.finish_reason == "abort" and self._exchange.state.lifecycle.is_stopping:
                 raise UnavailableError("the server shut down before the answer was complete; ask another one")
         return cast("RequestOutput", output)
 
@@ -228,13 +229,31 @@ class Submission:
             raise GenerationError("the request was ended before there was a result; it may be sent again")
         return outputs
 
-    async def close(self) -> None:
-        """Aborts the requests that still run. Idempotent."""
+    async def close(self, error: BaseException | None = None) -> None:
+        """Aborts the requests that still run, and gives back what was taken for them; `error` is the reason that some
+        were not sent. Idempotent."""
+        while self._rooms:
+            self._rooms.popleft().release(error)
         running = [collector.request_id for collector in self._collectors if not collector.is_final]
         if running:
             await self._engine.abort(running, internal=True)
-        if self._share is not None:
-            self._share.release()
+        charges, self._charges = self._charges, []
+        for quota, amount in charges:
+            quota.change(-amount)
+
+
+@asynccontextmanager
+async def admit(
+    exchange: Exchange, nums_tokens: Sequence[int], params: SamplingParams | PoolingParams
+) -> AsyncGenerator[Submission, None]:
+    """Gives a submission for prompts of about `nums_tokens` tokens each, to be sent in its context. An error there ends
+    it: all prompts are sent, or none. Raises OverloadedError."""
+    submission = Submission(exchange, nums_tokens, params)
+    try:
+        yield submission
+    except BaseException as e:
+        await submission.close(e)
+        raise
 
 
 def stream_response(

@@ -10,10 +10,10 @@ import pytest
 from quire.errors import OverloadedError, QuotaExceededError
 from quire.frontend.admission import DRAIN_MEMORY_S, QUEUED_REQS, AdmissionControl, Quota, SharedQuota
 from quire.frontend.fleet.counts import FleetCounts
-from quire.frontend.http.admitted import Tenants
+from quire.frontend.http.auth import Tenants
 from quire.wire.peers import SharedCounts
 
-from ..shares import take_share
+from ..shares import release, take_share
 
 KEYS = (b"a" * 32, b"b" * 32)
 
@@ -80,7 +80,7 @@ def test_a_key_has_its_share_once(counts: Callable[[int], FleetCounts]) -> None:
         with pytest.raises(QuotaExceededError, match="2 requests of this key are under way"):
             take_share(one, KEYS[0], 1, 5)
         take_share(one, KEYS[1], 1, 5)
-    place.release()
+    release(place)
     take_share(tenants[1], KEYS[0], 1, 5)
 
 

@@ -13,11 +13,11 @@ import pytest
 from quire.config.server import ServerConfig, read_api_keys
 from quire.errors import ConfigError, QuotaExceededError
 from quire.frontend.admission import AdmissionControl
-from quire.frontend.http.admitted import Tenants
+from quire.frontend.http.auth import Tenants
 from quire.frontend.openai.rendering import PromptRenderer
 
 from ..openai.serving import MAX_MODEL_LEN, Server, check
-from ..shares import take_share
+from ..shares import release, take_share
 
 KEYS = [hashlib.sha256(key).digest() for key in (b"first", b"second")]
 FOREVER = {"prompt": [50], "max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -36,8 +36,7 @@ def test_a_key_has_its_share_and_no_more() -> None:
     with pytest.raises(QuotaExceededError, match=r"50 tokens .* 51 more .* --max-tokens-per-key 100"):
         take_share(tenants, b"a", 1, 51, control)
     take_share(tenants, b"b", 9, 1000), "a request that is too large by itself is served when nothing is under way"
-    place.release()
-    place.release()
+    release(place)
     take_share(tenants, b"a", 3, 100)
     assert control.rejections == {"max_requests_per_key": 1, "max_tokens_per_key": 1}
 
@@ -46,7 +45,7 @@ def test_without_limits_nothing_is_remembered() -> None:
     tenants = Tenants(None, None)
     for _ in range(3):
         take_share(tenants, b"a", 10**6, 10**9)
-    assert not tenants._rooms
+    assert not tenants._quotas
 
 
 @pytest.mark.parametrize("name", ["max_requests_per_key", "max_tokens_per_key"])

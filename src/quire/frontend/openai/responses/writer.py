@@ -16,10 +16,9 @@ from quire.frontend.http.errors import message_of, status_of
 from quire.frontend.http.state import ServerState
 from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import BlockEvent, BlockReader
-from quire.frontend.openai.chat.request import PreparedChat
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames
 from quire.frontend.openai.protocol.responses import ResponsesBody
-from quire.frontend.openai.rendering import PromptRenderer
+from quire.frontend.openai.rendering import PreparedChat, PromptRenderer
 from quire.frontend.openai.responses.output import ResponseItem, TextLogprobs
 from quire.frontend.openai.submission import Submission
 from quire.outputs import RequestOutput

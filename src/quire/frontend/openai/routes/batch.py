@@ -13,9 +13,9 @@ from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, json_response
 from quire.frontend.http.exchange import Exchange
-from quire.frontend.openai.chat.request import PreparedChat, submit_chats
 from quire.frontend.openai.protocol.answer_parts import TokenCount
 from quire.frontend.openai.protocol.chat import MAX_MESSAGES, ChatBody, Messages
+from quire.frontend.openai.rendering import PreparedChat, submit_chats
 from quire.frontend.openai.routes.chat import ChatWriter
 from quire.outputs import RequestOutput
 

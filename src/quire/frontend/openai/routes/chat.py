@@ -14,10 +14,9 @@ from quire.frontend.http.endpoint import Endpoint, json_response
 from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.streaming import DONE, encode_json, event
 from quire.frontend.openai.chat.output import ChatParser, Delta, make_message
-from quire.frontend.openai.chat.request import PreparedChat, submit_chats
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, chat_logprobs, prompt_logprobs
 from quire.frontend.openai.protocol.chat import ChatBody
-from quire.frontend.openai.rendering import PromptRenderer
+from quire.frontend.openai.rendering import PreparedChat, PromptRenderer, submit_chats
 from quire.frontend.openai.submission import Submission, stream_response
 from quire.outputs import CompletionOutput, RequestOutput
 

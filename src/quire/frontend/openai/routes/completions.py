@@ -22,7 +22,7 @@ from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, 
 from quire.frontend.openai.protocol.completion import DEFAULT_MAX_TOKENS, CompletionBody, Prompt
 from quire.frontend.openai.protocol.sampling import make_sampling_params
 from quire.frontend.openai.rendering import PromptRenderer
-from quire.frontend.openai.submission import Submission, stream_response
+from quire.frontend.openai.submission import Submission, admit, stream_response
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -51,9 +51,9 @@ async def submit_completion(
     ValidationError, OverloadedError.
     """
     texts, params = await plan_completion(exchange, body, default_limit)
-    with exchange.admit(list(map(estimate_num_tokens, texts)), params) as admitted:
+    async with admit(exchange, list(map(estimate_num_tokens, texts)), params) as submission:
         prompts = await tokenize_prompts(exchange, body, texts, params)
-        submission = await Submission.submit(exchange, admitted, prompts, params, request_id, priority=body.priority)
+        await submission.send(prompts, params, request_id, priority=body.priority)
     return prompts, params, submission
 
 

@@ -16,8 +16,8 @@ from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, Events, arguments_of
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import ChatParser
-from quire.frontend.openai.chat.request import render_prompts, submit_chats
 from quire.frontend.openai.protocol.messages import CountTokensBody, MessagesBody
+from quire.frontend.openai.rendering import render_prompts, submit_chats
 from quire.frontend.openai.submission import Submission, stream_response
 from quire.outputs import CompletionOutput, RequestOutput
 

@@ -26,7 +26,6 @@ from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import BlockEvent, BlockReader, arguments_of
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import ChatParser, PlainText
-from quire.frontend.openai.chat.request import submit_chats
 from quire.frontend.openai.pooling_work import pool_texts
 from quire.frontend.openai.protocol.ollama import (
     DEFAULT_TAG,
@@ -36,6 +35,7 @@ from quire.frontend.openai.protocol.ollama import (
     OllamaGenerateBody,
     ShowBody,
 )
+from quire.frontend.openai.rendering import submit_chats
 from quire.frontend.openai.routes.completions import submit_completion
 from quire.frontend.openai.submission import Submission, stream_response
 from quire.outputs import RequestOutput

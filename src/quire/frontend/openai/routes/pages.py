@@ -124,7 +124,7 @@ def _encode_openapi(endpoints: tuple[Endpoint, ...]) -> bytes:
 async def openapi(exchange: Exchange) -> Response:
     """Returns this API as an OpenAPI document."""
     endpoints = tuple(exchange.request.app.state.endpoints)
-    document = await exchange.state.engine.pipeline.text_thread.run_aside(lambda: _encode_openapi(endpoints))
+    document = await exchange.state.engine.text_thread.run(lambda: _encode_openapi(endpoints))
     return Response(document, media_type="application/json")
 
 

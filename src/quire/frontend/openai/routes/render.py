@@ -19,10 +19,10 @@ from quire.frontend.http.endpoint import Endpoint, json_response
 from quire.frontend.http.errors import ErrorShape, HttpError, error_body
 from quire.frontend.http.exchange import Exchange
 from quire.frontend.new_request import ParsedPrompt
-from quire.frontend.openai.chat.request import plan_chats, render_chats
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.response_items import messages_of, with_instructions
 from quire.frontend.openai.protocol.sampling import GenerationBody
+from quire.frontend.openai.rendering import plan_chats, render_chats
 from quire.frontend.openai.routes.chat import CHAT
 from quire.frontend.openai.routes.completions import COMPLETION, plan_completion, tokenize_prompts
 from quire.frontend.openai.routes.messages import MESSAGES, error_object

@@ -17,9 +17,9 @@ from quire.frontend.http.endpoint import Endpoint, QueryParameter, json_response
 from quire.frontend.http.errors import note_error
 from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.state import Lifecycle
-from quire.frontend.openai.chat.request import submit_chats
 from quire.frontend.openai.protocol.response_items import Message, messages_of, with_instructions
 from quire.frontend.openai.protocol.responses import ResponsesBody
+from quire.frontend.openai.rendering import submit_chats
 from quire.frontend.openai.responses.store import ResponseStore, ServerResponses, StoredResponse
 from quire.frontend.openai.responses.writer import ResponseWriter
 from quire.frontend.openai.submission import Submission, stream_response

@@ -13,16 +13,16 @@ from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, json_response
 from quire.frontend.http.exchange import Exchange
-from quire.frontend.new_request import parse_prompt
+from quire.frontend.input_processor import parse_prompt
 from quire.frontend.openai.pooling_work import (
     answer_head,
     count_tokens,
     naming,
     pool_texts,
     pooled_outputs,
-    submit_prompts,
 )
 from quire.frontend.openai.protocol.pooling import PoolingBody, RerankBody, ScoreBody
+from quire.frontend.openai.submission import admit
 from quire.frontend.scoring import PairScorer, pair_texts
 from quire.outputs import ScoringRequestOutput
 
@@ -72,11 +72,12 @@ async def _score(exchange: Exchange, body: PoolingBody, pairs: Sequence[tuple[st
     if "score" in state.supported_tasks:
         params = body.params("score")
         sizes = [estimate_text_tokens(pair) for pair in pairs]
-        with exchange.admit(sizes, params) as admitted:
+        async with admit(exchange, sizes, params) as submission:
             job = await exchange.convert(lambda: scorer.plan(pairs, params, body.tokenization()))
             salt = exchange.cache_salt(body.cache_salt)
             prompts = [replace(parse_prompt(prompt), cache_salt=salt) for prompt in job.prompts]
-            submission = await submit_prompts(exchange, admitted, body, prompts, job.params)
+            request_id = body.request_id or exchange.request_id
+            await submission.send(prompts, job.params, request_id, priority=body.priority)
         return job.results(await pooled_outputs(exchange, submission))
     job = await exchange.convert(lambda: scorer.plan(pairs, body.params("embed"), body.tokenization()))
     return job.results(await pool_texts(exchange, body, cast("list[str]", job.prompts), job.params[0]))

@@ -100,9 +100,7 @@ async def detokenize(exchange: Exchange) -> Response:
             f"tokens holds id {unknown}, outside the vocabulary [0, {len(tokenizer)})", param="tokens", value=unknown
         )
     if len(body.tokens) > LONG_LIST:
-        return json_response(
-            {"prompt": await state.engine.pipeline.text_thread.run_aside(lambda: tokenizer.decode(body.tokens))}
-        )
+        return json_response({"prompt": await state.engine.text_thread.run(lambda: tokenizer.decode(body.tokens))})
     return json_response({"prompt": tokenizer.decode(body.tokens)})
 
 

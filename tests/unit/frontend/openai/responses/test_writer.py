@@ -16,8 +16,8 @@ from quire.config.server import ServerConfig
 from quire.errors import GenerationError, ValidationError
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.new_request import ParsedPrompt
-from quire.frontend.openai.chat.request import PreparedChat
 from quire.frontend.openai.protocol.responses import ResponsesBody
+from quire.frontend.openai.rendering import PreparedChat
 from quire.frontend.openai.responses.writer import ResponseWriter
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.sampling_params import SamplingParams
