@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from quire.config.hf_config import FAMILY_DEFAULTS, FULL_ATTENTION, SLIDING_ATTENTION, HFConfig, RopeConfig
+from quire.config.family_defaults import FAMILY_DEFAULTS
+from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig, RopeConfig
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 

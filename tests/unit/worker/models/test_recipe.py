@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.hf_config import FAMILY_DEFAULTS
+from quire.config.family_defaults import FAMILY_DEFAULTS
 from quire.testing import tiny_models
 from quire.worker.models import seed_oss
 from quire.worker.models.registry import MODELS
