@@ -6,7 +6,7 @@ This is the only place with that knowledge: model files make their layers by it,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
 from quire.errors import ModelLoadError, UnsupportedModelError
@@ -74,6 +74,10 @@ def _by_pattern(hf: HFConfig, layer: int) -> bool:
     return hf.get("sliding_window") is not None and _all_but_each_last(hf, layer)
 
 
+def _all_but_each_sixth(hf: HFConfig, layer: int) -> bool:
+    return (layer + 1) % 6 != 0
+
+
 def _without_rotation(hf: HFConfig, layer: int) -> bool:
     return not rotates(hf, layer)
 
@@ -115,6 +119,8 @@ MIXED: Mapping[str, IsSliding] = {
     "GPTNeoForCausalLM": _is_local,
     "Gemma2ForCausalLM": _every_second,
     "Gemma3ForCausalLM": _all_but_each_last,
+    "Gemma4ForCausalLM": _all_but_each_sixth,
+    "Gemma4UnifiedForCausalLM": _all_but_each_sixth,
     "GptOssForCausalLM": _every_second,
     "GraniteSWAForCausalLM": _after_each_fourth,
     "MellumForCausalLM": _never,
@@ -128,6 +134,9 @@ MIXED: Mapping[str, IsSliding] = {
     "VaultGemmaForCausalLM": _every_second,
 }
 """Architectures with and without a window by layer: the rule where config.json has no `layer_types`."""
+
+LAST_IS_FULL: frozenset[str] = frozenset(("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"))
+"""Architectures whose last layer has no window, whatever the list says."""
 
 
 def layer_kinds(hf: HFConfig) -> list[str]:
@@ -145,13 +154,13 @@ def layer_kinds(hf: HFConfig) -> list[str]:
         return [FULL_ATTENTION] * count
     types = hf.get("layer_types")
     if types is None:
-        return [SLIDING_ATTENTION if is_sliding(hf, layer) else FULL_ATTENTION for layer in range(count)]
+        types = [SLIDING_ATTENTION if is_sliding(hf, layer) else FULL_ATTENTION for layer in range(count)]
     if not isinstance(types, list) or len(types) < count:
         raise ModelLoadError(f"{hf.path} has layer_types {types!r}, which must be a list of {count}")
     for kind in types[:count]:
         if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise UnsupportedModelError(f"{hf.path} has a layer of type {kind!r}, which is not implemented")
-    return types[:count]
+    return [*types[: count - 1], FULL_ATTENTION if hf.family in LAST_IS_FULL else types[count - 1]]
 
 
 def attention_windows(hf: HFConfig) -> list[int | None]:
@@ -181,6 +190,45 @@ def attention_chunks(hf: HFConfig) -> list[int | None]:
     return [size if kind == CHUNKED_ATTENTION else None for kind in kinds[:count]]
 
 
+_OF_LAYERS = frozenset(("head_dim", "num_key_value_heads"))
+
+
+def layer_configs(hf: HFConfig) -> list[HFConfig]:
+    """Returns the config of each layer, which is `hf` where heads do not differ between layers.
+
+    `per_layer_config` has the keys that differ, by the number of the layer. Gemma 4's older configs have the heads of
+    layers without a window under keys of their own. Raises UnsupportedModelError for other keys.
+    """
+    own = hf.get("per_layer_config")
+    if own is None:
+        keys = {"head_dim": "global_head_dim"}
+        if hf.get("attention_k_eq_v", False):
+            keys["num_key_value_heads"] = "num_global_key_value_heads"
+        wide = {key: hf.get(name) for key, name in keys.items() if hf.get(name) is not None}
+        own = {str(i): wide for i, kind in enumerate(layer_kinds(hf)) if kind == FULL_ATTENTION and wide}
+    if not isinstance(own, dict) or not all(
+        isinstance(keys, dict) and keys.keys() <= _OF_LAYERS for keys in own.values()
+    ):
+        raise UnsupportedModelError(f"{hf.path} has per_layer_config {own!r}; only {sorted(_OF_LAYERS)} may differ")
+    layers = map(str, range(hf.num_hidden_layers))
+    return [replace(hf, raw={**hf.raw, **own[layer]}) if layer in own else hf for layer in layers]
+
+
+def kv_sources(hf: HFConfig) -> list[int | None]:
+    """Returns for each layer the number of the layer whose keys and values it reads; None if it has its own.
+
+    The last `num_kv_shared_layers` read those of the last layer of their kind before them. Raises ModelLoadError if
+    there is none.
+    """
+    kinds, num_shared = layer_kinds(hf), hf.get("num_kv_shared_layers", 0)
+    if num_shared == 0:
+        return [None] * len(kinds)
+    own = kinds[: -hf.size("num_kv_shared_layers")]
+    if missing := set(kinds) - set(own):
+        raise ModelLoadError(f"{hf.path} has num_kv_shared_layers = {num_shared}, with no {missing} before them")
+    return [None] * len(own) + [len(own) - 1 - own[::-1].index(kind) for kind in kinds[len(own) :]]
+
+
 @dataclass(frozen=True)
 class CachedLayer:
     """The keys and values that one layer stores for each token."""
@@ -196,14 +244,19 @@ class CachedLayer:
 
 
 def cached_layers(hf: HFConfig) -> dict[int, CachedLayer]:
-    """Returns what each layer stores, by the number of the layer; none for an encoder. Raises as `layer_kinds` and
-    `attention_windows` do."""
+    """Returns what each layer stores, by the number of the layer; nothing for an encoder, or for a layer that reads
+    another's. Raises as the functions above do."""
     if hf.is_encoder:
         return {}
     if hf.family in LATENT:
         latent = CachedLayer(1, hf.size("kv_lora_rank") + hf.size("qk_rope_head_dim"), is_latent=True)
         return dict.fromkeys(range(hf.num_hidden_layers), latent)
-    heads, size = hf.num_key_value_heads, hf.head_dim
     if hf.family in CHUNKED:
+        heads, size = hf.num_key_value_heads, hf.head_dim
         return {i: CachedLayer(heads, size, chunk=chunk) for i, chunk in enumerate(attention_chunks(hf))}
-    return {i: CachedLayer(heads, size, window) for i, window in enumerate(attention_windows(hf))}
+    windows, sources = attention_windows(hf), kv_sources(hf)
+    return {
+        i: CachedLayer(config.num_key_value_heads, config.head_dim, windows[i])
+        for i, config in enumerate(layer_configs(hf))
+        if sources[i] is None
+    }

@@ -1,4 +1,4 @@
-"""What families write otherwise in config.json, by `model_type`: names of keys, and defaults of absent ones."""
+"""Differences between families in config.json, by `model_type`: names of keys, and defaults of absent ones."""
 
 from __future__ import annotations
 
@@ -39,6 +39,19 @@ _GEMMA2: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_GEMMA4: Mapping[str, Any] = {
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 4,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_theta": 10000.0},
+    },
+    "sliding_window": 512,
     "tie_word_embeddings": True,
 }
 _GLM: Mapping[str, Any] = {
@@ -185,6 +198,8 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
     },
+    "gemma4_text": {**_GEMMA4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+    "gemma4_unified_text": {**_GEMMA4, "max_position_embeddings": 262144, "sliding_window": 1024},
     "glm": _GLM,
     "glm4": _GLM,
     "glm4_moe": {

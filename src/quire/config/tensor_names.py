@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from quire.config.attention_layout import kv_sources
 from quire.config.hf_config import HFConfig
 
 
@@ -50,6 +51,10 @@ def names_of(hf: HFConfig) -> tuple[Names, ...]:
     first, count = hf.num_hidden_layers, min(int(hf.get("num_nextn_predict_layers", 0)), MAX_PREDICTORS)
     if count:  # layers that predict tokens after the next one
         own = (Names(ignored=tuple(f"model.layers.{first + i}" for i in range(count))), *own)
+    shared = [i for i, source in enumerate(kv_sources(hf)) if source is not None]
+    if shared:  # some checkpoints have keys and values of layers that read those of others
+        parts = ("k_proj", "v_proj", "k_norm", "v_norm")
+        own = (Names(ignored=tuple(f"model.layers.{i}.self_attn.{part}" for i in shared for part in parts)), *own)
     return (TEXT_PART, *own) if hf.part_of else own
 
 
@@ -77,7 +82,16 @@ TEXT_PART = Names(
         "model.text_model": "model",
     },
     ignored=(
-        *("visual", "vision_tower", "vision_model", "vision_embedding", "audio_tower", "embed_vision", "embed_audio"),
+        *(
+            "visual",
+            "vision_tower",
+            "vision_model",
+            "vision_embedding",
+            "vision_embedder",
+            "audio_tower",
+            "embed_vision",
+            "embed_audio",
+        ),
         *("multi_modal_projector", "connector", "image_newline", "mtp"),
     ),
 )
@@ -102,6 +116,20 @@ _BLOOM = {
     "mlp.dense_4h_to_h": "mlp.down_proj",
 }
 """Names that BLOOM and Falcon share."""
+_GEMMA4 = Names(
+    {
+        "model.embed_tokens_per_layer": "model.layer_inputs.embed_tokens",
+        "model.per_layer_model_projection": "model.layer_inputs.projection",
+        "model.per_layer_projection_norm": "model.layer_inputs.projection_norm",
+        "per_layer_input_gate": "own.gate",
+        "per_layer_projection": "own.projection",
+        "post_per_layer_input_norm": "own.norm",
+        "experts": "moe.experts",
+        "router.per_expert_scale": "moe.gate.per_expert_scale",
+        "router.proj": "moe.gate",
+        "router.scale": "moe.gate.norm.weight",
+    }
+)
 _GRANITE_MOE = Names(
     {
         "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
@@ -224,6 +252,8 @@ NAMES: Mapping[str, Names] = {
         },
         ignored=("attention.bias",),
     ),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4UnifiedForCausalLM": _GEMMA4,
     "Glm4ForCausalLM": Names(
         {
             "post_self_attn_layernorm": "post_attention_layernorm",

@@ -17,6 +17,8 @@ from quire.errors import ModelLoadError, UnsupportedModelError
 REPOSITORIES: frozenset[str] = frozenset(
     {
         "Gemma3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
         "LlavaForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
@@ -27,6 +29,8 @@ REPOSITORIES: frozenset[str] = frozenset(
 
 TEXT_MODELS: Mapping[str, str] = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",

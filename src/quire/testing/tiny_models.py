@@ -133,6 +133,38 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "layer_types": _MIXED_LAYERS,
         "tie_word_embeddings": True,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "num_global_key_value_heads": 2,
+        "head_dim": 24,
+        "global_head_dim": 40,
+        "attention_k_eq_v": True,
+        "sliding_window": 24,
+        "layer_types": [*_MIXED_LAYERS[:3], "full_attention", "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 20,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "final_logit_softcapping": 20.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+        },
+    },
+    "gemma4_unified_text": {
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": SLIDING_WINDOW,
+        "num_kv_shared_layers": 0,
+    },
     "biogpt": {"num_hidden_layers": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "bloom": {"num_key_value_heads": 3, "num_attention_heads": 3, "hidden_size": 48},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80},
@@ -395,10 +427,12 @@ _TOKEN_TABLES = ("embed_tokens", "word_embeddings", "wte")
 def randomize(model: Any) -> None:
     """Draws matrices that keep the size of their input, and norms and biases that are not neutral."""
 
+    model_type = model.config.model_type
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             is_norm = "norm" in name.lower() or "ln_" in name
-            is_one_based = is_norm and name.endswith("weight") and "gemma" not in model.config.model_type
+            stores_distance = "gemma" in model_type and not model_type.startswith(("gemma3n", "gemma4"))
+            is_one_based = (is_norm and name.endswith("weight") and not stores_distance) or name.endswith("scale")
             parameter.data.uniform_(-0.2, 0.2).add_(1.0 if is_one_based else 0.0)
         else:
             is_tied_head = model.config.tie_word_embeddings and any(table in name for table in _TOKEN_TABLES)
@@ -406,6 +440,8 @@ def randomize(model: Any) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):  # of the choice of experts
             buffer.data.uniform_(-0.15, 0.15)
+        elif name.endswith("layer_scalar"):
+            buffer.data.uniform_(0.5, 1.5)
 
 
 def _write_tokenizer(path: Path, *, marks_texts: bool = False) -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.config.attention_layout import MIXED, UNIFORM, attention_windows, layer_kinds, rotates
+from quire.config.attention_layout import (
+    MIXED,
+    UNIFORM,
+    CachedLayer,
+    attention_windows,
+    cached_layers,
+    kv_sources,
+    layer_configs,
+    layer_kinds,
+    rotates,
+)
 from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.worker.models.registry import MODELS
@@ -35,6 +46,8 @@ def config(architecture: str, **raw: Any) -> HFConfig:
         ("Gemma2ForCausalLM", {}, [W, None] * 3),
         ("Gemma2ForCausalLM", {"layer_types": TYPES}, [None, W, W, None, None, None]),
         ("Gemma3ForCausalLM", {"sliding_window_pattern": 3}, [W, W, None] * 2),
+        ("Gemma4ForCausalLM", {"num_hidden_layers": 8}, [W] * 5 + [None, W, None]),
+        ("Gemma4ForCausalLM", {"layer_types": [SLIDING_ATTENTION] * 6}, [W] * 5 + [None]),
         ("CwmForCausalLM", {}, [None, W, W, W, None, W]),
         ("Exaone4ForCausalLM", {"sliding_window_pattern": 4}, [W, W, W, None, W, W]),
         ("Exaone4ForCausalLM", {"sliding_window_pattern": "LLG"}, [W, W, None] * 2),
@@ -67,6 +80,29 @@ def test_the_kind_of_a_layer_stays_when_windows_are_off() -> None:
     hf = config("Gemma3ForCausalLM", sliding_window_pattern=3, sliding_window=None)
     assert layer_kinds(hf) == [SLIDING_ATTENTION, SLIDING_ATTENTION, FULL_ATTENTION] * 2
     assert attention_windows(hf) == [None] * 6
+
+
+def test_heads_and_keys_of_other_layers() -> None:
+    """Gemma 4: the full layers have heads of their own, the last layers read the keys of earlier ones of their kind."""
+    raw = {
+        "hidden_size": 96,
+        "num_attention_heads": 12,
+        "head_dim": 8,
+        "num_key_value_heads": 6,
+        "num_kv_shared_layers": 2,
+    }
+    raw |= {"layer_types": [SLIDING_ATTENTION, FULL_ATTENTION, SLIDING_ATTENTION] * 2}
+    old = config("Gemma4ForCausalLM", **raw, global_head_dim=16, num_global_key_value_heads=3)
+    sliding, full = CachedLayer(6, 8, W), CachedLayer(6, 16)
+    assert kv_sources(old) == [None, None, None, None, 1, 1]
+    assert cached_layers(old) == {0: sliding, 1: full, 2: sliding, 3: sliding}
+    assert cached_layers(replace(old, raw={**old.raw, "attention_k_eq_v": True}))[1] == CachedLayer(3, 16)
+    new = config("Gemma4ForCausalLM", **raw, per_layer_config={"1": {"head_dim": 16, "num_key_value_heads": 2}})
+    assert cached_layers(new)[1] == CachedLayer(2, 16)
+    with pytest.raises(ModelLoadError, match=r"num_kv_shared_layers = 5, with no .*full_attention"):
+        kv_sources(config("Gemma4ForCausalLM", num_kv_shared_layers=5))
+    with pytest.raises(UnsupportedModelError, match=r"per_layer_config .*; only \['head_dim', 'num_key_value_heads'\]"):
+        layer_configs(config("Gemma4ForCausalLM", per_layer_config={"1": {"sliding_window": 3}}))
 
 
 def test_which_layers_rotate() -> None:

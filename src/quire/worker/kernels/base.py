@@ -61,8 +61,8 @@ class RotationKernel(Protocol):
     """Norms of heads, if the family has them, and the rotation of queries and keys."""
 
     def __call__(self, query: Tensor, key: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor]:
-        """query: [n, num_heads * head_size]; key: [n, num_kv_heads * head_size]; `angles` of the n tokens; None for no
-        rotation. May write into query and key; use the returned tensors."""
+        """query: [n, num_heads * head_size]; key: [n, num_kv_heads * head_size], or no heads; `angles` of the n
+        tokens; None for no rotation. May write into query and key; use the returned tensors."""
         ...
 
 

@@ -194,7 +194,7 @@ def rotate_heads(
     spec: NormSpec | None = None,
 ) -> tuple[Tensor, Tensor]:
     n = query.shape[0]
-    q, k = query.view(n, -1, head_size), key.view(n, -1, head_size)  # [n, heads, head_size]
+    q, k = (x.view(n, x.shape[1] // head_size, head_size) for x in (query, key))  # [n, heads, head_size]
     if spec is not None and query_norm is not None and key_norm is not None:
         q, k = rms_norm(q, weight=query_norm, spec=spec), rms_norm(k, weight=key_norm, spec=spec)
     if angles is not None:

@@ -90,6 +90,13 @@ def _yarn_magnitude(rope: RopeConfig, factor: float) -> float:
     return magnitude(1.0)
 
 
+def _proportional(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> tuple[Tensor, float]:
+    """The short waves of whole heads; the other elements, of waves too long, do not rotate (Gemma 4)."""
+    turning = int(rope.partial_rotary_factor * dim // 2)
+    inv_freq = 1.0 / _wavelengths(rope.rope_theta, dim) / float(rope.params.get("factor") or 1.0)
+    return inv_freq.where(torch.arange(dim // 2) < turning, 0.0), 1.0
+
+
 def _longrope(rope: RopeConfig, dim: int, trained_len: int, context_len: int) -> tuple[Tensor, float]:
     """A divisor per dimension, one list up to the original length and one beyond (Ding et al. 2024)."""
     params = rope.params
@@ -104,6 +111,7 @@ def _longrope(rope: RopeConfig, dim: int, trained_len: int, context_len: int) ->
     return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * wavelengths), float(magnitude)
 
 
+PROPORTIONAL = "proportional"
 ROPE_TYPES: dict[str, Scaling] = {
     "default": _default,
     "linear": _linear,
@@ -111,6 +119,7 @@ ROPE_TYPES: dict[str, Scaling] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    PROPORTIONAL: _proportional,
 }
 
 
@@ -164,7 +173,7 @@ class RotaryEmbedding(nn.Module):
         rounds_tables: bool = False,
     ) -> None:
         super().__init__()
-        rotary_dim = int(head_dim * rope.partial_rotary_factor)
+        rotary_dim = head_dim if rope.rope_type == PROPORTIONAL else int(head_dim * rope.partial_rotary_factor)
         self.context_len = context_len
         self.in_float32, self.rounds_tables = in_float32, rounds_tables
         with torch.device("cpu"):  # a model is built on the meta device; these few numbers must be real

@@ -16,6 +16,9 @@ from quire.worker.layers.row_order import attention_orders, half_order
 from quire.worker.layers.weights import GIVEN_BACK, weight
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_qk_norm
 
+Rotating = tuple[tuple[tuple[RotationKernel, bool], ...], RotationKernel | None]
+"""Kernels for queries and keys, in order, each with whether it rotates; the kernel that norms values."""
+
 
 class SelfAttention(nn.Module):
     """Grouped-query attention with optional biases, norms of queries and keys, rotation and window."""
@@ -24,17 +27,14 @@ class SelfAttention(nn.Module):
         super().__init__()
         hidden_size, num_heads = hf.hidden_size, hf.num_attention_heads
         num_kv_heads = layer.num_kv_heads or hf.num_key_value_heads
+        self.spec, self.layer = spec, layer
         self.head_dim = layer.head_dim or hf.head_dim
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        self.rope = layer.rope
-        self.has_norms = spec.qk_norm != "none"
-        self.norms_in_rotation = spec.norm == "rms" and spec.qk_norm == "head"
-        self.norms_after_rope = spec.qk_norm_after_rope
-        self.unit_norm = NormSpec(eps=spec.norm_eps, scale_in_float32=True) if layer.unit_qk_norm else None
-        parts = {"q_proj": q_size * (2 if spec.output_gate else 1), "k_proj": kv_size, "v_proj": kv_size}
-        self.output_gate = spec.output_gate
-        self.sizes = list(parts.values())
-        inner = LinearSpec(clip=spec.clip_qkv)
+        k_size = 0 if layer.kv_from else kv_size
+        v_size = 0 if layer.values_are_keys else k_size
+        sizes = {"q_proj": q_size * (2 if spec.output_gate else 1), "k_proj": k_size, "v_proj": v_size}
+        self.sizes = list(sizes.values())
+        parts, inner = {part: size for part, size in sizes.items() if size}, LinearSpec(clip=spec.clip_qkv)
         self.qkv_proj = side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_qkv is not None, inner)
         self.o_proj = Linear(q_size, hidden_size, spec.output_bias)
         paired_dim = 0
@@ -46,14 +46,14 @@ class SelfAttention(nn.Module):
             fused=spec.fused_qkv,
             has_gates=spec.output_gate,
         )
-        if self.has_norms:
-            self.q_norm, self.k_norm = (make_qk_norm(spec, n, self.head_dim) for n in (num_heads, num_kv_heads))
-            if paired_dim:
+        if spec.qk_norm != "none":
+            self.q_norm = make_qk_norm(spec, num_heads, self.head_dim)
+            self.k_norm = None if layer.kv_from else make_qk_norm(spec, num_kv_heads, self.head_dim)
+            if paired_dim and self.k_norm is not None:
                 q_heads, k_heads = (1, 1) if spec.qk_norm == "head" else (num_heads, num_kv_heads)
                 self.q_norm.row_orders = {"": half_order(q_heads, self.head_dim, paired_dim)}
                 self.k_norm.row_orders = {"": half_order(k_heads, self.head_dim, paired_dim)}
-        self._rotations: tuple[tuple[RotationKernel, bool], ...] | None = None
-        """Kernels for queries and keys, in order, and whether each rotates."""
+        self._rotations: Rotating | None = None
         self.attn = Attention(
             num_heads,
             self.head_dim,
@@ -65,26 +65,35 @@ class SelfAttention(nn.Module):
             slopes=spec.alibi_slopes,
             scale_growth=layer.scale_growth,
             chunk=layer.chunk,
+            kv_from=layer.kv_from,
         )
         self.sinks = weight(num_heads) if spec.attention_sinks else None
 
-    def prepare(self, kernels: Kernels) -> tuple[tuple[RotationKernel, bool], ...]:
+    @property
+    def norms_in_rotation(self) -> bool:
+        """True if the kernel that rotates norms each head."""
+        return self.spec.norm == "rms" and self.spec.qk_norm == "head"
+
+    def prepare(self, kernels: Kernels) -> Rotating:
         if self.sinks is not None:
             self.attn.sinks = self.sinks.data.float()
-        rotates, plain = self.rope is not None, kernels.rotation(self.head_dim)
+        rotates, plain = self.layer.rope is not None, kernels.rotation(self.head_dim)
         steps = ((plain, True),) if rotates else ()
         if self.norms_in_rotation:
+            key_norm = self.q_norm if self.k_norm is None else self.k_norm  # without keys it norms nothing
             assert isinstance(self.q_norm, RMSNorm)
-            assert isinstance(self.k_norm, RMSNorm)
-            normed = kernels.rotation(self.head_dim, self.q_norm.weight.data, self.k_norm.weight.data, self.q_norm.spec)
-            steps = (*steps, (normed, False)) if self.norms_after_rope else ((normed, rotates),)
-        if self.unit_norm is not None:
+            assert isinstance(key_norm, RMSNorm)
+            normed = kernels.rotation(self.head_dim, self.q_norm.weight.data, key_norm.weight.data, self.q_norm.spec)
+            steps = (*steps, (normed, False)) if self.spec.qk_norm_after_rope else ((normed, rotates),)
+        unit: RotationKernel | None = None
+        if self.layer.unit_qk_norm or self.spec.unit_value_norm:
             parameter = self.qkv_proj.weight  # on the meta device once it is packed
             place = torch.device("cpu") if parameter.is_meta else parameter.device
             ones = torch.ones(self.head_dim, dtype=parameter.dtype, device=place)
-            steps = (*steps, (kernels.rotation(self.head_dim, ones, ones, self.unit_norm), False))
-        self._rotations = steps
-        return steps
+            unit = kernels.rotation(self.head_dim, ones, ones, NormSpec(eps=self.spec.norm_eps, scale_in_float32=True))
+            steps = (*steps, (unit, False)) if self.layer.unit_qk_norm else steps
+        self._rotations = steps, unit if self.spec.unit_value_norm else None
+        return self._rotations
 
     def discard(self) -> None:
         self._rotations = GIVEN_BACK
@@ -92,15 +101,20 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, rotations: Rotations, residual: Tensor | None = None) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
         q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
-        if self.output_gate:
+        if self.spec.output_gate:
             q, gate = q.chunk(2, dim=-1)
-        if self.has_norms and not self.norms_in_rotation:
-            q, k = self.q_norm(q), self.k_norm(k)
-        steps = self.prepare(TORCH_KERNELS) if self._rotations is None else self._rotations
+        if self.spec.qk_norm != "none" and not self.norms_in_rotation:
+            q, k = self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
+        if self.layer.values_are_keys:
+            v = k.clone()  # k is normed and rotated in place
+        steps, value_norm = self.prepare(TORCH_KERNELS) if self._rotations is None else self._rotations
         for step, rotates in steps:
-            q, k = step(q, k, rotations[self.rope] if rotates and self.rope is not None else None)
-        attended = self.attn(q, k, v)  # [num_tokens, num_heads * head_dim]
-        if self.output_gate:
+            q, k = step(q, k, rotations[self.layer.rope] if rotates and self.layer.rope is not None else None)
+        if self.layer.kv_from:
+            attended = self.attn(q)  # [num_tokens, num_heads * head_dim]
+        else:
+            attended = self.attn(q, k, v if value_norm is None else value_norm(v, v[:, :0], None)[0])
+        if self.spec.output_gate:
             attended = attended * gate.sigmoid()
         output: Tensor = self.o_proj(attended, residual)
         return output

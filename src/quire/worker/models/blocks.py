@@ -16,7 +16,9 @@ from quire.worker.kernels.specs import LinearSpec
 from quire.worker.layers.linear import Linear, side_by_side
 from quire.worker.layers.moe import MoE
 from quire.worker.layers.norm import Norm
+from quire.worker.layers.weights import weight
 from quire.worker.layers.xielu import Xielu
+from quire.worker.models.layer_inputs import LayerInput
 from quire.worker.models.mixers import make_mixer
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_norm
 
@@ -155,7 +157,35 @@ class ParallelTwoBlock(Block):
         return y
 
 
+class Gemma4Block(SandwichBlock):
+    """A sandwich whose MLP may have experts beside it, and which may end with an input of the layer's own; the sum of
+    all is scaled by a learned number (Gemma 4)."""
+
+    def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
+        super().__init__(hf, spec, layer, name)
+        self.moe: MoE | None = None
+        if layer.moe_beside is not None:
+            self.moe = MoE(layer.moe_beside, hf.hidden_size, spec.activation)
+            self.post_feedforward_layernorm_1 = make_norm(spec, hf.hidden_size)
+            self.pre_feedforward_layernorm_2 = make_norm(spec, hf.hidden_size)
+            self.post_feedforward_layernorm_2 = make_norm(spec, hf.hidden_size)
+        self.own = None if spec.layer_input_size is None else LayerInput(hf, spec, spec.layer_input_size)
+        self.layer_scalar = weight(1)
+
+    def forward(self, x: Tensor, rotations: Rotations, own: Tensor | None = None) -> Tensor:
+        """`own`, [num_tokens, layer_input_size], is the layer's own input."""
+        x = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rotations), x)
+        y: Tensor = self.mlp(self.pre_feedforward_layernorm(x))
+        if self.moe is not None:
+            experts: Tensor = self.moe(self.pre_feedforward_layernorm_2(x), router_input=x)
+            y = self.post_feedforward_layernorm_2(experts, self.post_feedforward_layernorm_1(y))
+        y = self.post_feedforward_layernorm(y, x)
+        y = y if self.own is None else self.own(y, own)
+        return y * self.layer_scalar
+
+
 BLOCKS: Mapping[str, type[Block]] = {
+    "gemma4": Gemma4Block,
     "parallel": ParallelBlock,
     "parallel-two": ParallelTwoBlock,
     "post": PostNormBlock,

@@ -18,6 +18,7 @@ from quire.worker.kernels.specs import LinearSpec
 from quire.worker.layers.linear import Embedding, Linear
 from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.models.blocks import BLOCKS
+from quire.worker.models.layer_inputs import LayerInputs
 from quire.worker.models.spec import DecoderSpec, make_norm
 
 
@@ -42,6 +43,7 @@ class Decoder(nn.Module):
                 for name, rope in spec.ropes.items()
             }
         )
+        self.layer_inputs = None if spec.layer_input_size is None else LayerInputs(hf, spec, spec.layer_input_size)
         block = BLOCKS[spec.block]
         self.layers = nn.ModuleList(block(hf, spec, layer, f"model.layers.{i}") for i, layer in enumerate(spec.layers))
         self.norm = make_norm(spec, hf.hidden_size)
@@ -56,8 +58,9 @@ class Decoder(nn.Module):
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         rotations = {name: rope(positions) for name, rope in self.ropes.items()}
-        for layer in self.layers:
-            x = layer(x, rotations)
+        inputs = [()] * len(self.layers) if self.layer_inputs is None else self.layer_inputs(input_ids, x)
+        for layer, own in zip(self.layers, inputs, strict=True):
+            x = layer(x, rotations, *own)
         normed: Tensor = self.norm(x)
         return normed
 

@@ -36,6 +36,8 @@ MODELS: dict[str, str] = {
     "GPTNeoXForCausalLM": "quire.worker.models.gpt_neox:GPTNeoXForCausalLM",
     "Gemma2ForCausalLM": "quire.worker.models.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "quire.worker.models.gemma:Gemma3ForCausalLM",
+    "Gemma4ForCausalLM": "quire.worker.models.gemma4:Gemma4ForCausalLM",
+    "Gemma4UnifiedForCausalLM": "quire.worker.models.gemma4:Gemma4ForCausalLM",
     "GemmaForCausalLM": "quire.worker.models.gemma:GemmaForCausalLM",
     "Glm4ForCausalLM": "quire.worker.models.glm:Glm4ForCausalLM",
     "Glm4MoeForCausalLM": "quire.worker.models.sigmoid_moe:Glm4MoeForCausalLM",

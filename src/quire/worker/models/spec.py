@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.config.attention_layout import attention_windows
+from quire.config.attention_layout import attention_windows, kv_sources, layer_configs
 from quire.config.hf_config import HFConfig, RopeConfig
 from quire.worker.attention.backend import ScaleGrowth
 from quire.worker.kernels.specs import LatentSizes, RotaryAngles
@@ -40,6 +40,12 @@ class LayerSpec:
     """Inner size of the MLP; None for the config's `intermediate_size`."""
     moe: MoESpec | None = None
     """Experts instead of the MLP."""
+    moe_beside: MoESpec | None = None
+    """Experts beside the MLP, in the block "gemma4"."""
+    kv_from: str | None = None
+    """Name of the earlier attention layer whose keys and values it reads; None: it has its own."""
+    values_are_keys: bool = False
+    """A value is the key as it is before norm and rotation; there is no v_proj."""
     chunk: int | None = None
     """A query at position i sees keys from the last multiple of `chunk` on; None for no limit."""
     unit_qk_norm: bool = False
@@ -100,6 +106,10 @@ class DecoderSpec:
     ("full"). LayerNorms may have weights for each head, in one tensor ("heads") or a tensor each ("listed heads")."""
     qk_norm_after_rope: bool = False
     """Norm of each head follows the rotation instead of preceding it."""
+    unit_value_norm: bool = False
+    """Heads of values are normed, without weights."""
+    layer_input_size: int | None = None
+    """Elements of an input of each layer's own for each token: layer_inputs.py; None for none."""
     activation: str = "silu"
     """A key of `specs.ACTIVATIONS`; "xielu", in an MLP without gates, for one with learned numbers."""
     clip_qkv: float | None = None
@@ -130,15 +140,23 @@ def make_layers(
     moe: Callable[[int], MoESpec | None] = lambda layer: None,
     intermediate_size: int | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """Returns every layer of a model, with its window; `rope` and `moe` are called with the number of each layer.
-    `intermediate_size`: of every MLP, if it is not the config's.
+    """Returns every layer of a model, with its window, heads, and keys of another layer; `rope` and `moe` are called
+    with the number of each layer. `intermediate_size`: of every MLP, if it is not the config's.
 
     Windows come from config/attention_layout.py: a family that has them has a row there. Raises as its functions do.
     """
-    windows = enumerate(attention_windows(hf))
+    windows, configs, sources = attention_windows(hf), layer_configs(hf), kv_sources(hf)
     return tuple(
-        LayerSpec(sliding_window=window, rope=rope(i), moe=moe(i), intermediate_size=intermediate_size)
-        for i, window in windows
+        LayerSpec(
+            sliding_window=windows[i],
+            rope=rope(i),
+            moe=moe(i),
+            intermediate_size=intermediate_size,
+            head_dim=None if config is hf else config.head_dim,
+            num_kv_heads=None if config is hf else config.num_key_value_heads,
+            kv_from=None if sources[i] is None else f"model.layers.{sources[i]}.self_attn",
+        )
+        for i, config in enumerate(configs)
     )
 
 

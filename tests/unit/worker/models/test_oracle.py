@@ -109,6 +109,12 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
     ("pattern", "olmo3", {"layer_types": None, "sliding_window": 19}),
     ("pattern", "cwm", {"layer_types": None, "sliding_window": 19, "mlp_bias": True}),
+    ("small and dense", "gemma4_text", {"enable_moe_block": False, "attention_k_eq_v": False, "num_kv_shared_layers": 3,
+                                        "hidden_size_per_layer_input": 24, "use_double_wide_mlp": False}),
+    ("large and dense", "gemma4_text", {"enable_moe_block": False, "hidden_size_per_layer_input": 0, "head_dim": 16,
+                                        "num_kv_shared_layers": 0, "num_hidden_layers": 7, "layer_types": None}),
+    ("experts, biases", "gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "top_k_experts": 3,
+                                        "attention_bias": True}),
     ("pattern", "vaultgemma", {"layer_types": None, "attn_logit_softcapping": None}),
     ("older name of gelu", "gemma", {"hidden_act": "gelu"}),
     ("no norms after", "hyperclovax", {"use_post_norm": False}),
@@ -278,6 +284,7 @@ OTHER_SUMS = LATENT | frozenset(
         "cohere",
         "cohere2",
         "falcon",
+        "gemma4_text",
         "gpt2",
         "gpt_neo",
         "gpt_neox",
@@ -289,7 +296,7 @@ OTHER_SUMS = LATENT | frozenset(
     }
 )
 """Families that round at other places in transformers. gpt-oss rounds the scores of attention and of its router,
-granite_swa the answer of attention before its share without the sink.
+gemma4_text of its router, granite_swa the answer of attention before its share without the sink.
 Attention and MLP are added before the layer's input is (codegen, falcon, gpt_neox, gptj, phi); an activation or ALiBi
 is rounded after each operation (bloom, gpt2, gpt_neo, mpt); the scale of embeddings is not rounded (biogpt); queries
 and keys, rotated in float32, have their elements in pairs (cohere); keys and values are made of latents before
