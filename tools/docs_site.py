@@ -26,6 +26,7 @@ OUTSIDE_DOCS = (
     "benchmarks/README.md",
     "deploy/README.md",
     "examples/README.md",
+    "examples/from_vllm/README.md",
     "tools/demo_model/README.md",
 )
 SECTIONS = {
@@ -41,6 +42,7 @@ PROJECT = (
     "CHANGELOG",
     "SECURITY",
     "examples/README",
+    "examples/from_vllm/README",
     "benchmarks/README",
     "deploy/README",
     "tools/demo_model/README",

@@ -20,10 +20,17 @@ class EnvVar:
     name: str
     default: str
     help: str
+    vllm_name: str = ""
+    """vLLM's name of the same setting, which is read where `name` is not set."""
+
+    @property
+    def is_set(self) -> bool:
+        """True if the environment has it, by either name."""
+        return self.name in os.environ or self.vllm_name in os.environ
 
     def get(self) -> str:
         """Returns its value, or the default."""
-        return os.environ.get(self.name, self.default)
+        return os.environ.get(self.name, os.environ.get(self.vllm_name, self.default))
 
     def flag(self) -> bool:
         """Returns its value as a switch: True for 1, true, yes and on."""
@@ -38,12 +45,13 @@ class EnvVar:
             raise ConfigError(f"{self.name}={text!r} is not a number; {self.help}") from None
 
 
-LOGGING_LEVEL = EnvVar("QUIRE_LOGGING_LEVEL", "INFO", "Log level: DEBUG, INFO, WARNING or ERROR.")
+LOGGING_LEVEL = EnvVar("QUIRE_LOGGING_LEVEL", "INFO", "Log level: DEBUG, INFO, WARNING or ERROR.", "VLLM_LOGGING_LEVEL")
 LOG_FORMAT = EnvVar("QUIRE_LOG_FORMAT", "text", "Form of the log: text, or json (one object a line).")
 CPU_KVCACHE_SPACE = EnvVar(
     "QUIRE_CPU_KVCACHE_SPACE",
     "0",
     "GiB of memory for the KV cache on CPU; 0 sizes it from free memory. --kv-cache-memory-bytes wins.",
+    "VLLM_CPU_KVCACHE_SPACE",
 )
 CPU_KERNELS = EnvVar(
     "QUIRE_CPU_KERNELS",
@@ -56,19 +64,28 @@ DISABLE_REQUEST_ID_RANDOMIZATION = EnvVar(
     "0",
     "1 keeps the user's request id as the internal id. For debugging: duplicates then collide.",
 )
-MAX_N_SEQUENCES = EnvVar("QUIRE_MAX_N_SEQUENCES", "16384", "Largest `n` a request may ask for.")
-LOG_STATS_INTERVAL = EnvVar("QUIRE_LOG_STATS_INTERVAL", "10", "Seconds between two statistics log lines.")
+MAX_N_SEQUENCES = EnvVar("QUIRE_MAX_N_SEQUENCES", "16384", "Largest `n` a request may ask for.", "VLLM_MAX_N_SEQUENCES")
+LOG_STATS_INTERVAL = EnvVar(
+    "QUIRE_LOG_STATS_INTERVAL", "10", "Seconds between two statistics log lines.", "VLLM_LOG_STATS_INTERVAL"
+)
 COMPUTE_NANS_IN_LOGITS = EnvVar(
     "QUIRE_COMPUTE_NANS_IN_LOGITS",
     "0",
     "1 counts NaNs in the logits of each request (costs a pass over them).",
+    "VLLM_COMPUTE_NANS_IN_LOGITS",
 )
 ENABLE_MULTIPROCESSING = EnvVar(
     "QUIRE_ENABLE_MULTIPROCESSING",
     "1",
     "0 runs the engine core in the process of its user instead of one of its own.",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
 )
-ENGINE_READY_TIMEOUT_S = EnvVar("QUIRE_ENGINE_READY_TIMEOUT_S", "600", "Longest start of an engine core, in seconds.")
+ENGINE_READY_TIMEOUT_S = EnvVar(
+    "QUIRE_ENGINE_READY_TIMEOUT_S",
+    "600",
+    "Longest start of an engine core, in seconds.",
+    "VLLM_ENGINE_READY_TIMEOUT_S",
+)
 LEAN_TORCH = EnvVar(
     "QUIRE_LEAN_TORCH",
     "1",
@@ -94,11 +111,13 @@ ALLOW_LONG_MAX_MODEL_LEN = EnvVar(
     "QUIRE_ALLOW_LONG_MAX_MODEL_LEN",
     "0",
     "1 accepts a --max-model-len beyond the context length of the model's config.json.",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
 )
 API_KEY = EnvVar(
     "QUIRE_API_KEY",
     "",
     "A key that clients of `quire serve` must show, beside those of --api-key; commands with --url show it.",
+    "VLLM_API_KEY",
 )
 FAILPOINTS = EnvVar(
     "QUIRE_FAILPOINTS",

@@ -58,6 +58,6 @@ def test_a_program_of_the_table_starts_with_python_m(program: str) -> None:
 
 
 def test_a_module_that_is_no_program_says_so() -> None:
-    run = subprocess.run([sys.executable, "-m", "quire.inputs"], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-m", "quire.logprobs"], capture_output=True, text=True)
     assert run.returncode == 1
-    assert "quire.inputs is not a program" in run.stderr
+    assert "quire.logprobs is not a program" in run.stderr

@@ -53,6 +53,16 @@ def test_env_reads_at_call_time(monkeypatch: pytest.MonkeyPatch) -> None:
         envs.CPU_KVCACHE_SPACE.number()
 
 
+def test_vllms_name_of_a_variable_is_read_where_ours_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    assert not envs.API_KEY.is_set
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert envs.API_KEY.is_set
+    assert envs.API_KEY.get() == "theirs"
+    monkeypatch.setenv("QUIRE_API_KEY", "ours")
+    assert envs.API_KEY.get() == "ours"
+
+
 @pytest.mark.parametrize(("text", "on"), [("1", True), ("yes", True), ("TRUE", True), ("0", False), ("", False)])
 def test_a_switch_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, on: bool) -> None:
     monkeypatch.setenv("QUIRE_COMPUTE_NANS_IN_LOGITS", text)

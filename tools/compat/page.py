@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from tools.compat.verdicts import Verdict, field_verdicts, flag_verdicts, http_table, route_verdict
 
+from quire.envs import ENV_VARS
 from quire.vllm_names import MODULES
 
 HEAD = """# Beside vLLM
@@ -30,12 +31,27 @@ for fields: the first use of a field without effect is logged."""
 IMPORTS = """## Imports
 
 A program written for vLLM imports the same names from `quire`: `from vllm import LLM` becomes `from quire import LLM`.
-These modules have vLLM's names, too; `python -m quire.entrypoints.openai.api_server` is `quire serve`."""
+These modules have vLLM's names, too; `python -m quire.entrypoints.openai.api_server` is `quire serve`.
+
+    sed -i -E 's/^( *(from|import) )vllm\\b/\\1quire/' my_program.py        # all of its imports
+
+[Programs written for vLLM](../examples/from_vllm/README.md) has examples of the Python API and of clients, which CI
+runs after exactly this change."""
+
+VARIABLES = """## Environment variables
+
+Quire's own begin with `QUIRE_`. Where one of these is not set, vLLM's is read. Other `VLLM_` variables have no
+effect."""
 
 
 def _imports() -> str:
     rows = [f"| `{module}` | {', '.join(f'`{name}`' for name in names)} |" for module, names in MODULES.items()]
     return "\n".join(["| module | names |", "|---|---|", *rows])
+
+
+def _variables() -> str:
+    rows = [f"| `{variable.vllm_name}` | `{variable.name}` |" for variable in ENV_VARS if variable.vllm_name]
+    return "\n".join(["| vLLM's | here |", "|---|---|", *rows])
 
 
 def make_page() -> str:
@@ -45,7 +61,7 @@ def make_page() -> str:
     fields = {name: field_verdicts(name) for name in table["request"]}
     flags = flag_verdicts()
     parts = [HEAD, _summary(routes, fields.values(), flags.values())]
-    parts += [IMPORTS, _imports(), "## Routes", _rows("route", routes)]
+    parts += [IMPORTS, _imports(), VARIABLES, _variables(), "## Routes", _rows("route", routes)]
     parts.append("## Request fields")
     for name, verdicts in fields.items():
         parts += [f"### {name}", _where(table["request"][name]), _fields(verdicts)]

@@ -139,7 +139,7 @@ def _find_command(argv: list[str]) -> tuple[Command, list[str]]:
 def _prepare(command: Command) -> None:
     if command.checks_environment:
         envs.check_environment()
-    if envs.LOGGING_LEVEL.name not in os.environ:  # output is for reading: below-warning lines only on request
+    if not envs.LOGGING_LEVEL.is_set:  # output is for reading: below-warning lines only on request
         logging.getLogger("quire").setLevel(logging.WARNING)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import ipaddress
 import logging
-import os
 import re
 import time
 from collections.abc import Callable
@@ -59,7 +58,7 @@ def server_config(args: Arguments) -> ServerConfig:
 def run(args: Arguments) -> int:
     """Serves until a signal ends it. Raises ConfigError and ModelLoadError where nothing can be served."""
     start = time.monotonic()
-    if envs.LOGGING_LEVEL.name not in os.environ:
+    if not envs.LOGGING_LEVEL.is_set:
         logging.getLogger("quire").setLevel(logging.INFO)
     config = server_config(args)
     if config.log_level is not None:

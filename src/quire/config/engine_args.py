@@ -93,8 +93,8 @@ class EngineArgs:
         """Returns the given values of one config dataclass, by its field names."""
         return {FLAGS[k].field_name: v for k, v in self._flags.items() if FLAGS[k].owner is owner}
 
-    def create_engine_config(self, usage: str = "offline") -> EngineConfig:
-        """Resolves the model, reads its config.json and fills in defaults. `usage` is "offline" or "serving".
+    def create_engine_config(self, usage_context: str = "offline") -> EngineConfig:
+        """Resolves the model, reads its config.json and fills in defaults. `usage_context` is "offline" or "serving".
 
         Raises ConfigError or ModelLoadError; allocates no memory and imports no torch.
         """
@@ -106,7 +106,7 @@ class EngineArgs:
                 ("cache_config", "enable_prefix_caching"),
             ):
                 sections[name] = dataclasses.replace(sections[name], **{off: False})
-        scheduler = _fill_budgets(sections["scheduler_config"], model.model_len, usage)
+        scheduler = _fill_budgets(sections["scheduler_config"], model.model_len, usage_context)
         config = EngineConfig(**{**sections, "model_config": model, "scheduler_config": scheduler})
         _check_combination(config)
         return config
@@ -124,7 +124,7 @@ class EngineArgs:
         pooling = resolve_pooling(
             hf, model_dir, runner=model.runner, convert=model.convert, pooler_config=model.pooler_config
         )
-        return dataclasses.replace(
+        resolved = dataclasses.replace(
             model,
             hf_token=None,  # no longer needed: no other process gets it
             model_dir=model_dir,
@@ -133,6 +133,9 @@ class EngineArgs:
             generation_defaults=_generation_defaults(model, model_dir),
             pooling=pooling,
             implementation=choose_model_impl(model.model_impl, hf, pooling),
+        )
+        return (
+            dataclasses.replace(resolved, max_model_len=resolved.model_len) if model.max_model_len is None else resolved
         )
 
 
@@ -167,8 +170,8 @@ def _generation_defaults(model: ModelConfig, model_dir: Path) -> dict[str, Any]:
     return {**defaults, **(model.override_generation_config or {})}
 
 
-def _fill_budgets(scheduler: SchedulerConfig, model_len: int, usage: str) -> SchedulerConfig:
-    tokens, seqs = DEFAULT_BUDGETS[usage]
+def _fill_budgets(scheduler: SchedulerConfig, model_len: int, usage_context: str) -> SchedulerConfig:
+    tokens, seqs = DEFAULT_BUDGETS[usage_context]
     max_num_seqs = scheduler.max_num_seqs or seqs
     max_tokens = scheduler.max_num_batched_tokens
     if max_tokens is None:

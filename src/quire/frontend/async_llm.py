@@ -88,10 +88,14 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(
-        cls, engine_args: EngineArgs, *, usage: str = "serving", stat_loggers: Sequence[StatLogger] | None = None
+        cls,
+        engine_args: EngineArgs,
+        *,
+        usage_context: str = "serving",
+        stat_loggers: Sequence[StatLogger] | None = None,
     ) -> AsyncLLM:
-        """Returns an engine for the arguments. `usage` picks the default budgets: "offline" or "serving"."""
-        return cls(engine_args.create_engine_config(usage), stat_loggers=stat_loggers)
+        """Returns an engine for the arguments. `usage_context` picks the default budgets: "offline" or "serving"."""
+        return cls(engine_args.create_engine_config(usage_context), stat_loggers=stat_loggers)
 
     def __repr__(self) -> str:
         return f"AsyncLLM(model={self.model_config.model!r})"

@@ -75,9 +75,9 @@ class LLMEngine:
         """Mode in which this engine was paused or sent to sleep; None while it runs."""
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, usage: str = "offline") -> LLMEngine:
-        """Returns an engine for the arguments. `usage` picks the default budgets: "offline" or "serving"."""
-        return cls(engine_args.create_engine_config(usage))
+    def from_engine_args(cls, engine_args: EngineArgs, usage_context: str = "offline") -> LLMEngine:
+        """Returns an engine for the arguments. `usage_context` picks the default budgets: "offline" or "serving"."""
+        return cls(engine_args.create_engine_config(usage_context))
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,8 @@ class ApiProcess:
 def _spawn(launch: ApiLaunch, standard_input: socket.socket) -> subprocess.Popen[bytes]:
     if not sys.executable:
         raise ConfigError("this Python does not know its own executable, so no API process can be started")
-    environment = {name: value for name, value in os.environ.items() if name != envs.API_KEY.name}
+    keys = (envs.API_KEY.name, envs.API_KEY.vllm_name)
+    environment = {name: value for name, value in os.environ.items() if name not in keys}
     environment["PYTHONPATH"] = search_path()
     environment[envs.LOGGING_LEVEL.name] = child_level()
     listeners = [fd for fd in (launch.listener, launch.admin_listener) if fd is not None]
