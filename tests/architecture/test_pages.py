@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from .sources import PACKAGE
+from .sources import PACKAGE, ROOT
 
 UI = PACKAGE / "assets" / "ui"
-FILES = sorted(UI.iterdir())
+VENDOR = UI / "vendor"
+FILES = sorted(path for path in UI.iterdir() if path.is_file())
 SCRIPTS = [path for path in FILES if path.suffix == ".js"]
 PAGES = [path for path in FILES if path.suffix == ".html"]
 MAX_FILE_BYTES = 20_000
@@ -79,7 +80,17 @@ def test_scripts_make_no_markup_of_text(path: Path) -> None:
     assert not MARKUP_FROM_TEXT.findall(text)
     assert text.startswith("// "), "the module says nothing about itself"
     for name in re.findall(r'from "\./([\w.]+)"', text):
-        assert (UI / name).is_file()
+        assert (UI / name).is_file() or (VENDOR / name).is_file()
+
+
+def test_what_others_wrote_has_a_version_and_a_licence() -> None:
+    """scripts/vendor has a row for each file, and the file is of that version."""
+    rows = re.findall(r"^(\S+) (\d+\.\d+\.\d+) \S+ \S+$", (ROOT / "scripts" / "vendor").read_text(), re.MULTILINE)
+    expected = {f"{name}.{kind}" for name, _ in rows for kind in ("js", "LICENSE")}
+    assert {path.name for path in VENDOR.iterdir()} == expected
+    for name, version in rows:
+        assert f"{name} v{version}" in (VENDOR / f"{name}.js").read_text(encoding="utf-8")[:200]
+        assert "Copyright" in (VENDOR / f"{name}.LICENSE").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

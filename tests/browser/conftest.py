@@ -107,10 +107,10 @@ class Window:
         self.page.goto(self.url + path)
         return self.page
 
-    def keep(self, name: str) -> None:
-        """A picture of it all."""
+    def keep(self, name: str, *, full_page: bool = True) -> None:
+        """A picture of it all, or of what is seen."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=str(SCREENSHOTS / f"{name}.png"), full_page=True)
+        self.page.screenshot(path=str(SCREENSHOTS / f"{name}.png"), full_page=full_page)
 
     def check(self) -> None:
         assert self.complaints == []

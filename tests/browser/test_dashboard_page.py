@@ -139,7 +139,7 @@ def test_the_abort_button_ends_the_request_on_the_admin_listener_only(browser: A
 
 def test_without_a_key_it_asks_for_one(window: Window) -> None:
     page = window.open("/ui/dashboard", key=None)
-    page.wait_for_selector("dialog[open]")
+    page.wait_for_selector("dialog:modal")
     page.keyboard.press("Escape")
     assert "key" in page.inner_text("#words")
     page.get_by_role("button", name="API key").click()
@@ -152,6 +152,8 @@ def test_everything_can_be_reached_and_has_a_name(window: Window) -> None:
     for path in ("/ui", "/ui/dashboard"):
         page = window.open(path)
         page.wait_for_function("() => document.getElementById('model').textContent.includes('demo')")
+        if path == "/ui":
+            page.click("#settings-button")
         nameless = page.evaluate(
             """() => [...document.querySelectorAll('button, input, select, textarea, canvas, a')]
                 .filter((node) => !node.closest('[aria-hidden=true]') && !node.hidden)
@@ -161,7 +163,7 @@ def test_everything_can_be_reached_and_has_a_name(window: Window) -> None:
         assert nameless == []
         page.evaluate("document.activeElement.blur()")
         reached: list[str] = []
-        for _ in range(60):
+        for _ in range(80):
             page.keyboard.press("Tab")
             here = page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()")
             if here in reached:

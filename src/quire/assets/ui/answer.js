@@ -1,17 +1,22 @@
-// One answer of the model on the page: its reasoning, its text (token by token, if probabilities are shown), its tool calls,
-// and its figures.
+// One answer of the model on the page: its reasoning, its text (as Markdown, or token by token with probabilities), its tool
+// calls, and its figures. It is drawn once a frame, however many chunks arrive in between.
 //
 // The speed shown is measured by the engine. Chunks reach the page in bursts, so arrival times are wrong for short answers.
 
+import { ApiError } from "./api.js";
 import { byId, count, duration, el, percent, plural, rate, setText } from "./dom.js";
+import { Markdown } from "./markdown.js";
 
 const MIN_WRITING_S = 1; // after this time a speed by arrival times is good enough
 
 const encoder = new TextEncoder();
 
+const RESULT_TEXT = 2000; // characters of a tool's result that are shown
+const ENDS = { length: "ended: longest answer reached", tool_calls: "calls a tool" };
+
 export class Answer {
-  /** `onResults` is called with the tool messages once every call has a result. */
-  constructor(model, onResults) {
+  /** `onResults` is called with the tool messages once every call has a result; `onBlock` with every finished block. */
+  constructor(model, { onResults, onBlock } = {}) {
     this.content = "";
     this.reasoning = "";
     this.calls = [];
@@ -22,24 +27,48 @@ export class Answer {
     this.id = null;
     this.decodeTime = null; // in seconds, by the engine's clock
     this.onResults = onResults;
+    this.onBlock = onBlock;
     this.start = performance.now();
-    this.firstAt = this.lastAt = null;
+    this.firstAt = this.lastAt = this.thoughtAt = null;
     this.numEvents = 0;
     this.usage = null;
     this.reason = null;
-    this.textNode = el("p", { class: "text" });
+    this.frame = null;
+    this.markdown = new Markdown(onBlock);
+    this.textNode = this.markdown.node;
     this.reasoningNode = el("p", { class: "text" });
-    this.reasoningBox = el("details", { class: "reasoning", hidden: true }, el("summary", {}, "Reasoning"), this.reasoningNode);
+    this.reasoningTitle = el("summary", {}, "Thinking…");
+    this.reasoningBox = el("details", { class: "reasoning", hidden: true }, this.reasoningTitle, this.reasoningNode);
     this.callsNode = el("div");
     this.stats = el("p", { class: "stats" }, "Waiting for the first token…");
-    this.node = el("article", { class: "message assistant", "aria-label": "Answer" },
-      el("p", { class: "who" }, model), this.reasoningBox, this.textNode, this.callsNode, this.stats);
-    this.textNode.addEventListener("keydown", (event) => this.#onKey(event));
+    this.node = el("article", { class: "message assistant writing", "aria-label": "Answer" },
+      el("p", { class: "who" }, model), this.reasoningBox, this.textNode, this.callsNode, el("div", { class: "below" }, this.stats));
+  }
+
+  /** Shows the text as it is, without Markdown: for JSON, and for tokens with their probabilities. */
+  showPlain() {
+    if (this.markdown === null) return;
+    this.markdown = null;
+    const node = el("p", { class: "text" }, this.tokens.length ? "" : this.content);
+    node.addEventListener("keydown", (event) => this.#onKey(event));
+    this.textNode.replaceWith(node);
+    this.textNode = node;
+  }
+
+  /** Shows an answer that was stored; `results` are the tool messages that followed it. */
+  restore(message, results) {
+    this.content = message.content;
+    this.reasoning = message.reasoning ?? "";
+    for (const call of message.tool_calls ?? []) this.#addCall({ ...call, index: this.calls.length });
+    this.#draw();
+    if (results.length) this.showResults(results);
+    else this.#askForResults();
+    this.#end(message.stats ?? "");
   }
 
   /** Adds a chunk of the stream. */
   take(chunk) {
-    if (chunk.error) throw new Error(chunk.error.message);
+    if (chunk.error) throw new ApiError(Number(chunk.error.code) || 500, chunk.error.message);
     this.id ??= chunk.id;
     this.usage = chunk.usage ?? this.usage;
     const choice = chunk.choices?.[0];
@@ -47,17 +76,24 @@ export class Answer {
     const delta = choice.delta ?? {};
     const reasoning = delta.reasoning ?? delta.reasoning_content;
     if (delta.content || reasoning || delta.tool_calls) this.#stamp();
-    if (reasoning) {
-      this.reasoning += reasoning;
-      this.reasoningBox.hidden = false;
-      setText(this.reasoningNode, this.reasoning);
-    }
+    this.reasoning += reasoning ?? "";
+    if (delta.content) this.thoughtAt ??= this.lastAt;
     const entries = reasoning && !delta.content ? [] : choice.logprobs?.content ?? [];
+    if (entries.length) this.showPlain();
     this.content += delta.content ?? "";
     if (entries.length || this.entries.length || this.tokens.length) this.#place(entries, delta.content ?? "");
-    else if (delta.content) this.textNode.append(delta.content);
+    else if (delta.content && this.markdown === null) this.textNode.append(delta.content);
     for (const part of delta.tool_calls ?? []) this.#addCall(part);
     this.reason = choice.finish_reason ?? this.reason;
+    this.frame ??= requestAnimationFrame(() => this.#draw());
+  }
+
+  #draw() {
+    cancelAnimationFrame(this.frame);
+    this.frame = null;
+    this.markdown?.draw(this.content);
+    this.reasoningBox.hidden = !this.reasoning;
+    if (this.reasoning.startsWith(this.reasoningNode.textContent)) this.reasoningNode.append(this.reasoning.slice(this.reasoningNode.textContent.length));
     this.#showStats();
   }
 
@@ -118,19 +154,43 @@ export class Answer {
     if (part.id) call.id = part.id;
     call.name += part.function?.name ?? "";
     call.arguments += part.function?.arguments ?? "";
-    setText(call.shown, `${call.name}(${call.arguments})`);
+    setText(call.title, call.name || "A tool");
+    setText(call.shown, pretty(call.arguments));
   }
 
   #newCall() {
-    const id = `result-${crypto.getRandomValues(new Uint32Array(1))[0]}`;
-    const call = { id: "", name: "", arguments: "", shown: el("code"), input: el("input", { type: "text", id, placeholder: "What the tool returns" }) };
-    this.callsNode.append(el("div", { class: "call" }, el("p", { class: "who" }, "The model calls a tool"), call.shown,
-      el("label", { for: id }, "Its result"), call.input));
+    const call = { id: "", name: "", arguments: "", title: el("code"), shown: el("pre", { tabindex: 0, "aria-label": "Arguments" }), result: el("div") };
+    this.callsNode.append(el("div", { class: "call" }, el("p", { class: "who" }, "The model calls ", call.title), call.shown, call.result));
     return call;
+  }
+
+  #askForResults() {
+    if (!this.calls.length) return;
+    for (const call of this.calls) {
+      const id = `result-${crypto.getRandomValues(new Uint32Array(1))[0]}`;
+      call.input = el("input", { type: "text", id, placeholder: "What the tool returns" });
+      call.result.append(el("label", { for: id }, "Its result"), call.input);
+    }
+    this.giveButton = el("button", { type: "button", class: "primary", onclick: () =>
+      this.onResults(this.calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: call.input.value }))) }, "Give the results to the model");
+    this.callsNode.append(this.giveButton);
+  }
+
+  /** Shows what the tools returned, instead of the boxes for it. */
+  showResults(results) {
+    this.giveButton?.remove();
+    for (const call of this.calls) {
+      const content = results.find((result) => result.tool_call_id === call.id)?.content ?? "";
+      call.result.replaceChildren(el("details", {}, el("summary", {}, "Its result"), el("p", { class: "text" }, content.slice(0, RESULT_TEXT))));
+    }
   }
 
   #showStats() {
     const parts = [];
+    if (this.reasoning) {
+      const took = (this.thoughtAt - this.firstAt) / 1000, seconds = this.thoughtAt && took >= 1 ? ` for ${duration(took)}` : "";
+      setText(this.reasoningTitle, this.thoughtAt || this.reason || !this.node.classList.contains("writing") ? `Thought${seconds}` : "Thinking…");
+    }
     const tokens = this.usage?.completion_tokens ?? this.numEvents;
     if (this.firstAt !== null) {
       parts.push(`TTFT ${duration((this.firstAt - this.start) / 1000)}`);
@@ -141,7 +201,7 @@ export class Answer {
       const cached = this.usage.prompt_tokens_details?.cached_tokens;
       parts.push(`${plural(tokens, "token")} after a prompt of ${count(this.usage.prompt_tokens)}${cached ? ` (${count(cached)} from the cache)` : ""}`);
     }
-    if (this.reason) parts.push({ length: "ended: longest answer reached", stop: "ended by itself", tool_calls: "calls a tool", stopped: "stopped" }[this.reason] ?? this.reason);
+    if (this.reason && this.reason !== "stop") parts.push(ENDS[this.reason] ?? this.reason);
     if (parts.length) setText(this.stats, parts.join(" · "));
   }
 
@@ -152,27 +212,39 @@ export class Answer {
   }
 
   /** Ends the answer: complete, stopped, or with an error. */
-  close({ stopped = false, error = null } = {}) {
+  close({ stopped = false, failed = false } = {}) {
     if (stopped) this.reason = "stopped";
     if (this.bytes.length) this.textNode.append(this.decoder.decode(Uint8Array.from(this.bytes.splice(0)))); // part of a token
-    if (error) this.node.append(el("p", { class: "error", role: "alert" }, error));
-    if (this.firstAt === null && !this.reason) setText(this.stats, error ? "" : "No token came.");
-    this.#showStats();
-    if (this.calls.length && !stopped && !error) {
-      this.callsNode.append(el("button", { type: "button", class: "primary", onclick: (event) => {
-        event.target.disabled = true;
-        this.onResults(this.calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: call.input.value })));
-      } }, "Give the results to the model"));
-    }
+    this.#draw();
+    if (this.markdown) this.markdown.close();
+    else this.onBlock?.(this.textNode);
+    if (!stopped && !failed) this.#askForResults();
+    this.#end(this.firstAt !== null || this.reason ? this.stats.textContent : failed ? "" : "No token came.");
   }
 
-  /** The message for the next request. */
+  #end(stats) {
+    this.node.classList.remove("writing");
+    this.#showStats();
+    setText(this.stats, stats);
+  }
+
+  /** The message: what the API wants of it for the next request, and what is shown of it. */
   get message() {
     const message = { role: "assistant", content: this.content };
+    if (this.reasoning) message.reasoning = this.reasoning;
     if (this.calls.length) {
       message.tool_calls = this.calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
     }
-    return message;
+    return { ...message, stats: this.stats.textContent };
+  }
+}
+
+/** Arguments of a call with line breaks; as they are while they are incomplete. */
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
   }
 }
 

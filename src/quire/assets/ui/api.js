@@ -6,10 +6,21 @@ export const BASE = new URL("..", import.meta.url);
 const KEY = "quire-api-key";
 
 export class ApiError extends Error {
-  constructor(status, message, param = null) {
+  constructor(status, message, param = null, retryAfter = null) {
     super(message);
     this.status = status;
     this.param = param;
+    this.retryAfter = retryAfter;
+  }
+
+  /** What the reader can do about it. */
+  get nextStep() {
+    const wait = this.retryAfter ? `in ${this.retryAfter} s` : "in a moment";
+    if (this.status === 0) return "The terminal of quire serve says whether it still runs. Then try again.";
+    if (this.status === 401) return "Give a key with the API key button, then try again.";
+    if (this.status === 429 || this.status === 503) return `Try again ${wait}.`;
+    if (this.status >= 500) return "Try again; the log of the server has the details.";
+    return "Change the message or the settings, then send it again.";
   }
 }
 
@@ -54,17 +65,20 @@ async function describe(response) {
     error = (await response.json()).error;
   } catch { /* it was no JSON */ }
   const message = error?.message ?? `The server answered ${response.status} ${response.statusText}.`;
-  return new ApiError(response.status, message, error?.param ?? null);
+  return new ApiError(response.status, message, error?.param ?? null, response.headers.get("retry-after"));
 }
 
-/** Yields the data of each server-sent event as an object, until [DONE]. */
+/** Yields the data of each server-sent event as an object, until [DONE]. Throws ApiError if the stream ends before it. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
+      const { value, done } = await reader.read().catch((error) => {
+        if (error.name === "AbortError") throw error;
+        return { done: true };
+      });
+      if (done) throw new ApiError(0, "The connection ended before the answer did.");
       rest += value;
       let end;
       while ((end = rest.indexOf("\n\n")) >= 0) {

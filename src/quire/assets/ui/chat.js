@@ -1,34 +1,104 @@
-// The chat page: a conversation with the model, streamed.
+// The chat page: conversations with the model, streamed, and kept in this browser. `#id` in the address names one.
 
-import { Answer, hideCard } from "./answer.js";
-import { call, events, keyProblem, offer, wireKey } from "./api.js";
-import { byId, el, setText, wireTheme } from "./dom.js";
+import { hideCard } from "./answer.js";
+import { call, keyProblem, offer, wireKey } from "./api.js";
+import { byId, count, el, setText, wireTheme } from "./dom.js";
+import { Drawer, isNarrow } from "./drawer.js";
+import { History } from "./history.js";
+import { copyFrom } from "./icons.js";
 import { Settings } from "./settings.js";
+import { get, isLasting, list, onChange } from "./store.js";
+import { newRecord, Thread } from "./thread.js";
 
+const SPOKEN_MS = 10_000;
 const settings = new Settings();
-const messages = []; // in the form of the API, without the system prompt
-let firstKept = 0; // the messages before this one are not sent: the context is too short for all
-let running = null; // the AbortController of the answer that is being written
-let model = "the model";
-let maxModelLen = null; // the model's context, in tokens
+const threads = new Map(); // those whose answers are being written, by id
+let current = null, follows = true;
 let lastEnded = 0; // the number of the last finished request that the server has listed
+const isTouch = matchMedia("(hover: none) and (pointer: coarse)").matches;
+
+/** What conversations need of the page. */
+const page = {
+  settings,
+  model: "the model",
+  maxModelLen: null, // the model's context, in tokens
+  complain(text) {
+    byId("notice").hidden = !text;
+    setText(byId("notice"), text);
+  },
+  /** Enter sends; on a touch screen it starts a new line, and the button sends. */
+  sends: (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && !isTouch,
+  began(thread) {
+    threads.set(thread.record.id, thread);
+    if (thread !== current) return;
+    byId("spoken").replaceChildren();
+    history.replaceState(null, "", `#${thread.record.id}`);
+    follows = true;
+    showRunning();
+    setText(byId("status"), "The model is writing.");
+  },
+  async ended(thread, reply, problem) {
+    threads.delete(thread.record.id);
+    if (problem?.status === 401) askKey(keyProblem());
+    if (thread === current) {
+      showRunning();
+      setText(byId("status"), problem ? "" : reply.reason === "stopped" ? "Stopped." : "The answer is complete.");
+      showContext(reply.usage);
+      if (follows) scrollDown();
+    }
+    if (problem || !(await measure(reply))) return;
+    const message = thread.messages.find((one) => thread.nodes.get(one) === reply.node && one.role === "assistant");
+    if (message) message.stats = reply.stats.textContent;
+    thread.save();
+  },
+  changed: (thread) => historyList.show(thread === current ? thread.record.id : undefined),
+  /** Gives a screen reader a block of the answer once it is complete, not every token. */
+  speak(thread, node) {
+    if (thread !== current) return;
+    const code = node.matches("figure.code") ? node.querySelector("code").textContent : null;
+    const spoken = el("p", {}, code === null ? node.textContent : `A block of code of ${code.split("\n").length} lines.`);
+    byId("spoken").append(spoken);
+    setTimeout(() => spoken.remove(), SPOKEN_MS);
+  },
+  /** After a refusal the text is in the box again, to be changed. */
+  giveBack(text) {
+    if (byId("prompt").value) return;
+    byId("prompt").value = text;
+    grow();
+  },
+};
 
 wireTheme(byId("theme-button"));
 offer(byId("docs-link"));
 const askKey = wireKey(byId("key-button"), loadModel);
+const historyList = new History({
+  onRename({ id, title }) {
+    for (const thread of [current, ...threads.values()]) if (thread.record.id === id) thread.record.title = title;
+    showTitle();
+  },
+  onRemove(record, isDeleted) {
+    const thread = threads.get(record.id) ?? (current.record.id === record.id ? current : null);
+    if (thread) thread.record.isDeleted = isDeleted;
+    if (isDeleted) thread?.stop();
+    if (isDeleted && thread === current) location.hash = "";
+    historyList.show();
+  },
+});
+const historyDrawer = new Drawer("history", { startsOpen: true });
+const settingsDrawer = new Drawer("settings");
 
 async function loadModel() {
   try {
     const { data } = await (await call("v1/models")).json();
-    model = data[0]?.id ?? model;
-    maxModelLen = data[0]?.max_model_len ?? null;
-    setText(byId("model"), data[0] ? `${model} · context of ${maxModelLen.toLocaleString("en")} tokens` : "");
+    page.model = data[0]?.id ?? page.model;
+    page.maxModelLen = data[0]?.max_model_len ?? null;
+    setText(byId("model"), data[0] ? `${page.model} · context of ${count(page.maxModelLen)} tokens` : "");
     byId("model").title = byId("model").textContent;
-    complain("");
+    page.complain("");
     offerChat(await readTasks());
   } catch (error) {
     if (error.status === 401) askKey(keyProblem());
-    else complain(error.message);
+    else page.complain(`${error.message} ${error.nextStep ?? ""}`);
   }
 }
 
@@ -43,209 +113,161 @@ async function readTasks() {
 /** A pooling model answers no chat: then there is nothing to type. */
 function offerChat(tasks) {
   if (tasks.includes("generate")) return;
-  complain(`${model} does not write text. It is served for: ${tasks.join(", ")}. The API page has the routes.`);
+  page.complain(`${page.model} does not write text. It is served for: ${tasks.join(", ")}. The API page has the routes.`);
   for (const node of document.querySelectorAll(".empty button, #prompt, #send")) node.disabled = true;
 }
 
-function complain(text) {
-  byId("notice").hidden = !text;
-  setText(byId("notice"), text);
+/** Shows a conversation; a new one without an id. */
+async function open(id) {
+  const live = threads.get(id);
+  const record = live?.record ?? (id ? await get(id) : null);
+  if (id !== location.hash.slice(1)) return; // another one was chosen meanwhile
+  if (id && !record) historyList.note("This conversation is not in this browser.");
+  if (record) settings.values = record.settings;
+  current = live ?? new Thread(record ?? newRecord(), page);
+  byId("shown").replaceChildren(current.messages.length ? current.node : emptyPage());
+  follows = true;
+  scrollDown();
+  showTitle();
+  showRunning();
+  setText(byId("status"), "");
+  setText(byId("context"), "");
+  historyList.show(current.record.id);
+  if (isNarrow()) historyDrawer.close();
+  if (!isTouch) byId("prompt").focus();
 }
 
-const EXAMPLES = ["What is prefix caching?", "Explain paging in three sentences.", "Why are requests answered in batches?"];
-function showEmpty() {
-  byId("messages").replaceChildren(el("div", { class: "empty" },
-    el("img", { src: new URL("quire.svg", import.meta.url).href, alt: "", width: 56, height: 56 }),
-    el("p", {}, "Ask the model something. The answer comes token by token, straight from the engine on this server."),
-    ...EXAMPLES.map((text) => el("button", { type: "button", onclick: () => send(text) }, text)),
-    el("p", { class: "hint" }, "Open the dashboard in a second window to see what the engine does.")));
-}
+const EXAMPLES = ["What is prefix caching?", "Explain paging in three sentences.", "Why are requests answered in batches?", "What is a KV cache?"];
+const emptyPage = () => el("div", { class: "empty" },
+  el("img", { src: new URL("quire.svg", import.meta.url).href, alt: "", width: 56, height: 56 }),
+  el("h2", {}, "What would you like to know?"),
+  el("p", {}, "The answer comes token by token, straight from the engine on this server."),
+  el("div", { class: "examples" }, ...EXAMPLES.map((text) => el("button", { type: "button", onclick: () => send(text) }, text))),
+  el("p", { class: "hint" }, "Open the dashboard in a second window to see what the engine does."));
 
-function addUser(text, who = "You") {
-  if (!messages.length) byId("messages").replaceChildren();
-  byId("messages").append(el("article", { class: "message user", "aria-label": who }, el("p", { class: "text" }, text)));
-}
+const showTitle = () => { document.title = `${current.record.title || "Chat"} · Quire`; };
 
 function send(text) {
-  if (running) return;
-  dropUnanswered();
-  addUser(text);
-  messages.push({ role: "user", content: text });
-  answer();
+  if (current.running) return;
+  if (!current.messages.length) byId("shown").replaceChildren(current.node);
+  current.send(text);
+  showTitle();
 }
 
-/** Leaves out messages that got no answer: they were refused, or stopped before the first token. */
-function dropUnanswered() {
-  const numKept = messages.findLastIndex((message) => message.role === "assistant") + 1;
-  if (numKept === messages.length) return;
-  messages.length = numKept;
-  const nodes = [...byId("messages").children];
-  for (const node of nodes.slice(nodes.findLastIndex((one) => one.classList.contains("answered")) + 1)) {
-    node.classList.add("dropped");
-    node.title = "Not part of the conversation: it got no answer.";
-  }
+function showRunning() {
+  const isRunning = Boolean(current.running);
+  byId("stop").hidden = !isRunning;
+  byId("send").hidden = isRunning;
+  current.node.classList.toggle("running", isRunning);
 }
 
-/** Leaves out the oldest turns until a quarter of the context is free for the answer, as `quire chat` does. Returns the
- *  room for the answer in tokens. */
-async function fit(system, { tools, max_tokens: maxTokens }, signal) {
-  if (!maxModelLen) return Infinity;
-  const wanted = Math.min(maxTokens ?? maxModelLen, Math.floor(maxModelLen / 4));
-  for (;;) {
-    const body = { messages: [...system, ...messages.slice(firstKept)], tools };
-    const room = maxModelLen - (await (await call("tokenize", { body, signal })).json()).count;
-    const next = messages.findIndex((message, i) => i > firstKept && message.role === "user");
-    if (room >= wanted || next < 0) return room; // a long question alone has what room there is, or is refused
-    firstKept = next;
-  }
+function showContext(usage) {
+  const total = usage?.total_tokens;
+  setText(byId("context"), total && page.maxModelLen ? `${count(total)} of ${count(page.maxModelLen)} tokens of context` : "");
 }
 
-/** Sends the conversation. The answer gets what room the context has where that is less than it may have otherwise. */
-async function ask(fields, note, signal) {
-  const before = firstKept;
-  const system = settings.systemPrompt ? [{ role: "system", content: settings.systemPrompt }] : [];
-  const room = await fit(system, fields, signal);
-  if (firstKept > before) setText(note, `The context is full: the ${firstKept} oldest messages are no longer sent.`);
-  const body = { messages: [...system, ...messages.slice(firstKept)], stream: true, stream_options: { include_usage: true }, ...fields };
-  const send = () => call("v1/chat/completions", { body, signal, accept: "text/event-stream" });
-  try {
-    return await send();
-  } catch (error) {
-    if (error.param !== "max_tokens" || !(room > 0) || room === Infinity) throw error;
-    body.max_tokens = room;
-    return send();
-  }
-}
-
-/** Reads from the engine how long it took for an answer. */
+/** Reads from the engine how long it took for an answer. Returns whether it did. */
 async function measure(reply) {
   try {
     const { ended } = await (await call(`debug/state?after=${lastEnded}`)).json();
     lastEnded = ended.at(-1)?.number ?? lastEnded;
     const own = ended.find(({ id }) => id === reply.id);
     if (own?.decode_s) reply.note(own.decode_s);
-  } catch { /* the answer is shown without a speed */ }
-}
-
-function setRunning(controller) {
-  running = controller;
-  byId("stop").disabled = !controller;
-  byId("send").disabled = Boolean(controller);
-  byId("retry").disabled = Boolean(controller) || !messages.length;
-}
-
-/** Asks for the next message, and shows it as it comes. */
-async function answer() {
-  let fields;
-  try {
-    fields = settings.fields();
-  } catch (error) {
-    complain(error.message);
-    return;
+    return Boolean(own?.decode_s);
+  } catch {
+    return false; // the answer is shown without a speed
   }
-  complain("");
-  const controller = new AbortController();
-  const reply = new Answer(model, (results) => {
-    for (const result of results) addUser(result.content, "Result of the tool");
-    messages.push(...results);
-    answer();
-  });
-  const note = el("p", { class: "hint left-out" });
-  byId("messages").append(note, reply.node);
-  setRunning(controller);
-  setText(byId("status"), "The model is writing.");
-  scrollDown(true);
-  const asked = messages.length, keptBefore = firstKept;
-  try {
-    const response = await ask(fields, note, controller.signal);
-    for await (const chunk of events(response)) {
-      const follows = isAtEnd();
-      reply.take(chunk);
-      scrollDown(follows);
-    }
-    reply.close();
-    setText(byId("status"), "The answer is complete.");
-    measure(reply);
-  } catch (error) {
-    if (controller.signal.aborted) {
-      reply.close({ stopped: true });
-      setText(byId("status"), "Stopped.");
-    } else {
-      reply.close({ error: error.param ? `${error.param}: ${error.message}` : error.message });
-      setText(byId("status"), "");
-      if (error.status === 401) askKey(keyProblem());
-      else if (error.status === 400) giveBack(keptBefore, note);
-    }
-  }
-  // an answer of a conversation that was left meanwhile is no part of the new one
-  if (messages.length === asked && reply.node.isConnected && (reply.content || reply.calls.length)) {
-    messages.push(reply.message);
-    reply.node.classList.add("answered");
-  }
-  if (running === controller) setRunning(null);
-  scrollDown(isAtEnd());
-}
-
-/** After a refusal: the text goes back to the box, to be changed, and nothing was left out for it. */
-function giveBack(keptBefore, note) {
-  firstKept = keptBefore;
-  setText(note, "");
-  const last = messages.at(-1);
-  if (last?.role === "user" && !byId("prompt").value) byId("prompt").value = last.content;
 }
 
 const isAtEnd = () => byId("messages").scrollHeight - byId("messages").scrollTop - byId("messages").clientHeight < 60;
-function scrollDown(follows) {
-  if (follows) byId("messages").scrollTop = byId("messages").scrollHeight;
+function scrollDown() {
+  byId("messages").scrollTop = byId("messages").scrollHeight;
 }
 
-/** Only narrow windows: in others the settings stand beside the messages. */
-function showSettings(isShown) {
-  document.body.classList.toggle("with-settings", isShown);
-  byId("settings-button").setAttribute("aria-expanded", String(isShown));
+function newConversation() {
+  if (location.hash.length > 1) location.hash = "";
+  else open("");
 }
 
-function stop() {
-  running?.abort();
+/** The box grows with its text. */
+function grow() {
+  byId("prompt").style.height = "auto";
+  byId("prompt").style.height = `${byId("prompt").scrollHeight}px`;
+}
+
+/** A keyboard on the screen covers the page or shrinks it, as the browser likes. The page is as high as what is seen. */
+function fitScreen() {
+  if (visualViewport.scale !== 1) return; // somebody looks closer
+  document.documentElement.style.setProperty("--seen", `${visualViewport.height}px`);
+  scrollTo(0, 0);
+  if (follows) scrollDown();
 }
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("prompt").value.trim();
-  if (!text || running) return;
+  if (!text || current.running) return;
   byId("prompt").value = "";
-  showSettings(false);
+  grow();
+  if (isNarrow()) settingsDrawer.close();
   send(text);
 });
+byId("prompt").addEventListener("input", grow);
 byId("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  if (page.sends(event)) {
     event.preventDefault();
     byId("composer").requestSubmit();
+  } else if (event.key === "ArrowUp" && !byId("prompt").value) {
+    const last = current.messages.findLast((message) => message.role === "user");
+    if (!last) return;
+    event.preventDefault();
+    current.edit(last);
   }
 });
-byId("settings").addEventListener("submit", (event) => event.preventDefault());
-byId("stop").addEventListener("click", stop);
-byId("settings-button").addEventListener("click", () => showSettings(!document.body.classList.contains("with-settings")));
-byId("clear").addEventListener("click", () => {
-  stop();
-  messages.length = firstKept = 0;
-  showEmpty();
-  setRunning(null);
-  setText(byId("status"), "");
+byId("settings-form").addEventListener("submit", (event) => event.preventDefault());
+byId("settings-form").addEventListener("input", () => {
+  const changed = Object.keys(settings.values).length;
+  byId("settings-button").dataset.count = changed || "";
+  byId("reset").disabled = !changed;
+});
+byId("reset").addEventListener("click", () => { settings.values = {}; });
+byId("stop").addEventListener("click", () => {
+  current.stop();
   byId("prompt").focus();
 });
-byId("retry").addEventListener("click", () => {
-  if (running || !messages.length) return;
-  if (messages.at(-1).role === "assistant") messages.pop();
-  for (let i = 0; i < 2; i++) byId("messages").lastElementChild.remove(); // the answer, and the note before it
-  answer();
+for (const button of document.querySelectorAll(".new")) button.addEventListener("click", newConversation);
+byId("down").addEventListener("click", () => {
+  scrollDown();
+  byId("prompt").focus();
+});
+byId("messages").addEventListener("click", ({ target }) => {
+  const code = target.closest(".copy-code"), whole = target.closest(".copy-message");
+  if (code) copyFrom(code, code.closest("figure").querySelector("code").textContent);
+  if (whole) copyFrom(whole, [...current.nodes].findLast(([message, node]) => message.role !== "tool" && node.contains(whole))[0].content);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
+  if (event.key !== "Escape" || event.defaultPrevented) return;
   hideCard();
-  if (running && !document.querySelector("dialog[open]")) stop();
+  if (current.running && !document.querySelector("dialog:modal, :popover-open")) current.stop();
 });
-byId("messages").addEventListener("scroll", hideCard);
+byId("messages").addEventListener("scroll", () => {
+  hideCard();
+  follows = isAtEnd();
+  byId("down").hidden = follows;
+});
+new ResizeObserver(() => {
+  if (follows && current?.running) scrollDown();
+  else byId("down").hidden = isAtEnd();
+}).observe(byId("shown"));
+visualViewport.addEventListener("resize", fitScreen);
+addEventListener("hashchange", () => open(location.hash.slice(1)));
+onChange(async (id) => {
+  if (id === current.record.id && !current.running && (await get(id))) open(id); // another window has gone on with it
+  else historyList.show();
+});
 
-showEmpty();
+fitScreen();
 loadModel();
+if (!location.hash.slice(1)) settings.values = (await list())[0]?.settings ?? {};
+await open(location.hash.slice(1));
+if (!(await isLasting())) historyList.note("This browser stores nothing: conversations end with the page.");

@@ -4,6 +4,7 @@ import { call, keyProblem, offer, wireKey } from "./api.js";
 import { BlockMap } from "./blockmap.js";
 import { LineChart } from "./chart.js";
 import { byId, count, duration, el, percent, plural, rate, setText, wireTheme } from "./dom.js";
+import "./icons.js";
 import { labelled, parse, Readings } from "./metrics.js";
 import { RequestTables } from "./tables.js";
 import { Timeline } from "./timeline.js";

@@ -36,6 +36,23 @@ export class Settings {
         : "A list of objects with type and function."));
   }
 
+  /** What the boxes hold, by id, without empty ones. */
+  get values() {
+    return Object.fromEntries(this.#boxes().map((box) => [box.id, box.type === "checkbox" ? box.checked : box.value]).filter(([, value]) => value));
+  }
+
+  set values(values) {
+    for (const box of this.#boxes()) {
+      if (box.type === "checkbox") box.checked = Boolean(values[box.id]);
+      else box.value = values[box.id] ?? "";
+      box.dispatchEvent(new Event("input", { bubbles: true }));
+    }
+  }
+
+  #boxes() {
+    return [...byId("settings-form").elements].filter((box) => box.id);
+  }
+
   get systemPrompt() {
     return byId("system").value.trim();
   }

@@ -71,9 +71,9 @@ class Asset:
 
 @cache
 def load_assets() -> dict[str, Asset]:
-    """Returns every file of the pages, by name."""
+    """Returns every file of the pages, by name; those of `vendor` (scripts/vendor) stand beside the others."""
     assets = {}
-    for path in sorted(DIRECTORY.iterdir()):
+    for path in sorted(DIRECTORY.rglob("*")):
         if path.suffix in MEDIA_TYPES:
             content = path.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
