@@ -78,6 +78,14 @@ def _all_but_each_sixth(hf: HFConfig, layer: int) -> bool:
     return (layer + 1) % 6 != 0
 
 
+def _after_the_dense(hf: HFConfig, layer: int) -> bool:
+    """Dense layers at the start have a pattern of their own."""
+    num_dense = int(hf.get("first_k_dense_replace", 0))
+    if layer < num_dense:
+        return (layer + 1) % hf.size("prefix_dense_sliding_window_pattern", 1) != 0
+    return _all_but_each_last(hf, layer - num_dense)
+
+
 def _without_rotation(hf: HFConfig, layer: int) -> bool:
     return not rotates(hf, layer)
 
@@ -90,7 +98,15 @@ def _is_local(hf: HFConfig, layer: int) -> bool:
     return bool(kinds[layer] == "local")
 
 
-LATENT: frozenset[str] = frozenset(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"))
+LATENT: frozenset[str] = frozenset(
+    (
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "MiniCPM3ForCausalLM",
+        "YoutuForCausalLM",
+    )
+)
 """Architectures with multi-head latent attention."""
 
 CHUNKED: frozenset[str] = frozenset(("Llama4ForCausalLM",))
@@ -104,6 +120,7 @@ UNIFORM: frozenset[str] = frozenset(
         "MistralForCausalLM",
         "MixtralForCausalLM",
         "Phi3ForCausalLM",
+        "PhimoeForCausalLM",
         "Qwen3MoeForCausalLM",
         "Starcoder2ForCausalLM",
     )
@@ -111,7 +128,9 @@ UNIFORM: frozenset[str] = frozenset(
 """Architectures whose layers all have the window, if there is one, with any `layer_types`."""
 
 MIXED: Mapping[str, IsSliding] = {
+    "AfmoeForCausalLM": _all_but_each_last,
     "Cohere2ForCausalLM": _all_but_each_last,
+    "Cohere2MoeForCausalLM": _after_the_dense,
     "CwmForCausalLM": _after_each_fourth,
     "Dots1ForCausalLM": _after_the_first,
     "Exaone4ForCausalLM": _by_pattern,
@@ -122,7 +141,9 @@ MIXED: Mapping[str, IsSliding] = {
     "Gemma4ForCausalLM": _all_but_each_sixth,
     "Gemma4UnifiedForCausalLM": _all_but_each_sixth,
     "GptOssForCausalLM": _every_second,
+    "GraniteMoeSWAForCausalLM": _after_each_fourth,
     "GraniteSWAForCausalLM": _after_each_fourth,
+    "LagunaForCausalLM": _never,
     "MellumForCausalLM": _never,
     "MinistralForCausalLM": _every,
     "ModernBertModel": _near_by,
@@ -190,16 +211,19 @@ def attention_chunks(hf: HFConfig) -> list[int | None]:
     return [size if kind == CHUNKED_ATTENTION else None for kind in kinds[:count]]
 
 
-_OF_LAYERS = frozenset(("head_dim", "num_key_value_heads"))
+_OF_LAYERS = frozenset(("head_dim", "num_attention_heads", "num_key_value_heads"))
 
 
 def layer_configs(hf: HFConfig) -> list[HFConfig]:
     """Returns the config of each layer, which is `hf` where heads do not differ between layers.
 
     `per_layer_config` has the keys that differ, by the number of the layer. Gemma 4's older configs have the heads of
-    layers without a window under keys of their own. Raises UnsupportedModelError for other keys.
+    layers without a window under keys of their own, Laguna's a list of numbers of heads. Raises
+    UnsupportedModelError for other keys.
     """
-    own = hf.get("per_layer_config")
+    own, heads = hf.get("per_layer_config"), hf.get("num_attention_heads_per_layer")
+    if own is None and isinstance(heads, list):
+        own = {str(i): {"num_attention_heads": count} for i, count in enumerate(heads)}
     if own is None:
         keys = {"head_dim": "global_head_dim"}
         if hf.get("attention_k_eq_v", False):

@@ -13,6 +13,7 @@ _GPT_KEYS = {
     "num_hidden_layers": "n_layer",
 }
 FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
+    "afmoe": {"first_k_dense_replace": "num_dense_layers", "sliding_window_pattern": "global_attn_every_n_layers"},
     "bloom": {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
     "codegen": _GPT_KEYS,
     "falcon": {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
@@ -26,6 +27,12 @@ FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
         "max_position_embeddings": "max_seq_len",
         "num_attention_heads": "n_heads",
         "num_hidden_layers": "n_layers",
+    },
+    "xglm": {
+        "hidden_size": "d_model",
+        "intermediate_size": "ffn_dim",
+        "num_attention_heads": "attention_heads",
+        "num_hidden_layers": "num_layers",
     },
 }
 """Keys that a family calls otherwise, by `model_type`: our name and the family's, which wins where both are there."""
@@ -63,6 +70,18 @@ _GLM: Mapping[str, Any] = {
     "rms_norm_eps": 1.5625e-7,
 }
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "afmoe": {
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "max_position_embeddings": 16384,
+        "moe_intermediate_size": 1408,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "num_shared_experts": 2,
+        "rms_norm_eps": 1e-05,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 4,
+    },
     "apertus": {
         "hidden_act": "xielu",
         "max_position_embeddings": 65536,
@@ -91,6 +110,16 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {
         "logit_scale": 0.0625,
         "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "tie_word_embeddings": True,
+    },
+    "cohere2_moe": {
+        "head_dim": 128,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
         "tie_word_embeddings": True,
@@ -267,6 +296,12 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
         "num_local_experts": 8,
     },
+    "granitemoe_swa": {
+        "attention_multiplier": 1.0,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "sliding_window": 128,
+    },
     "granitemoeshared": {"attention_multiplier": 1.0, "num_experts_per_tok": 2, "num_local_experts": 8},
     "helium": {
         "head_dim": 128,
@@ -290,6 +325,21 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "router_scaling_factor": 2.826,
     },
     "jais2": {"attention_bias": True, "hidden_act": "relu2", "max_position_embeddings": 8192, "mlp_bias": True},
+    "laguna": {
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 8,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 10000.0},
+        },
+        "shared_expert_intermediate_size": 512,
+        "sliding_window": 512,
+    },
     "llama4_text": {
         "attention_chunk_size": 8192,
         "floor_scale": 8192,
@@ -313,6 +363,18 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_local_experts": 64,
         "rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 10000.0}},
         "sliding_window": 1024,
+    },
+    "minicpm3": {
+        "dim_model_base": 256,
+        "kv_lora_rank": 256,
+        "max_position_embeddings": 32768,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "rms_norm_eps": 1e-05,
+        "scale_depth": 1.4,
+        "scale_emb": 12,
+        "tie_word_embeddings": True,
     },
     "minimax_m2": {
         "max_position_embeddings": 196608,
@@ -355,6 +417,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 8192,
     },
     "mpt": {"max_position_embeddings": 2048, "tie_word_embeddings": True},
+    "nanochat": {"final_logit_softcapping": 15.0, "hidden_act": "relu2"},
     "nemotron": {"hidden_act": "relu2", "max_position_embeddings": 4096, "partial_rotary_factor": 0.5},
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-05, "rope_theta": 500000.0, "sliding_window": 4096},
@@ -373,6 +436,14 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "phi": {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "phimoe": {
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+    },
     "qwen2": {
         "max_position_embeddings": 32768,
         "max_window_layers": 28,
@@ -434,7 +505,9 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "vaultgemma": _GEMMA2,
+    "xglm": {"tie_word_embeddings": True},
     "xlm-roberta": {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "pad_token_id": 1, "type_vocab_size": 2},
+    "youtu": {**_LATENT, "max_position_embeddings": 131072, "tie_word_embeddings": True},
 }
 """Defaults of absent keys, by `model_type`: transformers writes only values that differ from its own class defaults,
 so absence has a meaning per family (values of transformers 5.19). An explicit null is not absence."""

@@ -140,6 +140,14 @@ _GRANITE_MOE = Names(
     }
 )
 NAMES: Mapping[str, Names] = {
+    "AfmoeForCausalLM": Names(
+        {
+            "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+            "mlp.router.gate": "mlp.gate",
+            "pre_mlp_layernorm": "pre_feedforward_layernorm",
+            "post_mlp_layernorm": "post_feedforward_layernorm",
+        }
+    ),
     "ApertusForCausalLM": Names(
         {"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"}
     ),
@@ -263,6 +271,14 @@ NAMES: Mapping[str, Names] = {
     ),
     "GptOssForCausalLM": Names({"mlp.router": "mlp.gate"}),
     "GraniteMoeForCausalLM": _GRANITE_MOE,
+    "GraniteMoeSWAForCausalLM": Names(
+        {
+            "block_sparse_moe": "mlp",
+            "block_sparse_moe.router": "mlp.gate",
+            "shared_mlp.input_linear": "mlp.shared_experts.gate_up_proj",
+            "shared_mlp.output_linear": "mlp.shared_experts.down_proj",
+        }
+    ),
     "GraniteMoeSharedForCausalLM": _GRANITE_MOE,
     "HYV3ForCausalLM": Names(
         {
@@ -285,6 +301,13 @@ NAMES: Mapping[str, Names] = {
             "post_norm1": "post_attention_layernorm",
             "post_attention_layernorm": "pre_feedforward_layernorm",
             "post_norm2": "post_feedforward_layernorm",
+        }
+    ),
+    "LagunaForCausalLM": Names(
+        {
+            "self_attn.g_proj": "self_attn.gate_proj",
+            "experts.e_score_correction_bias": "gate.e_score_correction_bias",
+            "shared_expert": "shared_experts",
         }
     ),
     "Llama4ForCausalLM": Names(
@@ -310,6 +333,7 @@ NAMES: Mapping[str, Names] = {
             "ffn.down_proj": "mlp.down_proj",
         },
     ),
+    "NanoChatForCausalLM": Names({"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"}),
     "PersimmonForCausalLM": Names(
         {
             "model.final_layernorm": "model.norm",
@@ -331,9 +355,20 @@ NAMES: Mapping[str, Names] = {
             "k_layernorm": "k_norm",
         }
     ),
+    "PhimoeForCausalLM": Names({"block_sparse_moe": "mlp"}),
     "Qwen2MoeForCausalLM": Names({"shared_expert": "shared_experts"}),
     "StableLmForCausalLM": Names({"q_layernorm": "q_norm", "k_layernorm": "k_norm"}),
     "Starcoder2ForCausalLM": Names({"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
     "VaultGemmaForCausalLM": Names({"pre_feedforward_layernorm": "post_attention_layernorm"}),
+    "XGLMForCausalLM": Names(
+        {
+            "model.layer_norm": "model.norm",
+            "self_attn_layer_norm": "input_layernorm",
+            "final_layer_norm": "post_attention_layernorm",
+            "self_attn.out_proj": "self_attn.o_proj",
+            "fc1": "mlp.up_proj",
+            "fc2": "mlp.down_proj",
+        }
+    ),
 }
 """Names by `HFConfig.family`; families without a row have the modules' names."""

@@ -32,6 +32,8 @@ class SharedExpertSpec:
     is_fused: bool = False
     """The checkpoint holds gate_up_proj as a single matrix."""
     bias: bool = False
+    divisor: float = 1.0
+    """Its answer is divided by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,7 @@ class MoESpec:
     router_norm_eps: float | None = None
     """The router sees its input normed, by a root mean square norm of this eps: gate.norm.weight (Gemma 4)."""
     logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
     logits_in_float32: bool = False
     """The family computes logits in float32. (Native kernels always do.)"""
     router_in_float32: bool = False
@@ -227,7 +230,10 @@ class Router(nn.Module):
         self.is_wide = spec.router_in_float32
         self.float32_parameters = ("e_score_correction_bias", "per_expert_scale", *("weight", "bias") * self.is_wide)
         self.linear_spec = dataclasses.replace(
-            LOGITS, divisor=spec.logits_divisor, float32_inputs=spec.logits_in_float32
+            *(LOGITS,),
+            divisor=spec.logits_divisor,
+            soft_cap=spec.logits_soft_cap,
+            float32_inputs=spec.logits_in_float32,
         )
         self.weight = weight(spec.num_experts, hidden_size)
         self.bias = weight(spec.num_experts) if spec.router_bias else None
@@ -304,7 +310,7 @@ class SharedMLP(nn.Module):
             if spec.is_fused
             else PackedLinear(hidden_size, parts, spec.bias, inner)
         )
-        self.down_proj = Linear(spec.size, hidden_size, spec.bias)
+        self.down_proj = Linear(spec.size, hidden_size, spec.bias, LinearSpec(divisor=spec.divisor))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quire.worker.kernels.base import Kernels, NormKernel
@@ -36,6 +38,21 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: [..., dim], normalised over the last dimension; `residual`, of the same shape, is added after it."""
         return (self._kernel or self.prepare(TORCH_KERNELS))(x, residual)
+
+
+class UnitNorm(RMSNorm):
+    """x / sqrt(mean(x^2) + eps), without weights."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__(dim, eps, scale_in_float32=True)
+        del self.weight
+        self.dim = dim
+
+    weight: Any  # a tensor, but no parameter
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Makes the weights that kernels need."""
+        self.weight = torch.ones(self.dim, dtype=dtype, device=device)
 
 
 class LayerNorm(nn.Module):

@@ -105,6 +105,8 @@ def _longrope(rope: RopeConfig, dim: int, trained_len: int, context_len: int) ->
     if not isinstance(divisors, list) or len(divisors) != dim // 2:
         raise UnsupportedModelError(f"rotary embedding of type 'longrope' needs {dim // 2} factors, not {divisors!r}")
     magnitude = params.get("attention_factor")
+    if magnitude is None:  # Phi-3.5-MoE has two
+        magnitude = params.get("long_mscale" if divisors is params["long_factor"] else "short_mscale")
     if magnitude is None:
         magnitude = math.sqrt(1.0 + math.log(factor) / math.log(original_len)) if factor > 1.0 else 1.0
     wavelengths = _wavelengths(rope.rope_theta, dim)
@@ -152,6 +154,30 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, trained_len: int, con
     return inv_freq, factor
 
 
+class SinusoidalPositions(nn.Module):
+    """A vector for each position, of sines and cosines (Vaswani et al. 2017); zeros at position `zero`."""
+
+    table: Tensor
+
+    def __init__(self, num_positions: int, dim: int, zero: int | None = None) -> None:
+        super().__init__()
+        self.num_positions, self.dim, self.zero = num_positions, dim, zero
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Computes the table, [num_positions, dim], sines first."""
+        half = self.dim // 2
+        rates = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / (half - 1)))
+        angles = torch.arange(self.num_positions, dtype=torch.float32)[:, None] * rates  # [num_positions, dim / 2]
+        table = torch.cat([angles.sin(), angles.cos()], dim=1)
+        if self.zero is not None:
+            table[self.zero] = 0
+        self.table = table.to(device, dtype)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions: [num_tokens] to [num_tokens, dim]."""
+        return self.table[positions]
+
+
 class RotaryEmbedding(nn.Module):
     """Tables of sine and cosine for every position, shared by all layers that rotate the same way.
 
@@ -171,6 +197,7 @@ class RotaryEmbedding(nn.Module):
         *,
         in_float32: bool = False,
         rounds_tables: bool = False,
+        backwards: bool = False,
     ) -> None:
         super().__init__()
         rotary_dim = head_dim if rope.rope_type == PROPORTIONAL else int(head_dim * rope.partial_rotary_factor)
@@ -178,6 +205,7 @@ class RotaryEmbedding(nn.Module):
         self.in_float32, self.rounds_tables = in_float32, rounds_tables
         with torch.device("cpu"):  # a model is built on the meta device; these few numbers must be real
             self.inv_freq, self.factor = inverse_frequencies(rope, rotary_dim, trained_len, context_len)
+            self.inv_freq = -self.inv_freq if backwards else self.inv_freq
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Computes the tables, each [context_len, rotary_dim / 2], and rounds them to the model's `dtype`, unless the

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
+from quire.errors import UnsupportedModelError
 from quire.worker.attention.layer import Attention
 from quire.worker.kernels.base import Kernels, RotationKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.kernels.specs import LinearSpec, NormSpec
+from quire.worker.kernels.specs import Activation, LinearSpec, NormSpec
 from quire.worker.layers.linear import Linear, side_by_side
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.row_order import attention_orders, half_order
 from quire.worker.layers.weights import GIVEN_BACK, weight
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_qk_norm
 
+ACTIVATION_OF_GATE: Mapping[str, Activation] = {"sigmoid": torch.sigmoid, "softplus": torch.nn.functional.softplus}
 Rotating = tuple[tuple[tuple[RotationKernel, bool], ...], RotationKernel | None]
 """Kernels for queries and keys, in order, each with whether it rotates; the kernel that norms values."""
 
@@ -25,14 +29,20 @@ class SelfAttention(nn.Module):
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
         super().__init__()
-        hidden_size, num_heads = hf.hidden_size, hf.num_attention_heads
+        hidden_size, num_heads = hf.hidden_size, layer.num_heads or hf.num_attention_heads
         num_kv_heads = layer.num_kv_heads or hf.num_key_value_heads
         self.spec, self.layer = spec, layer
         self.head_dim = layer.head_dim or hf.head_dim
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
         k_size = 0 if layer.kv_from else kv_size
         v_size = 0 if layer.values_are_keys else k_size
-        sizes = {"q_proj": q_size * (2 if spec.output_gate else 1), "k_proj": k_size, "v_proj": v_size}
+        sizes = {"q_proj": q_size, "k_proj": k_size, "v_proj": v_size, "gate_proj": 0}
+        if spec.output_gate is not None:
+            if spec.qkv_bias and not spec.output_gate.in_queries:
+                raise UnsupportedModelError(f"{hf.path} asks for biases of queries, but not of gates: not implemented")
+            sizes["q_proj" if spec.output_gate.in_queries else "gate_proj"] += (
+                num_heads if spec.output_gate.per_head else q_size
+            )
         self.sizes = list(sizes.values())
         parts, inner = {part: size for part, size in sizes.items() if size}, LinearSpec(clip=spec.clip_qkv)
         self.qkv_proj = side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_qkv is not None, inner)
@@ -44,7 +54,7 @@ class SelfAttention(nn.Module):
             *(num_heads, num_kv_heads, self.head_dim),
             paired_dim=paired_dim,
             fused=spec.fused_qkv,
-            has_gates=spec.output_gate,
+            has_gates=spec.output_gate is not None and spec.output_gate.in_queries,
         )
         if spec.qk_norm != "none":
             self.q_norm = make_qk_norm(spec, num_heads, self.head_dim)
@@ -100,8 +110,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotations: Rotations, residual: Tensor | None = None) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
-        q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
-        if self.spec.output_gate:
+        q, k, v, gate = self.qkv_proj(x).split(self.sizes, dim=-1)
+        if self.spec.output_gate is not None and self.spec.output_gate.in_queries:
             q, gate = q.chunk(2, dim=-1)
         if self.spec.qk_norm != "none" and not self.norms_in_rotation:
             q, k = self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
@@ -114,7 +124,8 @@ class SelfAttention(nn.Module):
             attended = self.attn(q)  # [num_tokens, num_heads * head_dim]
         else:
             attended = self.attn(q, k, v if value_norm is None else value_norm(v, v[:, :0], None)[0])
-        if self.spec.output_gate:
-            attended = attended * gate.sigmoid()
+        if self.spec.output_gate is not None:
+            gate = ACTIVATION_OF_GATE[self.spec.output_gate.activation](gate)  # [num_tokens, gates]
+            attended = (attended.view(*gate.shape, -1) * gate.unsqueeze(-1)).flatten(1)
         output: Tensor = self.o_proj(attended, residual)
         return output

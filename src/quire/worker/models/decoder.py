@@ -16,7 +16,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.tensor_names import names_of, renamed
 from quire.worker.kernels.specs import LinearSpec
 from quire.worker.layers.linear import Embedding, Linear
-from quire.worker.layers.rotary import RotaryEmbedding
+from quire.worker.layers.rotary import RotaryEmbedding, SinusoidalPositions
 from quire.worker.models.blocks import BLOCKS
 from quire.worker.models.layer_inputs import LayerInputs
 from quire.worker.models.spec import DecoderSpec, make_norm
@@ -27,10 +27,14 @@ class Decoder(nn.Module):
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec, tied_head: LinearSpec | None) -> None:
         super().__init__()
-        self.embedding_multiplier = spec.embedding_multiplier
+        self.embedding_multiplier, self.rounds_multiplier = spec.embedding_multiplier, spec.rounds_multiplier
         self.embed_tokens = Embedding(hf.vocab_size, hf.hidden_size, tied_head)
         self.position_offset = spec.position_offset
-        if spec.position_offset is not None:
+        if spec.position_offset is not None and spec.sinusoidal_positions:
+            self.embed_positions: nn.Module = SinusoidalPositions(
+                hf.context_len + spec.position_offset, hf.hidden_size, hf.get("pad_token_id")
+            )
+        elif spec.position_offset is not None:
             self.embed_positions = Embedding(hf.max_position_embeddings + spec.position_offset, hf.hidden_size)
         self.embed_norm = make_norm(spec, hf.hidden_size) if spec.embedding_norm else None
         self.ropes = nn.ModuleDict(
@@ -39,6 +43,7 @@ class Decoder(nn.Module):
                     *(rope, spec.rope_dims.get(name, hf.head_dim), hf.max_position_embeddings, hf.context_len),
                     in_float32=spec.rope_in_float32,
                     rounds_tables=spec.rope_rounds_tables,
+                    backwards=spec.rope_backwards,
                 )
                 for name, rope in spec.ropes.items()
             }
@@ -51,8 +56,10 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
-        if self.embedding_multiplier != 1.0:  # Gemma was trained with the factor rounded to the model's type
+        if self.rounds_multiplier:
             x = x * torch.tensor(self.embedding_multiplier, dtype=x.dtype).item()
+        elif self.embedding_multiplier != 1.0:
+            x = x * self.embedding_multiplier
         if self.position_offset is not None:
             x = x + self.embed_positions(positions + self.position_offset)
         if self.embed_norm is not None:

@@ -1,4 +1,5 @@
-"""DeepSeek V2 and V3, and GLM-4.7-Flash: latent attention, many small experts beside a shared one."""
+"""Latent attention: DeepSeek V2 and V3 and GLM-4.7-Flash, with many small experts beside a shared one; MiniCPM3 and
+Youtu without."""
 
 from __future__ import annotations
 
@@ -68,9 +69,33 @@ class Glm4MoeLiteForCausalLM(_LatentForCausalLM):
         super().__init__(hf, latent_spec(hf, tuple(layers)))
 
 
+class YoutuForCausalLM(_LatentForCausalLM):
+    """Latent attention without experts."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, latent_spec(hf, (LayerSpec(mixer="latent"),) * hf.num_hidden_layers))
+
+
+class MiniCPM3ForCausalLM(_LatentForCausalLM):
+    """Latent attention without experts; factors on embeddings, on what layers add, and on logits."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        count, base = hf.num_hidden_layers, hf.get("dim_model_base")
+        spec = dataclasses.replace(
+            latent_spec(hf, (LayerSpec(mixer="latent"),) * count),
+            block="scaled",
+            rope_pairs=False,
+            embedding_multiplier=float(hf.get("scale_emb")),
+            residual_multiplier=1.0 if hf.get("scale_depth") is None else float(hf.get("scale_depth")) / count**0.5,
+            logits_divisor=1.0 if base is None else hf.hidden_size / float(base),
+        )
+        super().__init__(hf, spec)
+
+
 def latent_spec(hf: HFConfig, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
     """Returns the spec of a model whose layers are latent attention, all with rotation."""
     rope, rotary, plain = hf.rope(), hf.size("qk_rope_head_dim"), hf.size("qk_nope_head_dim")
+    factor = _yarn_factor(rope.rope_type, rope.params)
     return dataclasses.replace(
         common_spec(hf, layers),
         rope_pairs=bool(hf.get("rope_interleave", True)),
@@ -80,9 +105,9 @@ def latent_spec(hf: HFConfig, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
             rank=hf.size("kv_lora_rank"),
             plain=plain,
             rotary=rotary,
-            value=hf.size("v_head_dim"),
+            value=hf.size("v_head_dim", hf.hidden_size // hf.num_attention_heads),
         ),
-        attention_scale=(plain + rotary) ** -0.5 * _yarn_factor(rope.rope_type, rope.params),
+        attention_scale=None if factor == 1.0 else (plain + rotary) ** -0.5 * factor,
     )
 
 

@@ -24,6 +24,7 @@ class GemmaForCausalLM(DecoderForCausalLM):
             norm_in_float32=True,
             activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
             embedding_multiplier=hf.hidden_size**0.5,
+            rounds_multiplier=True,
         )
         super().__init__(hf, spec)
 
@@ -64,6 +65,7 @@ def _gemma_spec(hf: HFConfig) -> DecoderSpec:
         attention_scale=float(hf.require("query_pre_attn_scalar")) ** -0.5,
         logits_soft_cap=hf.get("final_logit_softcapping"),
         embedding_multiplier=hf.hidden_size**0.5,
+        rounds_multiplier=True,
     )
 
 

@@ -38,6 +38,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
             layer_input_size=int(hf.get("hidden_size_per_layer_input", 0)) or None,
             logits_soft_cap=hf.get("final_logit_softcapping"),
             embedding_multiplier=hf.hidden_size**0.5,
+            rounds_multiplier=True,
         )
         super().__init__(hf, spec)
 

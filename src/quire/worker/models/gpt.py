@@ -1,4 +1,4 @@
-"""GPT-2 and models like it: GPT-BigCode (StarCoder), GPT-Neo, GPT-J, CodeGen, BioGPT."""
+"""GPT-2 and models like it: GPT-BigCode (StarCoder), GPT-Neo, GPT-J, CodeGen, BioGPT, XGLM."""
 
 from __future__ import annotations
 
@@ -60,6 +60,20 @@ class BioGptForCausalLM(DecoderForCausalLM):
             spec, activation=hf.get("hidden_act", "gelu"), position_offset=2, embedding_multiplier=scale, norm_eps=1e-5
         )
         super().__init__(hf, spec)
+
+
+class XGLMForCausalLM(DecoderForCausalLM):
+    """Embeddings are scaled, and positions are sines and cosines."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        scale = hf.hidden_size**0.5 if hf.get("scale_embedding", True) else 1.0
+        spec = dataclasses.replace(
+            _gpt_spec(hf),
+            activation=hf.get("activation_function", "gelu"),
+            position_offset=2,
+            embedding_multiplier=scale,
+        )
+        super().__init__(hf, dataclasses.replace(spec, sinusoidal_positions=True))
 
 
 def _inner_size(hf: HFConfig) -> int | None:

@@ -22,10 +22,11 @@ class GraniteSWAForCausalLM(DecoderForCausalLM):
     """Granite in which three of four layers have a window, with attention sinks and a rotary base per layer; 0: the
     layer does not rotate."""
 
-    def __init__(self, hf: HFConfig) -> None:
+    def __init__(self, hf: HFConfig, moe: MoESpec | None = None) -> None:
         rope, thetas = hf.rope(), hf.get("layer_rope_theta")
         thetas = [rope.rope_theta] * hf.num_hidden_layers if thetas is None else thetas
-        layers = make_layers(hf, rope=lambda i: f"theta {thetas[i]:g}".replace(".", "_") if thetas[i] else None)
+        rope_of = [f"theta {theta:g}".replace(".", "_") if theta else None for theta in thetas]
+        layers = make_layers(hf, rope=rope_of.__getitem__, moe=lambda layer: moe)
         names = {layer.rope: float(theta) for layer, theta in zip(layers, thetas, strict=True) if layer.rope}
         ropes = {name: dataclasses.replace(rope, rope_theta=theta) for name, theta in names.items()}
         super().__init__(
@@ -33,20 +34,18 @@ class GraniteSWAForCausalLM(DecoderForCausalLM):
         )
 
 
+class GraniteMoeSWAForCausalLM(GraniteSWAForCausalLM):
+    """The same with experts."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, _experts(hf))
+
+
 class GraniteMoeForCausalLM(DecoderForCausalLM):
     """Granite with experts; GraniteMoeShared adds an expert for all tokens."""
 
     def __init__(self, hf: HFConfig) -> None:
-        size = int(hf.get("shared_intermediate_size", 0))
-        moe = MoESpec(
-            num_experts=hf.size("num_local_experts"),
-            expert_size=hf.size("intermediate_size"),
-            router=RouterSpec(
-                num_experts_per_token=hf.size("num_experts_per_tok"), normalize=True, weights_in_float32=False
-            ),
-            layout="stacked",
-            shared=SharedExpertSpec(size=size, is_fused=True) if size else None,
-        )
+        moe = _experts(hf)
         spec = _granite_spec(hf, make_layers(hf, moe=lambda layer: moe))
         super().__init__(hf, dataclasses.replace(spec, block="scaled"))
 
@@ -60,6 +59,19 @@ class HyperCLOVAXForCausalLM(DecoderForCausalLM):
         super().__init__(hf, dataclasses.replace(spec, block=block, logits_divisor=1.0 / spec.logits_divisor))
         if not norms_after:
             self.names = ()
+
+
+def _experts(hf: HFConfig) -> MoESpec:
+    size = int(hf.get("shared_intermediate_size", 0))
+    return MoESpec(
+        num_experts=hf.size("num_local_experts"),
+        expert_size=hf.size("intermediate_size"),
+        router=RouterSpec(
+            num_experts_per_token=hf.size("num_experts_per_tok"), normalize=True, weights_in_float32=False
+        ),
+        layout="stacked",
+        shared=SharedExpertSpec(size=size, is_fused=True) if size else None,
+    )
 
 
 def _granite_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> DecoderSpec:

@@ -10,6 +10,7 @@ from quire.errors import UnsupportedModelError
 from quire.resolve import resolve
 
 MODELS: dict[str, str] = {
+    "AfmoeForCausalLM": "quire.worker.models.sigmoid_moe:AfmoeForCausalLM",
     "ApertusForCausalLM": "quire.worker.models.apertus:ApertusForCausalLM",
     "ArceeForCausalLM": "quire.worker.models.arcee:ArceeForCausalLM",
     "AriaTextForCausalLM": "quire.worker.models.aria:AriaTextForCausalLM",
@@ -18,6 +19,7 @@ MODELS: dict[str, str] = {
     "BloomForCausalLM": "quire.worker.models.alibi:BloomForCausalLM",
     "CodeGenForCausalLM": "quire.worker.models.gpt:CodeGenForCausalLM",
     "Cohere2ForCausalLM": "quire.worker.models.cohere:Cohere2ForCausalLM",
+    "Cohere2MoeForCausalLM": "quire.worker.models.cohere:Cohere2MoeForCausalLM",
     "CohereForCausalLM": "quire.worker.models.cohere:CohereForCausalLM",
     "CwmForCausalLM": "quire.worker.models.cwm:CwmForCausalLM",
     "DeepseekV2ForCausalLM": "quire.worker.models.deepseek:DeepseekV2ForCausalLM",
@@ -46,6 +48,7 @@ MODELS: dict[str, str] = {
     "GptOssForCausalLM": "quire.worker.models.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "quire.worker.models.granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.worker.models.granite:GraniteMoeForCausalLM",
+    "GraniteMoeSWAForCausalLM": "quire.worker.models.granite:GraniteMoeSWAForCausalLM",
     "GraniteMoeSharedForCausalLM": "quire.worker.models.granite:GraniteMoeForCausalLM",
     "GraniteSWAForCausalLM": "quire.worker.models.granite:GraniteSWAForCausalLM",
     "HYV3ForCausalLM": "quire.worker.models.sigmoid_moe:HYV3ForCausalLM",
@@ -54,9 +57,11 @@ MODELS: dict[str, str] = {
     "HunYuanMoEV1ForCausalLM": "quire.worker.models.hunyuan:HunYuanMoEV1ForCausalLM",
     "HyperCLOVAXForCausalLM": "quire.worker.models.granite:HyperCLOVAXForCausalLM",
     "Jais2ForCausalLM": "quire.worker.models.jais2:Jais2ForCausalLM",
+    "LagunaForCausalLM": "quire.worker.models.sigmoid_moe:LagunaForCausalLM",
     "Llama4ForCausalLM": "quire.worker.models.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "quire.worker.models.llama:LlamaForCausalLM",
     "MellumForCausalLM": "quire.worker.models.qwen:MellumForCausalLM",
+    "MiniCPM3ForCausalLM": "quire.worker.models.deepseek:MiniCPM3ForCausalLM",
     "MiniMaxM2ForCausalLM": "quire.worker.models.sigmoid_moe:MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": "quire.worker.models.mistral:Ministral3ForCausalLM",
     "MinistralForCausalLM": "quire.worker.models.mistral:MinistralForCausalLM",
@@ -64,6 +69,7 @@ MODELS: dict[str, str] = {
     "MixtralForCausalLM": "quire.worker.models.mistral:MixtralForCausalLM",
     "ModernBertModel": "quire.worker.models.modernbert:ModernBertModel",
     "MptForCausalLM": "quire.worker.models.alibi:MptForCausalLM",
+    "NanoChatForCausalLM": "quire.worker.models.nanochat:NanoChatForCausalLM",
     "NemotronForCausalLM": "quire.worker.models.nemotron:NemotronForCausalLM",
     "OPTForCausalLM": "quire.worker.models.opt:OPTForCausalLM",
     "Olmo2ForCausalLM": "quire.worker.models.olmo2:Olmo2ForCausalLM",
@@ -73,6 +79,7 @@ MODELS: dict[str, str] = {
     "PersimmonForCausalLM": "quire.worker.models.persimmon:PersimmonForCausalLM",
     "Phi3ForCausalLM": "quire.worker.models.phi3:Phi3ForCausalLM",
     "PhiForCausalLM": "quire.worker.models.phi:PhiForCausalLM",
+    "PhimoeForCausalLM": "quire.worker.models.phi3:PhimoeForCausalLM",
     "Qwen2ForCausalLM": "quire.worker.models.qwen:Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": "quire.worker.models.qwen:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "quire.worker.models.qwen:Qwen3ForCausalLM",
@@ -84,7 +91,9 @@ MODELS: dict[str, str] = {
     "StableLmForCausalLM": "quire.worker.models.stablelm:StableLmForCausalLM",
     "Starcoder2ForCausalLM": "quire.worker.models.starcoder2:Starcoder2ForCausalLM",
     "VaultGemmaForCausalLM": "quire.worker.models.gemma:VaultGemmaForCausalLM",
+    "XGLMForCausalLM": "quire.worker.models.gpt:XGLMForCausalLM",
     "XLMRobertaModel": "quire.worker.models.bert:RobertaModel",
+    "YoutuForCausalLM": "quire.worker.models.deepseek:YoutuForCausalLM",
 }
 """Dotted class names by `HFConfig.family`; heads for pooling have no rows of their own. They are imported on demand.
 

@@ -1,5 +1,5 @@
 """Families on ordinary attention whose experts are chosen as DeepSeek V3's: GLM-4.5 and 4.6, dots.llm1, Solar Open,
-EXAONE with experts, Hunyuan 3, MiniMax-M2."""
+EXAONE with experts, Hunyuan 3, MiniMax-M2, Trinity, Laguna."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from quire.config.attention_layout import layer_kinds
 from quire.config.hf_config import SLIDING_ATTENTION, HFConfig
 from quire.worker.kernels.specs import RouterSpec
-from quire.worker.layers.moe import MoESpec
+from quire.worker.layers.moe import MoESpec, SharedExpertSpec
 from quire.worker.models.decoder import DecoderForCausalLM
 from quire.worker.models.experts import has_experts, sigmoid_experts
-from quire.worker.models.spec import DecoderSpec, common_spec, make_layers
+from quire.worker.models.spec import DecoderSpec, OutputGate, common_spec, make_layers
 
 
 class Glm4MoeForCausalLM(DecoderForCausalLM):
@@ -76,6 +76,48 @@ class MiniMaxM2ForCausalLM(DecoderForCausalLM):
         if hf.get("rotary_dim") is not None:
             rope = dataclasses.replace(rope, partial_rotary_factor=hf.size("rotary_dim") / hf.head_dim)
         super().__init__(hf, _spec(hf, moe, qk_norm="full", ropes={"rope": rope}))
+
+
+class AfmoeForCausalLM(DecoderForCausalLM):
+    """Arcee's Trinity: norms before and after, gates on the answer of attention; layers without a window do not
+    rotate."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        kinds = layer_kinds(hf)
+        moe = sigmoid_experts(hf, count="num_experts", shared="num_shared_experts", factor="route_scale")
+        layers = make_layers(
+            hf,
+            rope=lambda i: "rope" if kinds[i] == SLIDING_ATTENTION else None,
+            moe=lambda i: moe if has_experts(hf, i) else None,
+        )
+        multiplier = hf.hidden_size**0.5 if hf.get("mup_enabled", False) else 1.0
+        spec = _spec(hf, moe, qk_norm="head", block="sandwich", output_gate=OutputGate())
+        super().__init__(hf, dataclasses.replace(spec, layers=layers, embedding_multiplier=multiplier))
+
+
+class LagunaForCausalLM(DecoderForCausalLM):
+    """Heads by layer, a gate for each head's answer, and a rotary embedding for each kind of layer."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        kinds = layer_kinds(hf)
+        moe = MoESpec(
+            num_experts=hf.size("num_experts"),
+            expert_size=hf.size("moe_intermediate_size"),
+            router=RouterSpec(
+                num_experts_per_token=hf.size("num_experts_per_tok"),
+                normalize=True,
+                score="sigmoid",
+                factor=float(hf.get("moe_routed_scaling_factor", 1.0)),
+            ),
+            choice_bias=True,
+            logits_soft_cap=float(hf.get("moe_router_logit_softcapping", 0.0)) or None,
+            scales_inputs=bool(hf.get("moe_apply_router_weight_on_input", False)),
+            shared=SharedExpertSpec(size=hf.size("shared_expert_intermediate_size")),
+        )
+        layers = make_layers(hf, rope=kinds.__getitem__, moe=lambda i: moe if has_experts(hf, i) else None)
+        gate = OutputGate("softplus", per_head=hf.get("gating", True) in (True, "per-head"))
+        ropes = {kind: hf.rope(kind) for kind in dict.fromkeys(kinds)}
+        super().__init__(hf, _spec(hf, moe, qk_norm="head", output_gate=gate, ropes=ropes, layers=layers))
 
 
 def _spec(hf: HFConfig, moe: MoESpec, **changes: Any) -> DecoderSpec:

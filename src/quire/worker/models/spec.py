@@ -16,10 +16,21 @@ from quire.config.hf_config import HFConfig, RopeConfig
 from quire.worker.attention.backend import ScaleGrowth
 from quire.worker.kernels.specs import LatentSizes, RotaryAngles
 from quire.worker.layers.moe import MoESpec
-from quire.worker.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm
+from quire.worker.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm, UnitNorm
 
 Rotations = Mapping[str, RotaryAngles]
 """Rotation angles of the step's tokens, for each rotary embedding of the model."""
+
+
+@dataclass(frozen=True)
+class OutputGate:
+    """Gates of the answer of attention: one for each element, made by the matrix `gate_proj`."""
+
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    in_queries: bool = False
+    """q_proj makes them: a query and its gates for each head in turn."""
+    per_head: bool = False
+    """One gate for each head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +45,8 @@ class LayerSpec:
     """Which of the model's rotary embeddings; None for no rotation at all."""
     head_dim: int | None = None
     """Elements of a head; None for the config's `head_dim`."""
+    num_heads: int | None = None
+    """Heads of queries; None for the config's `num_attention_heads`."""
     num_kv_heads: int | None = None
     """Heads of keys and values; None for the config's `num_key_value_heads`."""
     intermediate_size: int | None = None
@@ -69,11 +82,15 @@ class DecoderSpec:
     """Rotate in float32 whatever the model's type."""
     rope_rounds_tables: bool = False
     """With `rope_in_float32`: sines and cosines are rounded to the model's type first."""
+    rope_backwards: bool = False
+    """Angles are negative."""
     rope_pairs: bool = False
     """The checkpoint's heads rotate neighbouring elements (2i, 2i + 1) instead of the halves (i, i + r/2)."""
     position_offset: int | None = None
     """Positions are learned vectors, added to the embedding, and the first has this row in their table; None: they are
     not learned."""
+    sinusoidal_positions: bool = False
+    """With `position_offset`: the vectors are not learned, but sines and cosines."""
     embedding_norm: bool = False
     """A norm follows the embedding."""
     qkv_bias: bool = False
@@ -94,7 +111,7 @@ class DecoderSpec:
     """Root mean square norm, or LayerNorm."""
     norm_eps: float = 1e-6
     norm_weight: bool = True
-    """False: LayerNorms have no weights."""
+    """False: norms have no weights."""
     norm_bias: bool = False
     """LayerNorms have a bias."""
     norm_offset: float = 0.0
@@ -114,8 +131,8 @@ class DecoderSpec:
     """A key of `specs.ACTIVATIONS`; "xielu", in an MLP without gates, for one with learned numbers."""
     clip_qkv: float | None = None
     """Queries, keys and values are cut to [-clip_qkv, clip_qkv]."""
-    output_gate: bool = False
-    """The answer of attention is multiplied by sigmoid(gate); q_proj has a query and a gate for each head."""
+    output_gate: OutputGate | None = None
+    """The answer of attention is multiplied by activation(gate)."""
     latent: LatentSizes | None = None
     """Sizes of layers whose mixer is "latent"."""
     latent_norm_eps: float = 1e-6
@@ -128,9 +145,15 @@ class DecoderSpec:
     """Each head has a learned score of one more key, whose value is zero: self_attn.sinks."""
     logits_soft_cap: float | None = None
     embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False
+    """The factor of embeddings is rounded to the model's type, as Gemma was trained with it."""
     residual_multiplier: float = 1.0
     """Factor of what the block "scaled" adds."""
     logits_divisor: float = 1.0
+
+
+_HEADS = {"head_dim": "head_dim", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+"""Fields of LayerSpec that differ by layer where their keys do."""
 
 
 def make_layers(
@@ -152,8 +175,7 @@ def make_layers(
             rope=rope(i),
             moe=moe(i),
             intermediate_size=intermediate_size,
-            head_dim=None if config is hf else config.head_dim,
-            num_kv_heads=None if config is hf else config.num_key_value_heads,
+            **{name: getattr(config, key) for name, key in _HEADS.items() if getattr(config, key) != getattr(hf, key)},
             kv_from=None if sources[i] is None else f"model.layers.{sources[i]}.self_attn",
         )
         for i, config in enumerate(configs)
@@ -180,6 +202,8 @@ def make_norm(spec: DecoderSpec, dim: int) -> Norm:
         return LayerNorm(
             dim, spec.norm_eps, affine=spec.norm_weight, bias=spec.norm_bias, weight_offset=spec.norm_offset
         )
+    if not spec.norm_weight:
+        return UnitNorm(dim, spec.norm_eps)
     return RMSNorm(dim, spec.norm_eps, weight_offset=spec.norm_offset, scale_in_float32=spec.norm_in_float32)
 
 

@@ -166,6 +166,23 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("biases", "ernie4_5_moe", {"use_bias": True, "moe_layer_interval": 2, "tie_word_embeddings": False}),
     ("no groups, two shared experts", "exaone_moe", {"n_group": 1, "topk_group": 1, "num_shared_experts": 2,
                                                    "first_k_dense_replace": 2, "norm_topk_prob": False}),
+    ("no factors", "minicpm3", {"scale_depth": None, "dim_model_base": None, "q_lora_rank": None, "v_head_dim": None}),
+    ("sigmoid, sum, rms norms", "cohere2_moe", {
+        "expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-3,
+        "prefix_dense_sliding_window_pattern": 2, "attention_bias": True, "prefix_dense_intermediate_size": None}),
+    ("pattern", "afmoe", {"layer_types": None, "global_attn_every_n_layers": 3, "num_dense_layers": 2,
+                          "mup_enabled": False}),
+    ("gate for each element, equal heads", "laguna", {
+        "gating": "per-element", "num_attention_heads_per_layer": None, "moe_router_logit_softcapping": 0.0,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
+    ("longrope, window", "phimoe", {
+        **rope("longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=1024,
+               short_mscale=1.2, long_mscale=1.3), "sliding_window": 24}),
+    ("no cap, biases", "nanochat", {"final_logit_softcapping": None, "attention_bias": True}),
+    ("no scale", "xglm", {"scale_embedding": False, "activation_function": "relu"}),
+    ("no shared expert, pattern", "granitemoe_swa", {"shared_intermediate_size": 0, "layer_rope_theta": None,
+                                                     "layer_types": None, "attention_bias": True}),
+    ("halves", "youtu", {"rope_interleave": False, "attention_bias": True}),
     ("sparse step", "qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False}),
 ]  # fmt: skip
 
@@ -274,10 +291,10 @@ def _matmul_rows_are_independent() -> None:
         pytest.skip("bfloat16 products depend on the shape of the matrix on this CPU")
 
 
-LATENT = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite"})
+LATENT = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"})
 OTHER_SUMS = LATENT | frozenset(
     {
-        "biogpt",
+        "afmoe",
         "bloom",
         "codegen",
         "llama4_text",
@@ -291,17 +308,21 @@ OTHER_SUMS = LATENT | frozenset(
         "gpt_oss",
         "gptj",
         "granite_swa",
+        "granitemoe_swa",
+        "laguna",
         "mpt",
+        "nanochat",
         "phi",
+        "xglm",
     }
 )
-"""Families that round at other places in transformers. gpt-oss rounds the scores of attention and of its router,
-gemma4_text of its router, granite_swa the answer of attention before its share without the sink.
-Attention and MLP are added before the layer's input is (codegen, falcon, gpt_neox, gptj, phi); an activation or ALiBi
-is rounded after each operation (bloom, gpt2, gpt_neo, mpt); the scale of embeddings is not rounded (biogpt); queries
-and keys, rotated in float32, have their elements in pairs (cohere); keys and values are made of latents before
-attention, which Quire does not (deepseek, glm4_moe_lite); the answers of experts are rounded one by one
-(llama4_text)."""
+"""Families that round at other places in transformers. gpt-oss rounds the scores of attention and of its router, afmoe
+and gemma4_text of their routers, granite_swa and granitemoe_swa the answer of attention before its share without the
+sink. Attention and MLP are added before the layer's input is (codegen, falcon, gpt_neox, gptj, phi); an activation or
+ALiBi is rounded after each operation (bloom, gpt2, gpt_neo, mpt); the sum of experts is scaled after it is rounded
+(laguna); logits are capped in the model's type (nanochat); queries are scaled before products (xglm); queries and keys,
+rotated in float32, have their elements in pairs (cohere); keys and values are made of latents before attention, which
+Quire does not (deepseek, glm4_moe_lite); the answers of experts are rounded one by one (llama4_text)."""
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OTHER_SUMS])
@@ -323,7 +344,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tiny_check
     path = tiny_checkpoint(family)
     exact_model, model, oracle = load(path), load(path, dtype=torch.bfloat16), transformers_model(path, torch.bfloat16)
     errors = torch.zeros(2)
-    for length in (200, 190, 180, 170) if family in LATENT else (200,):
+    for length in (200, 190, 180, 170) if family in LATENT | {"afmoe", "laguna"} else (200,):
         token_ids = random_tokens(length)
         exact = quire_logits(exact_model, token_ids)
         with torch.inference_mode():
@@ -374,6 +395,7 @@ def test_layer_types_follow_from_older_keys(family: str, tiny_checkpoint: Make, 
         ("falcon", {"alibi": True}, "ALiBi rounded to bfloat16"),
         ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "without parallel_attn"),
         ("mpt", {"attn_config": {"alibi": False}}, "has alibi = False; only True is implemented"),
+        ("afmoe", {"attention_bias": True}, "biases of queries, but not of gates"),
         ("mpt", {"no_bias": False}, "has no_bias = False; only True is implemented"),
     ],
 )

@@ -14,7 +14,7 @@ from quire.config.hf_config import HFConfig
 from quire.testing import tiny_models
 from quire.worker.models.decoder import DecoderForCausalLM
 from quire.worker.models.registry import MODELS
-from quire.worker.models.spec import common_spec
+from quire.worker.models.spec import OutputGate, common_spec
 
 from .test_oracle import assert_same_logits
 
@@ -24,7 +24,7 @@ class AttentionOfQwen35(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         spec = dataclasses.replace(common_spec(hf), qk_norm="head", norm_offset=1.0, norm_in_float32=True)
-        super().__init__(hf, dataclasses.replace(spec, output_gate=True))
+        super().__init__(hf, dataclasses.replace(spec, output_gate=OutputGate(in_queries=True)))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 24), (5, 5, 80)])
