@@ -71,18 +71,13 @@ class Linear(nn.Module):
         return kernel
 
     def _quantized_weight(self, kernels: Kernels) -> QuantizedWeight | None:
-        """Returns the weight in integers, if it was stored or is to be quantized so and `kernels` can compute
-        with it."""
+        """Returns the weight in integers, if it was stored so, or is to be quantized and `kernels` can compute with
+        it."""
         weight, self._stored = self._stored, None
-        if weight is not None:
-            weight = weight.to(self.weight.device)
-        elif self.scheme is not None:
+        if weight is None and self.scheme is not None:
             weight = quantize(self.weight.data, self.scheme)
-        if weight is None or kernels.can_quantize(weight):
-            return weight
-        if not weight.is_outline:
-            self.weight.data.copy_(weight.dequantize())
-        return None
+            return weight if kernels.can_quantize(weight) else None
+        return weight
 
     def discard(self) -> None:
         self._kernel = GIVEN_BACK

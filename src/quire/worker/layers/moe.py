@@ -93,10 +93,6 @@ class QuantizedExperts:
     def num_bytes(self) -> int:
         return sum(weight.num_bytes for weight in (*self.gate_up, *self.down))
 
-    def to(self, device: torch.device) -> QuantizedExperts:
-        """The same on `device`."""
-        return QuantizedExperts([w.to(device) for w in self.gate_up], [w.to(device) for w in self.down])
-
 
 class Experts(nn.Module):
     """All experts' matrices: gate_up_proj [num_experts, 2 * expert_size, hidden], down_proj [num_experts, hidden,
@@ -179,23 +175,16 @@ class Experts(nn.Module):
         return self.gate_up_proj_bias.data, self.down_proj_bias.data
 
     def _quantized_experts(self, kernels: Kernels) -> QuantizedExperts | None:
-        """Returns the experts in integers, if they were stored or are to be quantized so and `kernels` can compute with
-        them."""
+        """Returns the experts in integers, if they were stored so, or are to be quantized and `kernels` can compute
+        with them."""
         experts, self._stored = self._stored, None
-        if experts is not None:
-            experts = experts.to(self.gate_up_proj.device)
-        elif self.scheme is not None:
-            scheme = self.scheme
+        if experts is None and (scheme := self.scheme) is not None:
             experts = QuantizedExperts(
                 *([quantize(w, scheme) for w in block.data] for block in (self.gate_up_proj, self.down_proj))
             )
-        if experts is None or (kernels.can_quantize(experts.gate_up[0]) and kernels.can_quantize(experts.down[0])):
-            return experts
-        for block, weights in ((self.gate_up_proj, experts.gate_up), (self.down_proj, experts.down)):
-            for plain, quantized in zip(block.data, weights, strict=True):
-                if not quantized.is_outline:
-                    plain.copy_(quantized.dequantize())
-        return None
+            can_quantize = kernels.can_quantize(experts.gate_up[0]) and kernels.can_quantize(experts.down[0])
+            return experts if can_quantize else None
+        return experts
 
     def discard(self) -> None:
         self._kernel = GIVEN_BACK

@@ -9,17 +9,16 @@ that no more than one module is in memory twice.
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from quire.config.checkpoint import CheckpointIndex, TensorInfo
@@ -260,48 +259,91 @@ def _fill(
     are_packed: bool,
 ) -> None:
     composed = []
-    with ExitStack() as files:
-        files.enter_context(placement.kernels.packing(packs))
-        source = Noise(seed) if stored is None else _Checkpoint(stored, files)
+    with placement.kernels.packing(packs):
+        source = Noise(seed) if stored is None else _Checkpoint(stored)
         for path, module in model.named_modules():
             packs.begin(path)
             own = list(module.parameters(recurse=False))
-            if are_packed:
-                allocate(module, placement.device, placement.dtype, without=packed_parameters(module))
-            elif not is_allocated(module, placement.device, placement.dtype):
-                allocate(module, placement.device, placement.dtype)
-            tensors = own_tensors(path, module)
+            packed, tensors = packed_parameters(module), own_tensors(path, module)
+            ready = packed if are_packed else ()
             if isinstance(source, _Checkpoint):
                 source.orders = own_row_orders(path, module)
-            if isinstance(source, _Checkpoint) and isinstance(module, QuantizableWeights) and source.is_quantized:
-                if are_packed:
-                    module.store_outlines(recall_kinds(packs))
-                else:
-                    tensors = source.hand_over(module, tensors)
-                    remember_kinds(packs, module.stored_kinds)
-            source.fill([(name, tensor) for name, tensor in tensors if not tensor.is_meta])
-            if not isinstance(module, Prepared):
-                continue
-            if own:
+                if isinstance(module, QuantizableWeights) and source.is_quantized:
+                    if are_packed:
+                        module.store_outlines(recall_kinds(packs))
+                    else:
+                        ready = packed if source.hand_over(module, tensors, placement) else ()
+                        remember_kinds(packs, module.stored_kinds)
+            if ready or not is_allocated(module, placement.device, placement.dtype):
+                allocate(module, placement.device, placement.dtype, without=ready)
+            tensors = [(name, tensor) for name, tensor in own_tensors(path, module) if not tensor.is_meta]
+            if isinstance(source, _Checkpoint) and not placement.kernels.keeps_weights:
+                tensors = source.lend(module, tensors)
+            source.fill(tensors)
+            if isinstance(module, Prepared) and own:
                 module.prepare(placement.kernels)
-            else:
+            elif isinstance(module, Prepared):
                 composed.append(module)  # made of the weights of its children
+            if isinstance(source, _Checkpoint):
+                source.release()
         for module in composed:
             module.prepare(placement.kernels)
     if not placement.kernels.keeps_weights:
         release_free_memory(placement.device)  # memory of the weights before they were packed
 
 
-class _Checkpoint:
-    """The stored tensors, read through memory maps that stay open as long as `files`."""
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
+READ_AROUND = 2 << 20
+"""Bytes on both sides of a page that Linux may map with it."""
+TRIM_PARTS = 32
+"""Parts of a checkpoint after each of which holes in the heap, as large as matrices, are given back."""
 
-    def __init__(self, stored: Mapping[str, Stored], files: ExitStack) -> None:
+
+class MappedFile:
+    """A read-only map of a safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._data = 8 + int.from_bytes(self._memory[:8], "little")
+        self._used: list[tuple[int, int]] = []
+
+    def read(self, info: TensorInfo) -> Tensor:
+        """Returns the tensor in the map itself: it must not be written to."""
+        start, dtype = self._data + info.offset, _TYPES[info.dtype]
+        if info.nbytes == 0:
+            return torch.empty(info.shape, dtype=dtype)
+        self._used.append((start, start + info.nbytes))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "not writable": nothing writes to it
+            count = info.nbytes // dtype.itemsize
+            return torch.frombuffer(self._memory, dtype=dtype, offset=start, count=count).view(info.shape)
+
+    def release(self) -> int:
+        """Takes the pages read so far out of the process (the system may keep them). Returns their bytes."""
+        for start, end in self._used:
+            page = max(0, start - READ_AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
+            if hasattr(mmap, "MADV_DONTNEED"):
+                self._memory.madvise(mmap.MADV_DONTNEED, page, min(end + READ_AROUND, len(self._memory)) - page)
+        num_bytes = sum(end - start for start, end in self._used)
+        self._used.clear()
+        return num_bytes
+
+
+class _Checkpoint:
+    """The stored tensors, read through memory maps."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
         self._stored = stored
         self.orders: Mapping[str, Tensor] = {}
         """Orders of rows of the module that is being filled: see `own_row_orders`."""
         self.is_quantized = any(isinstance(tensor, StoredMatrix) for tensor in stored.values())
-        self._files = files
-        self._open: dict[Path, Any] = {}
+        self._files: dict[Path, MappedFile] = {}
+        infos = [t.infos.values() if isinstance(t, StoredMatrix) else (t,) for t in stored.values()]
+        self._num_bytes, self._untrimmed = sum(info.nbytes for part in infos for info in part), 0
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies each tensor from its file and converts its type. Raises ModelLoadError for NaN and infinity."""
@@ -311,37 +353,59 @@ class _Checkpoint:
             tensor.copy_(read if order is None else take_rows(read, order))
             _check_finite(tensor, info)
 
-    def hand_over(self, module: QuantizableWeights, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Gives `module` its matrices as the checkpoint's integers, if all their parts are stored as integers of one
-        kind.
+    def lend(self, module: nn.Module, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Makes the memory map itself a parameter that kernels pack, where the file holds it as it is: a copy of the
+        logits head or of a layer's experts would be a tenth of a small model.
 
         Returns the tensors that are left to be filled.
         """
+        left, places = [], {getattr(module, name).data_ptr(): name for name in packed_parameters(module)}
+        for name, tensor in tensors:
+            own, info = places.get(tensor.data_ptr()), self._stored[name]
+            is_whole = own is not None and getattr(module, own).shape == tensor.shape and tensor.is_contiguous()
+            if is_whole and isinstance(info, TensorInfo) and self._order(name) is None:
+                read = self._read(info)
+                if read.dtype == tensor.dtype:
+                    _check_finite(read, info)
+                    setattr(module, str(own), nn.Parameter(read, requires_grad=False))
+                    continue
+            left.append((name, tensor))
+        return left
+
+    def hand_over(self, module: QuantizableWeights, tensors: list[tuple[str, Tensor]], placement: Placement) -> bool:
+        """Gives `module` its matrices as the checkpoint's integers and returns True, if all their parts are stored as
+        integers of one kind that the kernels can compute with."""
         weights = [name for name, tensor in tensors if _is_matrix(name, tensor)]
         parts = [info for name in weights if isinstance(info := self._stored[name], StoredMatrix)]
         if len(parts) < len(weights):
-            return tensors
+            return False
         try:
-            read = [part.read(self._read_all(part)) for part in parts]
+            read = [part.read(self._read_all(part)).to(placement.device) for part in parts]
         except ScatteredGroupsError:
-            return tensors
+            return False
+        if not all(placement.kernels.can_quantize(part) for part in read):
+            return False
         orders = [self._order(name) for name in weights]
         read = [part if order is None else part.take_rows(order) for part, order in zip(read, orders, strict=True)]
         for part, matrix in zip(parts, read, strict=True):
             _check_finite(matrix.scales, part)
-        if not module.store(read):
-            return tensors
-        return [(name, tensor) for name, tensor in tensors if not _is_matrix(name, tensor)]
+        return module.store(read)
+
+    def release(self) -> None:
+        """Gives back the memory that reading has taken so far, but for the tensors themselves."""
+        self._untrimmed += sum(file.release() for file in self._files.values())
+        if self._untrimmed * TRIM_PARTS > self._num_bytes:
+            self._untrimmed = 0
+            release_free_memory(torch.device("cpu"))
 
     def _order(self, name: str) -> Tensor | None:
         """Returns the order of rows in which the model has a tensor; None for the checkpoint's."""
         return self.orders.get(name.rpartition(".")[0])
 
     def _read(self, info: TensorInfo) -> Tensor:
-        if info.file not in self._open:
-            self._open[info.file] = self._files.enter_context(safe_open(info.file, framework="pt", device="cpu"))
-        tensor: Tensor = self._open[info.file].get_tensor(info.name)
-        return tensor
+        if info.file not in self._files:
+            self._files[info.file] = MappedFile(info.file)
+        return self._files[info.file].read(info)
 
     def _read_all(self, matrix: StoredMatrix) -> dict[str, Tensor]:
         return {suffix: self._read(info) for suffix, info in matrix.infos.items()}

@@ -209,7 +209,7 @@ class Float8:
     def read(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         """The scales of an activation are not needed: activations are not quantized."""
         values = tensors["weight"].view(torch.int8)
-        if (values.view(torch.uint8) << 1).amax() == _E4M3_NAN:
+        if values.amax() == _E4M3_NAN or values.view(torch.uint8).amax() == _E4M3_NAN | 0x80:  # without a copy
             raise ModelLoadError("holds NaN: download the file again")
         scales, group_size = self._per_output(tensors[self.mark].float(), shape)
         return QuantizedWeight(bits=8, values=values, scales=scales, group_size=group_size, coding=Coding.E4M3)
@@ -233,8 +233,8 @@ class Float8:
         return scales.repeat_interleave(rows, dim=0)[:outputs].contiguous(), columns
 
 
-_E4M3_NAN = 0xFE
-"""Both codes of NaN without the sign, shifted to the left."""
+_E4M3_NAN = 0x7F
+"""The largest code of each sign."""
 
 
 class Mxfp4:

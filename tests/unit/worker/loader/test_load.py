@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from quire.config.checkpoint import TensorInfo
 from quire.errors import ModelLoadError
 from quire.worker.layers.weights import checkpoint_tensors
 from quire.worker.loader import load as load_module
@@ -90,21 +91,12 @@ def test_each_tensor_is_read_once(llama: Path, monkeypatch: pytest.MonkeyPatch) 
     split_into_shards(llama)
     read: list[str] = []
 
-    class CountingFile:
-        def __init__(self, path: Path, **options: str) -> None:
-            self.tensors = load_file(path)
+    class CountingFile(load_module.MappedFile):
+        def read(self, info: TensorInfo) -> Tensor:
+            read.append(info.name)
+            return super().read(info)
 
-        def __enter__(self) -> CountingFile:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            return None
-
-        def get_tensor(self, name: str) -> Tensor:
-            read.append(name)
-            return self.tensors[name]
-
-    monkeypatch.setattr(load_module, "safe_open", CountingFile)
+    monkeypatch.setattr(load_module, "MappedFile", CountingFile)
     wanted = checkpoint_tensors(load(llama))
     assert sorted(read) == sorted(wanted)
 
