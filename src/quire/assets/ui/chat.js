@@ -12,8 +12,8 @@ import { newRecord, Thread } from "./thread.js";
 
 const SPOKEN_MS = 10_000;
 const settings = new Settings();
-const threads = new Map(); // those whose answers are being written, by id
-let current = null, follows = true;
+const threads = new Map(); // those whose answers are being written or stored, by id
+let current = null, follows = true; // `current` is the conversation that is shown
 let lastEnded = 0; // the number of the last finished request that the server has listed
 const isTouch = matchMedia("(hover: none) and (pointer: coarse)").matches;
 
@@ -38,7 +38,6 @@ const page = {
     setText(byId("status"), "The model is writing.");
   },
   async ended(thread, reply, problem) {
-    threads.delete(thread.record.id);
     if (problem?.status === 401) askKey(keyProblem());
     if (thread === current) {
       showRunning();
@@ -46,10 +45,13 @@ const page = {
       showContext(reply.usage);
       if (follows) scrollDown();
     }
-    if (problem || !(await measure(reply))) return;
-    const message = thread.messages.find((one) => thread.nodes.get(one) === reply.node && one.role === "assistant");
-    if (message) message.stats = reply.stats.textContent;
-    thread.save();
+    await thread.save();
+    if (!problem && (await measure(reply))) {
+      const message = thread.messages.find((one) => thread.nodes.get(one) === reply.node && one.role === "assistant");
+      if (message) message.stats = reply.stats.textContent;
+      await thread.save();
+    }
+    if (!thread.running) threads.delete(thread.record.id); // from now on the stored one is the same
   },
   changed: (thread) => historyList.show(thread === current ? thread.record.id : undefined),
   /** Gives a screen reader a block of the answer once it is complete, not every token. */
@@ -267,7 +269,11 @@ onChange(async (id) => {
 });
 
 fitScreen();
+current = new Thread(newRecord(), page); // somebody may type before the storage answers
 loadModel();
-if (!location.hash.slice(1)) settings.values = (await list())[0]?.settings ?? {};
-await open(location.hash.slice(1));
+const latest = location.hash.slice(1) ? null : (await list())[0];
+if (!current.messages.length) {
+  if (latest) settings.values = latest.settings;
+  await open(location.hash.slice(1));
+}
 if (!(await isLasting())) historyList.note("This browser stores nothing: conversations end with the page.");

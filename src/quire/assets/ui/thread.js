@@ -234,7 +234,6 @@ export class Thread {
     }
     if (problem) this.#showProblem(problem, reply, note, keptBefore);
     this.page.ended(this, reply, problem);
-    this.save();
   }
 
   #showProblem(error, reply, note, keptBefore) {
