@@ -224,9 +224,13 @@ class Engine:
         self.load_s: float | None = None
         self.peak_memory_bytes = 0
         self._place, self._model, self._load_limit_s = place, model, load_limit_s
-        self._log = logs / f"{peer.name}-{model}.log"
+        self.log = logs / f"{peer.name}-{model}.log"
         self._process: ManagedProcess | None = None
         self._buffer = bytearray()
+
+    def tree(self) -> list[int]:
+        """Returns the ids of the engine's processes."""
+        return self._process.tree() if self._process is not None else []
 
     def start(self) -> None:
         """Loads the engine, unless it is loaded. Raises EngineError."""
@@ -235,7 +239,7 @@ class Engine:
         self._buffer.clear()
         command = self.peer.driver_command(self._place, self._model)
         environment = self.peer.full_environment(self._place)
-        self._process = ManagedProcess(command, environment, self._log, piped=True)
+        self._process = ManagedProcess(command, environment, self.log, piped=True)
         try:
             ready = self._receive(self._load_limit_s)
         except EngineError:

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.versus.figures import BASELINE, Figure, Row
 from benchmarks.versus.peers import PEERS
 
-BEGIN, END = "<!-- versus: begin -->", "<!-- versus: end -->"
+BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 
 
 def format_report(report: Mapping[str, Any]) -> str:
@@ -118,11 +118,12 @@ def _missing(report: Mapping[str, Any]) -> list[str]:
     return ["\n".join(f"Not measured: {PEERS[name].title} ({why})" for name, why in missing.items())] if missing else []
 
 
-def update_page(page: Path, text: str) -> None:
-    """Puts `text` between the markers of `page`. Raises ValueError if it has none."""
+def update_page(page: Path, text: str, name: str = "versus") -> None:
+    """Puts `text` between the markers of this name in `page`. Raises ValueError if it has none."""
     content = page.read_text(encoding="utf-8")
-    before, begin, rest = content.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = BEGIN.format(name), END.format(name)
+    before, begin, rest = content.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"{page} has no lines {BEGIN} and {END}: put them where the table belongs")
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        raise ValueError(f"{page} has no lines {first} and {last}: put them where the table belongs")
+    page.write_text(f"{before}{first}\n{text}\n{last}{after}", encoding="utf-8")

@@ -61,7 +61,7 @@ _LATENT: Mapping[str, Any] = {
     "topk_group": 2,
 }
 
-_FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": SLIDING_WINDOW},
     "qwen2": {
@@ -421,7 +421,7 @@ _FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "aria_text": {"moe_num_experts": 5, "moe_topk": 3},
 }
 
-FAMILIES: tuple[str, ...] = tuple(_FAMILY_CONFIGS)
+FAMILIES: tuple[str, ...] = tuple(FAMILY_CONFIGS)
 """Families for `make_tiny_checkpoint`, by transformers' `model_type`."""
 
 _ENCODER_BASE: Mapping[str, Any] = {
@@ -479,7 +479,7 @@ def make_tiny_checkpoint(
 
     is_encoder = family in _ENCODER_CONFIGS
     head = head or ("embed" if is_encoder else "generate")
-    tiny = {**_ENCODER_BASE, **_ENCODER_CONFIGS[family]} if is_encoder else {**_BASE, **_FAMILY_CONFIGS[family]}
+    tiny = {**_ENCODER_BASE, **_ENCODER_CONFIGS[family]} if is_encoder else {**_BASE, **FAMILY_CONFIGS[family]}
     config = transformers.AutoConfig.for_model(family, **{**tiny, **config_overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -161,10 +161,11 @@ def test_reports_of_two_runs_become_one() -> None:
 
 def test_the_page_gets_the_table_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    update_page(page, "new")
-    update_page(page, "newer")
-    assert page.read_text() == f"before\n{BEGIN}\nnewer\n{END}\nafter\n"
+    begin, end = BEGIN.format("families"), END.format("families")
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    update_page(page, "new", "families")
+    update_page(page, "newer", "families")
+    assert page.read_text() == f"before\n{begin}\nnewer\n{end}\nafter\n"
     page.write_text("no markers")
     with pytest.raises(ValueError, match="has no lines"):
         update_page(page, "new")
@@ -172,7 +173,7 @@ def test_the_page_gets_the_table_between_its_markers(tmp_path: Path) -> None:
 
 def test_the_page_of_the_project_has_the_markers() -> None:
     text = versus.PAGE.read_text(encoding="utf-8")
-    assert text.count(BEGIN) == text.count(END) == 1
+    assert all(text.count(mark.format(name)) == 1 for mark in (BEGIN, END) for name in ("versus", "families"))
 
 
 def test_ceilings_are_the_best_of_two_measurements() -> None:
@@ -273,7 +274,7 @@ def test_an_engine_answers_and_is_frozen_in_between(fake: Callable[[str], Engine
     assert engine.version == "fake 2"
     child = int((tmp_path / "child").read_text())
     wait_until(lambda: state(child) == "T")  # stopped, though it left the session of its parent
-    assert engine._log.read_text() == "this is no answer\n"
+    assert engine.log.read_text() == "this is no answer\n"
 
 
 def test_an_engine_over_the_limit_is_ended_and_can_be_used_again(fake: Callable[[str], Engine], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_attention_layers_of_qwen3_5(
     heads: int, kv_heads: int, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MODELS, "Qwen3_5ForCausalLM", f"{__name__}:AttentionOfQwen35")
-    monkeypatch.setitem(tiny_models._FAMILY_CONFIGS, "qwen3_5_text", {})  # type: ignore[index]
+    monkeypatch.setitem(tiny_models.FAMILY_CONFIGS, "qwen3_5_text", {})  # type: ignore[index]
     path = tiny_models.make_tiny_checkpoint(
         tmp_path,
         "qwen3_5_text",

@@ -28,7 +28,7 @@ FAMILY = "seed_oss"
 
 def test_the_recipe_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = RECIPE.read_text(encoding="utf-8")
-    tables: list[Any] = [MODELS, FAMILY_DEFAULTS, tiny_models._FAMILY_CONFIGS]
+    tables: list[Any] = [MODELS, FAMILY_DEFAULTS, tiny_models.FAMILY_CONFIGS]
     rows = [ast.literal_eval("{" + row + "}") for row in re.findall(r'^    (".*": .*,)$', text, flags=re.MULTILINE)]
     assert len(rows) == len(tables)
     for table, row in zip(tables, rows, strict=True):
