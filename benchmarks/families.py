@@ -47,7 +47,7 @@ LENGTH = 64
 """Tokens in, and out, of every request."""
 
 GROUP_PRIORITY = -17
-"""Of measured processes, as of `nice`: a ratio between other programs' work says nothing."""
+"""The priority of measured processes, as `nice` counts."""
 
 BASE: Mapping[str, Any] = {
     "vocab_size": 16384,
@@ -59,14 +59,18 @@ BASE: Mapping[str, Any] = {
     "max_position_embeddings": 2048,
 }
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 SIZES: Mapping[str, Any] = {
     **dict.fromkeys(NUM_EXPERTS, 32),
     **dict.fromkeys(CHOSEN, 4),
     **dict.fromkeys(("n_inner", "ffn_dim", "ffn_hidden_size"), 3072),
     **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size"), 512),
     "attention_types": [[["global", "local"], 2]],
+    "attention_heads": 12,
+    "d_model": 768,
+    "global_head_dim": 256,
     "head_dim": 128,
+    "hidden_size_per_layer_input": 128,
     "intermediate_size_mlp": 2048,
     "kv_lora_rank": 512,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -74,8 +78,11 @@ SIZES: Mapping[str, Any] = {
     "moe_intermediate_size": 256,
     "moe_layer_end_index": 3,
     "n_group": 4,
+    "num_attention_heads_per_layer": [12, 8, 12, 8],
+    "num_global_key_value_heads": 2,
     "num_heads": 12,
     "num_layers": 4,
+    "prefix_dense_intermediate_size": 2048,
     "q_lora_rank": 384,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
@@ -83,15 +90,19 @@ SIZES: Mapping[str, Any] = {
     "shared_expert_intermediate_size": 256,
     "shared_intermediate_size": 256,
     "topk_group": 2,
+    "vocab_size_per_layer_input": 16384,
     "v_head_dim": 128,
     "word_embed_proj_dim": 768,
 }
 """Values of keys that a family's tiny config has."""
 _GEMMA = {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "query_pre_attn_scalar": 256}
+_SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 OTHERS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "vaultgemma"), _GEMMA),
-    "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "gpt_oss": {"head_dim": 64, "intermediate_size": 768, "num_local_experts": 16},
+    "deepseek_v3": _SIGMOID,
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6},
+    "glm4_moe_lite": {**_SIGMOID, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "qwen2": {"use_sliding_window": False},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
 }
