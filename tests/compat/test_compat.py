@@ -113,7 +113,7 @@ def another(flag: VllmFlag) -> Any:
         return {"x": 1}
     if flag.choices:
         return next(c for c in flag.choices if c != flag.default)
-    return {"guided_decoding_backend": "outlines"}.get(flag.name, "77")
+    return {"guided_decoding_backend": "outlines", "task": "embed"}.get(flag.name, "77")
 
 
 @pytest.fixture

@@ -260,7 +260,7 @@ class CommandLine:
         flags = [word.partition("=")[0] for word in words if word.startswith("-")]
         if not flags:
             return ConfigError(f"unexpected argument {words[0]!r}; see {self.prog} --help")
-        known = [s for option in self.options for s in option.spellings]
+        known = [s for option in [*self.options, *self._foreign_options] for s in option.spellings]
         return ConfigError(
             f"unknown flag {flags[0]}; {nearest(flags[0], [*known, '--help'], f'{self.prog} --help=all lists them')}"
         )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.cli.command_line import Option, join_dotted, normalise, read_config_file
+from quire.cli.command_line import Option, join_dotted, nearest, normalise, read_config_file
 from quire.cli.option_groups import engine_options, vllm_options
 from quire.config.engine_args import FLAGS
 from quire.errors import QuireError
@@ -24,9 +24,16 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     `--config FILE.yaml` for flags that the command line leaves out."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self.json_options: dict[str, Option] = {}
         """Flags that hold JSON objects, by name."""
+
+    def error(self, message: str) -> Any:
+        """Ends the program; an unknown flag is answered with the nearest one."""
+        head, _, words = message.partition("unrecognized arguments: ")
+        if words and not head:
+            message += "; " + nearest(words.split("=")[0].split()[0], self._option_string_actions, "--help lists them")
+        super().error(message)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

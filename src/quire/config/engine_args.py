@@ -57,10 +57,15 @@ class EngineArgs:
     def __init__(self, model: str | None = None, **flags: Any) -> None:
         if model is not None:
             flags["model"] = model
-        flags = {**_settle_foreign(flags), **{name: value for name, value in flags.items() if name in FLAGS}}
-        for name, value in flags.items():
-            FLAGS[name].validate(value)
-        self._flags = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
+        if flags.get("hf_token") is True:  # vLLM's way to ask for the token that huggingface_hub has stored
+            del flags["hf_token"]
+        settled = _settle_foreign(flags)
+        given = {name: FLAGS[name].read(value) for name, value in flags.items() if name in FLAGS}
+        self._flags = given | {
+            name: value
+            for name, value in settled.items()
+            if given.get(name, FLAGS[name].default) == FLAGS[name].default
+        }
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:
@@ -80,6 +85,12 @@ class EngineArgs:
         if spec is None or name.startswith("_"):
             raise AttributeError(f"EngineArgs has no flag {name!r}")
         return self._flags.get(name, spec.default)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            self._flags = {**self._flags, **EngineArgs(**{name: value})._flags}
 
     def __repr__(self) -> str:
         return f"EngineArgs({', '.join(f'{k}={v!r}' for k, v in self._flags.items())})"
@@ -152,8 +163,11 @@ def _settle_foreign(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     known = {name for name, row in vllm_flags().items() if row.ignored or row.refused}
     for name in foreign.keys() - known:
-        near = difflib.get_close_matches(name, FLAGS, n=1)
-        raise ConfigError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        if name in vllm_flags():
+            raise ConfigError(f"{name!r} is no argument of the engine: it is a flag of `quire serve`")
+        near = difflib.get_close_matches(name, [*FLAGS, *known], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`quire serve --help=all` lists them"
+        raise ConfigError(f"unknown argument {name!r}; {hint}")
     return {name: value for name, value in settle_vllm_flags(foreign, as_keywords=True).items() if name in FLAGS}
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+import operator
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +89,45 @@ class FlagSpec:
         """Spelling on the command line."""
         return "--" + self.name.replace("_", "-")
 
+    def read(self, value: Any) -> Any:
+        """Returns the flag's value for a keyword argument: None is the default, text is read as on the command line.
+
+        Raises ConfigError for a value of another kind, or one that is not allowed.
+        """
+        if value is None:
+            return self.default
+        try:
+            value = self._convert(value)
+        except (TypeError, ValueError) as e:
+            why = f": {e}" if isinstance(e, ConfigError) else f" is not {_KINDS.get(self._kind, 'text')}"
+            raise ConfigError(f"{self.option} {value!r}{why}") from None
+        self.validate(value)
+        return value
+
+    @property
+    def _kind(self) -> Any:
+        return bool if self.is_switch else self.parse
+
+    def _convert(self, value: Any) -> Any:
+        """Raises TypeError or ValueError for a value of another kind."""
+        if isinstance(value, bool) or self.is_switch:
+            if not (isinstance(value, bool) and self.is_switch):
+                raise TypeError
+            return value
+        if self.takes_many and isinstance(value, list | tuple):
+            return [str(item) for item in value]
+        if isinstance(value, str):
+            return self.parse(value)
+        if self.parse is str:
+            if str(value).startswith("torch."):  # a type: dtype=torch.bfloat16
+                return str(value).removeprefix("torch.")
+            return os.fspath(value)
+        if self.parse is parse_json_object:
+            if not isinstance(value, Mapping):
+                raise TypeError
+            return dict(value)
+        return float(value) if self.parse is float else operator.index(value)
+
     def validate(self, value: Any) -> None:
         """Raises ConfigError unless `value` is allowed."""
         if value is None:
@@ -141,3 +182,13 @@ def parse_json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{text!r} is not a JSON object")
     return value
+
+
+_KINDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "an integer",
+    parse_human_int: "an integer",
+    float: "a number",
+    parse_json_object: "a dict or a JSON object",
+}
+"""Words for the value of a flag, by what parses its text."""

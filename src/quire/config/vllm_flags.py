@@ -142,7 +142,32 @@ def _structured_outputs_config(value: Any) -> dict[str, Any]:
     return ours
 
 
+_TASKS: Mapping[str, Mapping[str, str]] = {
+    "auto": {},
+    "generate": {"runner": "generate"},
+    "embed": {"runner": "pooling", "convert": "embed"},
+    "embedding": {"runner": "pooling", "convert": "embed"},
+    "classify": {"runner": "pooling", "convert": "classify"},
+    "score": {"runner": "pooling"},
+    "reward": {"runner": "pooling"},
+}
+
+
+def _task(value: Any) -> dict[str, Any]:
+    if value not in _TASKS:
+        raise ConfigError(f"task {value!r} is not one of {', '.join(_TASKS)}; --runner says what a model is for")
+    logger.warning("--task is an older flag; --task %s is read as %s", value, dict(_TASKS[value]))
+    return dict(_TASKS[value])
+
+
+def _pooler_config(value: Any) -> dict[str, Any]:
+    logger.warning("--override-pooler-config is the older name of --pooler-config")
+    return {"pooler_config": _read(value)}
+
+
 _READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "task": _task,
+    "override_pooler_config": _pooler_config,
     "structured_outputs_config": _structured_outputs_config,
     "guided_decoding_backend": _grammar_backend,
 }

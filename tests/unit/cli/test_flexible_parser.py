@@ -74,6 +74,12 @@ def test_a_bad_value_ends_the_program_with_the_flag_and_the_reason(words: list[s
     assert words[0] in capsys.readouterr().err
 
 
+def test_an_unknown_flag_is_answered_with_the_nearest(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parse("--max-num-seq=3")
+    assert "unrecognized arguments: --max-num-seq=3; did you mean --max-num-seqs?" in capsys.readouterr().err
+
+
 def test_an_ordinary_parser_works_as_well() -> None:
     args = EngineArgs.add_cli_args(argparse.ArgumentParser()).parse_args(["--max-num-seqs", "3"])
     assert EngineArgs.from_cli_args(args).non_default == {"max_num_seqs": 3}

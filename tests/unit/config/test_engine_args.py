@@ -53,8 +53,10 @@ def test_arguments_of_vllms_are_taken_as_serve_takes_them(kind: type[EngineArgs]
 
 
 def test_a_flag_that_is_given_wins_over_one_of_vllms() -> None:
-    both = EngineArgs(grammar_backend="auto", structured_outputs_config={"backend": "guidance"})
-    assert both.grammar_backend == "auto"
+    both = EngineArgs(grammar_backend="xgrammar", structured_outputs_config={"backend": "guidance"})
+    assert both.grammar_backend == "xgrammar"
+    asdict = EngineArgs(grammar_backend="auto", structured_outputs_config={"backend": "guidance"})
+    assert asdict.grammar_backend == "guidance", "a default is not given: programs pass those of all flags"
 
 
 def test_no_context_beyond_the_models_own(
