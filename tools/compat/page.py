@@ -25,8 +25,8 @@ Every route, request field and `serve` flag of vLLM 0.32, and whether Quire has 
 Every flag is known, so `vllm serve` becomes `quire serve` by changing the program's name. A flag at vLLM's default is
 accepted without a message. A flag that only tunes something that Quire does not have is accepted with a warning ("no
 effect"). A flag that would change what the server does is refused. The same holds for the keyword arguments of
-`LLM`, `EngineArgs` and `AsyncEngineArgs`, whose attributes may be set, too; None is a flag's default. The same holds for
-fields: the first use of a field without effect is logged."""
+`LLM`, `EngineArgs` and `AsyncEngineArgs`, whose attributes may be set, too; None is a flag's default. The same holds
+for fields: the first use of a field without effect is logged."""
 
 
 IMPORTS = """## Imports

@@ -10,26 +10,33 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from quire.cli.batch_files import InputRow, ResultFile, error_row, read_rows, row_id
+from quire.cli.batch_files import STANDARD, InputRow, ResultFile, error_row, open_input, read_rows, row_id
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.cli.generation import Engine, make_engine
 from quire.cli.option_groups import engine_args, engine_options
 from quire.config.engine_args import EngineArgs
 from quire.errors import ClientError, ConfigError, GenerationError, QuireError, ServerError, ValidationError
-from quire.outputs import RequestOutput
+from quire.outputs import PoolingRequestOutput, RequestOutput
 from quire.resolve import resolve
 
 if TYPE_CHECKING:
+    from quire.cli.batch_pooling import PoolingReader, PoolingRequest
     from quire.cli.batch_requests import BatchRequest, RequestReader
 
 REQUEST_READER = "quire.cli.batch_requests:RequestReader"
 """Resolved by name, because its protocol classes take a while to load."""
+POOLING_READER = "quire.cli.batch_pooling:PoolingReader"
 _RERUN = "run the same command again to go on"
 
 
 def command_line() -> CommandLine:
     own = [
-        Option(name="input_file", short="-i", help="The requests (instead of INPUT).", metavar="FILE.jsonl"),
+        Option(
+            name="input_file",
+            short="-i",
+            help="The requests (instead of INPUT). - is stdin.",
+            metavar="FILE.jsonl",
+        ),
         Option(
             name="output_file",
             short="-o",
@@ -39,9 +46,10 @@ def command_line() -> CommandLine:
     ]
     return CommandLine(
         "quire batch",
-        "Run every request of a JSONL file in OpenAI's batch format (/v1/chat/completions and /v1/completions).",
+        "Run every request of a JSONL file in OpenAI's batch format: conversations and completions, or with a pooling "
+        "model embeddings, scores and rankings.",
         [*own, *engine_options()],
-        Positional("input", "The requests, one JSON object per line."),
+        Positional("input", "The requests, one JSON object per line. - is stdin."),
         "A request that fails gives an error row and does not stop the others; the exit code is then 1. Results are\n"
         "written as they finish, in another order than the input: match them by custom_id.",
     )
@@ -49,7 +57,12 @@ def command_line() -> CommandLine:
 
 def run(args: Arguments) -> int:
     """Runs the batch. Returns 1 if any row of the output file is an error."""
-    source, target = _paths(args)
+    name, target = _paths(args)
+    with open_input(name) as source:
+        return _run(args, source, target)
+
+
+def _run(args: Arguments, source: Path, target: Path) -> int:
     results = ResultFile(target)
     try:
         num_rows = sum(1 for _ in _unfinished(source, results))
@@ -66,13 +79,13 @@ def run(args: Arguments) -> int:
     return 1 if failed else 0
 
 
-def _paths(args: Arguments) -> tuple[Path, Path]:
+def _paths(args: Arguments) -> tuple[str, Path]:
     source, target = args["input_file"] or args["input"], args["output_file"]
     if source is None or target is None:
         raise ConfigError("give the requests and the results: quire batch in.jsonl -o out.jsonl")
-    if Path(source).resolve() == Path(target).resolve():
+    if source != STANDARD and Path(source).resolve() == Path(target).resolve():
         raise ConfigError(f"-o {target} is the input file; results go into another file")
-    return Path(source), Path(target)
+    return source, Path(target)
 
 
 def _unfinished(source: Path, results: ResultFile) -> Iterator[InputRow]:
@@ -91,11 +104,11 @@ def _run_rows(flags: EngineArgs, source: Path, results: ResultFile, num_rows: in
     config = flags.create_engine_config()
     engine = make_engine(flags)
     model = config.model_config
-    reader = resolve(REQUEST_READER)(
-        list(dict.fromkeys([model.name, model.model])),
-        model.sampling_defaults,
-        model.seed,
-        engine.get_tokenizer().apply_chat_template,
+    names = list(dict.fromkeys([model.name, model.model]))
+    reader = (
+        resolve(REQUEST_READER)(names, model.sampling_defaults, model.seed, engine.get_tokenizer().apply_chat_template)
+        if model.pooling is None
+        else resolve(POOLING_READER)(names, engine)
     )
     # Enough in flight that the scheduler never runs dry, few enough that a file of any length fits in memory.
     window = 2 * (config.scheduler_config.max_num_seqs or 1)
@@ -108,14 +121,14 @@ class _RowState:
     """A row in the engine: its prompts run as separate requests and are put together when all are done."""
 
     row: InputRow
-    request: BatchRequest
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    request: BatchRequest | PoolingRequest
+    outputs: dict[int, RequestOutput | PoolingRequestOutput] = field(default_factory=dict)
 
 
 class _BatchRun:
     """Keeps a window of rows in the engine and writes each as it finishes."""
 
-    def __init__(self, engine: Engine, reader: RequestReader, results: ResultFile, bar: Any) -> None:
+    def __init__(self, engine: Engine, reader: RequestReader | PoolingReader, results: ResultFile, bar: Any) -> None:
         self._engine = engine
         self._reader = reader
         self._results = results
@@ -136,9 +149,10 @@ class _BatchRun:
         added = []
         try:
             state = _RowState(row, self._reader.read(row))
-            for position, prompt in enumerate(state.request.prompts):
+            request = state.request
+            for position, (prompt, params) in enumerate(request.work):
                 request_id = f"{row.line_number}/{position}"
-                self._engine.add_request(request_id, prompt, state.request.params, priority=state.request.priority)
+                self._engine.add_request(request_id, prompt, params, priority=request.priority, **request.options)
                 added.append(request_id)
         except ClientError as e:
             self._engine.abort_request(added)
@@ -146,22 +160,25 @@ class _BatchRun:
             return
         self._running[row.line_number] = state
 
-    def _collect(self, output: RequestOutput) -> None:
+    def _collect(self, output: RequestOutput | PoolingRequestOutput) -> None:
         line, _, position = output.request_id.partition("/")
         state = self._running.get(int(line))
         if state is None or not output.finished:
             return
         state.outputs[int(position)] = output
-        if len(state.outputs) < len(state.request.prompts):
+        if len(state.outputs) < len(state.request.work):
             return
         del self._running[int(line)]
-        outputs = [state.outputs[i] for i in range(len(state.outputs))]
-        failed = [o for output in outputs for o in output.outputs if o.finish_reason == "error"]
+        outputs: list[Any] = [state.outputs[i] for i in range(len(state.outputs))]
+        sequences = [
+            o for output in outputs for o in (output.outputs if isinstance(output, RequestOutput) else [output])
+        ]
+        failed = [o for o in sequences if o.finish_reason == "error"]
         if failed:
             message = failed[0].error_message or "the engine failed this request; run it again"
             self._write_error(state.row, GenerationError(message))
             return
-        self._write(state.row.key, self._reader.result_row(state.row.key, state.request, outputs))
+        self._write(state.row.key, self._reader.result_row(state.row.key, state.request, outputs))  # type: ignore[arg-type]  # the reader made it
 
     def _write_error(self, row: InputRow, error: QuireError) -> None:
         custom_id = row.content.get("custom_id")

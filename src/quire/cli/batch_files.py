@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,8 @@ MAX_LINE_BYTES = 64 << 20
 """A request line longer than this is refused: no context holds so much text."""
 MAX_RESULT_BYTES = 1 << 29
 """A line of an existing output file that is longer is not a result."""
-STDOUT = "-"
-"""The output file's name that means standard output."""
+STANDARD = "-"
+"""File name that means standard input or output."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,22 @@ def row_id(line_number: int) -> str:
     return f"batch_req_line_{line_number}"
 
 
+@contextmanager
+def open_input(name: str) -> Iterator[Path]:
+    """Yields the path of the requests; those of standard input are copied to a file, because they are read twice."""
+    if name != STANDARD:
+        yield Path(name)
+        return
+    with tempfile.NamedTemporaryFile(prefix="quire-batch-", suffix=".jsonl") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+        file.flush()
+        yield Path(file.name)
+
+
 def read_rows(path: Path) -> Iterator[InputRow]:
     """Yields the rows of a JSONL file. Raises ConfigError if it cannot be read, or not twice."""
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file; a batch reads its requests twice")
+        raise ConfigError(f"{path} is not a regular file, and a batch reads its requests twice; pipe it into -i -")
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
@@ -79,7 +94,7 @@ class ResultFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.name = "stdout" if str(path) == STDOUT else str(path)
+        self.name = "stdout" if str(path) == STANDARD else str(path)
         self.can_resume = self.name != "stdout" and (not path.exists() or path.is_file())
         self.done: dict[str, bool] = {}
         try:

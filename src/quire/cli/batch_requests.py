@@ -10,7 +10,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -27,6 +27,10 @@ from quire.structured_outputs import StructuredOutputsParams
 
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
+GENERATION_URLS = (CHAT_URL, TEXT_URL)
+PAIR_URLS = ("/score", "/v1/score")
+RANK_URLS = ("/rerank", "/v1/rerank", "/v2/rerank")
+POOLING_URLS = ("/v1/embeddings", *PAIR_URLS, *RANK_URLS)
 
 _SAMPLING_FIELDS = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
@@ -66,6 +70,13 @@ class BatchRequest:
     params: SamplingParams
     priority: int
     echo: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `LLMEngine.add_request`."""
+
+    @property
+    def work(self) -> list[tuple[dict[str, Any], SamplingParams]]:
+        """Each prompt with its parameters."""
+        return [(prompt, self.params) for prompt in self.prompts]
 
 
 _RESERVED_VARIABLES = {
@@ -92,10 +103,12 @@ class RequestReader:
         """Returns the request of a row. Raises ValidationError or NotFoundError; the message names the field."""
         if row.error is not None:
             raise row.error
-        custom_id, url, body = self._envelope(row)
+        custom_id, url, body = read_envelope(
+            row, GENERATION_URLS, "this model generates; for embeddings and scores add --runner pooling"
+        )
         is_chat = url == CHAT_URL
         _check_fields(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS)
-        self._check_model(body.get("model"))
+        check_model(body.get("model"), self._model_names)
         params = self._params(body, is_chat, row_seed=_row_seed(self._seed, custom_id))
         prompts = [self._chat_prompt(body)] if is_chat else _text_prompts(body.get("prompt"))
         echo = not is_chat and _boolean(body, "echo")
@@ -125,27 +138,6 @@ class RequestReader:
             "usage": count.in_chunk(),
         }
         return make_row(f"batch_req_{uuid.uuid4().hex[:16]}", custom_id, 200, body, None)
-
-    def _envelope(self, row: InputRow) -> tuple[str, str, Mapping[str, Any]]:
-        content = row.content
-        custom_id, url, body = content.get("custom_id"), content.get("url"), content.get("body")
-        if not isinstance(custom_id, str) or not custom_id:
-            raise ValidationError(f"line {row.line_number} has no custom_id, or it is not text", param="custom_id")
-        if content.get("method", "POST") != "POST":
-            raise ValidationError(f"method {content['method']!r} is not POST", param="method")
-        if url not in (CHAT_URL, TEXT_URL):
-            raise ValidationError(f"url {url!r} is not one of {CHAT_URL}, {TEXT_URL}", param="url")
-        if not isinstance(body, dict):
-            raise ValidationError(f"body must be an object, got {type(body).__name__}", param="body")
-        return custom_id, str(url), body
-
-    def _check_model(self, model: Any) -> None:
-        if model is not None and model not in self._model_names:
-            raise NotFoundError(
-                f"the model {model!r} is not the one this batch runs ({self._model_names[0]}); pass "
-                "--served-model-name to run it under that name",
-                param="model",
-            )
 
     def _params(self, body: Mapping[str, Any], is_chat: bool, row_seed: int) -> SamplingParams:
         given = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
@@ -185,6 +177,33 @@ class RequestReader:
                 param="chat_template_kwargs",
             )
         return {"prompt_token_ids": self._render_chat(messages, **options, **variables)}
+
+
+def read_envelope(row: InputRow, urls: Sequence[str], otherwise: str) -> tuple[str, str, Mapping[str, Any]]:
+    """Returns custom_id, url and body of a row. Raises ValidationError; `otherwise` is the remedy for a url that
+    another kind of model serves."""
+    content = row.content
+    custom_id, url, body = content.get("custom_id"), content.get("url"), content.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ValidationError(f"line {row.line_number} has no custom_id, or it is not text", param="custom_id")
+    if content.get("method", "POST") != "POST":
+        raise ValidationError(f"method {content['method']!r} is not POST", param="method")
+    if url not in urls:
+        other = f"; {otherwise}" if url in (*GENERATION_URLS, *POOLING_URLS) else ""
+        raise ValidationError(f"url {url!r} is not one of {', '.join(urls)}{other}", param="url")
+    if not isinstance(body, dict):
+        raise ValidationError(f"body must be an object, got {type(body).__name__}", param="body")
+    return custom_id, str(url), body
+
+
+def check_model(model: Any, names: Sequence[str]) -> None:
+    """Raises NotFoundError for a model that is none of `names`."""
+    if model is not None and model not in names:
+        raise NotFoundError(
+            f"the model {model!r} is not the one this batch runs ({names[0]}); pass --served-model-name to run it "
+            "under that name",
+            param="model",
+        )
 
 
 def _row_seed(seed: int, custom_id: str) -> int:

@@ -10,14 +10,16 @@ from typing import Any, Protocol
 from quire.config.engine_args import EngineArgs
 from quire.outputs import RequestOutput
 from quire.resolve import resolve
-from quire.sampling_params import SamplingParams
 
 
 class Engine(Protocol):
     """The part of `LLMEngine` that the command line steps by hand."""
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0) -> Any:
-        """Queues a prompt (text, or a dict with prompt or prompt_token_ids). Raises ValidationError."""
+    def add_request(self, request_id: str, prompt: Any, params: Any, *, priority: int = 0, **options: Any) -> Any:
+        """Queues a prompt (text, or a dict with prompt or prompt_token_ids) with its SamplingParams or PoolingParams.
+
+        Raises ValidationError.
+        """
 
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns its outputs. Ctrl-C leaves the engine usable."""

@@ -138,7 +138,7 @@ BAD_ROWS: list[tuple[Row | str, int, str | None, str]] = [
     ('{"custom_id": "x", "body": {"temperature": NaN}}', 400, None, "NaN is not JSON"),
     ({"url": "/v1/completions", "body": {"prompt": "x"}}, 400, "custom_id", "no custom_id"),
     ({**text_row("x"), "custom_id": 7}, 400, "custom_id", "no custom_id"),
-    ({**text_row("x"), "url": "/v1/embeddings"}, 400, "url", "/v1/embeddings"),
+    ({**text_row("x"), "url": "/v1/embeddings"}, 400, "url", "for embeddings and scores add --runner pooling"),
     ({**text_row("x"), "method": "GET"}, 400, "method", "GET"),
     ({**text_row("x"), "body": "text"}, 400, "body", "must be an object"),
     (text_row("x", temperature=3), 400, "temperature", "must be in [0, 2]"),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.cli.main import main
@@ -97,3 +101,49 @@ def test_info_tells_what_the_engine_then_does(flags: dict[str, int], capsys: Cap
         told["tokens"],
     )
     assert ready.kv_cache_max_concurrency == pytest.approx(told["max_concurrency"], abs=0.01)
+
+
+def test_a_batch_for_a_pooling_model_is_answered_as_its_routes_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    """Requests come from standard input; each error names its field."""
+    texts = ["Prefix caching reuses blocks.", "The weather is fine."]
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/embeddings", {"model": "demo", "input": texts}),
+        ("/v1/embeddings", {"input": texts[1], "encoding_format": "base64", "user": "me"}),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": texts[0]}]}),
+        ("/v1/score", {"text_1": texts[0], "text_2": texts}),
+        ("/v2/rerank", {"query": texts[1], "documents": texts, "top_n": 1}),
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/embeddings", {"inputs": "x"}),
+        ("/v1/embeddings", {"input": [[1, 99999]]}),
+        ("/v1/embeddings", {"input": "x", "model": "other"}),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}),
+        ("/rerank", {"query": "x", "documents": 5}),
+    ]
+    rows = [{"custom_id": str(i), "url": url, "body": body} for i, (url, body) in enumerate(bodies)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    target = tmp_path / "out.jsonl"
+    assert main(["batch", "-", "-o", str(target), "--runner", "pooling"]) == 1
+    assert "11 results" in capsys.readouterr().err
+    results = {int(row["custom_id"]): row for row in map(json.loads, target.read_text().splitlines())}
+    answers = {i: row["response"]["body"] for i, row in results.items() if row["error"] is None}
+    first, second = (data["embedding"] for data in answers[0]["data"])
+    assert answers[0]["usage"]["prompt_tokens"] > 8
+    packed = base64.b64decode(answers[1]["data"][0]["embedding"])
+    assert np.allclose(np.frombuffer(packed, "<f4"), second, atol=1e-6)
+    assert len(answers[2]["data"][0]["embedding"]) == len(first)
+    assert [data["score"] for data in answers[3]["data"]] == pytest.approx([1.0, np.dot(first, second)], abs=1e-4)
+    assert [(r["index"], r["document"]) for r in answers[4]["results"]] == [(1, {"text": texts[1]})]
+    errors = {i: (row["error"]["code"], row["error"]["param"]) for i, row in results.items() if row["error"]}
+    assert errors == {
+        5: (400, "url"),
+        6: (400, "inputs"),
+        7: (400, "prompt"),
+        8: (404, "model"),
+        9: (400, "text_1"),
+        10: (400, "documents"),
+    }
+    assert "did you mean input?" in results[6]["error"]["message"]
+    assert "pools, and does not generate" in results[5]["error"]["message"]

@@ -17,10 +17,10 @@ from quire.frontend.admission import estimate_num_tokens, estimate_text_tokens
 from quire.frontend.http.exchange import Exchange
 from quire.frontend.openai.protocol.chat import check_template_variables
 from quire.frontend.openai.protocol.completion import Prompt, as_prompts
-from quire.frontend.openai.protocol.pooling import InputBody, PoolingBody
+from quire.frontend.openai.protocol.pooling import EmbeddingBody, InputBody, PoolingBody, RerankBody
 from quire.frontend.openai.rendering import PromptRenderer, texts_of
 from quire.frontend.openai.submission import Submission, admit
-from quire.outputs import PoolingRequestOutput
+from quire.outputs import PoolingRequestOutput, ScoringRequestOutput
 from quire.pooling_params import PoolingParams
 
 
@@ -111,6 +111,35 @@ def count_tokens(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         "completion_tokens": 0,
         "prompt_tokens_details": None,
     }
+
+
+def embedding_data(
+    body: EmbeddingBody, outputs: Sequence[PoolingRequestOutput], kind: str = "embedding"
+) -> dict[str, Any]:
+    """Returns the `data` of an answer with arrays of `kind`."""
+    key = "data" if kind == "pooling" else kind
+    arrays = [encode_array(output.outputs.data, body.encoding_format) for output in outputs]
+    return {"data": [{"index": index, "object": kind, key: array} for index, array in enumerate(arrays)]}
+
+
+def score_data(outputs: Sequence[ScoringRequestOutput]) -> dict[str, Any]:
+    """Returns the `data` of an answer with scores."""
+    scores = [output.outputs.score for output in outputs]
+    return {"data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]}
+
+
+def rank(body: RerankBody, texts: Sequence[str], outputs: Sequence[ScoringRequestOutput]) -> dict[str, Any]:
+    """Returns the `results` of an answer with documents, the best first."""
+    order = sorted(range(len(texts)), key=lambda index: -outputs[index].outputs.score)
+    results = [
+        {
+            "index": index,
+            "document": {"text": texts[index]} if body.return_documents else None,
+            "relevance_score": outputs[index].outputs.score,
+        }
+        for index in order[: body.top_n or None]
+    ]
+    return {"results": results}
 
 
 def encode_array(data: npt.NDArray[np.float32], encoding_format: str) -> Any:

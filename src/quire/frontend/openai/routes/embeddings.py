@@ -14,7 +14,15 @@ from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, json_response
 from quire.frontend.http.exchange import Exchange
-from quire.frontend.openai.pooling_work import answer_head, count_tokens, encode_array, naming, pool_input, pool_texts
+from quire.frontend.openai.pooling_work import (
+    answer_head,
+    count_tokens,
+    embedding_data,
+    encode_array,
+    naming,
+    pool_input,
+    pool_texts,
+)
 from quire.frontend.openai.protocol.pooling import ClassifyBody, CohereEmbedBody, EmbeddingBody, PoolBody
 from quire.pooling_params import POOLING_TASKS
 
@@ -26,7 +34,7 @@ CLASSIFY = BodyReader(ClassifyBody)
 async def create_embeddings(exchange: Exchange) -> Response:
     """Embeds one or more texts."""
     body = await exchange.read(EMBEDDING)
-    return await _answer(exchange, body, "embed", "embd", "embedding", "embedding")
+    return await _answer(exchange, body, "embed", "embd", "embedding")
 
 
 async def pool(exchange: Exchange) -> Response:
@@ -37,19 +45,16 @@ async def pool(exchange: Exchange) -> Response:
         raise NotFoundError(
             f"the task {body.task!r} is not for this model, which supports {', '.join(tasks)}", param="task"
         )
-    return await _answer(exchange, body, body.task or tasks[0], "pool", "pooling", "data")
+    return await _answer(exchange, body, body.task or tasks[0], "pool", "pooling")
 
 
-async def _answer(exchange: Exchange, body: EmbeddingBody, task: str, prefix: str, kind: str, key: str) -> Response:
+async def _answer(exchange: Exchange, body: EmbeddingBody, task: str, prefix: str, kind: str) -> Response:
     state = exchange.state
     model = state.check_model(body.model)
     outputs = await pool_input(exchange, body, body.params(task))
-    data = [
-        {"index": index, "object": kind, key: encode_array(output.outputs.data, body.encoding_format)}
-        for index, output in enumerate(outputs)
-    ]
     usage = count_tokens([output.prompt_token_ids for output in outputs])
-    return json_response({**answer_head(exchange, body, prefix, model), "data": data, "usage": usage})
+    head, data = answer_head(exchange, body, prefix, model), embedding_data(body, outputs, kind)
+    return json_response({**head, **data, "usage": usage})
 
 
 async def classify(exchange: Exchange) -> Response:

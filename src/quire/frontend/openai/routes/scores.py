@@ -20,6 +20,8 @@ from quire.frontend.openai.pooling_work import (
     naming,
     pool_texts,
     pooled_outputs,
+    rank,
+    score_data,
 )
 from quire.frontend.openai.protocol.pooling import PoolingBody, RerankBody, ScoreBody
 from quire.frontend.openai.submission import admit
@@ -39,9 +41,8 @@ async def score(exchange: Exchange) -> Response:
     model = exchange.state.check_model(body.model)
     with naming("text_2"):
         outputs = await _score(exchange, body, pair_texts(*body.texts(), names=("text_1", "text_2")))
-    data = [{"index": index, "object": "score", "score": output.outputs.score} for index, output in enumerate(outputs)]
     usage = count_tokens([output.prompt_token_ids for output in outputs])
-    return json_response({**answer_head(exchange, body, "score", model), "data": data, "usage": usage})
+    return json_response({**answer_head(exchange, body, "score", model), **score_data(outputs), "usage": usage})
 
 
 async def rerank(exchange: Exchange) -> Response:
@@ -51,18 +52,9 @@ async def rerank(exchange: Exchange) -> Response:
     texts = body.texts()
     with naming("documents"):
         outputs = await _score(exchange, body, pair_texts(body.question(), texts, names=("query", "documents")))
-    order = sorted(range(len(texts)), key=lambda index: -outputs[index].outputs.score)
-    results = [
-        {
-            "index": index,
-            "document": {"text": texts[index]} if body.return_documents else None,
-            "relevance_score": outputs[index].outputs.score,
-        }
-        for index in order[: body.top_n or None]
-    ]
     usage = count_tokens([output.prompt_token_ids for output in outputs])
     head = answer_head(exchange, body, "rerank", model)
-    return json_response({"id": head["id"], "model": model, "usage": usage, "results": results})
+    return json_response({"id": head["id"], "model": model, "usage": usage, **rank(body, texts, outputs)})
 
 
 async def _score(exchange: Exchange, body: PoolingBody, pairs: Sequence[tuple[str, str]]) -> list[ScoringRequestOutput]:
