@@ -20,7 +20,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, resolve_dtype_name
 from quire.config.model_impl import TRANSFORMERS
 from quire.config.quantization import quantization_method, read_stored_scheme, weight_memory
-from quire.config.tensor_names import names_of, renamed
+from quire.config.tensor_names import TRANSPOSED, names_of, renamed
 from quire.config.tokenizer_json import read_tokenizer_json
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
 from quire.errors import ConfigError
@@ -163,6 +163,7 @@ def _weights(config: EngineConfig, report: Facts) -> Facts:
         method=method,
         stored=read_stored_scheme(config_of, hf.path) if config_of else None,
         rename=partial(renamed, all_names=names_of(hf)),
+        transposed=TRANSPOSED.get(hf.family),
     )
     return {
         "files": len({t.file for t in index.tensors.values()}),

@@ -33,6 +33,8 @@ GROUP_SIZES = (128, 64, 32)
 end."""
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of matrices that choose experts: they are small, and a wrong choice costs more than a rounded weight."""
+HEAD_EXPANSION = "kv_b_proj"
+"""Name of the matrix of latent attention that is computed with as plain weights, a matrix for each head."""
 _IN_A_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
 
 
@@ -52,9 +54,10 @@ def scheme_of(method: str) -> QuantizationScheme:
 
 def is_quantizable_name(path: str) -> bool:
     """Returns whether a module (or its `weight`) of this name is quantized at load if it is a matrix: those inside the
-    decoder's layers, except routers and the norms of several heads."""
+    decoder's layers, except routers, norms and biases of several heads or experts, and the head expansion."""
     name = path.removesuffix(".weight").rpartition(".")[2]
-    return _IN_A_LAYER.search(path) is not None and name not in ROUTERS and "norm" not in name
+    is_plain = name in (*ROUTERS, HEAD_EXPANSION) or "norm" in name or name.endswith("bias")
+    return _IN_A_LAYER.search(path) is not None and not is_plain
 
 
 def group_size_for(in_features: int) -> int:
@@ -252,10 +255,11 @@ def weight_memory(
     method: str | None,
     stored: StoredScheme | None,
     rename: Callable[[str], str | None] = str,
+    transposed: int | None = None,
 ) -> WeightMemory:
     """Returns the memory of a checkpoint in a type of `dtype_bytes`. `method` is the quantization that applies,
     `stored` the format of the checkpoint's own integers, if it has any, `rename` returns the model's name of a stored
-    tensor; None: not read."""
+    tensor; None: not read. `transposed`: see tensor_names.TRANSPOSED."""
     tensors = {name: t for found, t in index.tensors.items() if (name := rename(found)) is not None}
     if is_tied:
         tensors.pop("lm_head.weight", None)
@@ -267,9 +271,11 @@ def weight_memory(
         size, taken = math.prod(tensors[name].shape), None
         matrix = None if stored is None else _take_matrix(tensors, name, stored)
         if matrix is not None and stored is not None:
-            size, taken = matrix.size, matrix.num_bytes(stored.bits)
-        elif scheme is not None and len(tensors[name].shape) == 2 and is_quantizable_name(name):
-            outputs, inputs = tensors[name].shape
+            size = matrix.size
+            taken = None if f".{HEAD_EXPANSION}." in name else matrix.num_bytes(stored.bits)
+        elif scheme is not None and len(shape := tensors[name].shape) in (2, 3) and is_quantizable_name(name):
+            outputs, inputs = shape[-2:] if transposed != len(shape) else shape[:-3:-1]
+            outputs *= math.prod(shape[:-2])  # experts
             if not (scheme.quantizes_inputs and inputs > MAX_INT8_INPUTS):
                 group_size = inputs if scheme.quantizes_inputs else group_size_for(inputs)
                 taken = _Matrix(outputs, inputs, group_size).num_bytes(scheme.bits)

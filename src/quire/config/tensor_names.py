@@ -41,6 +41,13 @@ class Names:
         return self._renamed.sub(lambda path: self.renamed[path.group()], name)
 
 
+TRANSPOSED: Mapping[str, int] = {
+    "AriaTextForCausalLM": 3,
+    "GPT2ForCausalLM": 2,
+    "GptOssForCausalLM": 3,
+    "Llama4ForCausalLM": 3,
+}
+"""Families whose matrices of so many dimensions (3: those of all experts) have inputs before outputs."""
 MAX_PREDICTORS = 16
 """Layers behind the decoder's that are ignored at most."""
 

@@ -4,6 +4,7 @@ a batch, in one prompt or in chunks, preempted and added again with its output t
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from quire.worker.sample.sampler import sample
 from quire.worker.worker import Worker
 
 from .conftest import MakeCheckpoint
+from .quantization.test_checkpoints import CASES
+from .quantization.writers import mxfp4_checkpoint, quantize_checkpoint
 from .toy import RandomScheduler, ToyRequest, run_step
 
 NUM_BLOCKS, MAX_REQS, OUTPUT_LEN = 400, 6, 6
@@ -83,8 +86,24 @@ def make_prompts() -> list[list[int]]:
 def test_logits_do_not_depend_on_company_chunks_preemption_or_threads(
     family: str, dtype: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_invariance(tiny_checkpoint(family), dtype, library, monkeypatch)
+
+
+STORED: dict[str, Callable[[MakeCheckpoint, Path], tuple[Path, Path]]] = {
+    "MXFP4": lambda make, target: mxfp4_checkpoint(make("gpt_oss"), target),
+    "fp8": lambda make, target: quantize_checkpoint(make("deepseek_v3"), target, *CASES["fp8"]),
+}
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_nor_do_those_of_mixtures_in_stored_forms(
+    form: str, tiny_checkpoint: MakeCheckpoint, tmp_path: Path, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_invariance(STORED[form](tiny_checkpoint, tmp_path)[0], "bfloat16", library, monkeypatch)
+
+
+def check_invariance(path: Path, dtype: str, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, instruction_set = make_prompts(), library.instruction_sets()[0]
-    path = tiny_checkpoint(family)
     one_thread = LogitsOfRequests(path, dtype, NativeKernels(Context(library, 1, instruction_set)), monkeypatch)
     alone, _ = one_thread.run(prompts, seed=0, max_num_reqs=1)
     assert len({rows[-1].tolist().__repr__() for rows in alone}) == len(prompts)

@@ -88,7 +88,7 @@ class Noise:
                 tensor.fill_(1.0)
                 continue
             self._noise = self._noise.to(tensor)  # converted once: what follows only copies
-            whole = tensor if tensor.is_contiguous() else tensor.T  # a transposed matrix
+            whole = tensor if tensor.is_contiguous() else tensor.mT  # matrices that are stored transposed
             for part in torch.split(whole.view(-1), _NOISE_LEN):
                 part.copy_(self._noise[self._start : self._start + part.numel()])
                 self._start = (self._start + part.numel()) % _NOISE_LEN

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import TensorInfo
 from quire.errors import ModelLoadError
+from quire.testing.tiny_models import FAMILIES
 from quire.worker.layers.weights import checkpoint_tensors
 from quire.worker.loader import load as load_module
 
@@ -274,3 +275,14 @@ def test_dummy_weights_follow_the_seed_and_never_overflow(
     same, other = (weights_of(load(tmp_path, load_format="dummy", dtype=dtype, seed=s)) for s in (0, 1))
     assert all(torch.equal(w, same[n]) for n, w in weights_of(model).items())
     assert any(not torch.equal(w, same[n]) for n, w in other.items())
+
+
+TRANSPOSED = ("aria_text", "gpt2", "gpt_oss", "llama4_text")
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in TRANSPOSED else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
+def test_every_family_loads_random_weights(tiny_checkpoint: Make, family: str) -> None:
+    parameters = load(tiny_checkpoint(family), load_format="dummy").parameters()
+    assert all(p.isfinite().all() and p.any() for p in parameters)

@@ -23,6 +23,7 @@ from quire.worker.layers.weights import weight_bytes
 from quire.worker.loader import ModelWeights, Placement, load_model
 
 from ..models.oracle import CPU, load, model_config_of, quire_logits
+from ..models.test_oracle import assert_same_logits
 from .writers import (
     AWQ_CONFIG,
     COMPRESSED_FP8_CONFIG,
@@ -102,6 +103,16 @@ def test_quantized_rows_move_with_the_order_of_rows(tiny_checkpoint: Make, tmp_p
     model = load(stored)
     assert num_quantized(model) == len(linears(model))
     torch.testing.assert_close(quire_logits(model, TOKENS), quire_logits(load(plain), TOKENS), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_mixtures_and_latent_attention_in_fp8_compute_as_transformers(
+    tiny_checkpoint: Make, tmp_path: Path, family: str
+) -> None:
+    """The head expansion of latent attention becomes plain weights."""
+    stored, plain = quantize_checkpoint(tiny_checkpoint(family), tmp_path, *CASES["fp8"])
+    assert num_quantized(load(stored)) > 0
+    assert_same_logits(stored, 5, 40, oracle_path=plain)
 
 
 @pytest.mark.parametrize("case", ["gptq", "awq", "compressed, 4 bits", "fp8", "fp8, a scale for each matrix"])

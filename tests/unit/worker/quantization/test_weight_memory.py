@@ -26,7 +26,13 @@ def report(path: Path, **flags: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", [None, "int8", "int4"])
-@pytest.mark.parametrize("family", ["llama", "opt", "gemma2", "mixtral", "qwen3_moe", "glm4", "gptj", "cohere"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "opt", "gemma2", "mixtral", "qwen3_moe", "glm4", "gptj", "cohere", "gpt2"),
+        *("granitemoe", "gpt_oss", "aria_text", "ernie4_5_moe", "deepseek_v3"),
+    ],
+)
 def test_quantized_at_load(tiny_checkpoint: Make, family: str, method: str | None) -> None:
     path = tiny_checkpoint(family)
     weights = report(path, quantization=method)["weights"]
@@ -36,8 +42,9 @@ def test_quantized_at_load(tiny_checkpoint: Make, family: str, method: str | Non
     assert weights["parameters"] == report(path)["weights"]["parameters"]
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("family", "case"), [*((family, case) for family in ("llama", "mixtral") for case in CASES), ("deepseek_v3", "fp8")]
+)
 def test_stored_in_integers(tiny_checkpoint: Make, tmp_path: Path, case: str, family: str) -> None:
     stored, plain = quantize_checkpoint(tiny_checkpoint(family, **SIZES), tmp_path, *CASES[case])
     weights, of_plain = report(stored)["weights"], report(plain)["weights"]
