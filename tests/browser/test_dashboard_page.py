@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.process.serving import ServerProcess, serving
 
@@ -54,6 +55,9 @@ def load_on(url: str, *, at_once: int = 14) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+LOADING = {"error": {"message": "the server is loading demo; come again"}}
 
 
 def wait_for_tile(page: Any, name: str, pattern: str) -> None:
@@ -235,7 +239,11 @@ def test_figures_of_a_server_that_is_gone_are_dimmed(browser: Any) -> None:
         wait_for_tile(page, "running", "^0of 8")
         assert page.locator("main.stale").count() == 0
     page.wait_for_selector("main.stale")
-    assert "does not answer" in page.inner_text("#words")
+    page.wait_for_function("() => document.getElementById('words').textContent.includes('does not answer')")
+    page.wait_for_function("() => /figures below are [3-9] s old/.test(document.getElementById('age').textContent)")
+    page.route("**/debug/state*", lambda route: route.fulfill(status=503, json=LOADING))
+    page.get_by_text("the server is loading demo").wait_for()
+    assert page.locator("main.stale").count() == 1
     opacity = "selector => getComputedStyle(document.querySelector(selector)).opacity"
     assert float(page.evaluate(opacity, "#tiles")) < 0.6
     assert float(page.evaluate(opacity, ".words")) == 1
@@ -249,12 +257,78 @@ def test_a_restart_of_the_core_is_told(browser: Any) -> None:
         page = window.open("/ui/dashboard")
         wait_for_tile(page, "running", "^0of 8")
         os.kill(server.core_pid(), signal.SIGKILL)
+        page.get_by_text(
+            re.compile("The engine core is gone since .* being started again; it loads its model")
+        ).wait_for()
+        assert page.locator("main.stale").count() == 1
+        event = page.locator("#events li")
+        event.get_by_text(re.compile(r"the engine core was killed. It is back since [\d:]+, \d+ s later")).wait_for()
         page.wait_for_function(
             "() => /engine core was killed and was started again/.test(document.getElementById('words').textContent)"
         )
         page.wait_for_selector("main:not(.stale)")
+        assert not page.locator("#age").is_visible()
         window.keep("dashboard-restart")
+        page.reload()
+        event.get_by_text(
+            "Before this page was opened the engine core was started again 1 time: it was killed."
+        ).wait_for()
         window.context.close()
+
+
+def read_metrics(url: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Returns the samples of /metrics by name, read by another parser than the page's."""
+    text = httpx2.get(f"{url}/metrics", headers=HEADERS).text
+    families = text_string_to_metric_families(text)
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def value_of(url: str, name: str) -> float:
+    return sum(value for _, value in read_metrics(url)[name])
+
+
+def mean_growth(before: dict[str, Any], after: dict[str, Any], name: str) -> float:
+    grown = [sum(value for _, value in after[f"{name}_{part}"]) - sum(value for _, value in before[f"{name}_{part}"])
+             for part in ("sum", "count")]  # fmt: skip
+    return grown[0] / grown[1]
+
+
+def tile(page: Any, name: str) -> str:
+    return str(page.locator(f"[data-tile={name}] .value").inner_text())
+
+
+def test_tiles_equal_the_metrics(browser: Any, slow_server: ServerProcess) -> None:
+    """With ten requests at eight places, and after them."""
+    url = slow_server.url
+    window = Window(browser, url)
+    page = window.open("/ui/dashboard")
+    wait_for_tile(page, "running", "^0of 8")
+    page.wait_for_timeout(1500)  # a reading before the load
+    before = read_metrics(url)
+    with load_on(url, at_once=10):
+        wait_for_tile(page, "waiting", "^2$")
+        wait_for_tile(page, "running", "^8of 8")
+        assert value_of(url, "vllm:num_requests_running") == 8
+        assert value_of(url, "vllm:num_requests_waiting") == 2
+        lower = value_of(url, "vllm:kv_cache_usage_perc")
+        page.wait_for_timeout(1200)
+        shown = float(tile(page, "cache").removesuffix(" %")) / 100
+        assert lower - 0.006 <= shown <= value_of(url, "vllm:kv_cache_usage_perc") + 0.006
+    wait_for_tile(page, "running", "^0of 8")
+    page.wait_for_timeout(1200)
+    after = read_metrics(url)
+    names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+    hits, queries = (after[name][0][1] - before[name][0][1] for name in names)
+    assert tile(page, "hits") == f"{100 * hits / queries:.0f} %"
+    assert tile(page, "cache") == "0 %"
+    assert value_of(url, "vllm:kv_cache_usage_perc") == 0
+    mean = mean_growth(before, after, "vllm:inter_token_latency_seconds")
+    assert float(tile(page, "itl").removesuffix(" ms")) / 1000 == pytest.approx(mean, rel=0.5), "a median in its bucket"
+    window.check()
+    window.context.close()
 
 
 def test_words_and_tiles_say_the_same(browser: Any, server: ServerProcess) -> None:

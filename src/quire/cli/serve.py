@@ -103,7 +103,8 @@ def _serve_alone(
 ) -> None:
     """Runs the whole frontend in this process."""
     waiting_room = resolve("quire.frontend.http.connection:WaitingRoom")
-    with waiting_room(listeners.sockets, listeners.tls, config.root_path or ""):
+    model = engine_config.model_config.names[0]
+    with waiting_room(listeners.sockets, listeners.tls, config.root_path or "", model):
         engine = resolve("quire.frontend.async_llm:AsyncLLM").from_engine_config(engine_config)
     recent = resolve("quire.frontend.metrics.publish.stat_loggers:RecentRequests")()
     engine.pipeline.stat_loggers.add(recent)

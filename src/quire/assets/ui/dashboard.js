@@ -3,6 +3,7 @@
 import { call, keyProblem, offer, wireKey } from "./api.js";
 import { BlockMap } from "./blockmap.js";
 import { LineChart } from "./chart.js";
+import { CoreWatch, isAsleep } from "./core.js";
 import { byId, count, duration, el, percent, plural, rate, setText, wireTheme } from "./dom.js";
 import "./icons.js";
 import { labelled, parse, Readings } from "./metrics.js";
@@ -10,11 +11,13 @@ import { RequestTables } from "./tables.js";
 import { Timeline } from "./timeline.js";
 import { inWords } from "./words.js";
 
-const PERIOD_MS = 1000, TIMEOUT_MS = 15000, RATE_S = 4, LATENCY_S = 20, HITS_S = 60;
+const PERIOD_MS = 1000, TIMEOUT_MS = 15000, RATE_S = 4, LATENCY_S = 20, HITS_S = 60, OLD_S = 3;
 const WRITTEN = "vllm:generation_tokens_total", READ = "vllm:prompt_tokens_total";
 const TTFT = "vllm:time_to_first_token_seconds", ITL = "vllm:inter_token_latency_seconds";
 
 const readings = new Readings();
+const core = new CoreWatch();
+let shownAt = performance.now(); // the moment of the figures
 let lastEnded = 0, isHeld = false, keyAsked = false;
 
 wireTheme(byId("theme-button"));
@@ -95,6 +98,7 @@ function measure(state) {
     cache: (usable - state.kv_cache.free) / usable,
     compute: labelled(readings.last, "quire_saturation_by_resource", "resource", "compute"),
     preempted: readings.growth("vllm:num_preemptions_total", HITS_S),
+    isAsleep: isAsleep(readings.last),
     restarts: readings.growthBy("quire_engine_restarts_total", "cause", HITS_S),
   };
 }
@@ -144,20 +148,34 @@ function fail(error) {
     keyAsked = true;
   } else if (error.status === 503 || error.name === "TimeoutError") {
     pulse("late");
-    say(`${error.status ? error.message : "The server is slow to answer."} The figures below are older.`, { isUrgent: true });
+    say(core.trouble || (error.status ? error.message : "The server is slow to answer."), { isUrgent: true });
   } else if (error.status === 404) {
     pulse("lost");
     say("This server shows no state (it was started with --disable-ui, or is not Quire).", { isUrgent: true });
   } else {
     pulse("lost");
-    say(`${error.message} The figures below are older.`, { isUrgent: true });
+    if (!error.status) core.lose();
+    say(`${error.message} ${error.nextStep ?? ""}`, { isUrgent: true });
   }
 }
+
+/** Says how old the figures are, once they are not of this moment. */
+function showAge() {
+  const seconds = Math.floor((performance.now() - shownAt) / 1000);
+  byId("age").hidden = seconds < OLD_S;
+  setText(byId("age"), `${isHeld ? "Held still: the" : "The"} figures below are ${duration(seconds).replace(/\.0+ /, " ")} old.`);
+  if (seconds >= OLD_S && !isHeld) document.querySelector("main").classList.add("stale");
+}
+setInterval(showAge, 500);
 
 async function readMetrics(time) {
   try {
     const text = await (await call("metrics", { accept: "text/plain", signal: AbortSignal.timeout(TIMEOUT_MS) })).text();
-    readings.add(time, parse(text));
+    const metrics = parse(text);
+    readings.add(time, metrics);
+    if (core.read(metrics)) return;
+    pulse("late"); // the state comes once the core is back
+    say(core.trouble, { isUrgent: true });
   } catch (error) {
     if (error.status !== 404) throw error; // 404: started with --disable-log-stats; the rest works without
   }
@@ -171,8 +189,11 @@ async function poll() {
       readMetrics(performance.now() / 1000),
     ]);
     lastEnded = state.ended.at(-1)?.number ?? lastEnded;
+    if (core.trouble) return; // the metrics are later than the state
     pulse("live");
     show(state);
+    shownAt = performance.now();
+    showAge();
   } catch (error) {
     fail(error);
   }

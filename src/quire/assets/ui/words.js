@@ -1,5 +1,6 @@
 // The figures as sentences, for readers who have never seen an inference engine.
 
+import { inWords as causesInWords } from "./core.js";
 import { count, duration, percent, plural, rate } from "./dom.js";
 
 /** `now` are the measures of dashboard.js. */
@@ -7,15 +8,13 @@ export function inWords(state, now) {
   return [restarts(now), activity(state, now), queueing(state, now), latency(now), memory(state, now)].filter(Boolean).join(" ");
 }
 
-const CAUSES = { crash: "crashed", hang: "hung", killed: "was killed", start: "failed to start", lost: "was lost" };
-
 function restarts(now) {
-  const causes = [...now.restarts.keys()].map((cause) => CAUSES[cause] ?? cause);
-  if (!causes.length) return "";
-  return `In the last minute the engine core ${causes.join(" and ")} and was started again; its requests went on where they were.`;
+  if (!now.restarts.size) return "";
+  return `In the last minute the engine core ${causesInWords(now.restarts)} and was started again; its requests went on where they were.`;
 }
 
 function activity(state, now) {
+  if (now.isAsleep) return "The engine is asleep and has given back memory: POST /wake_up wakes it.";
   if (state.paused !== "no") return `The engine is paused: ${state.paused}.`;
   if (!state.running && !state.waiting) return "The engine is idle: there are no requests.";
   const speed = now.written > 0.5 ? ` and writes ${rate(now.written)} tokens per second in all` : "";
@@ -30,6 +29,7 @@ function queueing(state, now) {
   }
   if (!state.waiting) return state.running ? "No request has to wait." : "";
   const verb = state.waiting === 1 ? "waits" : "wait";
+  if (now.isAsleep) return "The engine is asleep and has given back memory: POST /wake_up wakes it.";
   if (state.paused !== "no") return `${plural(state.waiting, "request")} ${verb} for it to go on.`;
   if (state.running >= state.max_num_seqs) return `${count(state.waiting)} more ${verb}: all ${count(state.max_num_seqs)} places are taken.`;
   if (now.cache > 0.9) return `${count(state.waiting)} more ${verb} for memory: the KV cache is nearly full.`;

@@ -281,7 +281,7 @@ def serve_with_processes(
     owner = OwnerLink(counts.are_others_busy)
     log_stats = not config.observability_config.disable_log_stats
     try:
-        with WaitingRoom(listeners.sockets, listeners.tls, server.root_path or ""):
+        with WaitingRoom(listeners.sockets, listeners.tls, server.root_path or "", config.model_config.names[0]):
             client = AsyncMPClient(
                 config,
                 log_stats=log_stats,

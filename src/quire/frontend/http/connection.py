@@ -5,13 +5,15 @@ Bodies have their own limits (`Exchange.read_bytes`), idle connections uvicorn's
 
 The ports are bound before the model is loaded, so clients and probes can connect. Without an answer they would hang,
 and a probe could not distinguish a loading server from a stuck one. A thread (`WaitingRoom`) answers meanwhile:
-`/health/live` with 200, everything else with 503 and Retry-After. It checks no keys and routes, and stores no bodies.
+`/health/live` with 200, everything else with 503 and Retry-After (a browser gets a page that tries again). It checks no
+keys and routes, and stores no bodies.
 It ends when the server takes over the sockets; later connections wait in the sockets' queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import html
 import socket
 import ssl
 import threading
@@ -111,6 +113,14 @@ VISIT_S = 5.0
 """Time for sending the head of a request and reading the answer."""
 BACKLOG = 2048
 LIVE = b"/health/live"
+LOADING_PAGE = """<!doctype html>
+<html lang="en">
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark">
+<title>Loading · Quire</title>
+<h1>Quire is loading MODEL</h1>
+<p role="status">This page opens by itself as soon as the model is ready.
+"""
 _END_OF_HEAD = b"\r\n\r\n"
 
 
@@ -124,13 +134,23 @@ class WaitingRoom:
     """Answers requests on `sockets` while it is entered. The sockets stay the caller's, and open."""
 
     def __init__(
-        self, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None, root_path: str = ""
+        self,
+        sockets: Sequence[socket.socket],
+        tls: ssl.SSLContext | None = None,
+        root_path: str = "",
+        model: str = "its model",
     ) -> None:
         self._sockets = [listener.dup() for listener in sockets]
         self._tls = tls
         self._live_paths = frozenset({LIVE, root_path.encode() + LIVE})
         self._alive = _raw(Response())
-        self._loading = _raw(error_response(UnavailableError("the server is loading its model; come again")))
+        self._loading = _raw(error_response(UnavailableError(f"the server is loading {model}; come again")))
+        page = LOADING_PAGE.replace("MODEL", html.escape(model))
+        self._page = _raw(
+            Response(
+                page, 503, {"refresh": "2", "retry-after": "2", "cache-control": "no-store"}, "text/html; charset=utf-8"
+            )
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="waiting-room", daemon=True)
         self._is_over = asyncio.Event()
@@ -147,7 +167,10 @@ class WaitingRoom:
         """Returns the answer to a request with this head."""
         target = head.partition(b"\r\n")[0].split(b" ")[1:2]
         is_live = bool(target) and target[0].partition(b"?")[0] in self._live_paths
-        return self._alive if is_live else self._loading
+        if is_live:
+            return self._alive
+        is_browser = head.startswith(b"GET ") and b"\r\naccept: text/html" in head.lower()
+        return self._page if is_browser else self._loading
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

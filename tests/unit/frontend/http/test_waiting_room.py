@@ -45,6 +45,17 @@ def test_an_answer_to_everyone(request_line: bytes, status: int) -> None:
         assert (b"retry-after" in head) == (status == 503)
 
 
+def test_a_browser_gets_a_page_that_names_the_model_and_tries_again() -> None:
+    lines = b"GET /ui HTTP/1.1\r\nhost: x\r\nAccept: text/html,*/*;q=0.8\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener, WaitingRoom([listener], model="a<b"):
+        head, _, body = visit(listener.getsockname(), lines).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert b"refresh: 2" in head
+        assert b"Quire is loading a&lt;b" in body
+        plain = visit(listener.getsockname(), lines.replace(b"text/html", b"application/json"))
+        assert b'"message":"the server is loading a<b; come again"' in plain
+
+
 def test_a_body_is_not_waited_for() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1000000\r\n\r\n"
     with socket.create_server(("127.0.0.1", 0)) as listener, WaitingRoom([listener]):
