@@ -18,9 +18,18 @@ from quire.worker.layers.moe import MoE
 from quire.worker.layers.norm import Norm
 from quire.worker.layers.weights import weight
 from quire.worker.layers.xielu import Xielu
+from quire.worker.models.attention import SelfAttention
+from quire.worker.models.latent import LatentAttention
 from quire.worker.models.layer_inputs import LayerInput
-from quire.worker.models.mixers import make_mixer
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_norm
+
+MIXERS: Mapping[str, type[nn.Module]] = {"attention": SelfAttention, "latent": LatentAttention}
+"""Values of `LayerSpec.mixer`: the parts of a layer that mix tokens.
+
+A mixer is a module made as `mixer(hf, spec, layer, name)`, where `name` is its path in the model. Its `forward(x,
+rotations, residual)` maps [num_tokens, hidden] to the same shape and adds `residual`. What it keeps between steps it
+declares by the layers it owns: see `worker/attention/layer.py:Attention.kv_cache_spec`.
+"""
 
 
 class MLP(nn.Module):
@@ -67,7 +76,7 @@ class Block(nn.Module):
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
         super().__init__()
-        self.self_attn = make_mixer(hf, spec, layer, f"{name}.self_attn")
+        self.self_attn = MIXERS[layer.mixer](hf, spec, layer, f"{name}.self_attn")
         self.mlp = make_mlp(hf, spec, layer)
         self.multiplier = spec.residual_multiplier
         for module in self.modules():

@@ -1,10 +1,17 @@
-"""Llama 2 and 3.x, and everything published in their format."""
+"""Llama 2 and 3.x, everything published in their format, and families that differ from it in a switch or two: AFM
+(Arcee), Apertus, Aria's text decoder, Code World Model, EXAONE 4, GLM-4 and GLM-4-0414, Helium, Phi-3 and Phi-4,
+SmolLM3."""
 
 from __future__ import annotations
 
-from quire.config.hf_config import HFConfig
+import dataclasses
+
+from quire.config.attention_layout import layer_kinds, rotates
+from quire.config.hf_config import SLIDING_ATTENTION, HFConfig
+from quire.worker.kernels.specs import RouterSpec
+from quire.worker.layers.moe import MoESpec, SharedExpertSpec
 from quire.worker.models.decoder import DecoderForCausalLM
-from quire.worker.models.spec import common_spec
+from quire.worker.models.spec import DecoderSpec, common_spec, make_layers
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
@@ -12,3 +19,122 @@ class LlamaForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         super().__init__(hf, common_spec(hf))
+
+
+class ApertusForCausalLM(DecoderForCausalLM):
+    """Llama with norms of queries and keys, and an MLP without gates whose activation has learned numbers."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, dataclasses.replace(common_spec(hf), qk_norm="head", gated_mlp=False))
+
+
+class ArceeForCausalLM(DecoderForCausalLM):
+    """Llama with an MLP without gates, whose activation is relu squared."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, dataclasses.replace(common_spec(hf), gated_mlp=False))
+
+
+class AriaTextForCausalLM(DecoderForCausalLM):
+    """Llama with experts in every layer, and shared ones."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        size = hf.size("intermediate_size")
+        moe = MoESpec(
+            num_experts=hf.size("moe_num_experts"),
+            expert_size=size,
+            router=RouterSpec(num_experts_per_token=hf.size("moe_topk"), normalize=True, weights_in_float32=False),
+            layout="transposed",
+            shared=SharedExpertSpec(
+                size=size * hf.size("moe_num_shared_experts"), bias=bool(hf.get("mlp_bias", False))
+            ),
+        )
+        super().__init__(hf, common_spec(hf, make_layers(hf, moe=lambda layer: moe)))
+
+
+class CwmForCausalLM(DecoderForCausalLM):
+    """Llama 3 in which three of four layers have a window."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, dataclasses.replace(common_spec(hf), qkv_bias=False, output_bias=False))
+
+
+class Exaone4ForCausalLM(DecoderForCausalLM):
+    """Norms follow attention and MLP; queries and keys are normalised head by head. In a model with windows the layers
+    without one do not rotate."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        kinds, has_windows = layer_kinds(hf), hf.get("sliding_window") is not None
+        layers = make_layers(hf, rope=lambda i: None if has_windows and kinds[i] != SLIDING_ATTENTION else "rope")
+        spec = dataclasses.replace(common_spec(hf, layers), block="post", qk_norm="head")
+        super().__init__(hf, dataclasses.replace(spec, qkv_bias=False, output_bias=False, mlp_bias=False))
+
+
+class GlmForCausalLM(DecoderForCausalLM):
+    """Half of each head rotates, as neighbouring pairs; gates and inner projection are fused in the checkpoint."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, _glm_spec(hf))
+
+
+class Glm4ForCausalLM(DecoderForCausalLM):
+    """GLM-4 with norms before and after attention and MLP."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, dataclasses.replace(_glm_spec(hf), block="sandwich"))
+
+
+def _glm_spec(hf: HFConfig) -> DecoderSpec:
+    """Returns the spec of both."""
+    spec = common_spec(hf)
+    return dataclasses.replace(spec, rope_pairs=True, output_bias=False, mlp_bias=False, fused_gate_up=True)
+
+
+class HeliumForCausalLM(DecoderForCausalLM):
+    """Llama with rotation of neighbouring pairs; no bias on the attention's output, whatever the others have."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        spec = dataclasses.replace(common_spec(hf), rope_pairs=True, output_bias=False, norm_in_float32=True)
+        super().__init__(hf, spec)
+
+
+class Phi3ForCausalLM(DecoderForCausalLM):
+    """Llama whose checkpoints have one matrix for queries, keys and values, and one for gate_proj and up_proj."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, dataclasses.replace(common_spec(hf), fused_qkv="parts", fused_gate_up=True))
+
+
+class PhimoeForCausalLM(DecoderForCausalLM):
+    """LayerNorms, and two experts chosen one after the other."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        moe = MoESpec(
+            num_experts=hf.size("num_local_experts"),
+            expert_size=hf.size("intermediate_size"),
+            router=RouterSpec(
+                num_experts_per_token=hf.size("num_experts_per_tok"),
+                normalize=False,
+                score="sparsemixer",
+                threshold=2 * float(hf.get("router_jitter_noise", 0.01)),
+                weights_in_float32=False,
+            ),
+            gate_name="w1",
+            up_name="w3",
+            down_name="w2",
+        )
+        spec = dataclasses.replace(
+            common_spec(hf, make_layers(hf, moe=lambda layer: moe)),
+            norm="layer",
+            norm_bias=True,
+            head_bias=bool(hf.get("lm_head_bias", False)),
+        )
+        super().__init__(hf, spec)
+
+
+class SmolLM3ForCausalLM(DecoderForCausalLM):
+    """A decoder in which some layers do not rotate (NoPE, Yang et al. 2025); only those may have a window."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        layers = make_layers(hf, rope=lambda layer: "rope" if rotates(hf, layer) else None)
+        super().__init__(hf, common_spec(hf, layers))

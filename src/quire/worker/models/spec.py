@@ -2,7 +2,7 @@
 
 A family's file (llama.py, gemma.py, ...) reads its config.json into a spec. `common_spec` reads the keys that most
 families share; the family replaces what it does differently. A new difference is a new field here, with the behaviour
-of Llama as its default, and is read in one place: attention.py, blocks.py, mixers.py or decoder.py.
+of Llama as its default, and is read in one place: attention.py, blocks.py or decoder.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayerSpec:
     """The properties in which the layers of a model differ."""
 
     mixer: str = "attention"
-    """The part that mixes tokens: a key of `mixers.MIXERS`."""
+    """The part that mixes tokens: a key of `blocks.MIXERS`."""
     sliding_window: int | None = None
     """Tokens a query sees, its own included; None for all before it."""
     rope: str | None = "rope"
