@@ -106,21 +106,31 @@ def test_in_small_chunks_with_too_few_blocks(family: str, checkpoint: Checkpoint
     assert num_preemptions(outputs) > 0
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-@pytest.mark.parametrize("caching", [True, False])
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "alone": {"max_num_seqs": 1},
+    "17_tokens_a_step": {"max_num_seqs": 3, "max_num_batched_tokens": 17},
+    "whole_prompts": {"max_num_seqs": 32, "max_num_batched_tokens": 4096},
+    "few_blocks": {"max_num_seqs": 32, "max_num_batched_tokens": 200, **FEW_BLOCKS},
+    "blocks_of_4": {"max_num_seqs": 8, "block_size": 4, "long_prefill_token_threshold": 50},
+}
+ATTENTIONS = ("llama", "mistral", "gemma2")
+
+
 @pytest.mark.parametrize(
-    "flags",
-    [
-        {"max_num_seqs": 1},
-        {"max_num_seqs": 3, "max_num_batched_tokens": 17},
-        {"max_num_seqs": 32, "max_num_batched_tokens": 4096},
-        {"max_num_seqs": 32, "max_num_batched_tokens": 200, **FEW_BLOCKS},
-        {"max_num_seqs": 8, "block_size": 4, "long_prefill_token_threshold": 50},
+    ("family", "flags", "caching"),
+    [  # every pair of two of them; all three together with -m slow
+        pytest.param(
+            *(family, flags, caching),
+            id=f"{family}-{name}-{caching}",
+            marks=() if caching == bool((i + j) % 2) else pytest.mark.slow,
+        )
+        for i, family in enumerate(ATTENTIONS)
+        for j, (name, flags) in enumerate(SCHEDULES.items())
+        for caching in (True, False)
     ],
-    ids=["alone", "17_tokens_a_step", "whole_prompts", "few_blocks", "blocks_of_4"],
 )
 def test_full_windowed_and_mixed_attention_under_every_schedule(
-    family: str, caching: bool, flags: dict[str, Any], checkpoint: Checkpoint, oracle: Oracle
+    family: str, flags: dict[str, Any], caching: bool, checkpoint: Checkpoint, oracle: Oracle
 ) -> None:
     expected = oracle(family)[::2]
     with engine(checkpoint(family), enable_prefix_caching=caching, **flags) as llm:

@@ -62,11 +62,6 @@ def test_every_request_is_answered_as_by_one_process(pair: ServerProcess) -> Non
     check_answers(pair, 2)
 
 
-def test_every_request_is_answered_by_three_processes() -> None:
-    with serving("--api-server-count", "3", *FLAGS, executor="Leisurely") as server:
-        check_answers(server, 3)
-
-
 def check_answers(server: ServerProcess, num_processes: int) -> None:
     """Reads streams of all processes at once, and looks whether anything is left of them."""
     assert len(server.api_pids()) == num_processes
@@ -348,7 +343,14 @@ def test_a_signal_to_every_process_starts_no_other(order: str, signum: int) -> N
         check_log_of_the_end(server)
 
 
-@pytest.mark.parametrize("order", ["server first", "core first", "API processes first"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "API processes first",
+        pytest.param("server first", marks=pytest.mark.slow),
+        pytest.param("core first", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_every_process_of_a_server_without_time(order: str) -> None:
     """Idle processes end in a moment, those with streams send their clients an error; none is started again."""
     with serving("--api-server-count", "2", executor="Leisurely") as server:
@@ -391,12 +393,13 @@ def test_an_api_process_asked_to_end_alone_is_followed_by_another(pair: ServerPr
 
 
 def test_a_poison_costs_two_cores_and_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many processes have requests beside it."""
+    """However many processes have requests beside it. Before that, three answer as one does."""
     monkeypatch.setenv("QUIRE_FAILPOINTS", "core.step.execute=exit(3),key=poison")
-    with serving("--api-server-count", "3", executor="Leisurely") as server:
-        clients = list(clients_of_each(server).values())
-        victim = client_of(server, server.api_pids()[1])
-        streams = [Stream(Client(server.url), [40 + i], 1000) for i in range(9)]
+    with serving("--api-server-count", "3", *FLAGS, executor="Leisurely") as server:
+        check_answers(server, 3)
+        clients = list(clients_of_each(server, KEY).values())
+        victim = client_of(server, server.api_pids()[1], KEY)
+        streams = [Stream(Client(server.url, KEY), [40 + i], 1000) for i in range(9)]
         streams += [Stream(client, [80 + i], 1000) for i, client in enumerate(clients)]
         for stream in streams:
             stream.read(1)
@@ -445,7 +448,7 @@ def test_a_stat_logger_is_made_in_every_process(tmp_path: Path, monkeypatch: pyt
     assert told == {(int(pid), of) for pid, of in map(str.split, notes.read_text().splitlines())}
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_no_process_outlives_the_server(signum: int) -> None:
     """However it ends, and also while one of them is stopped."""
     with serving("--api-server-count", "2", executor="Leisurely") as server:

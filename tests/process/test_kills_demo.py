@@ -142,11 +142,9 @@ def _check(undisturbed: Undisturbed, seed: int, num_kills: int, kind: RequestOut
     assert seen.differences(undisturbed.history, logprob_tolerance=LOGPROB_TOLERANCE) == []
 
 
-@pytest.mark.parametrize(("kind", "num_kills"), [(RequestOutputKind.CUMULATIVE, 3), (RequestOutputKind.DELTA, 2)])
-def test_every_way_of_sampling_survives_kills(
-    undisturbed: Undisturbed, kind: RequestOutputKind, num_kills: int
-) -> None:
-    _check(undisturbed, 1, num_kills, kind)
+def test_every_way_of_sampling_survives_kills(undisturbed: Undisturbed) -> None:
+    kind = RequestOutputKind.CUMULATIVE if undisturbed.dtype == "bfloat16" else RequestOutputKind.DELTA
+    _check(undisturbed, 1, 3, kind)
 
 
 @pytest.mark.slow

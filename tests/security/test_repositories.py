@@ -21,7 +21,7 @@ MAX_CPU_S = 10.0
 MAX_GROWTH_MIB = 256.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("corpus").resolve()
     write_all(root, make_tiny_checkpoint(tmp_path_factory.mktemp("good") / "good", "llama"))
@@ -50,15 +50,9 @@ class Loader:
         return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-@pytest.fixture(scope="module")
-def loaders(corpus: Path) -> dict[bool, Loader]:
-    """Without and with -O, side by side."""
-    return {optimized: Loader(corpus, optimized=optimized) for optimized in (False, True)}
-
-
-@pytest.mark.parametrize("optimized", [False, True], ids=["", "-O"])
-def test_repositories_that_mean_ill(loaders: dict[bool, Loader], optimized: bool) -> None:
-    lines = loaders[optimized].lines()
+@pytest.mark.parametrize("optimized", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "-O"])
+def test_repositories_that_mean_ill(corpus: Path, optimized: bool) -> None:
+    lines = Loader(corpus, optimized=optimized).lines()
     assert {line["name"] for line in lines} == {repository.name for repository in REPOSITORIES}
     expected = {repository.name: repository.outcome for repository in REPOSITORIES}
     problems = [problem for line in lines for problem in problems_of(line, expected[line["name"]])]
