@@ -40,11 +40,13 @@ class FieldBound:
             if not self.optional:
                 raise self._error(value, "must not be null")
             return
-        check = _KINDS[self.kind]
-        if not check(value):
+        if not _KINDS[self.kind](value):
             raise self._error(value, f"must be {_KIND_WORDS[self.kind]}")
-        if self.kind in ("int", "float") and value not in self.special:
-            self._validate_range(value)
+        if self.kind in ("int", "float"):
+            low, high = self.minimum, self.maximum
+            too_low = low is not None and (value <= low if self.exclusive_minimum else value < low)
+            if (too_low or (high is not None and value > high)) and value not in self.special:
+                raise self._error(value, f"must be in {self.range_text()}")
         elif self.max_len is not None and hasattr(value, "__len__") and len(value) > self.max_len:
             raise ValidationError(
                 f"{self.name} has {len(value)} items; at most {self.max_len} are allowed", param=self.name
@@ -56,13 +58,6 @@ class FieldBound:
                     f"{self.name} holds a string of {longest} characters; at most {self.max_item_len} are allowed",
                     param=self.name,
                 )
-
-    def _validate_range(self, value: float) -> None:
-        too_low = self.minimum is not None and (
-            value <= self.minimum if self.exclusive_minimum else value < self.minimum
-        )
-        if too_low or (self.maximum is not None and value > self.maximum):
-            raise self._error(value, f"must be in {self.range_text()}")
 
     def range_text(self) -> str:
         """Returns the range as the documentation writes it: ``(0, 1]``."""
@@ -90,10 +85,6 @@ def _is_float(value: Any) -> bool:
     return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _is_list(value: Any, item: Any) -> bool:
-    return isinstance(value, list | tuple) and all(item(v) for v in value)
-
-
 def _is_map(value: dict[Any, Any]) -> bool:
     return all(_is_int(k) and _is_float(x) for k, x in value.items())
 
@@ -112,8 +103,8 @@ _KINDS: dict[str, Any] = {
     "float": _is_float,
     "bool": lambda v: isinstance(v, bool),
     "str": lambda v: isinstance(v, str),
-    "list[int]": lambda v: _is_list(v, _is_int),
-    "list[str]": lambda v: _is_list(v, lambda s: isinstance(s, str)),
+    "list[int]": lambda v: isinstance(v, list | tuple) and all(map(_is_int, v)),
+    "list[str]": lambda v: isinstance(v, list | tuple) and all(isinstance(s, str) for s in v),
     "dict[int,float]": lambda v: isinstance(v, dict) and (_is_plain_map(v) or _is_map(v)),
     "object": lambda v: True,
 }

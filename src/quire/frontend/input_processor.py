@@ -63,6 +63,7 @@ class InputProcessor:
         self._sampling_defaults = model_config.sampling_defaults
         self._eos_token_id, self._more_eos_ids = _eos_ids(model_config, tokenizer)
         self._seeds = random.Random(model_config.seed)
+        self._keeps_ids = envs.DISABLE_REQUEST_ID_RANDOMIZATION.flag()
 
     def process_inputs(self, new: NewRequest) -> tuple[EngineCoreRequest, str | None]:
         """Returns (the validated request, the text to show as its prompt).
@@ -141,8 +142,7 @@ class InputProcessor:
             ids = ids[:keep] if side == "right" else ids[-keep:]
         return parsed if ids is parsed.token_ids else replace(parsed, token_ids=ids)
 
-    @staticmethod
-    def assign_request_id(request: EngineCoreRequest) -> None:
+    def assign_request_id(self, request: EngineCoreRequest) -> None:
         """Moves the user's id to `external_req_id` and makes an internal id of it.
 
         The internal id is unique by 128 random bits (promise P19), and short: it travels with every token.
@@ -150,7 +150,7 @@ class InputProcessor:
         if request.external_req_id is not None:
             raise ValueError(f"request {request.request_id} already has an internal id; it was added before")
         request.external_req_id = request.request_id
-        if not envs.DISABLE_REQUEST_ID_RANDOMIZATION.flag():
+        if not self._keeps_ids:
             request.request_id = f"{request.external_req_id[:MAX_SHOWN_ID_CHARS]}-{uuid.uuid4().hex}"
 
     # -- the prompt ---------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class RequestState:
             queue=queue,
             reservation=reservation,
             stream_interval=(params.stream_interval if params is not None else None) or stream_interval,
-            output_kind=request.params.output_kind,
+            output_kind=(params or request.params).output_kind,
             request_id=request.request_id,
             external_req_id=request.external_req_id or request.request_id,
             is_pooling=request.pooling_params is not None,

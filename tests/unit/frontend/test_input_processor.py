@@ -319,5 +319,5 @@ def test_internal_ids_are_unique_and_hold_the_external_one(
         p.assign_request_id(first)
     monkeypatch.setenv("QUIRE_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     third = process(p, "a")
-    p.assign_request_id(third)
+    processor(tokenizer).assign_request_id(third)
     assert (third.request_id, third.external_req_id) == ("r", "r")

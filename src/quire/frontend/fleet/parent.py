@@ -11,21 +11,24 @@ import contextlib
 import logging
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from quire import envs
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig, encode_config
-from quire.errors import NotFoundError, QuireError, ServerError, make_error
+from quire.errors import ConfigError, NotFoundError, QuireError, ServerError, make_error
 from quire.frontend.client.mp import AsyncMPClient, make_client_addresses
 from quire.frontend.client.shared_links import OwnerLink
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.fleet.crash_attribution import CrashAttribution
 from quire.frontend.fleet.metrics import EngineWatch, FleetMetrics, encode_report
 from quire.frontend.fleet.peer_link import PeerLink
-from quire.frontend.fleet.process import KILL_TIMEOUT_S, ApiProcess
 from quire.frontend.http.connection import WaitingRoom
 from quire.frontend.http.errors import UnavailableError
 from quire.frontend.http.membership import Membership
@@ -33,8 +36,9 @@ from quire.frontend.http.server import END_GRACE_S, Listeners, StopRequests, Sto
 from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.frontend.supervision.quarantine import SAME_SIGNAL_GRACE_S, describe_exit, was_asked_to_end
 from quire.frontend.supervision.supervisor import RestartBudget
-from quire.logger import init_logger
-from quire.wire.peers import EVERYBODY, PARENT, ApiLaunch, PeerMessage
+from quire.logger import child_level, init_logger
+from quire.wire.peers import EVERYBODY, PARENT, ApiLaunch, PeerMessage, encode_peer
+from quire.wire.process import search_path
 from quire.wire.serial import WireError
 from quire.wire.sockets import SocketDirectory
 
@@ -47,6 +51,78 @@ END_MARGIN_S = 5.0
 """Time for the processes to end, beyond the time for their requests."""
 ANSWER_TIMEOUT_S = 2.0
 """Time for which a call of all processes waits for one of them, which may have been stopped."""
+API_MODULE = "quire.frontend.fleet.proc"
+KILL_TIMEOUT_S = 10.0
+"""Time for a process to end once its connection has ended, and again after SIGKILL."""
+_LOOK_S = 0.02
+
+
+class ApiProcess:
+    """A running API process. Belongs to the thread that makes it: when that thread ends, the system kills it.
+
+    The child is a plain command, `python -m quire.frontend.fleet.proc`. It inherits the listening sockets, the
+    environment without keys, standard error, and as its standard input one end of a socket pair: when the pair is
+    closed, it ends.
+    """
+
+    def __init__(self, launch: ApiLaunch) -> None:
+        """Raises ServerError if the system refuses to start it."""
+        self.index = launch.index
+        self.connection, theirs = socket.socketpair()
+        """Connection to the process. Its user closes it."""
+        try:
+            self._process = _spawn(launch, theirs)
+        except BaseException:
+            self.connection.close()
+            raise
+        finally:
+            theirs.close()
+        with contextlib.suppress(OSError):  # it has died already, which will be noticed
+            self.connection.sendall(encode_peer(launch))
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        """Sends a signal. Does nothing if the process has ended."""
+        self._process.send_signal(number)
+
+    def kill(self) -> int:
+        """Kills the process. Returns its exit code, negative for a signal."""
+        self._process.kill()
+        return self._process.wait(KILL_TIMEOUT_S)
+
+    async def wait_end(self, timeout_s: float) -> int:
+        """Waits for the process to end, and kills it after `timeout_s`. Returns its exit code."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while (code := self._process.poll()) is None:
+            if asyncio.get_running_loop().time() > deadline:
+                return self.kill()
+            await asyncio.sleep(_LOOK_S)
+        return code
+
+
+def _spawn(launch: ApiLaunch, standard_input: socket.socket) -> subprocess.Popen[bytes]:
+    if not sys.executable:
+        raise ConfigError("this Python does not know its own executable, so no API process can be started")
+    keys = (envs.API_KEY.name, envs.API_KEY.vllm_name)
+    environment = {name: value for name, value in os.environ.items() if name not in keys}
+    environment["PYTHONPATH"] = search_path()
+    environment[envs.LOGGING_LEVEL.name] = child_level()
+    listeners = [fd for fd in (launch.listener, launch.admin_listener) if fd is not None]
+    try:
+        # -P: a file json.py in the working directory must not stand in for a module.
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", API_MODULE],
+            stdin=standard_input.fileno(),
+            pass_fds=listeners,
+            env=environment,
+            start_new_session=True,  # the parent handles Ctrl-C in the user's terminal
+        )
+    except OSError as e:
+        raise ServerError(f"no API process can be started: {e}") from e
 
 
 class ApiProcesses:

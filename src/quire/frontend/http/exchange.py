@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 import uuid
 from collections.abc import Callable, Coroutine
@@ -13,7 +12,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from quire.errors import ClientError, ValidationError
-from quire.frontend.http.auth import shown_key
 from quire.frontend.http.bodies import Body, BodyReader, RequestBody
 from quire.frontend.http.errors import HttpError
 from quire.frontend.http.state import ServerState
@@ -22,8 +20,6 @@ from quire.frontend.text.tokenizer import LONG_TEXT_CHARS
 Result = TypeVar("Result")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
-_TRACE_HEADERS = ("traceparent", "tracestate")
-_MAX_TRACE_HEADER_CHARS = 512
 MIN_VALUES = 1 << 18
 VALUES_PER_CONTEXT_TOKEN = 4
 """Values a body may hold, counted by its commas. The parser takes about 100 ns for each and blocks the event loop."""
@@ -48,19 +44,6 @@ class Exchange:
     def owner(self) -> bytes:
         """Digest of the API key that the request has shown; empty where the server has no keys."""
         return self.state.gatekeeper.owner_of(self.request)
-
-    @property
-    def trace_headers(self) -> dict[str, str] | None:
-        """The W3C trace context that the client sent; None without one."""
-        found = {name: self.request.headers[name] for name in _TRACE_HEADERS if name in self.request.headers}
-        return {name: value[:_MAX_TRACE_HEADER_CHARS] for name, value in found.items()} or None
-
-    def cache_salt(self, given: str | None) -> str | None:
-        """Returns the salt of a request that sets `given`. With --isolate-cache-by-key it is unique to the key."""
-        if not self.state.config.isolate_cache_by_key:
-            return given
-        identity = b"\0".join((shown_key(self.request), b"" if given is None else b"+" + given.encode()))
-        return hmac.digest(self.state.member.salt_secret, identity, "sha256").hex()
 
     def query_switch(self, name: str, default: bool) -> bool:
         """Returns a boolean parameter of the query. Raises ValidationError."""

@@ -18,7 +18,7 @@ from quire.frontend.http.exchange import Exchange
 from quire.frontend.openai.protocol.chat import check_template_variables
 from quire.frontend.openai.protocol.completion import Prompt, as_prompts
 from quire.frontend.openai.protocol.pooling import EmbeddingBody, InputBody, PoolingBody, RerankBody
-from quire.frontend.openai.rendering import PromptRenderer, texts_of
+from quire.frontend.openai.rendering import PromptRenderer, cache_salt, texts_of
 from quire.frontend.openai.submission import Submission, admit
 from quire.outputs import PoolingRequestOutput, ScoringRequestOutput
 from quire.pooling_params import PoolingParams
@@ -79,7 +79,7 @@ async def _send_texts(
     render: Callable[[], Sequence[Prompt]],
     params: PoolingParams,
 ) -> None:
-    renderer, salt = exchange.state.part(PromptRenderer), exchange.cache_salt(body.cache_salt)
+    renderer, salt = exchange.state.part(PromptRenderer), cache_salt(exchange, body.cache_salt)
     read = partial(renderer.read_prompt, options=body.tokenization(), cache_salt=salt)
     prompts = await exchange.convert(lambda: list(map(read, render())))
     request_id = body.request_id or exchange.request_id

@@ -3,6 +3,7 @@ admit, render, submit."""
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from quire.config.server import ServerConfig
 from quire.errors import ConfigError, ValidationError
 from quire.frontend.admission import estimate_text_tokens
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.http.auth import shown_key
 from quire.frontend.http.exchange import Exchange
 from quire.frontend.new_request import ParsedPrompt
 from quire.frontend.openai.chat.format import ChatFormat, ChatPlan
@@ -117,6 +119,14 @@ class PromptRenderer:
         return await self._thread.run(lambda: len(tokenizer.encode(text, False)))
 
 
+def cache_salt(exchange: Exchange, given: str | None) -> str | None:
+    """Returns the salt of a request that sets `given`. With --isolate-cache-by-key it is unique to the key."""
+    if not exchange.state.config.isolate_cache_by_key:
+        return given
+    identity = b"\0".join((shown_key(exchange.request), b"" if given is None else b"+" + given.encode()))
+    return hmac.digest(exchange.state.member.salt_secret, identity, "sha256").hex()
+
+
 def _parse_variables(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
@@ -167,7 +177,7 @@ async def submit_chats(
 async def plan_chats(exchange: Exchange, bodies: Sequence[ChatBody]) -> tuple[SamplingParams, ChatPlan]:
     """Returns the parameters and the plan that the conversations share. Raises ValidationError."""
     state, body = exchange.state, bodies[0]
-    defaults = state.engine.model_config.sampling_defaults
+    defaults = state.sampling_defaults
 
     def plan() -> tuple[SamplingParams, ChatPlan]:
         params = make_sampling_params(body, defaults, max_tokens=body.output_limit, logprobs=body.num_logprobs)
@@ -203,7 +213,7 @@ async def render_prompts(
     room for so many tokens (None: for one)."""
     renderer, body = exchange.state.part(PromptRenderer), bodies[0]
     options = renderer.tokenization(body, max_tokens)
-    salt = exchange.cache_salt(body.cache_salt)
+    salt = cache_salt(exchange, body.cache_salt)
 
     def render(each: ChatBody) -> ParsedPrompt:
         text = renderer.render_chat(

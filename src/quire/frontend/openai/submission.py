@@ -26,6 +26,10 @@ from quire.sampling_params import SamplingParams
 
 logger = init_logger("quire.requests")
 
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Headers of a W3C trace context."""
+MAX_TRACE_HEADER_CHARS = 512
+
 
 @dataclass(slots=True)
 class _Output:
@@ -142,7 +146,8 @@ class Submission:
         if isinstance(params, SamplingParams):
             params.skip_clone = len(prompts) == 1  # made for this request, and used once
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        trace_headers = self._exchange.trace_headers
+        headers = self._exchange.request.headers
+        trace_headers = {name: headers[name][:MAX_TRACE_HEADER_CHARS] for name in TRACE_HEADERS if name in headers}
         for index, prompt in enumerate(prompts):
             if index > 1:
                 await asyncio.sleep(0)  # others may go on between two prompts
@@ -151,7 +156,7 @@ class Submission:
                 prompt=prompt,
                 params=each[index],
                 priority=priority,
-                trace_headers=trace_headers,
+                trace_headers=trace_headers or None,
                 reservation=self._rooms.popleft(),
             )
             collector = await self._engine.add_new(new)

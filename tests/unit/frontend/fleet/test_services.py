@@ -15,7 +15,7 @@ from quire.errors import NotFoundError
 from quire.frontend.client.mp import AsyncMPClient
 from quire.frontend.client.shared_links import MemberLink
 from quire.frontend.fleet.crash_attribution import decode_suspects
-from quire.frontend.fleet.services import PeerServices
+from quire.frontend.fleet.proc import PeerServices
 from quire.frontend.http.server import StopRequests
 from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.collect.facts import Load

@@ -21,7 +21,7 @@ from quire.frontend.new_request import ParsedPrompt
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, prompt_logprobs, text_logprobs
 from quire.frontend.openai.protocol.completion import DEFAULT_MAX_TOKENS, CompletionBody, Prompt
 from quire.frontend.openai.protocol.sampling import make_sampling_params
-from quire.frontend.openai.rendering import PromptRenderer
+from quire.frontend.openai.rendering import PromptRenderer, cache_salt
 from quire.frontend.openai.submission import Submission, admit, stream_response
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -63,7 +63,7 @@ async def plan_completion(
     """Returns (the prompts as the body has them, the parameters that they share). Raises ValidationError."""
     state = exchange.state
     texts = body.prompts(state.config.max_prompts_per_request)
-    defaults = state.engine.model_config.sampling_defaults
+    defaults = state.sampling_defaults
     params = await exchange.convert(lambda: _sampling_params(body, {"max_tokens": default_limit, **defaults}))
     state.check_num_outputs(len(texts) * params.n)
     return texts, params
@@ -75,7 +75,7 @@ async def tokenize_prompts(
     """Returns the prompts with their token ids, and with a text where the answer repeats it. Raises ValidationError."""
     renderer, tokenizer = exchange.state.part(PromptRenderer), exchange.state.engine.tokenizer
     options = renderer.tokenization(body, params.max_tokens)
-    salt = exchange.cache_salt(body.cache_salt)
+    salt = cache_salt(exchange, body.cache_salt)
     read = partial(renderer.read_prompt, options=options, cache_salt=salt, max_tokens=params.max_tokens)
     prompts = await exchange.convert(lambda: list(map(read, texts)))
     if body.echo and tokenizer is not None:

@@ -24,6 +24,7 @@ from quire.frontend.openai.pooling_work import (
     score_data,
 )
 from quire.frontend.openai.protocol.pooling import PoolingBody, RerankBody, ScoreBody
+from quire.frontend.openai.rendering import cache_salt
 from quire.frontend.openai.submission import admit
 from quire.frontend.scoring import PairScorer, pair_texts
 from quire.outputs import ScoringRequestOutput
@@ -66,7 +67,7 @@ async def _score(exchange: Exchange, body: PoolingBody, pairs: Sequence[tuple[st
         sizes = [estimate_text_tokens(pair) for pair in pairs]
         async with admit(exchange, sizes, params) as submission:
             job = await exchange.convert(lambda: scorer.plan(pairs, params, body.tokenization()))
-            salt = exchange.cache_salt(body.cache_salt)
+            salt = cache_salt(exchange, body.cache_salt)
             prompts = [replace(parse_prompt(prompt), cache_salt=salt) for prompt in job.prompts]
             request_id = body.request_id or exchange.request_id
             await submission.send(prompts, job.params, request_id, priority=body.priority)
