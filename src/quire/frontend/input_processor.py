@@ -60,7 +60,7 @@ class InputProcessor:
         self._pooling = model_config.pooling
         self._vocab_size = model_config.hf_config.vocab_size
         self._max_logprobs = model_config.max_logprobs
-        self._sampling_defaults = model_config.sampling_defaults
+        self.sampling_defaults = model_config.sampling_defaults
         self._eos_token_id, self._more_eos_ids = _eos_ids(model_config, tokenizer)
         self._seeds = random.Random(model_config.seed)
         self._keeps_ids = envs.DISABLE_REQUEST_ID_RANDOMIZATION.flag()
@@ -336,7 +336,7 @@ class InputProcessor:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the model's own defaults from generation_config.json, over those of SamplingParams."""
-        return SamplingParams(**self._sampling_defaults)
+        return SamplingParams(**self.sampling_defaults)
 
 
 def _eos_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int | None, list[int]]:

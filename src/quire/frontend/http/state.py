@@ -91,8 +91,6 @@ class ServerState:
         self.tenants = Tenants(config.max_requests_per_key, config.max_tokens_per_key, member.rooms_of_keys)
         self.lifecycle = Lifecycle(member.in_flight)
         self.model_names = engine.model_config.names
-        self.sampling_defaults = engine.model_config.sampling_defaults
-        """Fields of sampling parameters that the model sets where a request leaves them out."""
         self.max_model_len = engine.pipeline.input_processor.max_model_len
         """Maximum number of tokens of prompt and output together."""
         self.fingerprint = _fingerprint(config, engine.model_config)

@@ -177,7 +177,7 @@ async def submit_chats(
 async def plan_chats(exchange: Exchange, bodies: Sequence[ChatBody]) -> tuple[SamplingParams, ChatPlan]:
     """Returns the parameters and the plan that the conversations share. Raises ValidationError."""
     state, body = exchange.state, bodies[0]
-    defaults = state.sampling_defaults
+    defaults = state.engine.pipeline.input_processor.sampling_defaults
 
     def plan() -> tuple[SamplingParams, ChatPlan]:
         params = make_sampling_params(body, defaults, max_tokens=body.output_limit, logprobs=body.num_logprobs)

@@ -97,7 +97,7 @@ class _CallReader:
         if key in ARGUMENT_KEYS and not self._has_arguments:
             self._has_arguments = True
             return (yield from self._read_arguments())
-        return (yield from self._source.copy_json(_drop))
+        return (yield from self._source.copy_json(lambda text: None))
 
     def _read_arguments(self) -> Step[bool]:
         source, sign = self._source, (yield from self._source.peek())
@@ -215,7 +215,3 @@ def read_end(source: TextSource, sink: EventSink, literal: str) -> Step[None]:
     if (yield from source.match(literal, or_end=True)):
         source.forget()
     sink.content(source.roll_back())
-
-
-def _drop(text: str) -> None:
-    """Drops text."""

@@ -10,7 +10,6 @@ from typing import Annotated, Any, cast
 from msgspec import Meta
 from starlette.responses import Response
 
-from quire.config.server import ServerConfig
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader, Name, Object, PositiveCount, RequestBody, Word
@@ -190,11 +189,8 @@ async def collective_rpc(exchange: Exchange) -> Response:
     results = await exchange.state.engine.collective_rpc(
         body.method, body.timeout, tuple(body.args or ()), body.kwargs or {}
     )
-    return json_response({"results": [_plain(result) for result in results]})
-
-
-def _plain(result: Any) -> Any:
-    return result if isinstance(result, str | int | float | bool | list | dict | None) else str(result)
+    plain = (str, int, float, bool, list, dict, type(None))
+    return json_response({"results": [result if isinstance(result, plain) else str(result) for result in results]})
 
 
 async def start_profile(exchange: Exchange) -> Response:
@@ -226,10 +222,6 @@ async def debug_trace(exchange: Exchange) -> Response:
     return Response(trace, media_type="application/json", headers={"content-disposition": TRACE_NAME})
 
 
-def _is_enabled(config: ServerConfig) -> bool:
-    return config.enable_admin
-
-
 def _row(
     path: str, handler: Handler, method: str = "POST", *query: QueryParameter, body: BodyReader[Any] | None = None
 ) -> Endpoint:
@@ -240,7 +232,7 @@ def _row(
         methods=(method,),
         body=body,
         query=query,
-        is_enabled=_is_enabled,
+        is_enabled=lambda config: config.enable_admin,
     )
 
 

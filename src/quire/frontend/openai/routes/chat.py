@@ -58,9 +58,12 @@ class ChatWriter:
         self._prompt_text = chat.prompts[index].text
         self._plan = chat.plan
         self._fingerprint = exchange.state.fingerprint
-        self._role = config.response_role if body.add_generation_prompt else _last_role(body)
-        echoed = _last_text(body) if body.echo and not body.add_generation_prompt else ""
-        self._echo: list[Delta] = [{"content": echoed}] if echoed else []
+        self._role, self._echo = config.response_role, list[Delta]()
+        if not body.add_generation_prompt:  # the answer continues the last message
+            last = body.messages[-1] if body.messages else {}
+            role, content = last.get("role"), last.get("content")
+            self._role = role if isinstance(role, str) else "assistant"
+            self._echo += [{"content": content}] if body.echo and content and isinstance(content, str) else []
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
         as_ids = bool(body.return_tokens_as_token_ids) or config.return_tokens_as_token_ids
         self._name = TokenNames(exchange.state.engine.tokenizer, as_ids=as_ids)
@@ -213,16 +216,6 @@ def _choice_chunk(
             b"}",
         )
     )
-
-
-def _last_role(body: ChatBody) -> str:
-    role = body.messages[-1].get("role") if body.messages else None
-    return role if isinstance(role, str) else "assistant"
-
-
-def _last_text(body: ChatBody) -> str:
-    content = body.messages[-1].get("content") if body.messages else None
-    return content if isinstance(content, str) else ""
 
 
 ENDPOINTS = (

@@ -63,7 +63,7 @@ async def plan_completion(
     """Returns (the prompts as the body has them, the parameters that they share). Raises ValidationError."""
     state = exchange.state
     texts = body.prompts(state.config.max_prompts_per_request)
-    defaults = state.sampling_defaults
+    defaults = state.engine.pipeline.input_processor.sampling_defaults
     params = await exchange.convert(lambda: _sampling_params(body, {"max_tokens": default_limit, **defaults}))
     state.check_num_outputs(len(texts) * params.n)
     return texts, params

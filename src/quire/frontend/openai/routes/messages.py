@@ -45,7 +45,13 @@ async def create_message(exchange: Exchange) -> Response:
     writer = MessageWriter(request_id, model, chat.plan.make_parser(chat.prompt.text))
     if body.stream:
         chunks = writer.events(submission)
-        return stream_response(exchange, chunks, submission, encode_error=_error_event, shape_error=error_object)
+        return stream_response(
+            exchange,
+            chunks,
+            submission,
+            encode_error=lambda error: _event("error", error_object(error)),
+            shape_error=error_object,
+        )
     async with submission:
         (output,) = await exchange.unless_gone(submission.final_outputs())
         return json_response(writer.whole(output))
@@ -165,10 +171,6 @@ def error_object(error: BaseException) -> dict[str, Any]:
     """Returns an error in Anthropic's shape."""
     kind = _ERROR_KINDS.get(status_of(error), "api_error")
     return {"type": "error", "error": {"type": kind, "message": message_of(error)}}
-
-
-def _error_event(error: BaseException) -> bytes:
-    return _event("error", error_object(error))
 
 
 ENDPOINTS = (
