@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from quire.config.hf_config import HFConfig
 from quire.config.pooling import PoolingConfig
@@ -24,6 +24,8 @@ QUIRE, TRANSFORMERS = "quire", "transformers"
 CHOICES = ("auto", QUIRE, TRANSFORMERS, "vllm")
 """Values of --model-impl; "vllm", vLLM's name for its own models, means quire."""
 TABLE = Path(__file__).resolve().parent.parent / "assets" / "transformers_models.toml"
+RECURRENT_KINDS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mamba2", "recurrent"})
+"""Types of layers in config.json that keep a state instead of keys and values."""
 EXTRA = "pip install 'quire[transformers]'"
 VERSIONS = ((5, 10), (6,))
 """Versions of transformers that can be used: from the first on, below the second."""
@@ -81,11 +83,30 @@ def choose_model_impl(asked: str, hf: HFConfig, pooling: PoolingConfig | None = 
     if asked in (QUIRE, "vllm") or (asked == "auto" and is_native):
         return ModelImpl() if is_native else ModelImpl(why="asked for", refusal=_not_native(hf))
     class_name = hf.architecture if hf.architecture in certified_models()[1] else hf.family
-    refusal, needs_trial = _refusal(class_name, hf, pooling)
     why = "asked for" if asked == TRANSFORMERS else "Quire has no class for this architecture"
+    if kinds := _recurrent_layers(hf):
+        refusal = (
+            f"{hf.architecture} has layers that keep recurrent states ({kinds}), which Quire does not run yet; use a "
+            "model whose layers are all attention, such as Qwen3, Gemma 4 or gpt-oss: `quire models` lists them"
+        )
+        return ModelImpl(name=TRANSFORMERS, why=why, class_name=class_name, refusal=refusal)
+    refusal, needs_trial = _refusal(class_name, hf, pooling)
     if refusal and asked == "auto":
         refusal = f"{_not_native(hf)}. Transformers' class cannot take its place: {refusal}"
     return ModelImpl(name=TRANSFORMERS, why=why, class_name=class_name, refusal=refusal, needs_trial=needs_trial)
+
+
+def _recurrent_layers(hf: HFConfig) -> str:
+    """Returns the kinds of a model's layers, or of its text part's, that keep recurrent states; empty if none does."""
+    text = hf.get("text_config")
+    keys = text if isinstance(text, dict) else hf.raw
+    listed: list[Any] = next(
+        (keys[key] for key in ("layer_types", "layers_block_type") if isinstance(keys.get(key), list)), []
+    )
+    kinds = [str(kind) for kind in listed if kind in RECURRENT_KINDS]
+    name = hf.architecture.replace("ForConditionalGeneration", "ForCausalLM")
+    verdict = certified_models()[1].get(name, Verdict()) if not kinds else Verdict()
+    return ", ".join(sorted(set(kinds))) or ("by its class" if "recurrent states" in verdict.refused else "")
 
 
 def _not_native(hf: HFConfig) -> str:

@@ -41,8 +41,9 @@ def choose(architecture: str, asked: str = "auto", pooling: PoolingConfig | None
         (CERTIFIED, "transformers", "transformers", ""),
         (CERTIFIED, "quire", "quire", "is not implemented; similar ones are"),
         (CERTIFIED, "vllm", "quire", "docs/recipes/add_a_model.md"),
-        (REFUSED, "auto", "transformers", "RefusedForCausalLM is refused: its layers keep recurrent states"),
-        (REFUSED, "transformers", "transformers", "its layers keep recurrent states"),
+        (REFUSED, "auto", "transformers", "RefusedForCausalLM has layers that keep recurrent states (by its class)"),
+        (REFUSED, "transformers", "transformers", "keep recurrent states"),
+        ("RefusedForConditionalGeneration", "auto", "transformers", "keep recurrent states"),
     ],
 )
 def test_the_choice(architecture: str, asked: str, name: str, words: str) -> None:
@@ -53,11 +54,20 @@ def test_the_choice(architecture: str, asked: str, name: str, words: str) -> Non
     assert not chosen.needs_trial
 
 
+def test_recurrent_layers_are_named_with_a_remedy() -> None:
+    kinds = ["linear_attention", "full_attention", "conv"]
+    for keys in ({"layer_types": kinds}, {"text_config": {"layer_types": kinds}}):
+        refusal = choose(UNKNOWN, **keys).refusal
+        assert "recurrent states (conv, linear_attention), which Quire does not run yet; use a model" in refusal
+    assert not choose(UNKNOWN, layer_types=["full_attention", "sliding_attention"]).refusal
+
+
 def test_a_class_without_a_row_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(UNKNOWN).needs_trial
     assert not choose(UNKNOWN).refusal
     monkeypatch.setattr(model_impl, "installed_transformers", lambda: "5.21.0")
     assert choose(CERTIFIED).needs_trial
+    monkeypatch.setitem(TABLE, REFUSED, Verdict("its attention mask is odd"))
     assert choose(REFUSED).needs_trial  # another version may do it in another way
     assert not choose(REFUSED).refusal
 

@@ -32,7 +32,7 @@ SINGLE = 4
 BLOCK_SIZE, NUM_BLOCKS = 16, 41
 ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
 """Kinds of layers that keep nothing but keys and values."""
-STATEFUL = "its layers keep recurrent states, which only classes of Quire's own can cache"
+STATEFUL = "its layers keep recurrent states, which are not implemented yet"
 TOLERANCE = 1e-4
 """Largest difference of a logit, relative to the largest logit where that is above 1."""
 _CPU = torch.device("cpu")

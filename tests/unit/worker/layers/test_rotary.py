@@ -21,6 +21,9 @@ PARAMS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "default": st.just({}),
     "linear": st.fixed_dictionaries({"factor": st.floats(1, 32)}),
     "dynamic": st.fixed_dictionaries({"factor": st.floats(1, 32)}),
+    "proportional": st.fixed_dictionaries(
+        {"partial_rotary_factor": st.floats(0.1, 1)}, optional={"factor": st.floats(1, 32)}
+    ),
     "llama3": st.fixed_dictionaries(
         {
             "factor": st.floats(1, 32),
