@@ -20,6 +20,7 @@ from quire.config.attention_layout import (
     rotates,
 )
 from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
+from quire.config.tensor_names import names_of, renamed
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.worker.models.registry import MODELS
 
@@ -123,3 +124,10 @@ def test_what_cannot_be_laid_out() -> None:
 def test_every_row_is_a_model() -> None:
     assert set(MODELS) >= UNIFORM | MIXED.keys()
     assert not UNIFORM & MIXED.keys()
+
+
+def test_checkpoints_may_hold_keys_of_layers_that_read_anothers() -> None:
+    """Gemma 4's do; they are not read."""
+    hf = config("Gemma4ForCausalLM", layer_types=[FULL_ATTENTION] * 6, num_kv_shared_layers=2)
+    name = "model.layers.{}.self_attn.k_proj.weight"
+    assert [renamed(name.format(layer), names_of(hf)) for layer in (3, 4)] == [name.format(3), None]
