@@ -214,7 +214,10 @@ def resolve_model_dir(
     if path.is_file():
         raise ModelLoadError(f"{model} is a file; give the directory that holds config.json and the weights")
     if not is_hub_id(model):
-        raise ModelLoadError(f"{model} is not a directory, and not a hub id either (those look like owner/name)")
+        raise ModelLoadError(
+            f"{model} is not a directory, and not a hub id either (those look like owner/name); "
+            "check the path, or fetch a model with quire pull OWNER/NAME"
+        )
     return _download(model, revision, download_dir, token, _TOKENIZER_FILES if tokenizer_only else MODEL_FILES)
 
 

@@ -63,7 +63,8 @@ class PairScorer:
             return ScoringJob("score", [prompt for prompt, _ in prompts], [given for _, given in prompts])
         if "embed" not in self._tasks:
             raise ValidationError(
-                f"scores need a model with one class or with embeddings; this one supports {', '.join(self._tasks)}",
+                f"scores need a model with one class or with embeddings; this one supports {', '.join(self._tasks)}"
+                + ("; --runner pooling (LLM(runner='pooling')) loads it for them" if "generate" in self._tasks else ""),
                 param="task",
             )
         if chat_template is not None:

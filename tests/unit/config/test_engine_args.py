@@ -190,7 +190,7 @@ def test_where_a_model_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "file.bin": "is a file",
         "./missing": "is not a directory",
         "a/b/c": "is not a directory",
-        str(tmp_path / "missing"): "is not a directory",
+        str(tmp_path / "missing"): "is not a directory.*; check the path, or fetch a model with quire pull",
     }.items():
         with pytest.raises(ModelLoadError, match=message):
             resolve_model_dir(name)

@@ -55,3 +55,9 @@ def test_other_models_give_no_scores() -> None:
 
 def test_nothing_is_like_nothing() -> None:
     assert cosine(np.zeros(2, np.float32), np.ones(2, np.float32)) == 0.0
+
+
+def test_a_model_that_generates_names_the_flag_for_scores() -> None:
+    scorer = PairScorer(None, None, ("generate",))  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match=r"supports generate; --runner pooling \(LLM\(runner='pooling'\)\) loads"):
+        scorer.plan([("a", "b")])

@@ -121,9 +121,11 @@ class Endpoint:
         try:
             state.gatekeeper.check(self.access, exchange.request, on_admin_listener=on_admin_listener)
             if not self.is_for(state.supported_tasks):
-                raise NotFoundError(
-                    f"{self.path} is not for this model, which supports {', '.join(state.supported_tasks)}"
-                )
+                advice = "it needs a model that generates"
+                if "generate" in state.supported_tasks:
+                    advice = "quire serve --runner pooling loads it for that, where the model can do it"
+                supported = ", ".join(state.supported_tasks)
+                raise NotFoundError(f"{self.path} is not for this model, which supports {supported}; {advice}")
             if self.is_work and state.lifecycle.refuses_requests:
                 raise UnavailableError(
                     "the server is shutting down and takes no new requests; try another one", close=True
@@ -224,7 +226,9 @@ def make_app(state: ServerState, endpoints: Iterable[Endpoint], *, is_admin: boo
     app = Starlette()
     app.state.server = state
     app.state.is_admin = is_admin
+    endpoints = list(endpoints)
     app.state.endpoints = select_endpoints(endpoints, config, is_admin=is_admin)
+    app.state.admin_paths = {endpoint.path for endpoint in endpoints if endpoint.access is Access.ADMIN}
     for endpoint in app.state.endpoints:
         add_endpoint(app, endpoint)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -265,7 +269,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Answers what the framework refuses: an unknown route or a wrong method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     if status == 404:
-        return error_response(unknown_route(request.scope["path"]))
+        path = request.scope["path"]
+        return error_response(unknown_route(path, is_admin=path in request.app.state.admin_paths))
     headers = getattr(error, "headers", None) or {}
     refusal = http_status_error(status)
     if status == 405 and "Allow" in headers:

@@ -98,9 +98,12 @@ def note_error(error: BaseException, request_id: str) -> None:
         logger.error("request %s failed: %s", request_id, error)
 
 
-def unknown_route(path: str) -> NotFoundError:
-    """Returns the error for a path that no endpoint has."""
-    return NotFoundError(f"there is no route {path[:200]}; GET /openapi.json lists them all")
+def unknown_route(path: str, *, is_admin: bool = False) -> NotFoundError:
+    """Returns the error for a path that no endpoint has, or (`is_admin`) only one for operators elsewhere."""
+    advice = (
+        "quire serve --enable-admin serves it, on a port of its own" if is_admin else "GET /openapi.json lists them all"
+    )
+    return NotFoundError(f"there is no route {path[:200]} here; {advice}")
 
 
 def wrong_method(method: str, path: str, allowed: str) -> HttpError:

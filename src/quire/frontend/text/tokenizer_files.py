@@ -93,7 +93,9 @@ def _read_backend(found: TokenizerText) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(found.text)
     except Exception as e:  # the Rust side raises plain Exception
-        raise ModelLoadError(f"{found.path} cannot be read as a tokenizer: {e}") from None
+        raise ModelLoadError(
+            f"{found.path} cannot be read as a tokenizer: {e}; download it again, or point --tokenizer at another"
+        ) from None
 
 
 def _special_tokens(

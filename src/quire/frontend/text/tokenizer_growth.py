@@ -68,7 +68,9 @@ def validate_growth(path: Path, text: str) -> None:
             _growth([*_rules(files.decoder)]),
         )
     except (msgspec.DecodeError, RecursionError, TypeError, ValueError, AttributeError, LookupError) as e:
-        raise ModelLoadError(f"{path} cannot be read as a tokenizer: {e}") from None
+        raise ModelLoadError(
+            f"{path} cannot be read as a tokenizer: {e}; download it again, or point --tokenizer at another"
+        ) from None
     if max(growths) > MAX_GROWTH:
         raise ModelLoadError(
             f"{path} makes up to {max(growths):.0f} characters of one, and {MAX_GROWTH} are allowed: its replacements "

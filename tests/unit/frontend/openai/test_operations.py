@@ -121,6 +121,20 @@ def test_unknown_routes_and_methods_answer_in_openais_shape() -> None:
     check(test)
 
 
+def test_a_path_that_is_elsewhere_says_where() -> None:
+    async def test(server: Server) -> None:
+        for path, advice in {
+            "/sleep": "quire serve --enable-admin serves it",
+            "/v1/nothing": "GET /openapi.json lists them all",
+            "/v1/embeddings": "supports generate; quire serve --runner pooling loads it for that",
+        }.items():
+            response = await server.post(path, {})
+            assert response.status_code == 404
+            assert advice in response.json()["error"]["message"]
+
+    check(test)
+
+
 def test_request_ids_are_echoed_unless_they_are_dangerous() -> None:
     async def test(server: Server) -> None:
         body = {"prompt": "x", "max_tokens": 1}
