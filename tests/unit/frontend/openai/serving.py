@@ -88,6 +88,7 @@ Test = Callable[[Server], Awaitable[None]]
 def check(
     test: Test,
     *,
+    model: str = MODEL,
     executor: str | None = "Quick",
     keys: Sequence[bytes] = (),
     engine_flags: dict[str, Any] | None = None,
@@ -97,7 +98,7 @@ def check(
 ) -> None:
     """Run `test` against a fresh server with these flags; afterwards nothing is left of any request.
 
-    An `executor` of None runs the real model. The core runs on a thread, but what it is sent and sends is encoded; or
+    An `executor` of None runs the real `model`. The core runs on a thread, but what it is sent and sends is encoded; or
     it is a process, which can die. However long a stream is silent on a slow machine, it holds no comments, unless
     `flags` ask for them.
     """
@@ -105,7 +106,7 @@ def check(
 
     async def run() -> None:
         args = EngineArgs(
-            MODEL,
+            model,
             max_model_len=MAX_MODEL_LEN,
             num_gpu_blocks_override=256,
             **{**fake, **(engine_flags or {})},
