@@ -1,23 +1,29 @@
 """`quire info`: the size of a model and whether it fits this machine, before loading it and without torch.
 
+A model of the hub that is not in the cache is not downloaded: its configuration and the headers of its weights are.
+
 The KV cache is sized by the functions of the engine; the free memory it starts from is today's less the weights.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
-from quire.cli.option_groups import engine_args, engine_options
+from quire.cli.machine import read_speed
+from quire.cli.option_groups import engine_options
 from quire.cli.terminal import human_bytes, human_count
 from quire.config.attention_layout import CachedLayer, attention_windows, cached_layers
 from quire.config.checkpoint import CheckpointIndex
 from quire.config.engine import EngineConfig
+from quire.config.engine_args import FLAGS, EngineArgs
 from quire.config.hf_config import HFConfig
-from quire.config.model import ModelConfig, resolve_dtype_name
+from quire.config.hub import Download, is_hub_id, make_outline, plan_download
+from quire.config.model import DEMO_MODEL, DRAFT_MODEL, ModelConfig, resolve_dtype_name
 from quire.config.model_impl import TRANSFORMERS
 from quire.config.quantization import quantization_method, read_stored_scheme, weight_memory
 from quire.config.tensor_names import TRANSPOSED, names_of, renamed
@@ -35,6 +41,10 @@ from quire.wire.kv_cache import (
 from quire.worker.host import available_cpu_memory, cpu_kv_cache_bytes, useful_kv_cache_bytes
 
 EXIT_PROBLEM = 2
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json that hold the number of experts."""
+CACHED_BYTES = 256 << 20
+"""A processor's cache may hold smaller weights; memory sets them no limit."""
 
 
 def command_line() -> CommandLine:
@@ -50,9 +60,26 @@ def command_line() -> CommandLine:
 def run(args: Arguments) -> int:
     """Prints the report. Returns 2 if the model could not be served as asked."""
     named = {"model": args["model_name"]} if args["model_name"] is not None else {}
-    report = make_report(engine_args(args, **named).create_engine_config())
+    flags = {**named, **args.given_among(FLAGS)}
+    plan = _plan(EngineArgs(**flags))
+    if plan is None or not plan.missing:
+        report = make_report(EngineArgs(**flags).create_engine_config())
+    else:
+        plan.check_weights()
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = make_outline(plan, flags.get("hf_token"), Path(scratch))
+            flags = {"served_model_name": plan.model, **flags, "model": str(folder)}
+            report = make_report(EngineArgs(**flags).create_engine_config(), plan)
     print(json.dumps(report, indent=2) if args["json"] else format_report(report))
     return EXIT_PROBLEM if report["problems"] else 0
+
+
+def _plan(flags: EngineArgs) -> Download | None:
+    """Returns what a download of the model would fetch; None for a model that is not the hub's."""
+    model = flags.model
+    if model in (DEMO_MODEL, DRAFT_MODEL) or Path(model).expanduser().exists() or not is_hub_id(model):
+        return None
+    return plan_download(model, flags.revision, flags.hf_token, flags.download_dir)
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -83,14 +110,17 @@ def _shown(name: str, value: Any) -> str:
 Facts = dict[str, Any]
 
 
-def make_report(config: EngineConfig) -> Facts:
-    """Returns sections of facts, fit for JSON. Obstacles to serving the model are listed under "problems"."""
+def make_report(config: EngineConfig, plan: Download | None = None) -> Facts:
+    """Returns sections of facts, fit for JSON. Obstacles to serving the model are listed under "problems".
+
+    With a `plan` the model was not downloaded, and `config` is that of its outline.
+    """
     model = config.model_config
     problems: list[str] = []
     report: Facts = {
         "model": {
             "name": model.name,
-            "directory": str(model.model_dir),
+            "directory": None if plan is not None else str(model.model_dir),
             "architecture": model.hf_config.architecture or None,
             "does": ", ".join(model.pooling.tasks) if model.pooling is not None else "generate",
             "supported": not model.implementation.refusal,
@@ -98,11 +128,20 @@ def make_report(config: EngineConfig) -> Facts:
             "because": model.implementation.why,
         }
     }
+    if plan is not None:
+        report["download"] = {
+            "files": len(plan.missing),
+            "bytes": plan.missing_bytes,
+            "to": str(plan.cache),
+            "free_disk_bytes": plan.free_bytes,
+        }
+        problems += plan.obstacles()
     for name, section in (
         ("weights", _weights),
         ("shape", _shape),
         ("kv_cache", _kv_cache),
         ("capacity", _capacity),
+        ("speed", _speed),
         ("sampling_defaults", _sampling_defaults),
         ("tokenizer", _tokenizer),
     ):
@@ -241,6 +280,30 @@ def _capacity(config: EngineConfig, report: Facts) -> Facts:
         "max_concurrency": round(concurrency, 2),
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+    }
+
+
+def _speed(config: EngineConfig, report: Facts) -> Facts:
+    """Returns the limit that reading the weights sets to one request on a CPU; none where no native kernel is."""
+    model = config.model_config
+    memory = report.get("weights", {}).get("memory_bytes")
+    if config.device_config.device == "cuda" or not memory or model.pooling is not None:
+        return {}
+    tensors = CheckpointIndex.from_dir(model.model_dir).tensors.values()
+    hf = model.hf_config
+    chosen = hf.get("num_experts_per_tok") or hf.get("moe_topk") or 0
+    experts = next((n for name in EXPERT_COUNTS if (n := hf.get(name))), 0)
+    idle = (1 - chosen / experts) * sum(t.nbytes for t in tensors if ".experts." in t.name) if experts else 0
+    if not hf.tie_word_embeddings:
+        idle += sum(t.nbytes for t in tensors if t.name.endswith(("embed_tokens.weight", "wte.weight")))
+    needed = memory * (1 - idle / sum(t.nbytes for t in tensors))
+    speed = read_speed() if needed >= CACHED_BYTES else None
+    if speed is None:
+        return {}
+    return {
+        "memory_gb_per_s": round(speed / 1e9, 1),
+        "read_per_token_bytes": int(needed),
+        "tokens_per_s_at_most": round(speed / needed, 1),
     }
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
 from quire.worker.host import available_cpu_memory, cpu_quota, memory_limit
+
+_LIBRARY = Path(__file__).parents[1] / "worker" / "kernels" / "libquire_kernels.so"
 
 _NOTABLE_FLAGS = (
     "avx", "avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile",
@@ -43,3 +48,25 @@ def memory_facts() -> dict[str, Any]:
         "free_bytes": available_cpu_memory(),
         "container_limit_bytes": limit if limit is not None and limit < total else None,
     }
+
+
+def read_speed(num_bytes: int = 1 << 28) -> float | None:
+    """Returns the bytes per second that the usable cores read from memory, the best of four times; None without native
+    kernels."""
+    try:
+        cdll = ctypes.CDLL(str(_LIBRARY))
+    except OSError:
+        return None
+    cdll.qk_instruction_set.restype, cdll.qk_create.restype = ctypes.c_char_p, ctypes.c_void_p
+    cores = min(filter(None, (cpu_facts()["usable_cores"], cpu_quota())))
+    context = ctypes.c_void_p(cdll.qk_create(max(1, int(cores)), cdll.qk_instruction_set(0)))
+    memory = mmap.mmap(-1, num_bytes)
+    memory[:: mmap.PAGESIZE] = b"1" * (num_bytes // mmap.PAGESIZE)  # pages that exist, each its own
+    address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        cdll.qk_read_memory(context, address, ctypes.c_int64(num_bytes))
+        times.append(time.perf_counter() - start)
+    cdll.qk_destroy(context)
+    return num_bytes / min(times)

@@ -155,6 +155,7 @@ def _overview(prefix: str = "") -> str:
         {rows}
 
         quire COMMAND --help     what a command takes
+        quire pull               small models to begin with
         quire --version          {version}""").format(usage=usage, rows="\n".join(rows), version=__version__)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
-from quire.config.hub import check_room
-from quire.config.model import is_hub_id, resolve_model_dir
+from quire.config.hub import fetch_model, format_suggestions, is_hub_id
 from quire.errors import ConfigError
+
+SUGGESTIONS = "Small models to begin with (parameters; memory with a cache of 4096 tokens):"
 
 
 def command_line() -> CommandLine:
@@ -15,8 +16,9 @@ def command_line() -> CommandLine:
         "quire pull",
         "Download a model's safetensors, configuration and tokenizer into the cache of huggingface_hub.",
         hub_options(),
-        Positional("model", "The model: owner/name."),
-        "A download that broke off is resumed. Pickled weights (*.bin) and code (*.py) are never fetched.",
+        Positional("model", "The model: owner/name. Without it, small models to begin with are listed."),
+        "A download that broke off is resumed. Pickled weights (*.bin) and code (*.py) are never fetched.\n\n"
+        f"{SUGGESTIONS}\n{format_suggestions()}",
     )
 
 
@@ -30,10 +32,12 @@ def hub_options() -> list[Option]:
 
 
 def run(args: Arguments) -> int:
-    """Downloads the model and prints its directory. Raises ConfigError."""
+    """Downloads the model and prints its directory; without a model, prints some. Raises ConfigError."""
     model, revision, directory = args["model"], args["revision"], args["download_dir"]
-    if model is None or not is_hub_id(model) or Path(model).exists():
+    if model is None:
+        print(f"{SUGGESTIONS}\n{format_suggestions()}\nquire info OWNER/NAME tells more of one before it is fetched")
+        return 0
+    if not is_hub_id(model) or Path(model).exists():
         raise ConfigError(f"quire pull takes a hub id, which looks like owner/name; got {model!r}")
-    check_room(model, revision, args["hf_token"], directory)
-    print(resolve_model_dir(model, revision, directory, token=args["hf_token"]))
+    print(fetch_model(model, revision, directory, args["hf_token"]))
     return 0

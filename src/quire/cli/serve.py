@@ -40,7 +40,7 @@ def command_line() -> CommandLine:
         "quire serve",
         "Serve a model over HTTP, with OpenAI's and vLLM's API. Ctrl-C or SIGTERM ends it.",
         options,
-        Positional("model_name", "The model, as in --model."),
+        Positional("model_name", "The model, as in --model. A hub id is fetched first; quire pull lists small ones."),
         "Flags of `vllm serve` that are not listed are accepted, too: docs/compat.md lists their effect.",
         ForeignFlags(partial(vllm_options, names | {"config"}), settle_vllm_flags),
     )

@@ -30,8 +30,7 @@ MAX_TOKENIZER_BYTES = 512 << 20
 def checked_path(directory: Path, name: str, *, source: Path | None = None) -> Path:
     """Returns `directory/name`, which must exist. `source` is the file that names it. Raises ModelLoadError."""
     path = directory / name
-    if "\\" in name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ModelLoadError(f"{source or directory} names the file {name!r}, which is outside the checkpoint's folder")
+    _check_inside(name, source or directory)
     try:
         target = path.resolve(strict=True)
         mode = target.stat().st_mode
@@ -45,6 +44,11 @@ def checked_path(directory: Path, name: str, *, source: Path | None = None) -> P
     if not stat.S_ISREG(mode):
         raise ModelLoadError(f"{path} is not a regular file")
     return path
+
+
+def _check_inside(name: str, source: Path | str) -> None:
+    if "\\" in name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ModelLoadError(f"{source} names the file {name!r}, which is outside the checkpoint's folder")
 
 
 def find_file(directory: Path, name: str, max_bytes: int) -> Path | None:
@@ -183,6 +187,16 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     tensors = {name: _parse_entry(path, name, entry) for name, entry in header.items()}
     _check_layout(path, tensors, file_bytes - 8 - header_bytes)
     return tensors
+
+
+def write_outline(directory: Path, name: str, tensors: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes a safetensors file with this header, whose tensors are holes that take no room on the disk."""
+    _check_inside(name, directory)
+    header = json.dumps(tensors).encode()
+    (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    with (directory / name).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(file.tell() + max((entry["data_offsets"][1] for entry in tensors.values()), default=0))
 
 
 def _parse_object(path: Path, text: bytes) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 from quire.config.checkpoint import CheckpointIndex
 from quire.config.flags import flag, parse_human_int, parse_json_object
 from quire.config.hf_config import HFConfig
+from quire.config.hub import MODEL_FILES, TOKENIZER_FILES, fetch_model, is_hub_id
 from quire.config.model_impl import CHOICES, ModelImpl
 from quire.config.pooling import PoolingConfig
 from quire.config.quantization import METHODS
-from quire.errors import ConfigError, ModelLoadError
+from quire.errors import ModelLoadError
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
@@ -177,19 +177,6 @@ def _stored_dtype(model_config: ModelConfig) -> str:
     return _BY_CHECKPOINT.get(stored, stored)
 
 
-_HUB_ID = re.compile(r"^[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?$")
-_TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
-MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
-"""Patterns of the files of a repository that are downloaded."""
-SECOND_COPIES = ["consolidated*", "original/*", "metal/*", "onnx/*"]
-"""Files in which some repositories hold the weights once more, in a form for other programs."""
-
-
-def is_hub_id(name: str) -> bool:
-    """Returns whether a name has the form of a hub id."""
-    return _HUB_ID.match(name) is not None and not name.startswith((".", "~"))
-
-
 def resolve_model_dir(
     model: str,
     revision: str | None = None,
@@ -218,42 +205,4 @@ def resolve_model_dir(
             f"{model} is not a directory, and not a hub id either (those look like owner/name); "
             "check the path, or fetch a model with quire pull OWNER/NAME"
         )
-    return _download(model, revision, download_dir, token, _TOKENIZER_FILES if tokenizer_only else MODEL_FILES)
-
-
-def _download(
-    model: str, revision: str | None, download_dir: str | None, token: str | None, patterns: list[str]
-) -> Path:
-    import huggingface_hub  # a third-party import of 0.2 s that local models do not need
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                model,
-                revision=revision,
-                cache_dir=download_dir,
-                token=token,
-                allow_patterns=patterns,
-                ignore_patterns=SECOND_COPIES,
-            )
-        )
-    except (OSError, ValueError) as e:  # the hub's own errors derive from these
-        cause = str(e).splitlines()[0] if str(e) else type(e).__name__
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
-            cause = "HF_HUB_OFFLINE is set, and the hub's cache does not hold it"
-        raise ModelLoadError(
-            f"{model} is not a local directory and could not be fetched from the hub ({cause}); {_fetch_advice(model)}"
-        ) from e
-    except Exception as e:  # httpx errors do not share a base with OSError
-        if isinstance(e, ConfigError):
-            raise
-        raise ModelLoadError(
-            f"{model} is not a local directory and the hub cannot be reached ({type(e).__name__}); "
-            f"{_fetch_advice(model)}"
-        ) from e
-
-
-def _fetch_advice(model: str) -> str:
-    if "/" not in model:
-        return f"give the path of a downloaded checkpoint, or a hub id with its owner, as in OWNER/{model}"
-    return f"give the path of a downloaded checkpoint, or fetch it where there is a network with: quire pull {model}"
+    return fetch_model(model, revision, download_dir, token, TOKENIZER_FILES if tokenizer_only else MODEL_FILES)

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from quire.cli.info import kv_cache_specs
+from quire.cli.machine import read_speed
 from quire.cli.main import main
 from quire.config.engine_args import EngineArgs
 from quire.config.hf_config import HFConfig
 from quire.testing.tiny_models import make_tiny_checkpoint
 from quire.wire.kv_cache import AnyKVCacheSpec
 from quire.worker.attention.layer import Attention
+from quire.worker.kernels.library import native_library
 from quire.worker.models.registry import get_model_class
 
 from .conftest import LLAMA
@@ -96,6 +98,32 @@ def test_memory_rule_is_the_workers(checkpoint: Path, capsys: Capture, monkeypat
     monkeypatch.setattr("quire.cli.info.available_cpu_memory", lambda: 10**12)
     report = info(capsys, str(checkpoint), "--max-num-seqs", "2")
     assert report["capacity"]["blocks"] == 2 * 256 // 16 + 1
+
+
+def test_reading_the_weights_limits_the_speed(
+    model_dir: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.cli.info.CACHED_BYTES", 1)
+    monkeypatch.setattr("quire.cli.info.read_speed", lambda: 1e6)
+    sizes = {
+        "model.embed_tokens.weight": 512,
+        "model.layers.0.mlp.experts.3.up_proj.weight": 256,
+        "lm_head.weight": 512,
+    }
+    write_safetensors(model_dir / "model.safetensors", {name: ("BF16", [n, 64]) for name, n in sizes.items()})
+    (model_dir / "config.json").write_text(json.dumps({**LLAMA, "tie_word_embeddings": False}))
+    one = info(capsys, str(model_dir))["speed"]
+    assert one["read_per_token_bytes"] == (512 + 256) * 128
+    assert one["tokens_per_s_at_most"] == pytest.approx(1e6 / one["read_per_token_bytes"], abs=0.1)
+    experts = {**LLAMA, "tie_word_embeddings": False, "num_experts": 8, "num_experts_per_tok": 2}
+    (model_dir / "config.json").write_text(json.dumps(experts))
+    assert info(capsys, str(model_dir))["speed"]["read_per_token_bytes"] == (512 + 256 // 4) * 128
+    monkeypatch.undo()
+    assert info(capsys, str(model_dir))["speed"] == {}
+
+
+def test_the_speed_of_memory_is_measured() -> None:
+    assert (read_speed(1 << 20) or 0) > 0 or native_library() is None
 
 
 def test_context_fits_or_is_a_problem(checkpoint: Path, capsys: Capture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import threading
@@ -12,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
 
+from quire.cli.info import kv_cache_specs
 from quire.cli.main import main
+from quire.config.hf_config import HFConfig
+from quire.config.hub import SUGGESTED
+from quire.config.model import ASSETS_DIR
+from quire.worker.models.registry import get_model_class
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -27,17 +34,23 @@ FILES = {
 }
 
 
-def oid(name: str) -> str:
+def oid(data: bytes) -> str:
     """Returns the hub's name of a file's content."""
-    return hashlib.sha1(FILES[name]).hexdigest()
+    return hashlib.sha1(data).hexdigest()
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves the repository o/n, the empty o/bin, and refuses all others."""
+    """Serves the repositories o/n, o/bin and o/demo (the model that ships with Quire), and refuses all others."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.fetched: list[str] = []
+        self.repos = {
+            "n": FILES,
+            "bin": {"pytorch_model.bin": b"pickled"},
+            "gated": FILES,
+            "demo": {path.name: path.read_bytes() for path in (ASSETS_DIR / "demo").iterdir() if path.is_file()},
+        }
         self.sizes: dict[str, int] = {}
         """Sizes that the hub claims, where they are not the real ones."""
         self.breaks_off = False
@@ -58,35 +71,47 @@ class Answer(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         if path.startswith("/api/models/o/"):
             repo = path.split("/")[4]
-            names = ["pytorch_model.bin"] if repo == "bin" else list(FILES) if repo == "n" else None
-            if names is not None and "/tree/" in path:
-                tree = [{"type": "file", "path": n, "size": len(FILES[n]), "oid": oid(n)} for n in names]
+            files = self.server.repos.get(repo)
+            if files is not None and "/revision/" in path and not path.endswith(("/main", COMMIT)):
+                self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+                return
+            if files is not None and "/tree/" in path:
+                tree = [{"type": "file", "path": n, "size": len(data), "oid": oid(data)} for n, data in files.items()]
                 self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
                 return
-            if names is not None:
-                siblings = [{"rfilename": n, "size": self.server.sizes.get(n, len(FILES[n]))} for n in names]
+            if files is not None:
+                siblings = [{"rfilename": n, "size": self.server.sizes.get(n, len(data))} for n, data in files.items()]
                 body = {"id": f"o/{repo}", "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
                 self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
                 return
-        if path.startswith(f"/o/n/resolve/{COMMIT}/") and (name := path.rsplit("/", 1)[1]) in FILES:
-            self._send_file(name)
+        if path == "/api/models":
+            self._send(200, b'[{"id": "o/n"}, {"id": "o/demo"}]', {"Content-Type": "application/json"})
+            return
+        if path.startswith("/o/gated/resolve/"):
+            self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+            return
+        parts = path.split("/")
+        if parts[1] == "o" and parts[3:5] == ["resolve", COMMIT] and parts[5] in self.server.repos.get(parts[2], ()):
+            self._send_file(parts[5], self.server.repos[parts[2]][parts[5]])
             return
         self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
-    def _send_file(self, name: str) -> None:
-        data = FILES[name]
-        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
-        headers = {"ETag": f'"{oid(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+    def _send_file(self, name: str, data: bytes) -> None:
+        start, end = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")
+        self._send_part(name, data, int(start), min(int(end or len(data)) + 1, len(data)))
+
+    def _send_part(self, name: str, data: bytes, start: int, end: int) -> None:
+        headers = {"ETag": f'"{oid(data)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if self.command == "GET":
             self.server.fetched.append(f"{name}+{start}" if start else name)
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if end - start < len(data):
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         if self.server.breaks_off and name.endswith(".safetensors") and self.command == "GET":
             self.server.breaks_off = False
             self._send(200, data[: len(data) // 2], headers | {"Content-Length": str(len(data))})
             self.connection.close()
             return
-        self._send(206 if start else 200, data[start:], headers)
+        self._send(206 if end - start < len(data) else 200, data[start:end], headers)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -168,7 +193,12 @@ def test_a_download_that_broke_off_is_resumed(hub: Hub, quire: Any) -> None:
 def test_what_cannot_be_pulled(hub: Hub, quire: Any) -> None:
     for name, message in (
         ("o/bin", "holds no safetensors weights"),
-        ("o/none", "could not be fetched from the hub"),
+        (
+            "o/nn",
+            "the hub has no model o/nn, or shows it only to those with a token (HF_TOKEN=hf_...); did you mean o/n?",
+        ),
+        ("Qwen/qwen3-0.6", "did you mean Qwen/Qwen3-0.6B?"),
+        ("o/gated", f"o/gated is gated: accept its terms at {hub.url}/o/gated"),
         ("../x", "takes a hub id"),
     ):
         refused = quire("pull", name)
@@ -182,3 +212,87 @@ def test_what_cannot_be_pulled(hub: Hub, quire: Any) -> None:
     assert "o/n needs" in full.stderr
     assert "make room (quire list, quire rm)" in full.stderr
     assert hub.fetched == []
+
+
+def test_info_of_a_model_that_was_not_downloaded(hub: Hub, quire: Any, tmp_path: Path) -> None:
+    shown = quire("info", "o/demo", "--json")
+    assert shown.returncode == 0, shown.stderr
+    report = json.loads(shown.stdout)
+    local = json.loads(quire("info", str(ASSETS_DIR / "demo"), "--json").stdout)
+    for section in ("weights", "shape", "kv_cache", "sampling_defaults", "tokenizer"):
+        assert report[section] == local[section]
+    assert (report["model"]["name"], report["model"]["directory"]) == ("o/demo", None)
+    size = sum(len(data) for data in hub.repos["demo"].values())
+    assert (report["download"]["files"], report["download"]["bytes"]) == (5, size)
+    assert report["problems"] == []
+    assert not (tmp_path / "hub" / "models--o--demo").exists(), "a part of a model would pass for the model"
+    hub.sizes["model.safetensors"] = 1 << 60
+    full = quire("info", "o/demo")
+    assert full.returncode == 2
+    assert "problem: o/demo needs 1073741824.0 GiB more" in full.stdout
+    hub.sizes.clear()
+    assert quire("pull", "o/demo").returncode == 0
+    held = json.loads(quire("info", "o/demo", "--json").stdout)
+    assert held["model"]["directory"].endswith(COMMIT)
+    assert "download" not in held
+
+
+def test_what_is_fetched_is_said_before(hub: Hub, quire: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quire("pull", "o/n")
+    line = f"fetching o/n: 24.0 MiB in 3 of 3 files, to {tmp_path / 'hub'} ("
+    assert [message.startswith(line) for message in caplog.messages] == [True]
+    assert "Ctrl-C stops it, and the same command goes on" in caplog.text
+    caplog.clear()
+    quire("pull", "o/n")
+    assert caplog.messages == []
+    hub.repos["n"] = FILES | {"tokenizer.json": b"{}"}
+    assert quire("complete", "--model", "o/n", "x").returncode == 2
+    assert "fetching o/n: 0.0 MiB in 1 of 4 files" in caplog.text
+
+
+def test_a_full_disk_and_a_missing_revision(hub: Hub, quire: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = quire("pull", "o/n", "--revision", "v9")
+    assert f"o/n has no revision 'v9'; {hub.url}/o/n lists them" in refused.stderr
+
+    def fill(*args: Any, **kwargs: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fill)
+    full = quire("pull", "o/n")
+    assert full.returncode == 2
+    assert "is full; make room (quire list, quire rm), or choose another with --download-dir" in full.stderr
+
+
+def test_suggested_models_are_what_their_shapes_say(quire: Any, tmp_path: Path) -> None:
+    listed = quire("pull").stdout
+    for model in SUGGESTED:
+        hf = HFConfig(SHAPES[model.name], tmp_path / "config.json")
+        with torch.device("meta"):
+            weights = get_model_class(hf)(hf)
+        assert sum(p.numel() for p in weights.parameters()) == model.parameters, model.name
+        specs = kv_cache_specs(hf, 1, "bfloat16").values()
+        assert sum(spec.page_size_bytes for spec in specs) == model.cache_bytes_per_token, model.name
+        assert f"{model.name} " in listed
+    assert set(SHAPES) == {model.name for model in SUGGESTED}
+
+
+def _shape(architecture: str, model_type: str, *sizes: int, **others: Any) -> dict[str, Any]:
+    """Returns a config: hidden size, layers, heads, heads of the cache, head size, inner size, vocabulary."""
+    keys = (
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "vocab_size",
+    )  # fmt: skip
+    named = {"architectures": [architecture], "model_type": model_type, "max_position_embeddings": 8192}
+    return named | dict(zip(keys, sizes, strict=True)) | {"tie_word_embeddings": True} | others
+
+
+SHAPES = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _shape("LlamaForCausalLM", "llama", 576, 30, 9, 3, 64, 1536, 49152),
+    "Qwen/Qwen3-0.6B": _shape("Qwen3ForCausalLM", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936),
+    "google/gemma-3-1b-it": _shape(
+        "Gemma3ForCausalLM", "gemma3_text", 1152, 26, 4, 1, 256, 6912, 262144, query_pre_attn_scalar=256
+    ),
+    "meta-llama/Llama-3.2-1B-Instruct": _shape("LlamaForCausalLM", "llama", 2048, 16, 32, 8, 64, 8192, 128256),
+    "HuggingFaceTB/SmolLM3-3B": _shape("SmolLM3ForCausalLM", "smollm3", 2048, 36, 16, 4, 128, 11008, 128256),
+    "Qwen/Qwen3-4B-Instruct-2507": _shape("Qwen3ForCausalLM", "qwen3", 2560, 36, 32, 8, 128, 9728, 151936),
+}

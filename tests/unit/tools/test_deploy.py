@@ -160,9 +160,18 @@ def test_the_autoscalers_look_at_the_saturation() -> None:
     assert "quire_saturation" in exported()
 
 
-def cache_root_in_the_image() -> str:
-    (line,) = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if "QUIRE_CACHE_ROOT=" in line]
+def cache_root_in_the_image(variable: str = CACHE_ROOT.name) -> str:
+    (line,) = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith(f"ENV {variable}=")]
     return line.partition("=")[2]
+
+
+def test_models_of_the_hub_are_kept_where_a_server_can_write() -> None:
+    pod, *_ = yaml.safe_load_all((DEPLOY / "kubernetes" / "server.yaml").read_text())
+    (container,) = pod["spec"]["template"]["spec"]["containers"]
+    composed = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["quire"]["environment"]
+    for environment in ({one["name"]: one["value"] for one in container["env"]}, composed):
+        assert environment["HF_HOME"] == cache_root_in_the_image("HF_HOME")
+        assert Path(environment["HF_HOME"]).is_relative_to(environment[CACHE_ROOT.name])
 
 
 def test_a_pod_can_write_its_weight_cache() -> None:
