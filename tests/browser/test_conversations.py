@@ -79,6 +79,7 @@ GROWING = [
     "- a\n\n- b\n\n  c\n\n1. d\n\n> - e\n>\n> f\n\ng\n---\nh",
     "[x]: https://example.org\n\na\n\nb\n\nc\n\nd [x] e",
     "a [y] b\n\nc\n\nd\n\ne\n\n[y]: https://example.org",
+    "a\n\n> q  c\n---~~~\n",
     "> " * 60 + "deep",
     "```\nopen\n\n# no title\n\n",
     "a | b\n-|-\n1 | 2\n\n~~~\n```\n~~~",

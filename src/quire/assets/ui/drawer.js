@@ -14,8 +14,12 @@ export class Drawer {
     this.node.querySelector(".close")?.addEventListener("click", () => this.close());
     this.node.addEventListener("close", () => this.#show());
     this.node.addEventListener("click", (event) => { if (event.target === this.node && narrow.matches) this.close(); });
-    narrow.addEventListener("change", () => this.close()); // a sheet is no column
-    if (startsOpen && !narrow.matches) this.open({ focus: false });
+    const start = () => { if (startsOpen && !narrow.matches) this.open({ focus: false }); };
+    narrow.addEventListener("change", () => {
+      this.close(); // a sheet is no column
+      start();
+    });
+    start();
   }
 
   open({ focus = true } = {}) {
