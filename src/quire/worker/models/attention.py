@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
-from quire.errors import UnsupportedModelError
 from quire.worker.attention.layer import Attention
 from quire.worker.kernels.base import Kernels, RotationKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
@@ -17,7 +16,7 @@ from quire.worker.layers.linear import Linear, side_by_side
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.row_order import attention_orders, half_order
 from quire.worker.layers.weights import GIVEN_BACK, weight
-from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_qk_norm
+from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_qk_norm, projection_sizes
 
 ACTIVATION_OF_GATE: Mapping[str, Activation] = {"sigmoid": torch.sigmoid, "softplus": torch.nn.functional.softplus}
 Rotating = tuple[tuple[tuple[RotationKernel, bool], ...], RotationKernel | None]
@@ -34,15 +33,7 @@ class SelfAttention(nn.Module):
         self.spec, self.layer = spec, layer
         self.head_dim = layer.head_dim or hf.head_dim
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        k_size = 0 if layer.kv_from else kv_size
-        v_size = 0 if layer.values_are_keys else k_size
-        sizes = {"q_proj": q_size, "k_proj": k_size, "v_proj": v_size, "gate_proj": 0}
-        if spec.output_gate is not None:
-            if spec.qkv_bias and not spec.output_gate.in_queries:
-                raise UnsupportedModelError(f"{hf.path} asks for biases of queries, but not of gates: not implemented")
-            sizes["q_proj" if spec.output_gate.in_queries else "gate_proj"] += (
-                num_heads if spec.output_gate.per_head else q_size
-            )
+        sizes = projection_sizes(spec, layer, num_heads, q_size, kv_size)
         self.sizes = list(sizes.values())
         parts, inner = {part: size for part, size in sizes.items() if size}, LinearSpec(clip=spec.clip_qkv)
         self.qkv_proj = side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_qkv is not None, inner)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from quire.config.attention_layout import attention_windows, kv_sources, layer_configs
 from quire.config.hf_config import HFConfig, RopeConfig
+from quire.errors import UnsupportedModelError
 from quire.worker.attention.backend import ScaleGrowth
 from quire.worker.kernels.specs import LatentSizes, RotaryAngles
 from quire.worker.layers.moe import MoESpec
@@ -194,6 +195,21 @@ def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> De
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         activation=hf.get("hidden_act", "silu"),
     )
+
+
+def projection_sizes(spec: DecoderSpec, layer: LayerSpec, num_heads: int, q_size: int, kv_size: int) -> dict[str, int]:
+    """Returns the rows of each projection of an attention layer, by its name: 0 for one that it does not have. Raises
+    UnsupportedModelError for biases that gates lack."""
+    k_size, gate = 0 if layer.kv_from else kv_size, spec.output_gate
+    sizes = {"q_proj": q_size, "k_proj": k_size, "v_proj": 0 if layer.values_are_keys else k_size, "gate_proj": 0}
+    if gate is None:
+        return sizes
+    if spec.qkv_bias and not gate.in_queries:
+        raise UnsupportedModelError(
+            "config.json asks for biases of queries, but not of gates, which is not implemented"
+        )
+    sizes["q_proj" if gate.in_queries else "gate_proj"] += num_heads if gate.per_head else q_size
+    return sizes
 
 
 def make_norm(spec: DecoderSpec, dim: int) -> Norm:

@@ -161,7 +161,7 @@ def test_an_unknown_quantization_is_refused(llama: Path, monkeypatch: pytest.Mon
             ["LlamaForCausalLm"],
             "'LlamaForCausalLm' of config.json is not implemented; similar ones are LlamaForCausalLM",
         ),
-        (["Zzz"], "known are ApertusForCausalLM, ArceeForCausalLM, "),
+        (["Zzz"], "known are AfmoeForCausalLM, ApertusForCausalLM, "),
         ([], "does not name an architecture"),
     ],
 )
