@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from quire.frontend.llm import LLM as LLM
     from quire.frontend.llm_engine import LLMEngine as LLMEngine
+    from quire.frontend.new_request import PromptType as PromptType
     from quire.frontend.new_request import TextPrompt as TextPrompt
     from quire.frontend.new_request import TokensPrompt as TokensPrompt
     from quire.frontend.session import StreamingInput as StreamingInput
@@ -52,6 +53,7 @@ _EXPORTS: dict[str, str] = {
     "AsyncLLM": "quire.frontend.async_llm",
     "AsyncLLMEngine": "quire.frontend.async_llm",
     "StreamingInput": "quire.frontend.session",
+    "PromptType": "quire.frontend.new_request",
     "TokensPrompt": "quire.frontend.new_request",
     "TextPrompt": "quire.frontend.new_request",
     "EngineArgs": "quire.config.engine_args",

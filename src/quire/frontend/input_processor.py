@@ -85,7 +85,8 @@ class InputProcessor:
             validate_session_params(new.params)
         if new.lora_request is not None:
             raise ValidationError(
-                f"LoRA adapter {new.lora_request.lora_name!r} was asked for, and this engine has no LoRA support",
+                f"LoRA adapter {new.lora_request.lora_name!r} was asked for, and this engine has no LoRA support; "
+                "merge the adapter into the model's weights and load those",
                 param="lora_request",
             )
         prompt = self.read_prompt(new.prompt, new.tokenization_kwargs)

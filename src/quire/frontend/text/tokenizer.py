@@ -42,6 +42,14 @@ def _decoder_step(state: dict[str, Any]) -> str:
     return "" if looks_around else kind
 
 
+class EncodedTexts(dict[str, Any]):
+    """A dict with one key, `input_ids`, which is also an attribute."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+
 class Tokenizer:
     """The tokenizer of one model. Thread-safe after construction."""
 
@@ -67,6 +75,12 @@ class Tokenizer:
         return f"Tokenizer(vocab_size={len(self)}, special_tokens={self.special_tokens_map})"
 
     # -- text and ids -------------------------------------------------------------------------------------------------
+
+    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> EncodedTexts:
+        """Returns the ids of a text, or of each of several, in the form of transformers' tokenizers."""
+        if isinstance(text, str):
+            return EncodedTexts(input_ids=self.encode(text, add_special_tokens))
+        return EncodedTexts(input_ids=[self.encode(each, add_special_tokens) for each in text])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`. Special tokens written out in the text become their ids, as everywhere in the
@@ -189,6 +203,18 @@ class Tokenizer:
     def all_special_ids(self) -> list[int]:
         """The ids of `all_special_tokens`."""
         return [i for i in self.convert_tokens_to_ids(self.all_special_tokens) if i is not None]
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens_map.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        return self.special_tokens_map.get("pad_token")
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)

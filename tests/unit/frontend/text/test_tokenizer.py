@@ -61,6 +61,9 @@ def test_special_tokens_equal_transformers(tokenizer_dirs: dict[str, Path], kind
         theirs.eos_token_id,
         theirs.pad_token_id,
     )
+    assert (ours.bos_token, ours.eos_token, ours.pad_token) == (theirs.bos_token, theirs.eos_token, theirs.pad_token)
+    for text in ("a b", ["a", "b c"]):
+        assert ours(text).input_ids == ours(text)["input_ids"] == theirs(text).input_ids
     assert len(ours) == len(theirs)
     assert ours.vocab_size == theirs.vocab_size
     assert ours.get_vocab() == theirs.get_vocab()
