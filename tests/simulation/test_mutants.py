@@ -15,12 +15,26 @@ from tests.simulation.mutants import CHANGE_NO_TOKEN, FRONTEND_MUTANTS, MUTANTS
 from tests.simulation.run import EPISODE_OPERATIONS
 
 MAX_OPERATIONS = 100_000
+LUCKY_SEEDS = {
+    "cached_tokens_not_reported": 2, "collisions_are_hits": 2, "counts_every_look_up": 2, "double_free": 2,
+    "evict_in_use": 2, "evicted_block_stays_findable": 2, "eviction_from_the_tail": 8,
+    "eviction_unnoticed_by_look_up": 3, "failed_steps_stay_cached": 5, "half_awake": 12, "hash_without_adapter":
+    2, "hash_without_parent": 2, "hash_without_salt": 2, "journal_loses_the_last_token": 9,
+    "last_block_never_hit": 8, "new_block_unnoticed_by_look_up": 38, "nobody_is_computed_again": 3,
+    "one_request_too_many": 4, "preempted_to_the_tail": 4, "prefixes_outlive_a_sleep": 7,
+    "prefixes_outlive_the_weights": 4, "prompt_not_reserved": 8, "queued_again_after_a_restart": 9,
+    "registered_before_computed": 34, "shared_block_not_counted": 2, "sleep_with_steps_in_flight": 4,
+    "token_in_flight_computed_again": 8, "victim_keeps_its_tokens": 3, "watermark_ignored": 22,
+    "window_hit_too_short": 2, "wrong_free_order": 2,
+}  # fmt: skip
+"""Seeds that have caught mutants which seeds 0 and 1 do not. They save time and may age: all seeds follow."""
 
 
-def operations_until_caught(*, audited: bool = False) -> tuple[int, SimulationError | None]:
-    """Run seeds 0, 1, 2, ... until something is noticed; with `audited` all of them have their metrics scraped."""
+def operations_until_caught(name: str, *, audited: bool = False) -> tuple[int, SimulationError | None]:
+    """Run the lucky seed, then seeds 0, 1, 2, ... until something is noticed; with `audited` all of them have their
+    metrics scraped."""
     done = 0
-    for seed in range(MAX_OPERATIONS // EPISODE_OPERATIONS):
+    for seed in (LUCKY_SEEDS.get(name, 0), *range(MAX_OPERATIONS // EPISODE_OPERATIONS)):
         try:
             done += run_episode(seed, EPISODE_OPERATIONS, audited=audited)["operations"]
         except SimulationError as error:
@@ -38,7 +52,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     MUTANTS[name](monkeypatch)
-    done, error = operations_until_caught()
+    done, error = operations_until_caught(name)
     assert error is not None, f"{name}: {done} operations noticed nothing"
     with capsys.disabled():
         print(f"\n{name}: {done} operations, {type(error.cause).__name__}: {str(error.cause)[:90]}", end=" ")
@@ -52,12 +66,12 @@ def test_mutant_is_caught_by_its_answers_alone(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(Invariants, "free_order", lambda *args: nullcontext())
     monkeypatch.setattr(KVCacheManager, "check_integrity", lambda self: None)
     MUTANTS[name](monkeypatch)
-    done, error = operations_until_caught()
+    done, error = operations_until_caught(name)
     assert error is not None, f"{name}: {done} operations gave only right answers"
 
 
 @pytest.mark.parametrize("name", FRONTEND_MUTANTS)
 def test_mutant_is_caught_by_the_metrics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FRONTEND_MUTANTS[name](monkeypatch)
-    done, error = operations_until_caught(audited=True)
+    done, error = operations_until_caught(name, audited=True)
     assert error is not None, f"{name}: {done} operations, and every scrape added up"

@@ -53,7 +53,7 @@ def test_a_text_means_the_same_however_it_is_cut(name: str, text: str, meaning: 
 
 
 @pytest.mark.parametrize("name", DISTINCT)
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(30))
 @given(data=st.data(), text=hostile_texts)
 def test_hostile_text_means_the_same_however_it_is_cut(name: str, data: st.DataObject, text: str) -> None:
     program = TOOL_PARSERS[name].program
@@ -66,7 +66,7 @@ def test_hostile_text_means_the_same_however_it_is_cut(name: str, data: st.DataO
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in REWRITTEN])
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(25))
 @given(arguments=json_objects, size=st.integers(1, 9), indent=st.none() | st.integers(0, 2))
 def test_arguments_are_the_text_the_model_wrote(name: str, arguments: object, size: int, indent: int | None) -> None:
     text = json.dumps(arguments, ensure_ascii=False, indent=indent)
@@ -92,7 +92,7 @@ def test_arguments_are_the_text_the_model_wrote(name: str, arguments: object, si
     assert read(TOOL_PARSERS[name].program, split(written, size)) == [("call", "f"), ("arguments", text)]
 
 
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(40))
 @given(arguments=json_objects, size=st.integers(1, 9))
 def test_python_literals_become_json(arguments: dict[str, object], size: int) -> None:
     keywords = {f"k{i}": value for i, value in enumerate(arguments.values())}
@@ -119,7 +119,7 @@ def in_gemmas_notation(value: object) -> str:
     return json.dumps(value)
 
 
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(40))
 @given(arguments=json_objects, size=st.integers(1, 9))
 def test_gemmas_notation_becomes_json(arguments: dict[str, object], size: int) -> None:
     values = {f"k{i}": value for i, value in enumerate(arguments.values())}
@@ -131,7 +131,7 @@ def test_gemmas_notation_becomes_json(arguments: dict[str, object], size: int) -
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "seed_oss"])
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(40))
 @given(arguments=json_objects, size=st.integers(1, 9), are_known=st.booleans())
 def test_values_in_tags_become_json(name: str, arguments: dict[str, object], size: int, are_known: bool) -> None:
     """Their schemas decide; without them, their form."""
