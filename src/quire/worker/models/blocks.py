@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from quire.config.hf_config import HFConfig
-from quire.worker.kernels.specs import LinearSpec
+from quire.worker.kernels.base import ActivationKernel, Kernels
+from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.kernels.specs import LinearSpec, XieluSpec
 from quire.worker.layers.linear import Linear, side_by_side
 from quire.worker.layers.moe import MoE
 from quire.worker.layers.norm import Norm
-from quire.worker.layers.weights import weight
-from quire.worker.layers.xielu import Xielu
+from quire.worker.layers.weights import GIVEN_BACK, weight
 from quire.worker.models.attention import SelfAttention
 from quire.worker.models.latent import LatentAttention
 from quire.worker.models.layer_inputs import LayerInput
@@ -30,6 +32,34 @@ A mixer is a module made as `mixer(hf, spec, layer, name)`, where `name` is its 
 rotations, residual)` maps [num_tokens, hidden] to the same shape and adds `residual`. What it keeps between steps it
 declares by the layers it owns: see `worker/attention/layer.py:Attention.kv_cache_spec`.
 """
+
+
+class Xielu(nn.Module):
+    """An activation with learned numbers (Huang and Schlag 2024), by its names in the checkpoint: `specs.xielu`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = weight(1), weight(1)
+        self.beta, self.eps = weight(), weight()
+        self._kernel: ActivationKernel | None = None
+
+    def prepare(self, kernels: Kernels) -> ActivationKernel:
+        slope = self.beta.data
+        spec = XieluSpec(
+            positive=functional.softplus(self.alpha_p.data).item(),
+            negative=(slope + functional.softplus(self.alpha_n.data)).item(),
+            slope=slope.item(),
+            least=self.eps.data.item(),
+        )
+        self._kernel = kernel = kernels.xielu(spec)
+        return kernel
+
+    def discard(self) -> None:
+        self._kernel = GIVEN_BACK
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, dim] to the same shape."""
+        return (self._kernel or self.prepare(TORCH_KERNELS))(x)
 
 
 class MLP(nn.Module):
