@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.cli.chat_session import ChatSession
 from tests.process.serving import ServerProcess
 
 from .conftest import PHONE, Window
@@ -268,7 +269,10 @@ def test_conversations_are_listed_kept_renamed_exported_and_deleted(window: Wind
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "France?"},
         {"role": "assistant", "content": "**Paris**.", "reasoning": "A capital."},
-    ], "what `quire chat` loads"
+    ]
+    session = ChatSession(None, {})  # type: ignore[arg-type]  # no model is asked
+    session.load_json(saved)  # as /load of `quire chat` does
+    assert (session.system, len(session.messages)) == ("Be brief.", 2)
     with page.expect_download() as download:
         act(page, "Capitals", "Export as Markdown")
     download.value.save_as(tmp_path / "c.md")
