@@ -284,6 +284,7 @@ def test_conversations_are_listed_kept_renamed_exported_and_deleted(window: Wind
     page.get_by_role("button", name="Undo").click()
     page.get_by_role("link", name="Capitals").wait_for()
     act(page, "Capitals", "Delete")
+    page.get_by_role("link", name="Capitals").wait_for(state="detached")
     page.reload()
     page.get_by_role("link", name="Norway?").wait_for()
     assert page.locator("#conversations li").count() == 1
@@ -356,7 +357,9 @@ def test_a_message_is_edited_and_sent_again(window: Window) -> None:
 def test_tool_calls_are_shown_again(window: Window) -> None:
     page = window.open("/ui")
     call = {"index": 0, "id": "c1", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    sent = answer_with(page, stream("", calls=[call]), stream("It is sunny."))
+    sent = answer_with(
+        page, stream("", reasoning="I ask.", calls=[call]), stream("It is sunny.", reasoning="So."), stream("Yes.")
+    )
     ask(page, "How is the weather?")
     wait_for_answer(page)
     page.reload()
@@ -365,6 +368,7 @@ def test_tool_calls_are_shown_again(window: Window) -> None:
     wait_for_answer(page, 2)
     assert [message["role"] for message in sent[-1]] == ["user", "assistant", "tool"]
     assert sent[-1][1]["tool_calls"][0]["id"] == sent[-1][2]["tool_call_id"] == "c1"
+    assert sent[-1][1]["reasoning"] == "I ask.", "the model goes on from there"
     page.reload()
     assert text_of(wait_for_answer(page, 2)) == "It is sunny."
     box = page.locator(".call")
@@ -372,6 +376,9 @@ def test_tool_calls_are_shown_again(window: Window) -> None:
     box.locator("summary").click()
     assert "sunny" in box.inner_text()
     assert page.get_by_role("button", name="Give the results").count() == 0
+    ask(page, "Sure?")
+    wait_for_answer(page, 3)
+    assert ["reasoning" in message for message in sent[-1]] == [False, True, False, False, False]
     window.check()
 
 

@@ -8,6 +8,8 @@ import { put } from "./store.js";
 
 const TITLE_LENGTH = 60, SAVE_MS = 2000;
 const FORM = ["role", "content", "tool_calls", "tool_call_id"]; // what the API gets of a message
+/** With a call also the reasoning before it: the model goes on from there once it has the result. */
+const sentForm = (message) => Object.fromEntries(Object.entries(message).filter(([key]) => FORM.includes(key) || (key === "reasoning" && message.tool_calls)));
 
 export const newRecord = () => ({ id: "", title: "", created: Date.now(), updated: 0, model: "", settings: {}, messages: [], firstKept: 0 });
 const newId = () => [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -161,7 +163,7 @@ export class Thread {
 
   get #sent() {
     const kept = this.messages.slice(this.record.firstKept).filter((message) => !message.dropped);
-    return [...this.#system, ...kept.map((message) => Object.fromEntries(FORM.filter((key) => key in message).map((key) => [key, message[key]])))];
+    return [...this.#system, ...kept.map(sentForm)];
   }
 
   /** Leaves out the oldest turns until a quarter of the context is free for the answer, as `quire chat` does. Returns the
