@@ -36,6 +36,7 @@ CLIENTS = (
     Client(name="schemathesis", tier=1, requirements=("schemathesis>=4",)),
     Client(name="litellm", tier=2, requirements=("litellm>=1.80",)),
     Client(name="langchain", tier=2, requirements=("langchain-openai>=1",)),
+    Client(name="llama_index", tier=2, requirements=("llama-index-llms-openai-like>=0.8",)),
     Client(name="instructor", tier=2, requirements=("instructor>=1.14",)),
     Client(name="pydantic_ai", tier=2, requirements=("pydantic-ai-slim[openai]>=2",)),
     Client(name="openai_agents", tier=2, requirements=("openai-agents>=0.17",)),
