@@ -15,7 +15,8 @@ from quire.frontend.openai.routes.pages import DIRECTORY, load_assets
 from .serving import Server, check, client_of
 
 KEYS = [hashlib.sha256(b"first").digest()]
-PARTS = sorted(path.name for path in DIRECTORY.iterdir() if path.suffix != ".html")
+PARTS = {path.name: path for path in DIRECTORY.rglob("*") if path.suffix in (".css", ".js", ".svg")}
+"""Files beside the pages, by name: those of `vendor` are sent beside the others, too."""
 
 
 def test_every_file_is_sent_as_it_is() -> None:
@@ -25,7 +26,7 @@ def test_every_file_is_sent_as_it_is() -> None:
         for path, name in pages.items():
             response = await server.get(path)
             assert response.status_code == 200, path
-            assert response.content == (DIRECTORY / name).read_bytes()
+            assert response.content == PARTS.get(name, DIRECTORY / name).read_bytes()
             assert response.headers["x-content-type-options"] == "nosniff"
             policy = response.headers["content-security-policy"].split("; ")
             assert "default-src 'none'" in policy
@@ -61,7 +62,7 @@ def test_all_that_a_page_asks_for_is_here(path: str) -> None:
             assert url.startswith("http://localhost/models/")
             response = await server.get(url)
             assert response.status_code == 200, url
-            found = re.findall(r'(?:src|href|from)[= ]"([^"#]+)"', response.text)
+            found = re.findall(r'(?:src|href|from)[= ]"([\w./-]+)"', response.text)
             wanted += {urljoin(url, name) for name in found} - asked - set(wanted)
         assert len(asked) > 5
 
