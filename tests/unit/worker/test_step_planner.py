@@ -27,23 +27,8 @@ NOT_PLANNED = {
     "opt",
     *("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "xglm"),  # learned positions
     *("afmoe", "laguna"),  # gates of the answer of attention
-    *(
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gemma4_text",
-        "gemma4_unified_text",
-        "vaultgemma",
-    ),  # a factor of the embeddings
-    *(
-        "granite",
-        "granite_swa",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoeshared",
-        "hyperclovax",
-        "minicpm3",
-    ),  # a factor of each layer's sums
+    *("gemma4_text", "gemma4_unified_text"),  # a learned factor of each layer
+    "hyperclovax",  # a factor of norms
     *("ernie4_5_moe", "hunyuan_v1_moe"),  # a router in float32 behind layers in bfloat16
 }
 """Families with layers that torch computes."""

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from quire.config.quantization import QuantizationScheme
 from quire.worker.kernels.base import ExpertsKernel, Kernels, LinearKernel, RouterKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.kernels.specs import CLAMPED_SWIGLU, LOGITS, ExpertsSpec, LinearSpec, RouterSpec, get_activation
+from quire.worker.kernels.specs import (
+    CLAMPED_SWIGLU,
+    LOGITS,
+    PLAIN,
+    ExpertsSpec,
+    LinearSpec,
+    RouterSpec,
+    get_activation,
+)
 from quire.worker.layers.linear import Linear, PackedLinear
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.weights import GIVEN_BACK, forget, weight
@@ -257,10 +265,16 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, experts, and the expert that all tokens share."""
+    """Router, experts, and the expert that all tokens share. Their sum is divided by `output.divisor`."""
 
-    def __init__(self, spec: MoESpec, hidden_size: int, activation: str) -> None:
+    def __init__(self, spec: MoESpec, hidden_size: int, activation: str, output: LinearSpec = PLAIN) -> None:
         super().__init__()
+        if output.divisor != 1.0:
+            assert not spec.scales_inputs
+            assert spec.shared is None or not spec.shared.is_weighted
+            rule = dataclasses.replace(spec.router, factor=spec.router.factor / output.divisor)
+            shared = spec.shared and dataclasses.replace(spec.shared, divisor=spec.shared.divisor * output.divisor)
+            spec = dataclasses.replace(spec, router=rule, shared=shared)
         self.spec = spec
         activation = spec.activation or activation
         self.gate = Router(spec, hidden_size)

@@ -37,7 +37,7 @@ class SelfAttention(nn.Module):
         self.sizes = list(sizes.values())
         parts, inner = {part: size for part, size in sizes.items() if size}, LinearSpec(clip=spec.clip_qkv)
         self.qkv_proj = side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_qkv is not None, inner)
-        self.o_proj = Linear(q_size, hidden_size, spec.output_bias)
+        self.o_proj = Linear(q_size, hidden_size, spec.output_bias, spec.into_residual)
         paired_dim = 0
         if spec.rope_pairs and layer.rope is not None:
             paired_dim = int(self.head_dim * spec.ropes[layer.rope].partial_rotary_factor)

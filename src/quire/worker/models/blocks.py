@@ -77,7 +77,7 @@ class MLP(nn.Module):
             self.up_proj = Linear(hidden, size, spec.mlp_bias, inner)
         self.inner = "gate_up_proj" if spec.gated_mlp else "up_proj"
         self.act_fn = Xielu() if is_learned else None
-        self.down_proj = Linear(size, hidden, spec.mlp_bias)
+        self.down_proj = Linear(size, hidden, spec.mlp_bias, spec.into_residual)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
@@ -91,7 +91,7 @@ class MLP(nn.Module):
 def make_mlp(hf: HFConfig, spec: DecoderSpec, layer: LayerSpec) -> MLP | MoE:
     """Returns the layer's MLP, or its experts."""
     if layer.moe is not None:
-        return MoE(layer.moe, hf.hidden_size, spec.activation)
+        return MoE(layer.moe, hf.hidden_size, spec.activation, spec.into_residual)
     return MLP(hf, spec, layer)
 
 
@@ -128,15 +128,6 @@ class PreNormBlock(Block):
     def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
         x = self.self_attn(self.input_layernorm(x), rotations, x)
         y: Tensor = self.mlp(self.post_attention_layernorm(x), x)
-        return y
-
-
-class ScaledBlock(PreNormBlock):
-    """Norm, mixer, scale, add; norm, MLP, scale, add (Granite)."""
-
-    def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
-        x = x + self.multiplier * self.self_attn(self.input_layernorm(x), rotations)
-        y: Tensor = x + self.multiplier * self.mlp(self.post_attention_layernorm(x))
         return y
 
 
@@ -230,7 +221,6 @@ BLOCKS: Mapping[str, type[Block]] = {
     "post": PostNormBlock,
     "pre": PreNormBlock,
     "sandwich": SandwichBlock,
-    "scaled": ScaledBlock,
     "scaled-sandwich": ScaledSandwichBlock,
 }
 """Values of `DecoderSpec.block`."""

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
 from quire.config.tensor_names import names_of, renamed
-from quire.worker.kernels.specs import LinearSpec
+from quire.worker.kernels.base import ActivationKernel, Kernels
+from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.kernels.specs import LinearSpec, XieluSpec
 from quire.worker.layers.linear import Embedding, Linear
 from quire.worker.layers.rotary import RotaryEmbedding, SinusoidalPositions
+from quire.worker.layers.weights import GIVEN_BACK
 from quire.worker.models.blocks import BLOCKS
 from quire.worker.models.layer_inputs import LayerInputs
 from quire.worker.models.spec import DecoderSpec, make_norm
@@ -52,14 +55,23 @@ class Decoder(nn.Module):
         block = BLOCKS[spec.block]
         self.layers = nn.ModuleList(block(hf, spec, layer, f"model.layers.{i}") for i, layer in enumerate(spec.layers))
         self.norm = make_norm(spec, hf.hidden_size)
+        self._scale: ActivationKernel | None = None
+
+    def prepare(self, kernels: Kernels) -> ActivationKernel:
+        factor = self.embedding_multiplier
+        if self.rounds_multiplier:
+            factor = torch.tensor(factor, dtype=self.embed_tokens.weight.dtype).item()
+        self._scale = scale = kernels.xielu(XieluSpec(positive=0.0, negative=0.0, slope=factor))  # a product
+        return scale
+
+    def discard(self) -> None:
+        self._scale = GIVEN_BACK
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
-        if self.rounds_multiplier:
-            x = x * torch.tensor(self.embedding_multiplier, dtype=x.dtype).item()
-        elif self.embedding_multiplier != 1.0:
-            x = x * self.embedding_multiplier
+        if self.embedding_multiplier != 1.0:
+            x = (self._scale or self.prepare(TORCH_KERNELS))(x)
         if self.position_offset is not None:
             x = x + self.embed_positions(positions + self.position_offset)
         if self.embed_norm is not None:

@@ -83,7 +83,6 @@ class MiniCPM3ForCausalLM(_LatentForCausalLM):
         count, base = hf.num_hidden_layers, hf.get("dim_model_base")
         spec = dataclasses.replace(
             latent_spec(hf, (LayerSpec(mixer="latent"),) * count),
-            block="scaled",
             rope_pairs=False,
             embedding_multiplier=float(hf.get("scale_emb")),
             residual_multiplier=1.0 if hf.get("scale_depth") is None else float(hf.get("scale_depth")) / count**0.5,

@@ -15,7 +15,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
     """Llama with a factor on embeddings, attention scores, residuals and logits."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, dataclasses.replace(_granite_spec(hf), block="scaled"))
+        super().__init__(hf, dataclasses.replace(_granite_spec(hf)))
 
 
 class GraniteSWAForCausalLM(DecoderForCausalLM):
@@ -29,9 +29,7 @@ class GraniteSWAForCausalLM(DecoderForCausalLM):
         layers = make_layers(hf, rope=rope_of.__getitem__, moe=lambda layer: moe)
         names = {layer.rope: float(theta) for layer, theta in zip(layers, thetas, strict=True) if layer.rope}
         ropes = {name: dataclasses.replace(rope, rope_theta=theta) for name, theta in names.items()}
-        super().__init__(
-            hf, dataclasses.replace(_granite_spec(hf), block="scaled", layers=layers, ropes=ropes, attention_sinks=True)
-        )
+        super().__init__(hf, dataclasses.replace(_granite_spec(hf), layers=layers, ropes=ropes, attention_sinks=True))
 
 
 class GraniteMoeSWAForCausalLM(GraniteSWAForCausalLM):
@@ -47,7 +45,7 @@ class GraniteMoeForCausalLM(DecoderForCausalLM):
     def __init__(self, hf: HFConfig) -> None:
         moe = _experts(hf)
         spec = _granite_spec(hf, make_layers(hf, moe=lambda layer: moe))
-        super().__init__(hf, dataclasses.replace(spec, block="scaled"))
+        super().__init__(hf, dataclasses.replace(spec))
 
 
 class HyperCLOVAXForCausalLM(DecoderForCausalLM):
@@ -55,7 +53,7 @@ class HyperCLOVAXForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         spec, norms_after = _granite_spec(hf), bool(hf.get("use_post_norm", True))
-        block = "scaled-sandwich" if norms_after else "scaled"
+        block = "scaled-sandwich" if norms_after else "pre"
         super().__init__(hf, dataclasses.replace(spec, block=block, logits_divisor=1.0 / spec.logits_divisor))
         if not norms_after:
             self.names = ()

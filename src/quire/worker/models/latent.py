@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
         self.kv_a_proj_with_mqa = Linear(hidden, sizes.rank + sizes.rotary, spec.qkv_bias)
         self.kv_a_layernorm = RMSNorm(sizes.rank, spec.latent_norm_eps)
         self.kv_b_proj = HeadExpansion(self.num_heads, sizes.plain, sizes.value, sizes.rank)
-        self.o_proj = Linear(self.num_heads * sizes.value, hidden, spec.output_bias)
+        self.o_proj = Linear(self.num_heads * sizes.value, hidden, spec.output_bias, spec.into_residual)
         queries = self.q_proj if sizes.query_rank is None else self.q_b_proj
         is_paired = spec.rope_pairs and layer.rope is not None
         queries.row_orders = {"": latent_query_order(self.num_heads, sizes.plain, sizes.rotary, is_paired)}

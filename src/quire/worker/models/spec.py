@@ -15,7 +15,7 @@ from quire.config.attention_layout import attention_windows, kv_sources, layer_c
 from quire.config.hf_config import HFConfig, RopeConfig
 from quire.errors import UnsupportedModelError
 from quire.worker.attention.backend import ScaleGrowth
-from quire.worker.kernels.specs import LatentSizes, RotaryAngles
+from quire.worker.kernels.specs import PLAIN, LatentSizes, LinearSpec, RotaryAngles
 from quire.worker.layers.moe import MoESpec
 from quire.worker.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm, UnitNorm
 
@@ -149,8 +149,14 @@ class DecoderSpec:
     rounds_multiplier: bool = False
     """The factor of embeddings is rounded to the model's type, as Gemma was trained with it."""
     residual_multiplier: float = 1.0
-    """Factor of what the block "scaled" adds."""
+    """Factor of what the blocks "pre" and "scaled-sandwich" add."""
     logits_divisor: float = 1.0
+
+    @property
+    def into_residual(self) -> LinearSpec:
+        """Returns what follows the products whose results are added to the residual stream."""
+        is_scaled = self.block == "pre" and self.residual_multiplier != 1.0
+        return LinearSpec(divisor=1.0 / self.residual_multiplier) if is_scaled else PLAIN
 
 
 _HEADS = {"head_dim": "head_dim", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}

@@ -308,7 +308,9 @@ OTHER_SUMS = LATENT | frozenset(
         "gpt_oss",
         "gptj",
         "granite_swa",
+        "granitemoe",
         "granitemoe_swa",
+        "granitemoeshared",
         "laguna",
         "mpt",
         "nanochat",
@@ -320,9 +322,10 @@ OTHER_SUMS = LATENT | frozenset(
 and gemma4_text of their routers, granite_swa and granitemoe_swa the answer of attention before its share without the
 sink. Attention and MLP are added before the layer's input is (codegen, falcon, gpt_neox, gptj, phi); an activation or
 ALiBi is rounded after each operation (bloom, gpt2, gpt_neo, mpt); the sum of experts is scaled after it is rounded
-(laguna); logits are capped in the model's type (nanochat); queries are scaled before products (xglm); queries and keys,
-rotated in float32, have their elements in pairs (cohere); keys and values are made of latents before attention, which
-Quire does not (deepseek, glm4_moe_lite); the answers of experts are rounded one by one (llama4_text)."""
+(granitemoe, granitemoeshared, laguna); logits are capped in the model's type (nanochat); queries are scaled before
+products (xglm); queries and keys, rotated in float32, have their elements in pairs (cohere); keys and values are made
+of latents before attention, which Quire does not (deepseek, glm4_moe_lite); the answers of experts are rounded one by
+one (llama4_text)."""
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OTHER_SUMS])
@@ -344,7 +347,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tiny_check
     path = tiny_checkpoint(family)
     exact_model, model, oracle = load(path), load(path, dtype=torch.bfloat16), transformers_model(path, torch.bfloat16)
     errors = torch.zeros(2)
-    for length in (200, 190, 180, 170) if family in LATENT | {"afmoe", "laguna"} else (200,):
+    for length in (200, 190, 180, 170) if family in LATENT | {"afmoe", "granitemoe_swa", "laguna"} else (200,):
         token_ids = random_tokens(length)
         exact = quire_logits(exact_model, token_ids)
         with torch.inference_mode():
