@@ -35,7 +35,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
             unit_value_norm=True,
             attention_scale=1.0,
             activation=hf.get("hidden_activation"),
-            layer_input_size=int(hf.get("hidden_size_per_layer_input", 0)) or None,
+            layer_input_size=hf.size("hidden_size_per_layer_input") if hf.get("hidden_size_per_layer_input") else None,
             logits_soft_cap=hf.get("final_logit_softcapping"),
             embedding_multiplier=hf.hidden_size**0.5,
             rounds_multiplier=True,
