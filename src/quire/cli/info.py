@@ -86,7 +86,7 @@ def format_report(report: dict[str, Any]) -> str:
     """Formats the report as text."""
     lines = []
     for section, facts in report.items():
-        if isinstance(facts, dict):
+        if isinstance(facts, dict) and facts:
             lines.append(f"{section.replace('_', ' ')}:")
             lines += [f"  {name.replace('_', ' '):<24}{_shown(name, value)}" for name, value in facts.items()]
     lines += [f"problem: {problem}" for problem in report["problems"]]

@@ -201,12 +201,13 @@ def make_outline(plan: Download, token: str | None, directory: Path) -> Path:
 @contextmanager
 def _worded_errors(model: str, revision: str | None, token: str | None, directory: str | None) -> Iterator[None]:
     """Turns the hub's errors into a ModelLoadError with a remedy."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants, errors, get_token
 
     try:
         yield
     except errors.GatedRepoError as e:
-        remedy = "the account of this token has no access yet" if token else "then give a token: HF_TOKEN=hf_..."
+        has_token = bool(token or get_token())
+        remedy = "the account of this token has no access yet" if has_token else "then give a token: HF_TOKEN=hf_..."
         raise ModelLoadError(
             f"{model} is gated: accept its terms at {constants.ENDPOINT}/{model} and wait to be let in; {remedy}"
         ) from e
