@@ -140,7 +140,7 @@ def test_what_stands_in_the_way_is_listed(model_dir: Path, capsys: Capture) -> N
     report = info(capsys, str(model_dir), code=2)
     problems = " ".join(report["problems"])
     assert report["model"]["supported"] is False
-    assert "'MambaForCausalLM' is not implemented" in problems
+    assert "MambaForCausalLM has layers that keep recurrent states" in problems
     assert "quantization_config" in problems
     assert "neither model.safetensors" in problems
     assert report["tokenizer"]["chat_template"] is False
