@@ -9,10 +9,8 @@ that no more than one module is in memory twice.
 from __future__ import annotations
 
 import dataclasses
-import mmap
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +47,8 @@ from quire.worker.layers.weights import (
     weight_bytes,
 )
 from quire.worker.loader.packed import MismatchError, WeightCache
-from quire.worker.loader.quantized import (
+from quire.worker.loader.stored import (
+    MappedFile,
     Stored,
     StoredMatrix,
     gather_matrices,
@@ -292,45 +291,8 @@ def _fill(
         release_free_memory(placement.device)  # memory of the weights before they were packed
 
 
-_TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
-}  # fmt: skip
-READ_AROUND = 2 << 20
-"""Bytes on both sides of a page that Linux may map with it."""
 TRIM_PARTS = 32
 """Parts of a checkpoint after each of which holes in the heap, as large as matrices, are given back."""
-
-
-class MappedFile:
-    """A read-only map of a safetensors file."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._data = 8 + int.from_bytes(self._memory[:8], "little")
-        self._used: list[tuple[int, int]] = []
-
-    def read(self, info: TensorInfo) -> Tensor:
-        """Returns the tensor in the map itself: it must not be written to."""
-        start, dtype = self._data + info.offset, _TYPES[info.dtype]
-        if info.nbytes == 0:
-            return torch.empty(info.shape, dtype=dtype)
-        self._used.append((start, start + info.nbytes))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "not writable": nothing writes to it
-            count = info.nbytes // dtype.itemsize
-            return torch.frombuffer(self._memory, dtype=dtype, offset=start, count=count).view(info.shape)
-
-    def release(self) -> int:
-        """Takes the pages read so far out of the process (the system may keep them). Returns their bytes."""
-        for start, end in self._used:
-            page = max(0, start - READ_AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
-            if hasattr(mmap, "MADV_DONTNEED"):
-                self._memory.madvise(mmap.MADV_DONTNEED, page, min(end + READ_AROUND, len(self._memory)) - page)
-        num_bytes = sum(end - start for start, end in self._used)
-        self._used.clear()
-        return num_bytes
 
 
 class _Checkpoint:

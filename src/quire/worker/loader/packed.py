@@ -28,7 +28,7 @@ from quire.config.model import ModelConfig
 from quire.logger import init_logger
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.packs import FRESH_PACKS, Fill, Packs, take_memory
-from quire.worker.loader.quantized import Stored, StoredMatrix
+from quire.worker.loader.stored import Stored, StoredMatrix
 from quire.worker.packed_cache import GIB, Key, PackedCache, PackedFile, PackedFileWriter, max_cache_bytes
 
 logger = init_logger(__name__)

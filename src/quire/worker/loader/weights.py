@@ -19,7 +19,7 @@ from quire.logger import init_logger
 from quire.worker.layers.weights import Prepared, allocate
 from quire.worker.loader.load import Placement, fill_weights, find_tensors
 from quire.worker.loader.packed import WeightCache
-from quire.worker.loader.quantized import Stored
+from quire.worker.loader.stored import Stored
 
 logger = init_logger(__name__)
 

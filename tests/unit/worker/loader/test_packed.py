@@ -25,8 +25,8 @@ from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.weights import weight_bytes
 from quire.worker.loader import ModelWeights, Placement, WeightCache, load_model
 from quire.worker.loader import packed as packed_module
-from quire.worker.loader import quantized as kinds_module
-from quire.worker.loader.quantized import StoredMatrix
+from quire.worker.loader import stored as stored_module
+from quire.worker.loader.stored import StoredMatrix
 from quire.worker.packed_cache import PackedCache, PackedFileWriter, open_packed_file
 from quire.worker.quantization import weight as rounding
 
@@ -204,7 +204,7 @@ def test_a_damaged_file_of_quantized_weights_is_packed_again(
     if damage in lengths:
         os.truncate(file, lengths[damage])
     else:
-        kinds = next(blob.offset for blob in blobs.values() if blob.num_bytes == kinds_module.NUM_BYTES)
+        kinds = next(blob.offset for blob in blobs.values() if blob.num_bytes == stored_module.NUM_BYTES)
         flip_a_bit(file, {"its table": size - 20, "its header": 16, "its kinds": kinds + 8}[damage])
     start = Start(path).end()
     assert not start.is_mapped

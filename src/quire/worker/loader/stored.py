@@ -1,4 +1,4 @@
-"""Quantized matrices of a model: those found in a checkpoint, those made at load, and the record of their kinds.
+"""What the files of a checkpoint store: plain tensors, and quantized matrices with the record of their kinds.
 
 A packed weight file stores a record of kinds beside the packed bytes, because a later start reads only the packed bytes
 and must know what they mean.
@@ -6,6 +6,8 @@ and must know what they mean.
 
 from __future__ import annotations
 
+import mmap
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,44 @@ from quire.worker.layers.linear import Linear
 from quire.worker.layers.moe import Experts
 from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat
 from quire.worker.quantization.weight import Coding, Kind, QuantizedWeight
+
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
+READ_AROUND = 2 << 20
+"""Bytes on both sides of a page that Linux may map with it."""
+
+
+class MappedFile:
+    """A read-only map of a safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._data = 8 + int.from_bytes(self._memory[:8], "little")
+        self._used: list[tuple[int, int]] = []
+
+    def read(self, info: TensorInfo) -> Tensor:
+        """Returns the tensor in the map itself: it must not be written to."""
+        start, dtype = self._data + info.offset, _TYPES[info.dtype]
+        if info.nbytes == 0:
+            return torch.empty(info.shape, dtype=dtype)
+        self._used.append((start, start + info.nbytes))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "not writable": nothing writes to it
+            count = info.nbytes // dtype.itemsize
+            return torch.frombuffer(self._memory, dtype=dtype, offset=start, count=count).view(info.shape)
+
+    def release(self) -> int:
+        """Takes the pages read so far out of the process (the system may keep them). Returns their bytes."""
+        for start, end in self._used:
+            page = max(0, start - READ_AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
+            if hasattr(mmap, "MADV_DONTNEED"):
+                self._memory.madvise(mmap.MADV_DONTNEED, page, min(end + READ_AROUND, len(self._memory)) - page)
+        num_bytes = sum(end - start for start, end in self._used)
+        self._used.clear()
+        return num_bytes
 
 
 @dataclass(frozen=True)
