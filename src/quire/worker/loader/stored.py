@@ -1,4 +1,4 @@
-"""What the files of a checkpoint store: plain tensors, and quantized matrices with the record of their kinds.
+"""The contents of a checkpoint's files: plain tensors, and quantized matrices with the record of their kinds.
 
 A packed weight file stores a record of kinds beside the packed bytes, because a later start reads only the packed bytes
 and must know what they mean.

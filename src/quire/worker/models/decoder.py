@@ -18,11 +18,11 @@ from quire.worker.kernels.base import ActivationKernel, Kernels
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import LinearSpec, XieluSpec
 from quire.worker.layers.linear import Embedding, Linear
-from quire.worker.layers.rotary import RotaryEmbedding, SinusoidalPositions
+from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.layers.weights import GIVEN_BACK
 from quire.worker.models.blocks import BLOCKS
 from quire.worker.models.layer_inputs import LayerInputs
-from quire.worker.models.spec import DecoderSpec, make_norm
+from quire.worker.models.spec import DecoderSpec, make_norm, make_positions
 
 
 class Decoder(nn.Module):
@@ -32,13 +32,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding_multiplier, self.rounds_multiplier = spec.embedding_multiplier, spec.rounds_multiplier
         self.embed_tokens = Embedding(hf.vocab_size, hf.hidden_size, tied_head)
-        self.position_offset = spec.position_offset
-        if spec.position_offset is not None and spec.sinusoidal_positions:
-            self.embed_positions: nn.Module = SinusoidalPositions(
-                hf.context_len + spec.position_offset, hf.hidden_size, hf.get("pad_token_id")
-            )
-        elif spec.position_offset is not None:
-            self.embed_positions = Embedding(hf.max_position_embeddings + spec.position_offset, hf.hidden_size)
+        self.embed_positions, self.position_offset = make_positions(spec, hf), spec.position_offset or 0
         self.embed_norm = make_norm(spec, hf.hidden_size) if spec.embedding_norm else None
         self.ropes = nn.ModuleDict(
             {
@@ -72,7 +66,7 @@ class Decoder(nn.Module):
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
         if self.embedding_multiplier != 1.0:
             x = (self._scale or self.prepare(TORCH_KERNELS))(x)
-        if self.position_offset is not None:
+        if self.embed_positions is not None:
             x = x + self.embed_positions(positions + self.position_offset)
         if self.embed_norm is not None:
             x = self.embed_norm(x)

@@ -11,13 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import nn
+
 from quire.config.attention_layout import attention_windows, kv_sources, layer_configs
 from quire.config.hf_config import HFConfig, RopeConfig
 from quire.errors import UnsupportedModelError
 from quire.worker.attention.backend import ScaleGrowth
 from quire.worker.kernels.specs import PLAIN, LatentSizes, LinearSpec, RotaryAngles
+from quire.worker.layers.linear import Embedding
 from quire.worker.layers.moe import MoESpec
 from quire.worker.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm, UnitNorm
+from quire.worker.layers.rotary import SinusoidalPositions
 
 Rotations = Mapping[str, RotaryAngles]
 """Rotation angles of the step's tokens, for each rotary embedding of the model."""
@@ -227,6 +231,15 @@ def make_norm(spec: DecoderSpec, dim: int) -> Norm:
     if not spec.norm_weight:
         return UnitNorm(dim, spec.norm_eps)
     return RMSNorm(dim, spec.norm_eps, weight_offset=spec.norm_offset, scale_in_float32=spec.norm_in_float32)
+
+
+def make_positions(spec: DecoderSpec, hf: HFConfig) -> nn.Module | None:
+    """Returns the vectors that are added for positions; None if there are none."""
+    if spec.position_offset is None:
+        return None
+    if spec.sinusoidal_positions:
+        return SinusoidalPositions(hf.context_len + spec.position_offset, hf.hidden_size, hf.get("pad_token_id"))
+    return Embedding(hf.max_position_embeddings + spec.position_offset, hf.hidden_size)
 
 
 def make_qk_norm(spec: DecoderSpec, num_heads: int, head_dim: int) -> Norm:
