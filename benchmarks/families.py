@@ -5,8 +5,8 @@
     python -m benchmarks.families --output families.jsonl --table
 
 A checkpoint has the family's tiny test config at a modest size: 768 wide, 4 layers, 36 to 145 million parameters,
-bfloat16. Both engines stay loaded and take turns, the other one frozen. The best of the repetitions are compared, as
-other programs only ever slow them down, where the second best are near. One JSON line per family and engine.
+bfloat16. Both engines stay loaded and take turns, the other one frozen; a ratio is the median of the ratios of
+neighbouring repetitions. One JSON line per family and engine.
 """
 
 from __future__ import annotations
@@ -45,11 +45,6 @@ SERVED = (
 STREAMS = (1, 16)
 LENGTH = 64
 """Tokens in, and out, of every request."""
-
-GROUP_PRIORITY = -4
-"""The priority of measured processes, as `nice` counts."""
-STEADY = 1.15
-"""Largest ratio of the second best repetition to the best one."""
 
 BASE: Mapping[str, Any] = {
     "vocab_size": 16384,
@@ -155,17 +150,9 @@ def start(engines: Iterable[Engine]) -> dict[str, str]:
     return failures
 
 
-def hurry(engines: Iterable[Engine]) -> None:
-    """Puts the engines before other programs where Linux groups processes by session; needs the right to do so."""
-    for pid in [pid for engine in engines for pid in engine.tree()]:
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{pid}/autogroup").write_text(str(GROUP_PRIORITY), encoding="utf-8")
-
-
 def measure(engines: Iterable[Engine], reps: int, limit_s: float) -> dict[str, dict[str, list[float]]]:
     """Returns seconds by engine and number of streams; one warm-up each, then turns, every other one backwards."""
     engines = list(engines)
-    hurry(engines)
     seconds: dict[str, dict[str, list[float]]] = {e.peer.name: {str(n): [] for n in STREAMS} for e in engines}
     for count in STREAMS:
         for rep in [WARMUP_REP, *range(reps)]:
@@ -216,7 +203,6 @@ def run_family(family: str, options: argparse.Namespace) -> list[dict[str, Any]]
                 "eager": is_eager and engine is vllm,
                 "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
                 "machine": f"{cpu_facts()['cpu']}, {place.num_threads} cores",
-                "load": round(os.getloadavg()[1], 1),
                 "load_s": engine.load_s,
                 "failure": failures[engine.peer.name],
                 "seconds": seconds.get(engine.peer.name, {}),
@@ -225,9 +211,9 @@ def run_family(family: str, options: argparse.Namespace) -> list[dict[str, Any]]
         ]
 
 
-def is_steady(seconds: list[float]) -> bool:
-    """Returns whether the best repetition can be trusted: another one came near."""
-    return len(seconds) > 1 and sorted(seconds)[1] <= STEADY * min(seconds)
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """Returns how many times faster the first is: the median over neighbouring repetitions."""
+    return statistics.median(t / o for o, t in zip(ours, theirs, strict=True))
 
 
 def format_table(lines: Iterable[Mapping[str, Any]]) -> str:
@@ -247,23 +233,19 @@ def format_table(lines: Iterable[Mapping[str, Any]]) -> str:
         cells = [family + (" (eager)" if vllm["eager"] else ""), f"{quire['parameters'] / 1e6:.0f} M"]
         for count in map(str, STREAMS):
             ours, theirs = quire["seconds"][count], vllm["seconds"][count]
-            value = min(theirs) / min(ours)
-            before = after = "" if value >= 1 else "**"
-            if is_steady(ours) and is_steady(theirs):
-                ratios[family, count] = value
-            else:
-                before, after = "(", ")"
-            cells += [f"{min(s) * 1e3:.0f}" for s in (ours, theirs)] + [f"{before}{value:.2f}×{after}"]
+            ratios[family, count] = value = ratio(ours, theirs)
+            bold = "" if value >= 1 else "**"
+            cells += [f"{statistics.median(s) * 1e3:.0f}" for s in (ours, theirs)] + [f"{bold}{value:.2f}×{bold}"]
         rows.append("| " + " | ".join(cells) + " |")
     first = next(iter(by_family.values()))
-    loads = [line["load"] for own in by_family.values() for line in own.values()]
-    steady = {count: [v for (_, c), v in ratios.items() if c == count] for count in map(str, STREAMS)}
-    middle = ", ".join(f"{statistics.median(of):.2f}× with {count}" for count, of in steady.items() if of)
+    middle = ", ".join(
+        f"{statistics.median(v for (_, c), v in ratios.items() if c == count):.2f}× with {count}"
+        for count in map(str, STREAMS)
+    )
     losses = [f"{family} ({count}: {value:.2f}×)" for (family, count), value in ratios.items() if value < 1]
     head = (
         f"{max(o['quire']['date'] for o in by_family.values())}. {first['quire']['machine']}, bfloat16, "
         f"{first['quire']['version']}, {first['vllm']['version'] or 'vllm'}.\n"
-        f"A crowded machine: other programs kept its load between {min(loads):.0f} and {max(loads):.0f}.\n"
         f"{len(rows)} of {len(by_family)} families were run by both; median of the ratios: {middle}."
     )
     work = [f"Quire, {count} × {LENGTH} + {LENGTH}, ms | vLLM | ratio" for count in STREAMS]
