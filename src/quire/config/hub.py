@@ -9,7 +9,6 @@ import difflib
 import errno
 import fnmatch
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from quire.errors import ConfigError, ModelLoadError
 from quire.logger import init_logger
 
 logger = init_logger("quire.hub")
-if envs.LOGGING_LEVEL.name not in os.environ:
+if not envs.LOGGING_LEVEL.is_set:
     logger.setLevel(logging.INFO)  # gigabytes are never fetched without a word, whatever the command
 
 SPARE_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""Matrices of transformers' modules on Quire's kernels.
+"""Matrices and norms of transformers' modules on Quire's kernels.
 
 A module keeps its place in the tree and gets another class, so that code which wraps or subclasses it goes on working:
 the new class answers in place of nn.Linear, nn.Embedding or the loop over experts, below what a family's subclass adds.
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from quire.config.quantization import MAX_INT8_INPUTS, QuantizationScheme, is_quantizable_name
-from quire.worker.kernels.base import EmbeddingKernel, ExpertsKernel, Kernels, LinearKernel
-from quire.worker.kernels.specs import ACTIVATIONS, LOGITS, PLAIN, ExpertsSpec
+from quire.worker.kernels.base import EmbeddingKernel, ExpertsKernel, Kernels, LinearKernel, NormKernel
+from quire.worker.kernels.reference import rms_norm
+from quire.worker.kernels.specs import ACTIVATIONS, LOGITS, PLAIN, ExpertsSpec, NormSpec
 from quire.worker.layers.weights import forget
 from quire.worker.quantization.weight import quantize
 
@@ -59,6 +60,16 @@ class TiedHead(nn.Linear):
         return logits if self.bias is None else logits + self.bias.float()
 
 
+class AdoptedNorm(nn.Module):
+    """A root mean square norm that a kernel computes."""
+
+    kernel: NormKernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., dim] to the same shape."""
+        return self.kernel(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
 class _Glimpse(Tensor):
     """A weight that notes in `readers` when its values are read; its type and shape may be."""
 
@@ -75,6 +86,8 @@ class _Glimpse(Tensor):
             return func(*args, **(kwargs or {}))
 
 
+_NORMS = ((0.0, False), (0.0, True), (1.0, True))
+"""Offsets of weights that norms have, and whether they multiply in float32."""
 _OUTLINE = frozenset((Tensor.dtype.__get__, Tensor.shape.__get__, Tensor.size, Tensor.dim))  # type: ignore[attr-defined]
 """Questions that a weight on the meta device answers as before."""
 
@@ -162,13 +175,13 @@ class Adopter:
             users.setdefault(id(weight), []).append(path)
         for paths in users.values():
             self._adopt_shared(model, paths)
-        for path, module in model.named_modules():
-            if (
-                "gate_up_proj" in module._parameters
-                and "down_proj" in module._parameters
-                and hasattr(module, "has_gate")
-            ):
+        for path, module in list(model.named_modules()):
+            if module._parameters.keys() >= {"gate_up_proj", "down_proj"} and hasattr(module, "has_gate"):
                 self._adopt_experts(path, module)
+            elif (norm := recognize_norm(module)) is not None:
+                weight: Any = module.weight
+                module.__dict__["kernel"] = self._kernels.rms_norm(weight.data, norm)
+                module.__class__ = type(type(module).__name__, (AdoptedNorm, type(module)), {})
         return sorted(self._left)
 
     def _adopt_shared(self, model: nn.Module, paths: list[str]) -> None:
@@ -242,6 +255,23 @@ class Adopter:
         if packed or not kernels.keeps_weights or module.is_transposed:
             forget(module, "gate_up_proj")
             forget(module, "down_proj")
+
+
+@torch.no_grad()
+def recognize_norm(module: nn.Module) -> NormSpec | None:
+    """Returns the spec of a root mean square norm, which its answers give away; None for any other module."""
+    weight = module._parameters.get("weight")
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    sizes = torch.tensor([1.0, 30.0, 1e-3, 0.0], device=weight.device)
+    x = (torch.linspace(-3, 4, weight.shape[0], device=weight.device) * sizes[:, None]).to(weight.dtype)
+    try:
+        answer = module(x)
+    except (TypeError, RuntimeError):
+        return None
+    specs = [NormSpec(eps=eps, weight_offset=offset, scale_in_float32=bool(wide)) for offset, wide in _NORMS]
+    return next((spec for spec in specs if torch.equal(rms_norm(x, weight=weight, spec=spec), answer)), None)
 
 
 def _activation_of(experts: Any) -> str | None:
