@@ -225,7 +225,7 @@ FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_layers": 3,
         "attention_heads": 4,
         "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     },
     "youtu": {**_LATENT, "num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 20},
     "gemma4_unified_text": {

@@ -179,8 +179,7 @@ class Adopter:
             if module._parameters.keys() >= {"gate_up_proj", "down_proj"} and hasattr(module, "has_gate"):
                 self._adopt_experts(path, module)
             elif (norm := recognize_norm(module)) is not None:
-                weight: Any = module.weight
-                module.__dict__["kernel"] = self._kernels.rms_norm(weight.data, norm)
+                module.__dict__["kernel"] = self._kernels.rms_norm(module.get_parameter("weight").data, norm)
                 module.__class__ = type(type(module).__name__, (AdoptedNorm, type(module)), {})
         return sorted(self._left)
 
