@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
 from quire.errors import ModelLoadError, UnsupportedModelError
@@ -176,12 +177,19 @@ def layer_kinds(hf: HFConfig) -> list[str]:
     types = hf.get("layer_types")
     if types is None:
         types = [SLIDING_ATTENTION if is_sliding(hf, layer) else FULL_ATTENTION for layer in range(count)]
-    if not isinstance(types, list) or len(types) < count:
-        raise ModelLoadError(f"{hf.path} has layer_types {types!r}, which must be a list of {count}")
-    for kind in types[:count]:
-        if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
+    *kinds, last = _checked_kinds(hf, types, SLIDING_ATTENTION)
+    return [*kinds, FULL_ATTENTION if hf.family in LAST_IS_FULL else last]
+
+
+def _checked_kinds(hf: HFConfig, kinds: Any, partial: str) -> list[str]:
+    """Returns the kinds of the model's layers, each FULL_ATTENTION or `partial`. Raises as `layer_kinds` does."""
+    count = hf.num_hidden_layers
+    if not isinstance(kinds, list) or len(kinds) < count:
+        raise ModelLoadError(f"{hf.path} has layer_types {kinds!r}, which must be a list of {count}")
+    for kind in kinds[:count]:
+        if kind not in (FULL_ATTENTION, partial):
             raise UnsupportedModelError(f"{hf.path} has a layer of type {kind!r}, which is not implemented")
-    return [*types[: count - 1], FULL_ATTENTION if hf.family in LAST_IS_FULL else types[count - 1]]
+    return kinds[:count]
 
 
 def attention_windows(hf: HFConfig) -> list[int | None]:
@@ -199,16 +207,11 @@ def attention_chunks(hf: HFConfig) -> list[int | None]:
 
     Raises UnsupportedModelError for another kind of layer, ModelLoadError for a list of the wrong length.
     """
-    count = hf.num_hidden_layers
-    default = [CHUNKED_ATTENTION if rotates(hf, layer) else FULL_ATTENTION for layer in range(count)]
-    kinds = hf.get("layer_types") or default
-    if not isinstance(kinds, list) or len(kinds) < count:
-        raise ModelLoadError(f"{hf.path} has layer_types {kinds!r}, which must be a list of {count}")
-    for kind in kinds[:count]:
-        if kind not in (FULL_ATTENTION, CHUNKED_ATTENTION):
-            raise UnsupportedModelError(f"{hf.path} has a layer of type {kind!r}, which is not implemented")
+    layers = range(hf.num_hidden_layers)
+    default = [CHUNKED_ATTENTION if rotates(hf, layer) else FULL_ATTENTION for layer in layers]
+    kinds = _checked_kinds(hf, hf.get("layer_types") or default, CHUNKED_ATTENTION)
     size = None if hf.get("attention_chunk_size") is None else hf.size("attention_chunk_size")
-    return [size if kind == CHUNKED_ATTENTION else None for kind in kinds[:count]]
+    return [size if kind == CHUNKED_ATTENTION else None for kind in kinds]
 
 
 _OF_LAYERS = frozenset(("head_dim", "num_attention_heads", "num_key_value_heads"))
