@@ -258,7 +258,7 @@ class Adopter:
 
 @torch.no_grad()
 def recognize_norm(module: nn.Module) -> NormSpec | None:
-    """Returns the spec of a root mean square norm, which its answers give away; None for any other module."""
+    """Returns the spec of a root mean square norm, found by comparing outputs; None for any other module."""
     weight = module._parameters.get("weight")
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or not isinstance(eps, float):

@@ -41,7 +41,7 @@ class SharedExpertSpec:
     """The checkpoint holds gate_up_proj as a single matrix."""
     bias: bool = False
     divisor: float = 1.0
-    """Its answer is divided by it."""
+    """Number by which the output of the shared expert is divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ class Router(nn.Module):
         self.per_expert_scale = weight(spec.num_experts) if spec.expert_scale else None
         self.norm = None if spec.router_norm_eps is None else RMSNorm(hidden_size, spec.router_norm_eps)
         self._kernels: tuple[LinearKernel, dict[torch.dtype, RouterKernel]] | None = None
-        """The second by the type of x."""
+        """The router's linear layer, and the kernel that chooses experts for each type of input."""
 
     def prepare(self, kernels: Kernels) -> tuple[LinearKernel, dict[torch.dtype, RouterKernel]]:
         bias, choice_bias, scale = (

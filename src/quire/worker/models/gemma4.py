@@ -44,7 +44,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
 
 
 def _layer(hf: HFConfig, kind: str, layer: LayerSpec) -> LayerSpec:
-    """Returns the layer with what Gemma 4 adds."""
+    """Returns the layer with Gemma 4's own fields: values that are keys, a wider MLP, experts beside it."""
     is_wide = layer.kv_from is not None and hf.get("use_double_wide_mlp", False)
     return dataclasses.replace(
         layer,

@@ -33,7 +33,7 @@ class GraniteSWAForCausalLM(DecoderForCausalLM):
 
 
 class GraniteMoeSWAForCausalLM(GraniteSWAForCausalLM):
-    """The same with experts."""
+    """Granite with windows, and experts in every layer."""
 
     def __init__(self, hf: HFConfig) -> None:
         super().__init__(hf, _experts(hf))
@@ -73,7 +73,7 @@ def _experts(hf: HFConfig) -> MoESpec:
 
 
 def _granite_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> DecoderSpec:
-    """Returns the spec of all."""
+    """Returns the spec that all Granite models share: its four factors."""
     scale = hf.get("attention_multiplier")
     return dataclasses.replace(
         common_spec(hf, layers),

@@ -85,7 +85,7 @@ class Glm4ForCausalLM(DecoderForCausalLM):
 
 
 def _glm_spec(hf: HFConfig) -> DecoderSpec:
-    """Returns the spec of both."""
+    """Returns the spec that GLM-4 and GLM-4-0414 share."""
     spec = common_spec(hf)
     return dataclasses.replace(spec, rope_pairs=True, output_bias=False, mlp_bias=False, fused_gate_up=True)
 
