@@ -26,6 +26,7 @@ from quire.config.model import ModelConfig
 from quire.config.server import encode_config
 from quire.wire.handshake import PROTOCOL_VERSION
 from quire.wire.heartbeat import HeartbeatPage
+from quire.wire.sockets import make_zmq_socket
 
 DEADLINE_S = 60.0
 """For anything a core does. It is a limit, not a time: nothing waits longer than it must."""
@@ -65,13 +66,10 @@ class Frontend:
 
     def __init__(self, context: zmq.Context[Any], directory: Path, index: int) -> None:
         self.index = index
-        self.router = context.socket(zmq.ROUTER)
-        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.pull = context.socket(zmq.PULL)
         self.addresses = [f"ipc://{directory}/{name}{index}" for name in ("in", "out")]
-        self.router.bind(self.addresses[0])
-        self.pull.bind(self.addresses[1])
+        self.router = make_zmq_socket(context, self.addresses[0], zmq.ROUTER, bind=True)
+        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.pull = make_zmq_socket(context, self.addresses[1], zmq.PULL, bind=True)
         self.batches: list[list[Any]] = []
         """Every EngineCoreOutputs received, as plain lists."""
         self.outputs: defaultdict[str, list[list[Any]]] = defaultdict(list)

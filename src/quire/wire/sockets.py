@@ -141,9 +141,10 @@ def make_zmq_socket(
     linger_ms: int = 0,
     curve: CurveKeys | None = None,
 ) -> zmq.Socket[Any]:
-    """Makes a socket without a high-water mark (the admitted requests limit what is queued), bound or connected.
+    """Makes a socket without a high-water mark, bound or connected. The admitted requests limit what is queued.
 
-    Raises ConfigError for TCP without keys.
+    A receiver needs that too: libzmq stops reading for one that has reached its mark, and when the sender closes the
+    connection then, it discards what the kernel still holds. Raises ConfigError for TCP without keys.
     """
     if address.startswith("tcp://") and curve is None:
         raise ConfigError(f"{address} is a network address and needs CURVE keys; use ipc:// on one host")

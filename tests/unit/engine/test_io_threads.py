@@ -23,6 +23,7 @@ from quire.testing.failpoints import InjectedError, injected
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, UtilityOutput
 from quire.wire.handshake import ENGINE_CORE_DEAD
 from quire.wire.serial import MsgpackDecoder
+from quire.wire.sockets import make_zmq_socket
 
 from .harness import make_core_request
 
@@ -42,12 +43,10 @@ class Frontend:
         self.pulls = [self.bind(zmq.PULL, address) for address in self.outputs]
 
     def bind(self, kind: int, address: str) -> zmq.Socket[Any]:
-        socket: zmq.Socket[Any] = self.context.socket(kind)
+        socket = make_zmq_socket(self.context, address, kind, bind=True)
         socket.setsockopt(zmq.RCVTIMEO, DEADLINE_MS)
-        socket.setsockopt(zmq.LINGER, 0)
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.bind(address)
         return socket
 
     def rebind(self, client_index: int) -> None:
