@@ -24,8 +24,8 @@ import quire.wire
 from quire import envs
 from quire.cli.command_line import CommandLine
 from quire.cli.main import COMMANDS
+from quire.frontend.metrics.catalog.quire_rows import INFOS, METRICS
 from quire.frontend.metrics.catalog.spec import FAMILIES, MetricSpec
-from quire.frontend.metrics.catalog.table import INFOS, METRICS
 from quire.frontend.openai.app import endpoints_of
 from quire.resolve import resolve
 
@@ -38,7 +38,7 @@ def make_surface() -> dict[str, Any]:
     return {
         "names": {name: describe(getattr(quire, name)) for name in sorted(quire.__all__) if name != "__version__"},
         "environment": {row.name: row.default for row in vars(envs).values() if isinstance(row, envs.EnvVar)},
-        "flags": {command.name: flags_of(command.module) for command in COMMANDS},
+        "flags": {command.name: flags_of(command.entry) for command in COMMANDS},
         "routes": sorted({f"{' '.join(sorted(e.methods))} {e.path}" for e in all_endpoints()}),
         "admin_routes": sorted(
             {f"{' '.join(sorted(e.methods))} {e.path}" for e in endpoints_of(everything(), is_admin=True)}
@@ -78,9 +78,9 @@ def default_of(parameter: inspect.Parameter) -> str:
     return f"={type(parameter.default).__name__}" if " at 0x" in text or "<" in text else f"={text}"
 
 
-def flags_of(module: str) -> dict[str, list[Any]]:
+def flags_of(entry: str) -> dict[str, list[Any]]:
     """Returns each flag of a command: default, choices, alias, kind."""
-    line: CommandLine = resolve(f"{module}:command_line")()
+    line: CommandLine = resolve(f"{entry}command_line")()
     return {
         " ".join(option.spellings): [
             repr(option.default) if dataclasses.is_dataclass(option.default) else option.default,

@@ -35,36 +35,37 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Command:
-    """One sub-command. `module` has `command_line() -> CommandLine` and `run(Arguments) -> int` (the exit code)."""
+    """One sub-command. `entry` names a module, a colon, and the beginning of the names of two functions there:
+    `command_line() -> CommandLine` and `run(Arguments) -> int` (the exit code)."""
 
     name: str
-    module: str
+    entry: str
     help: str
     checks_environment: bool = True
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("serve", "quire.cli.serve", "Serve a model over HTTP: OpenAI's and vLLM's API."),
-    Command("complete", "quire.cli.complete", "Continue one or more prompts."),
-    Command("chat", "quire.cli.chat", "Talk to a model in the terminal."),
-    Command("batch", "quire.cli.batch", "Run a file of OpenAI batch requests; resumable."),
-    Command("replay", "quire.cli.replay", "Replay a recording without a model; predict other settings."),
-    Command("info", "quire.cli.info", "Print what would be loaded, and whether it fits."),
-    Command("pull", "quire.cli.pull", "Download a model from the hub."),
-    Command("list", "quire.cli.pulled", "List the models that have been downloaded."),
-    Command("rm", "quire.cli.remove", "Delete a downloaded model."),
-    Command("models", "quire.cli.models", "List the architectures that run, and how."),
-    Command("convert-gguf", "quire.cli.convert_gguf", "Turn a GGUF file into a checkpoint directory."),
-    Command("top", "quire.cli.top", "Watch a server: speed, memory, requests.", checks_environment=False),
-    Command("bench latency", "quire.cli.bench.latency", "Time one request at a time."),
-    Command("bench throughput", "quire.cli.bench.throughput", "Time many requests at once."),
-    Command("bench serve", "quire.cli.bench.serve", "Load a server: latencies, goodput, saturation."),
-    Command("bench startup", "quire.cli.bench.startup", "Time a start, from nothing to a first token."),
-    Command("bench overhead", "quire.cli.bench.overhead", "Measure what the engine costs beside the model."),
-    Command("cache", "quire.cli.cache", "List, check or delete what is kept on disk between runs."),
+    Command("serve", "quire.cli.serve:", "Serve a model over HTTP: OpenAI's and vLLM's API."),
+    Command("complete", "quire.cli.complete:", "Continue one or more prompts."),
+    Command("chat", "quire.cli.chat:", "Talk to a model in the terminal."),
+    Command("batch", "quire.cli.batch:", "Run a file of OpenAI batch requests; resumable."),
+    Command("replay", "quire.cli.replay:", "Replay a recording without a model; predict other settings."),
+    Command("info", "quire.cli.info:", "Print what would be loaded, and whether it fits."),
+    Command("pull", "quire.cli.pull:", "Download a model from the hub."),
+    Command("list", "quire.cli.pull:list_", "List the models that have been downloaded."),
+    Command("rm", "quire.cli.pull:rm_", "Delete a downloaded model."),
+    Command("models", "quire.cli.models:", "List the architectures that run, and how."),
+    Command("convert-gguf", "quire.cli.convert_gguf:", "Turn a GGUF file into a checkpoint directory."),
+    Command("top", "quire.cli.top:", "Watch a server: speed, memory, requests.", checks_environment=False),
+    Command("bench latency", "quire.cli.bench.throughput:latency_", "Time one request at a time."),
+    Command("bench throughput", "quire.cli.bench.throughput:", "Time many requests at once."),
+    Command("bench serve", "quire.cli.bench.serve:", "Load a server: latencies, goodput, saturation."),
+    Command("bench startup", "quire.cli.bench.startup:", "Time a start, from nothing to a first token."),
+    Command("bench overhead", "quire.cli.bench.overhead:", "Measure what the engine costs beside the model."),
+    Command("cache", "quire.cli.cache:", "List, check or delete what is kept on disk between runs."),
     Command(
         "collect-env",
-        "quire.cli.collect_env",
+        "quire.cli.collect_env:",
         "Print versions and hardware, for a bug report.",
         checks_environment=False,
     ),
@@ -111,7 +112,7 @@ def _run(argv: list[str]) -> int:
         print(_overview("bench "))
         return 0
     command, rest = _find_command(argv)
-    line: CommandLine = resolve(f"{command.module}:command_line")()
+    line: CommandLine = resolve(f"{command.entry}command_line")()
     topic = find_help_topic(rest)
     if topic is not None:
         print(format_help(line, topic))
@@ -119,7 +120,7 @@ def _run(argv: list[str]) -> int:
     args = line.parse(rest)
     _prepare(command)
     stamp("command line")
-    code: int = resolve(f"{command.module}:run")(args)
+    code: int = resolve(f"{command.entry}run")(args)
     return code
 
 

@@ -1,34 +1,36 @@
-"""`quire pull`: downloads a model from the hub into its cache, so that later starts need no network."""
+"""`quire pull`, `quire list` and `quire rm`: models in the hub's cache, from which later starts need no network."""
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
+from typing import Any
 
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
-from quire.config.hub import fetch_model, format_suggestions, is_hub_id
+from quire.cli.terminal import human_bytes
+from quire.config.hub import cached_models, delete_model, fetch_model, format_suggestions, is_hub_id
 from quire.errors import ConfigError
 
 SUGGESTIONS = "Small models to begin with (parameters; memory with a cache of 4096 tokens):"
+_DIRECTORY = Option(name="download_dir", help="Directory of the cache, if it is not the hub's own.", metavar="DIR")
 
 
 def command_line() -> CommandLine:
     return CommandLine(
         "quire pull",
         "Download a model's safetensors, configuration and tokenizer into the cache of huggingface_hub.",
-        hub_options(),
+        [
+            Option(name="revision", help="Branch, tag or commit; the default branch without it."),
+            Option(
+                name="hf_token", help="Token for the hub; HF_TOKEN does the same, and no ps shows it.", metavar="TOKEN"
+            ),
+            _DIRECTORY,
+        ],
         Positional("model", "The model: owner/name. Without it, small models to begin with are listed."),
         "A download that broke off is resumed. Pickled weights (*.bin) and code (*.py) are never fetched.\n\n"
         f"{SUGGESTIONS}\n{format_suggestions()}",
     )
-
-
-def hub_options() -> list[Option]:
-    """Returns the flags of commands that use the hub's cache."""
-    return [
-        Option(name="revision", help="Branch, tag or commit; the default branch without it."),
-        Option(name="hf_token", help="Token for the hub; HF_TOKEN does the same, and no ps shows it.", metavar="TOKEN"),
-        Option(name="download_dir", help="Directory of the cache, if it is not the hub's own.", metavar="DIR"),
-    ]
 
 
 def run(args: Arguments) -> int:
@@ -40,4 +42,47 @@ def run(args: Arguments) -> int:
     if not is_hub_id(model) or Path(model).exists():
         raise ConfigError(f"quire pull takes a hub id, which looks like owner/name; got {model!r}")
     print(fetch_model(model, revision, directory, args["hf_token"]))
+    return 0
+
+
+def list_command_line() -> CommandLine:
+    options = [Option(name="json", help="Print one JSON array.", is_switch=True, default=False), _DIRECTORY]
+    return CommandLine("quire list", "List the models that have been downloaded from the hub.", options)
+
+
+def list_run(args: Arguments) -> int:
+    """Prints the models, the one used last first."""
+    found = [
+        {"model": model.name, "bytes": model.num_bytes, "used_time": model.used_time, "path": str(model.path)}
+        for model in cached_models(args["download_dir"])
+    ]
+    print(json.dumps(found, indent=2) if args["json"] else format_models(found))
+    return 0
+
+
+def format_models(found: list[dict[str, Any]]) -> str:
+    """Formats the models as a table."""
+    if not found:
+        return "no models; quire pull OWNER/NAME downloads one"
+    width = max(len(row["model"]) for row in found)
+    return "\n".join(
+        f"{row['model']:<{width}}  {human_bytes(row['bytes']):>10}  "
+        f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(row['used_time']))}"
+        for row in found
+    )
+
+
+def rm_command_line() -> CommandLine:
+    return CommandLine(
+        "quire rm",
+        "Delete a model that was downloaded from the hub, all of its revisions.",
+        [_DIRECTORY],
+        Positional("model", "The model: owner/name."),
+    )
+
+
+def rm_run(args: Arguments) -> int:
+    """Deletes the model and prints the space that is free again. Raises ConfigError."""
+    freed = delete_model(str(args["model"]), args["download_dir"])
+    print(f"deleted {args['model']}, {human_bytes(freed)}")
     return 0

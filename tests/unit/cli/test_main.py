@@ -22,7 +22,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def lines() -> dict[str, CommandLine]:
-    return {c.name: resolve(f"{c.module}:command_line")() for c in COMMANDS}
+    return {c.name: resolve(f"{c.entry}command_line")() for c in COMMANDS}
 
 
 def test_overview_names_every_command(capsys: Capture) -> None:

@@ -17,7 +17,7 @@ from tools.dashboards.__main__ import file_name, make_dashboard
 from tools.dashboards.panels import DASHBOARDS
 
 from quire.envs import CACHE_ROOT
-from quire.frontend.metrics.catalog.table import METRICS
+from quire.frontend.metrics.catalog.quire_rows import METRICS
 from quire.frontend.metrics.collect.events import HttpExchange
 from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
 from quire.frontend.metrics.server_metrics import ProcessMetrics

@@ -1,4 +1,4 @@
-"""`quire bench throughput`: times many requests that are handed in at once; `bench latency` shares the measuring."""
+"""`quire bench throughput` and `bench latency`: time many requests at once, or one batch at a time."""
 
 from __future__ import annotations
 
@@ -182,3 +182,19 @@ def _make_requests(args: Arguments, rep: int, ids: IdRange) -> list[BenchRequest
         return workload.make(rep, ids, count)
     make = mixed_requests if args["workload"] == "mixed" else uniform_requests
     return make(rep, ids, count or 64, args["input_len"], args["output_len"])
+
+
+def latency_command_line() -> CommandLine:
+    own = [
+        Option(name="input_len", help="Prompt tokens.", parse=int, default=128),
+        Option(name="output_len", help="Output tokens.", parse=int, default=128),
+        Option(name="batch_size", help="Requests at once.", parse=int, default=1),
+        *COMMON_OPTIONS,
+    ]
+    summary = "Time one request, or one batch of equal requests, from start to end."
+    return CommandLine("quire bench latency", summary, [*own, *engine_options()])
+
+
+def latency_run(args: Arguments) -> int:
+    lengths = args["input_len"], args["output_len"]
+    return run_benchmark(args, "latency", lambda rep, ids: uniform_requests(rep, ids, args["batch_size"], *lengths, 1))

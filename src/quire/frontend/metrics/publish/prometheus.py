@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from quire.errors import ServerError
+from quire.frontend.metrics.catalog.quire_rows import BUILD_INFO, CACHE_CONFIG_INFO, METRICS
 from quire.frontend.metrics.catalog.spec import LAZY, make_bounds
-from quire.frontend.metrics.catalog.table import BUILD_INFO, CACHE_CONFIG_INFO, METRICS
 from quire.frontend.metrics.collect.events import ControlOperation, HttpExchange, IterationStats
 from quire.frontend.metrics.collect.facts import FrontendFacts
 from quire.frontend.metrics.publish.exposition import Exposition, Format, LiveExposition

@@ -1,9 +1,10 @@
-"""Calls in Python: [get_weather(city='Oslo', days=2), now()], as Llama 3.2 and 4, LFM2 and OLMo 3 write them.
+"""Calls as literals: [get_weather(city='Oslo', days=2), now()] of Llama 3.2 and 4, LFM2 and OLMo 3; Gemma 4's calls.
 
 Llama: the list is the whole answer, Llama 4's sometimes between <|python_start|> and <|python_end|>. LFM2: a list
 between <|tool_call_start|> and <|tool_call_end|>, anywhere. OLMo 3: calls without a list, one a line, between
 <function_calls> and </function_calls>. Nothing is evaluated: names, strings, numbers, True, False, None, lists and
-dicts are rewritten as JSON while they come.
+dicts are rewritten as JSON while they come. Gemma 4, with bare keys and strings without escapes:
+<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:[1,2],now:true}<tool_call|>.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from quire.frontend.openai.parsers.call_object import MAX_NAME_CHARS, NAME, is_name, read_end
+from quire.frontend.openai.parsers.call_object import MAX_KEY_CHARS, MAX_NAME_CHARS, NAME, is_name, read_end
 from quire.frontend.openai.parsers.events import EventSink
 from quire.frontend.openai.parsers.source import Markers, Step, TextSource, escape_string
 
@@ -256,3 +257,65 @@ def _read_escape(source: TextSource) -> Step[str | None]:
     if code > 0x10FFFF:
         return None
     return f"\\u{code:04x}" if code <= 0xFFFF else escape_string(chr(code))
+
+
+_GEMMA_OPEN, _GEMMA_CLOSE = Markers("<|tool_call>"), "<tool_call|>"
+_QUOTE = '<|"|>'
+_QUOTES = Markers(_QUOTE)
+_GEMMA_KEY = re.compile(r"[^\s:,{}\[\]<>\"]*")
+
+
+def parse_gemma4(source: TextSource, sink: EventSink) -> Step[None]:
+    """Reads calls anywhere in the text, each between its tags."""
+
+    def write(text: str) -> None:
+        source.forget()
+        sink.arguments(text)
+
+    while (marker := (yield from source.copy_until(_GEMMA_OPEN, sink.content))) is not None:
+        source.begin(marker)
+        yield from source.skip_space()
+        if (yield from source.match("call:")):
+            name = yield from source.take_while(NAME, MAX_NAME_CHARS)
+            if is_name(name) and (yield from source.peek()) == "{":
+                sink.start(name)
+                source.forget()
+                if (yield from copy_literal(source, write, _copy_gemma_key, _copy_gemma_value)):
+                    yield from read_end(source, sink, _GEMMA_CLOSE)
+        sink.content(source.roll_back())
+
+
+def _copy_gemma_key(source: TextSource, emit: Emit) -> Step[bool]:
+    source.begin()
+    if (yield from source.match(_QUOTE)):  # keys of maps may be quoted
+        parts: list[str] = []
+        if (yield from source.copy_until(_QUOTES, parts.append)) is None:
+            return False
+        key = "".join(parts)
+    else:
+        key = yield from source.take_while(_GEMMA_KEY, MAX_KEY_CHARS)
+        if not 0 < len(key) <= MAX_KEY_CHARS:
+            return False
+    yield from source.skip_space()
+    if not (yield from source.match(":")):
+        return False
+    yield from source.skip_space()
+    source.forget()
+    emit(f'"{escape_string(key)}": ')
+    return True
+
+
+def _copy_gemma_value(source: TextSource, emit: Emit) -> Step[bool]:
+    source.begin()
+    if (yield from source.match(_QUOTE)):
+        source.forget()
+        emit('"')
+        is_whole = (yield from source.copy_until(_QUOTES, lambda text: emit(escape_string(text)))) is not None
+        emit('"' if is_whole else "")
+        return is_whole
+    word = yield from source.take_while(_WORD, _MAX_WORD_CHARS)
+    if word not in ("true", "false", "null") and (len(word) > _MAX_WORD_CHARS or not _NUMBER.fullmatch(word)):
+        return False
+    source.forget()
+    emit(word)
+    return True

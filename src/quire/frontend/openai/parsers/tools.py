@@ -9,27 +9,25 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.errors import ConfigError
-from quire.frontend.openai.parsers.array_calls import (
-    parse_apertus,
-    parse_cohere,
-    parse_granite,
-    parse_phi4_mini,
-    parse_tool_calls,
-)
 from quire.frontend.openai.parsers.events import Program
-from quire.frontend.openai.parsers.gemma import parse_gemma4
 from quire.frontend.openai.parsers.harmony import is_harmony, parse_harmony
 from quire.frontend.openai.parsers.marked_calls import (
     is_hermes,
     make_mistral_id,
+    parse_apertus,
+    parse_cohere,
     parse_deepseek,
+    parse_granite,
     parse_hermes,
     parse_internlm,
     parse_kimi,
     parse_llama,
     parse_mistral,
+    parse_phi4_mini,
+    parse_tool_calls,
 )
 from quire.frontend.openai.parsers.pythonic import (
+    parse_gemma4,
     parse_lfm2,
     parse_llama4_pythonic,
     parse_olmo3,

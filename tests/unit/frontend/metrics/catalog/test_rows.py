@@ -12,8 +12,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from quire.config.engine import CacheConfig
+from quire.frontend.metrics.catalog.quire_rows import INFOS, METRICS, NOT_APPLICABLE
 from quire.frontend.metrics.catalog.spec import LEGACY_NAMES, VLLM, MetricSpec
-from quire.frontend.metrics.catalog.table import INFOS, METRICS, NOT_APPLICABLE
 from quire.frontend.metrics.frontend_stats import cache_config_labels
 from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
 from quire.frontend.metrics.publish.snapshot import Family

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from tools.metrics_page import make_metrics_page
 
+from quire.frontend.metrics.catalog.quire_rows import METRICS, NOT_APPLICABLE
 from quire.frontend.metrics.catalog.spec import FAMILY_NAMES
-from quire.frontend.metrics.catalog.table import METRICS, NOT_APPLICABLE
 
 ROOT = Path(__file__).resolve().parents[5]
 
