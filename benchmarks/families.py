@@ -100,6 +100,7 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": _SIGMOID,
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6},
     "glm4_moe_lite": {**_SIGMOID, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "helium": {"head_dim": 64},  # heads together are as wide as the model
     "qwen2": {"use_sliding_window": False},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
 }
