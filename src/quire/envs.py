@@ -6,11 +6,10 @@ A variable that starts with ``QUIRE_`` and is not listed here is an operator's m
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,5 @@ def check_environment() -> None:
     known = {v.name for v in ENV_VARS}
     for name in os.environ:
         if name.startswith("QUIRE_") and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "`quire collect-env` lists the known ones"
+            hint = nearest(name, known, "`quire collect-env` lists the known ones")
             raise ConfigError(f"environment variable {name} is not known to Quire; {hint}")

@@ -11,6 +11,7 @@
     │   │   └── QuotaExceededError  429  the limit is the client's own
     │   └── SlowClientError         408  the client did not read its output for too long; it was aborted
     ├── ConfigError                 the operator's fault: a flag, a file, a combination (also a ValueError)
+    │   ├── UnknownArgumentError    a keyword argument that does not exist (also a TypeError)
     │   └── ModelLoadError          the checkpoint cannot be served: names file and tensor
     │       └── UnsupportedModelError   its architecture or a feature of it is unknown here
     └── ServerError                 our fault: HTTP 5xx
@@ -23,6 +24,8 @@ A message gives the situation, the value, the limit and the remedy, in that orde
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -89,6 +92,10 @@ class ConfigError(QuireError, ValueError):
     """A flag, environment variable, configuration file or combination of them cannot work."""
 
 
+class UnknownArgumentError(ConfigError, TypeError):
+    """A keyword argument does not exist. The message names the nearest one."""
+
+
 class ModelLoadError(ConfigError):
     """A checkpoint cannot be loaded. The message names the file and, where there is one, the tensor."""
 
@@ -113,6 +120,12 @@ class DeadlineExceededError(ServerError):
 
 class EngineDeadError(ServerError):
     """The engine core is gone and cannot serve this request."""
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
+    """Returns "did you mean X?" for the known word nearest to `word`, or `otherwise`."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def error_name(error: BaseException) -> str:

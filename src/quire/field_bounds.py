@@ -8,11 +8,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.errors import ValidationError
+import msgspec
+
+from quire.errors import UnknownArgumentError, ValidationError, nearest
 
 INT64_MAX = 2**63 - 1
+
+
+class NamedFields(msgspec.StructMeta):
+    """Makes Structs whose constructor raises UnknownArgumentError, a TypeError, for a name that is no field's."""
+
+    if not TYPE_CHECKING:  # type checkers read the fields
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805
+            try:
+                return _call(cls, *args, **fields)
+            except TypeError:
+                name = next((name for name in fields if name not in cls.__struct_fields__), None)
+                if name is None:
+                    raise
+                hint = nearest(name, cls.__struct_fields__, f"help({cls.__name__}) lists its fields")
+                raise UnknownArgumentError(f"{cls.__name__} has no field {name!r}; {hint}") from None
+
+
+_call = msgspec.StructMeta.__call__
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import ValidationError
-from quire.field_bounds import INT64_MAX, FieldBound
+from quire.field_bounds import INT64_MAX, FieldBound, NamedFields
 from quire.sampling_params import RequestOutputKind
 
 POOLING_TASKS = ("embed", "token_embed", "classify", "token_classify", "score")
@@ -21,7 +21,7 @@ POOLING_FIELDS = (
 """Bounds of the numbers and switches."""
 
 
-class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+class PoolingParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True, kw_only=True):
     """Parameters of one pooling request. `task` is chosen by the method called (embed, classify, score, encode)."""
 
     use_activation: bool | None = None

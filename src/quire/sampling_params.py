@@ -18,7 +18,7 @@ import msgspec
 
 from quire import envs
 from quire.errors import ValidationError
-from quire.field_bounds import INT64_MAX, FieldBound
+from quire.field_bounds import INT64_MAX, FieldBound, NamedFields
 from quire.structured_outputs import ReasoningTokens, are_reasoning_tokens
 from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
@@ -45,7 +45,7 @@ class RequestOutputKind(Enum):
     """Nothing until the request is finished."""
 
 
-class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True):
+class RepetitionDetectionParams(msgspec.Struct, metaclass=NamedFields, frozen=True, omit_defaults=True):
     """Stop when the output ends in one pattern repeated: `min_pattern_size <= len(pattern) <= max_pattern_size` tokens,
     at least `min_count` times in a row. All zero means off."""
 
@@ -113,7 +113,7 @@ SAMPLING_FIELDS: tuple[FieldBound, ...] = (
 )
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True):
+class SamplingParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True, kw_only=True, dict=True):
     """Parameters of one generation request.
 
     The object a user passes is never changed: the frontend works on `clone()`. The frontend fills in the fields after
@@ -200,15 +200,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, dict=True
             self.seed = None
         if self.thinking_token_budget == -1:
             self.thinking_token_budget = None
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.validate_fields()
         if self.stop is None:
             self.stop = []
-        elif isinstance(self.stop, str):
-            self.stop = [self.stop]
         if self.stop_token_ids is None:
             self.stop_token_ids = []
         if self.bad_words is None:
             self.bad_words = []
-        self.validate_fields()
         if 0 < self.temperature < MIN_TEMPERATURE and self.temperature >= GREEDY_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
         if self.top_k == -1:
@@ -360,7 +360,7 @@ _BOUNDS_AND_DEFAULTS = [(bound, _DEFAULTS[bound.name]) for bound in SAMPLING_FIE
 """Bounds with the defaults of their fields: a field at its default, as most are, is not checked."""
 
 
-class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+class BeamSearchParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True):
     """Parameters of `LLM.beam_search`. Scores are sums of log-probabilities over length ** length_penalty."""
 
     beam_width: int

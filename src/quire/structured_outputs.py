@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import msgspec
 
 from quire.errors import ValidationError
-from quire.field_bounds import FieldBound
+from quire.field_bounds import FieldBound, NamedFields
 
 MAX_GRAMMAR_CHARS = 1 << 18
 """Longest text of a schema, a grammar or structural tags."""
@@ -54,7 +54,7 @@ class ReasoningTokens(msgspec.Struct, frozen=True, omit_defaults=True):
         return (self.close,) if self.open is None else (self.close, self.open)
 
 
-class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
+class StructuredOutputsParams(msgspec.Struct, metaclass=NamedFields, frozen=True, omit_defaults=True):
     """The form an output must have: exactly one of the first five fields, or `structural_tag`.
 
     Raises ValidationError naming the field (as `structured_outputs.json`, …).

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.errors import ValidationError
+from quire.errors import UnknownArgumentError, ValidationError
 from quire.field_bounds import FieldBound
-from quire.sampling_params import SAMPLING_FIELDS
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import SAMPLING_FIELDS, BeamSearchParams, SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
 
 BOUNDS = {bound.name: bound for bound in SAMPLING_FIELDS}
 
@@ -63,3 +67,23 @@ def test_special_values_lie_outside_the_range(values: list[int]) -> None:
         else:
             with pytest.raises(ValidationError):
                 bound.validate(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (SamplingParams, {"n": 1, "max_token": 5}, "SamplingParams has no field 'max_token'; did you mean max_tokens?"),
+        (PoolingParams, {"dimension": 5}, "PoolingParams has no field 'dimension'; did you mean dimensions?"),
+        (BeamSearchParams, {"width": 5}, "BeamSearchParams has no field 'width'; did you mean beam_width?"),
+        (StructuredOutputsParams, {"zzz": 5}, "has no field 'zzz'; help(StructuredOutputsParams) lists its fields"),
+    ],
+)
+def test_a_misspelt_field_is_answered_with_the_nearest(kind: type, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=re.escape(message)) as caught:
+        kind(**fields)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_other_errors_of_a_constructor_stay_as_they_are() -> None:
+    with pytest.raises(TypeError, match="Missing required argument 'beam_width'"):
+        BeamSearchParams(max_tokens=5)  # type: ignore[call-arg]

@@ -11,8 +11,7 @@ from typing import Any
 
 from quire.cli.batch_files import InputRow, make_row
 from quire.cli.batch_requests import PAIR_URLS, POOLING_URLS, RANK_URLS, check_model, read_envelope
-from quire.cli.command_line import nearest
-from quire.errors import ValidationError
+from quire.errors import ValidationError, nearest
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.openai.pooling_work import count_tokens, embedding_data, naming, rank, score_data
 from quire.frontend.openai.protocol.completion import as_prompts

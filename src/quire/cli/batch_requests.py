@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 from quire.cli.batch_files import InputRow, make_row
-from quire.cli.command_line import nearest
 from quire.cli.option_groups import make_sampling_params
-from quire.errors import NotFoundError, ValidationError
+from quire.errors import NotFoundError, ValidationError, nearest
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, chat_logprobs, text_logprobs
 from quire.frontend.openai.protocol.sampling import FormBody
 from quire.outputs import CompletionOutput, RequestOutput

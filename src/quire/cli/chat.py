@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire import __version__
 from quire.cli.chat_session import Answer, ChatModel, ChatSession, EngineChatModel
-from quire.cli.command_line import Arguments, CommandLine, Option, Positional, nearest
+from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.cli.generation import make_engine, timing_line
 from quire.cli.option_groups import (
     SAMPLING_HELP,
@@ -25,7 +25,7 @@ from quire.cli.option_groups import (
 )
 from quire.cli.remote.models import REMOTE_SERVER, RemoteChatModel
 from quire.cli.terminal import Style
-from quire.errors import ClientError, ConfigError, GenerationError
+from quire.errors import ClientError, ConfigError, GenerationError, nearest
 from quire.resolve import resolve
 
 

@@ -8,14 +8,13 @@ values, so that the command line and the config file have the same messages. Onl
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, nearest
 
 _KIND_WORDS: dict[Callable[[str], Any], str] = {int: "an integer", float: "a number"}
 
@@ -112,12 +111,6 @@ class Arguments:
     def given_among(self, names: Iterable[str]) -> dict[str, Any]:
         """Returns the given values among `names`."""
         return {name: self.given[name] for name in names if name in self.given}
-
-
-def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
-    """Returns "did you mean X?" for the known word nearest to `word`, or `otherwise`."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def read_config_file(path: Path) -> dict[Any, Any]:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.cli.command_line import Option, join_dotted, nearest, normalise, read_config_file
+from quire.cli.command_line import Option, join_dotted, normalise, read_config_file
 from quire.cli.option_groups import engine_options, vllm_options
 from quire.config.engine_args import FLAGS
-from quire.errors import QuireError
+from quire.errors import QuireError, nearest
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):

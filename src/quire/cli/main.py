@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire import __version__, envs
-from quire.cli.command_line import CommandLine, Option, nearest
+from quire.cli.command_line import CommandLine, Option
 from quire.config.flags import parse_human_int
-from quire.errors import ClientError, ConfigError, QuireError
+from quire.errors import ClientError, ConfigError, QuireError, nearest
 from quire.resolve import resolve
 from quire.timeline import stamp
 

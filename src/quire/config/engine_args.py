@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from quire.config.model import ModelConfig, resolve_model_dir
 from quire.config.model_impl import choose_model_impl
 from quire.config.pooling_files import resolve_pooling
 from quire.config.vllm_flags import settle_vllm_flags, vllm_flags
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnknownArgumentError, nearest
 from quire.logger import init_logger
 from quire.resolve import resolve
 
@@ -40,8 +39,8 @@ class EngineArgs:
     Arguments of vLLM's that Quire has no flag for are accepted as on the command line of `quire serve`: without effect
     and with a warning, unless they change what is computed.
 
-    Raises ConfigError for an unknown name (with the nearest known one), a value outside the flag's range, or an
-    argument of vLLM's that cannot be ignored.
+    Raises ConfigError for a value outside the flag's range, or an argument of vLLM's that cannot be ignored, and
+    UnknownArgumentError for another name.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]] = {
@@ -164,10 +163,9 @@ def _settle_foreign(arguments: Mapping[str, Any]) -> dict[str, Any]:
     known = {name for name, row in vllm_flags().items() if row.ignored or row.refused}
     for name in foreign.keys() - known:
         if name in vllm_flags():
-            raise ConfigError(f"{name!r} is no argument of the engine: it is a flag of `quire serve`")
-        near = difflib.get_close_matches(name, [*FLAGS, *known], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`quire serve --help=all` lists them"
-        raise ConfigError(f"unknown argument {name!r}; {hint}")
+            raise UnknownArgumentError(f"{name!r} is no argument of the engine: it is a flag of `quire serve`")
+        hint = nearest(name, [*FLAGS, *known], "`quire serve --help=all` lists them")
+        raise UnknownArgumentError(f"unknown argument {name!r}; {hint}")
     return {name: value for name, value in settle_vllm_flags(foreign, as_keywords=True).items() if name in FLAGS}
 
 

@@ -18,7 +18,6 @@ gives for the text so far.
 
 from __future__ import annotations
 
-import difflib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -30,7 +29,7 @@ import msgspec
 from quire.engine.executor.abstract import Executor
 from quire.engine.request import RequestStatus
 from quire.engine.sched.interface import PauseState, SchedulerInterface
-from quire.errors import ClientError, ServerError, ValidationError, error_name
+from quire.errors import ClientError, ServerError, ValidationError, error_name, nearest
 from quire.interrupts import InterruptShield
 from quire.logger import init_logger
 from quire.wire.engine_core import PauseMode, UtilityOutput
@@ -287,8 +286,7 @@ def run_utility(core: Any, name: str, args: Sequence[Any]) -> Any:
     """
     spec = UTILITIES.get(name)
     if spec is None:
-        near = difflib.get_close_matches(str(name), UTILITIES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(UTILITIES)}"
+        hint = nearest(str(name), UTILITIES, f"there are {', '.join(UTILITIES)}")
         raise ValidationError(f"the engine has no control verb {name!r}; {hint}", param="method", value=name)
     if len(args) > len(spec.arguments):
         raise ValidationError(f"{name} takes {len(spec.arguments)} arguments, {len(args)} were given", param="args")

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import difflib
 import os
 import random
 import re
@@ -40,7 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire import failpoints
-from quire.errors import ConfigError
+from quire.errors import ConfigError, nearest
 from quire.failpoints import FAILPOINTS, Hit
 
 _MEBIBYTE = 1 << 20
@@ -301,8 +300,7 @@ def _probability(fault: str, text: str) -> float:
 
 def _check_name(name: str) -> None:
     if name not in FAILPOINTS:
-        near = difflib.get_close_matches(name, FAILPOINTS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(FAILPOINTS)}"
+        hint = nearest(name, FAILPOINTS, f"they are {', '.join(FAILPOINTS)}")
         raise ConfigError(f"QUIRE_FAILPOINTS names {name!r}, which is no failpoint; {hint}")
 
 

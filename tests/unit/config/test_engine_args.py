@@ -37,8 +37,9 @@ def make(checkpoint: Path, usage: str = "offline", **flags: Any) -> Any:
 
 
 def test_unknown_argument_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
+    with pytest.raises(ConfigError, match="did you mean max_model_len") as caught:
         EngineArgs(max_model_length=1)
+    assert isinstance(caught.value, TypeError), "Python's class for a keyword that does not exist"
 
 
 @pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])

@@ -101,7 +101,7 @@ def test_only_the_table_can_be_called(name: str) -> None:
 
 
 def test_a_verb_that_is_misspelt_is_guessed() -> None:
-    with pytest.raises(ValidationError, match="did you mean 'echo'"):
+    with pytest.raises(ValidationError, match="did you mean echo"):
         run_utility(Core(), "ecco", [])
 
 

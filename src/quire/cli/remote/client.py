@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 
 from quire import __version__
-from quire.cli.command_line import Arguments, nearest
+from quire.cli.command_line import Arguments
 from quire.cli.remote.protocol import (
     Chunk,
     EventReader,
@@ -34,7 +34,7 @@ from quire.cli.remote.protocol import (
     lost_connection,
     status_error,
 )
-from quire.errors import NotFoundError
+from quire.errors import NotFoundError, nearest
 
 T = TypeVar("T")
 CONNECT_LIMIT_S = 10.0
