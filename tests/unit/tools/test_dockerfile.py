@@ -5,10 +5,12 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
+from tools.image_steps import DOCKERFILE, entering, stages_of
 
 from quire import envs
 from quire.cli.serve import command_line, server_config
@@ -16,35 +18,15 @@ from quire.config.server import ServerConfig
 from quire.frontend.openai.app import endpoints_of
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCKERFILE = ROOT / "deploy" / "Dockerfile"
-INSTRUCTION = re.compile(r"([A-Z]+)\s+(.*)")
-
-
-def instructions_of(text: str) -> list[tuple[str, str]]:
-    """(name, rest), line continuations joined."""
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    found = []
-    for line in re.sub(r"\s*\\\n\s*", " ", "\n".join(lines)).splitlines():
-        if line.strip():
-            match = INSTRUCTION.fullmatch(line.strip())
-            assert match is not None, line
-            found.append((match[1], match[2]))
-    return found
-
-
-INSTRUCTIONS = instructions_of(DOCKERFILE.read_text(encoding="utf-8"))
-LAST_STAGE = INSTRUCTIONS[max(i for i, (name, _) in enumerate(INSTRUCTIONS) if name == "FROM") :]
+STAGES = stages_of(DOCKERFILE.read_text(encoding="utf-8"), {})
+INSTRUCTIONS = [(name, match[0]) for stage in STAGES for name, match, *_ in stage.steps]
+LAST_STAGE = [(name, match[0]) for name, match, *_ in STAGES[-1].steps]
 
 
 def only(name: str) -> str:
     """The one instruction of that name in the last stage."""
     (rest,) = [rest for found, rest in LAST_STAGE if found == name]
     return rest
-
-
-def test_it_knows_every_instruction() -> None:
-    known = {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER", "EXPOSE", "HEALTHCHECK", "CMD"}
-    assert {name for name, _ in INSTRUCTIONS} <= known, "an instruction that nothing here holds"
 
 
 def test_what_is_copied_is_there_and_not_ignored() -> None:
@@ -100,7 +82,42 @@ def test_variables_are_known() -> None:
     assert set(names) <= {variable.name for variable in envs.ENV_VARS} | {"HF_HOME"}
 
 
-@pytest.mark.parametrize("text", ["copy a b", "  = 1"])
-def test_the_reader_refuses_what_is_no_instruction(text: str) -> None:
-    with pytest.raises(AssertionError):
-        instructions_of(text)
+def test_each_step_sees_what_was_set_before_it() -> None:
+    _, build, image = STAGES
+    assert [stage.name for stage in (build, image)] == ["build", "image"]
+    assert {workdir for name, _, workdir, _ in build.steps if name == "COPY"} == {"/source"}
+    ((_, install, workdir, variables), _) = [step for step in image.steps if step[0] == "RUN"]
+    assert install.groups()[:3] == ("build", "/wheels", "/wheels")
+    assert workdir == "/"
+    assert variables["TORCH_INDEX_URL"].endswith("/cpu")
+    assert "QUIRE_CACHE_ROOT" not in variables
+    assert image.environment["QUIRE_CACHE_ROOT"] == "/var/cache/quire"
+    assert (image.holds["USER"], image.holds["WORKDIR"]) == ("10001", "/home/quire")
+
+
+def test_an_argument_of_the_build_replaces_its_default() -> None:
+    _, stage = stages_of("FROM a:b\nARG X=1\nARG Y\nRUN a \\\n  # why\n  b\nRUN c", {"Y": "2"})
+    assert [
+        (match[0], variables.items() >= {("X", "1"), ("Y", "2")}) for _, match, _, variables in stage.steps[3:]
+    ] == [
+        ("a b", True),
+        ("c", True),
+    ]
+    with pytest.raises(ValueError, match="no ARG is named Z"):
+        stages_of("FROM a:b\nARG X=1", {"Z": "2"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["copy a b", "= 1", "ADD a b", "FROM build", "COPY a b", "COPY --from=build a ./", "RUN --network=none a",
+     "ENV a=$b", "ENV a b", "USER quire", "WORKDIR here", "CMD quire", "USER 1\nRUN a"],
+)  # fmt: skip
+def test_what_is_not_known_is_an_error(line: str) -> None:
+    with pytest.raises(ValueError, match="not implemented here: "):
+        stages_of(f"FROM a:b\n{line}", {})
+
+
+def test_a_command_becomes_itself_in_a_root_with_its_own_variables() -> None:
+    *mounts, words = entering(Path("/r"), "10001", "/home", {"A": "x y"}, ["quire", "serve"])
+    assert [mount[-1] for mount in mounts] == ["/r/proc", "/r/dev"]
+    assert shlex.join(words) == "exec chroot --userspec=10001 /r env -i -C /home 'A=x y' quire serve"
