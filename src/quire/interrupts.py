@@ -1,4 +1,4 @@
-"""Keeps Ctrl-C out of half-done bookkeeping, and wakes threads.
+"""Keeps Ctrl-C out of half-done bookkeeping, lets it end a download, and wakes threads.
 
 When the engine lives in the user's process, Python raises KeyboardInterrupt between any two bytecodes, also in the
 middle of a linked-list operation. While the engine core or the frontend works on its state, the interrupt is therefore
@@ -11,7 +11,31 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
+
+is_command = False
+"""True in a process that runs one of the commands of `quire`."""
+
+
+@contextlib.contextmanager
+def ending_process(clean_up: Callable[[], None]) -> Iterator[None]:
+    """Lets Ctrl-C end a command, after `clean_up`, without waiting for its threads."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        clean_up()
+        os.write(2, b"\n")
+        os._exit(128 + signum)
+
+    before = signal.getsignal(signal.SIGINT)
+    if not is_command or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class InterruptShield:

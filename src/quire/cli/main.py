@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire import __version__, envs
+from quire import __version__, envs, interrupts
 from quire.cli.command_line import CommandLine, Option
 from quire.config.flags import parse_human_int
 from quire.errors import ClientError, ConfigError, QuireError, nearest
@@ -138,6 +138,7 @@ def _find_command(argv: list[str]) -> tuple[Command, list[str]]:
 
 
 def _prepare(command: Command) -> None:
+    interrupts.is_command = True
     if command.checks_environment:
         envs.check_environment()
     if not envs.LOGGING_LEVEL.is_set:  # output is for reading: below-warning lines only on request

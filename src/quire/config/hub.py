@@ -12,11 +12,11 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire import envs
+from quire import envs, interrupts
 from quire.config.checkpoint import write_outline
 from quire.errors import ConfigError, ModelLoadError
 from quire.logger import init_logger
@@ -96,7 +96,7 @@ class Download:
         """Sentence about what is fetched, and where to."""
         return (
             f"fetching {self.model}: {_size(self.missing_bytes)} in {len(self.missing)} of {len(self.sizes)} files, to "
-            f"{self.cache} ({_size(self.free_bytes)} free); Ctrl-C stops it, and the same command goes on"
+            f"{self.cache} ({_size(self.free_bytes)} free); Ctrl-C stops it, and files that are whole are kept"
         )
 
     def check_weights(self) -> None:
@@ -156,7 +156,7 @@ def fetch_model(
         for obstacle in plan.obstacles():
             raise ConfigError(obstacle)
         logger.info("%s", plan.text)
-    with _worded_errors(model, revision, token, directory):
+    with interrupts.ending_process(_delete_parts), _worded_errors(model, revision, token, directory):
         return Path(
             huggingface_hub.snapshot_download(
                 model,
@@ -195,6 +195,15 @@ def make_outline(plan: Download, token: str | None, directory: Path) -> Path:
                 }
                 write_outline(folder, name, tensors)
     return folder
+
+
+def _delete_parts() -> None:
+    """Deletes the files that this process is downloading: huggingface_hub never goes on with a part, nor deletes it."""
+    for link in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # it has just been closed
+            path = link.readlink()
+            if path.suffix == ".incomplete":
+                path.unlink()
 
 
 @contextmanager
