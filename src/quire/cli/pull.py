@@ -28,8 +28,8 @@ def command_line() -> CommandLine:
             _DIRECTORY,
         ],
         Positional("model", "The model: owner/name. Without it, small models to begin with are listed."),
-        "A lost connection is resumed; a file that Ctrl-C stopped is fetched again. Pickled weights (*.bin) and code (*.py)\n"
-        "are never fetched.\n\n"
+        "A lost connection is resumed; a file that Ctrl-C stopped is fetched again. Pickled weights (*.bin) and code\n"
+        "(*.py) are never fetched.\n\n"
         f"{SUGGESTIONS}\n{format_suggestions()}",
     )
 
