@@ -14,7 +14,7 @@ from .sources import CHECKOUT, ROOT
 PAGES = {str(path.relative_to(ROOT)): path for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])}
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 REFERENCE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
-ROW = re.compile(r"^\| (S\d-[A-Z]+-\d+[^|]*?) \| ([^|]*) \| ([^|]*) \|$")
+ROW = re.compile(r"^\| ((?:S\d|FH)-[A-Z]+-\d+[^|]*?) \| ([^|]*) \| ([^|]*) \|$")
 
 
 def test_links_resolve() -> None:
