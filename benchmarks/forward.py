@@ -22,13 +22,13 @@ from models import SHAPES
 from quire.cli.machine import cpu_facts
 from quire.config.engine_args import EngineArgs
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from quire.worker import step_planner
+from quire.worker.attention import native_backend
 from quire.worker.attention.backend import AttentionBatch
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.worker import Worker
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-PLANNED, BY_MODULES = step_planner.MAX_NUM_TOKENS, 0
+PLANNED, BY_MODULES = native_backend.MAX_PLANNED_TOKENS, 0
 
 
 def make_worker(shapes: str, dtype: str, num_blocks: int) -> Worker:
@@ -68,7 +68,7 @@ def time_steps(worker: Worker, reqs: int, length: int, seconds: float) -> dict[i
     with torch.inference_mode():
         while time.perf_counter() < deadline or len(times[PLANNED]) < 5:
             for limit, taken in times.items():
-                step_planner.MAX_NUM_TOKENS = limit
+                native_backend.MAX_PLANNED_TOKENS = limit
                 start = Clock.now()
                 hidden = runner._forward(ids, positions, ones, [batch] * len(runner.kv_cache.specs), runner.kv_cache)
                 runner.model.compute_logits(hidden)

@@ -24,7 +24,6 @@ from quire.worker.input_batch import InputBatch, StepInputs, make_step_inputs
 from quire.worker.kernels.base import Kernels
 from quire.worker.kv_cache import KVCacheMemory, TransientKVCache, allocate_kv_cache, make_null_config
 from quire.worker.pooler import Pooler
-from quire.worker.step_planner import plan_steps
 from quire.worker.step_sampler import PendingStep, StepSampler
 
 
@@ -74,7 +73,7 @@ class ModelRunner:
             sizes = {"max_num_tokens": max_num_tokens, "max_num_reqs": max_num_reqs}
             self._transient = TransientKVCache(encoders, backend, device, dtype, **sizes)
         is_plannable = getattr(model, "is_plannable", True)  # False: it computes with torch, too
-        self._run_model = self.model if encoders or not is_plannable else plan_steps(self.model, backend)
+        self._run_model = self.model if encoders or not is_plannable else backend.plan_steps(self.model)
         self.pooler = None if pooling is None else Pooler(pooling, model, kernels, dtype, device)
         self.sampler = StepSampler(kernels.sampling(), vocab_size, device)
         self._is_in_step = False

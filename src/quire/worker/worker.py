@@ -11,6 +11,7 @@ from torch import nn
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.model_impl import TRANSFORMERS
+from quire.config.observability import ProfilerConfig
 from quire.errors import UnsupportedModelError
 from quire.logger import init_logger
 from quire.resolve import resolve
@@ -22,7 +23,6 @@ from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels.registry import choose_kernels
 from quire.worker.loader import ModelWeights, Placement, WeightCache, load_model
 from quire.worker.model_runner import ModelRunner
-from quire.worker.profiler import WorkerProfiler
 
 if TYPE_CHECKING:
     from quire.worker.fallback.load import FallbackWeights
@@ -245,3 +245,74 @@ class Worker:
         self._runner = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+class WorkerProfiler:
+    """Traces torch's work in steps, for Perfetto or chrome://tracing: those between `start` and `stop`, or fewer.
+
+    It skips `delay_iterations` and stops by itself after `max_iterations` (0: no limit). The trace is
+    PREFIX-rankN.trace.json.gz in the directory configured; a prefix may be a path of its own.
+    """
+
+    def __init__(self, config: ProfilerConfig, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        self._profile: torch.profiler.profile | None = None
+        self._prefix = ""
+        self._num_to_skip = 0
+        self._num_left: int | None = None
+        """Steps still to be recorded; None for as many as come."""
+        self.is_armed = False
+        """True if `begin_step` is to be called."""
+
+    def start(self, prefix: str | None, delay_iterations: int | None, max_iterations: int | None) -> None:
+        """Starts recording. Arguments that are None take the configured values. A second call while it records has no
+        effect."""
+        if self.is_armed:
+            return
+        self._prefix = prefix or "quire"
+        self._num_to_skip = self._config.delay_iterations if delay_iterations is None else delay_iterations
+        limit = self._config.max_iterations if max_iterations is None else max_iterations
+        self._num_left = limit or None
+        self.is_armed = True
+        if not self._num_to_skip:
+            self._record()
+
+    def begin_step(self) -> None:
+        """Counts a step that is about to run, and starts or ends the recording."""
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return
+        if self._profile is None:
+            self._record()
+        if self._num_left == 0:
+            try:
+                self.stop()
+            except OSError:  # a trace that cannot be written must not fail a step
+                logger.exception("the profile is lost")
+        elif self._num_left is not None:
+            self._num_left -= 1
+
+    def stop(self) -> None:
+        """Writes the trace, if there is one."""
+        self.is_armed = False
+        if self._profile is None:
+            return
+        profile, self._profile = self._profile, None
+        profile.stop()
+        suffix = ".json.gz" if self._config.torch_profiler_use_gzip else ".json"
+        name = f"{self._prefix}-rank{self._rank}.trace{suffix}"
+        path = Path(self._config.torch_profiler_dir).expanduser() / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
+        logger.info("profile written to %s", path)
+
+    def _record(self) -> None:
+        config = self._config
+        self._profile = torch.profiler.profile(
+            with_stack=config.torch_profiler_with_stack,
+            record_shapes=config.torch_profiler_record_shapes,
+            profile_memory=config.torch_profiler_with_memory,
+            with_flops=config.torch_profiler_with_flops,
+        )
+        self._profile.start()

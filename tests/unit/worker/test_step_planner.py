@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from quire.testing.tiny_models import FAMILIES
-from quire.worker import step_planner
+from quire.worker.attention import native_backend
 from quire.worker.attention.backend import ForwardContext, KVCache, set_forward_context
-from quire.worker.attention.native_backend import NativeAttentionBackend
+from quire.worker.attention.native_backend import NativeAttentionBackend, StepPlanner
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.plan import Arena, Plan
-from quire.worker.step_planner import StepPlanner
 
 from .conftest import MakeCheckpoint
 from .test_row_invariance import MAX_REQS, LogitsOfRequests, make_prompts
@@ -52,7 +51,7 @@ def test_a_planned_step_has_the_bits_of_the_model(
     requests = make_requests(tiny_checkpoint(family), "bfloat16", library, monkeypatch)
     planned, _ = requests.run(make_prompts(), seed=3, max_num_reqs=MAX_REQS)
     assert planner_of(requests).is_planned == (family not in NOT_PLANNED)
-    monkeypatch.setattr(step_planner, "MAX_NUM_TOKENS", 0)
+    monkeypatch.setattr(native_backend, "MAX_PLANNED_TOKENS", 0)
     by_modules, _ = requests.run(make_prompts(), seed=3, max_num_reqs=MAX_REQS)
     assert all(torch.equal(a, b) for a, b in zip(planned, by_modules, strict=True))
 

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine.structured_output.grammar_text import make_grammar_text
-from quire.engine.structured_output.vocabulary import compile_matcher, load_vocabulary
+from quire.engine.structured_output.guidance import compile_matcher, load_vocabulary, make_grammar_text
 from quire.errors import ValidationError
 from quire.resolve import resolve
 from quire.structured_outputs import StructuredOutputsParams

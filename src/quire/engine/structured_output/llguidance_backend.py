@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from quire.engine.structured_output.backend import Grammar
 from quire.engine.structured_output.compiler import CompilerSetup
+from quire.engine.structured_output.guidance import ENDS_WELL, GrammarVocabulary, compile_matcher, load_vocabulary
 from quire.engine.structured_output.sandbox import CheckedBackend
-from quire.engine.structured_output.vocabulary import ENDS_WELL, GrammarVocabulary, compile_matcher, load_vocabulary
 from quire.errors import ClientError, ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 

@@ -21,7 +21,7 @@ from quire.engine.structured_output.compiler import (
     CompileJob,
     CompilerSetup,
 )
-from quire.engine.structured_output.grammar_text import grammar_error
+from quire.engine.structured_output.guidance import grammar_error
 from quire.errors import GenerationError, ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.wire.process import search_path

@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from quire.engine.structured_output.backend import Grammar
 from quire.engine.structured_output.compiler import CompilerSetup
-from quire.engine.structured_output.grammar_text import grammar_error
+from quire.engine.structured_output.guidance import grammar_error, load_vocabulary
 from quire.engine.structured_output.sandbox import CheckedBackend
 from quire.engine.structured_output.structural_tag import bound_schema, format_of
-from quire.engine.structured_output.vocabulary import load_vocabulary
 from quire.errors import ClientError, ConfigError, ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 

@@ -11,7 +11,7 @@ is set around the forward pass and read by the layers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -111,6 +111,8 @@ def view_pages(storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int, offset: i
 
 
 Metadata = TypeVar("Metadata")
+Forward = Callable[[Tensor, Tensor], Tensor]
+"""A model: ids and positions, [n] int64 each, to hidden states [n, dim]. Needs a forward context."""
 
 
 class AttentionBackend(ABC, Generic[Metadata]):
@@ -138,6 +140,10 @@ class AttentionBackend(ABC, Generic[Metadata]):
     @abstractmethod
     def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> Metadata:
         """Returns the inputs of `forward` that all layers of a group share in this step."""
+
+    def plan_steps(self, model: Forward) -> Forward:
+        """Returns `model`, with a quicker way for short steps if there is one. Its bits must be the same."""
+        return model
 
     @abstractmethod
     def forward(

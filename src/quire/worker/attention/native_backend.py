@@ -1,11 +1,19 @@
-"""Paged attention by the native library: bf16 and float32 on CPUs, row-invariant to the bit.
+"""Paged attention by the native library, and short steps as one call into it.
 
-A token's result is the same whether it is computed in a prompt, in a chunk of one, or while decoding, and does not
-depend on the rest of the batch: see csrc/attention.h.
+Attention: bf16 and float32 on CPUs, row-invariant to the bit. A token's result is the same whether it is computed in a
+prompt, in a chunk of one, or while decoding, and does not depend on the rest of the batch: see csrc/attention.h.
+
+Steps: calling a kernel from Python takes about as long as the kernel of a small model: 50 calls for a token. The calls
+of a forward pass are therefore recorded once, from the model as it is written, and repeated by the library
+(kernels/plan.py). The bits are those of the model called module by module: the same kernels run in the same order on
+the same numbers.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
+from collections.abc import Callable
 from ctypes import Structure, byref
 from dataclasses import dataclass
 
@@ -14,11 +22,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.logger import init_logger
 from quire.wire.kv_cache import AnyKVCacheSpec
-from quire.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, KVCache, view_pages
+from quire.worker.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    Forward,
+    ForwardContext,
+    KVCache,
+    get_forward_context,
+    set_forward_context,
+    view_pages,
+)
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.library import DTYPES, AttentionArgs, with_packed_rows
 from quire.worker.kernels.native import NativeKernels
+from quire.worker.kernels.plan import ArenaFullError, NotPlannableError, Plan
+
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,6 +75,9 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
     def view_kv_cache(self, storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int, offset: int = 0) -> KVCache:
         shape = (num_blocks, spec.num_kv_heads, spec.block_size * spec.head_size)
         return KVCache(*(t.view(shape) for t in view_pages(storage, spec, num_blocks, offset)))
+
+    def plan_steps(self, model: Forward) -> Forward:
+        return StepPlanner(model, self)
 
     def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> NativeAttentionMetadata:
         """Returns the batch's half of the arguments."""
@@ -112,3 +137,86 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
 def with_packed_heads(x: Tensor) -> Tensor:
     """Returns x: [n, heads, head_size], copied if the heads of a token are not adjacent."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+MAX_PLANNED_TOKENS = 1024
+"""Tokens of the longest step that is planned: in a longer one the cost of calls is negligible. Where the results of so
+many tokens do not fit into an arena, a quarter of it, and so on."""
+
+MIN_PLANNED_TOKENS = 16
+"""Tokens of the smallest plan that is tried."""
+
+
+class StepPlanner:
+    """The forward pass of a model, planned where that is possible. The next step may overwrite the result.
+
+    A plan is valid for the kernels and the KV cache it was made with; it is made again when they change. A plan that
+    does not repeat the model's result to the bit is not used: something in the model bypasses the recording.
+    """
+
+    def __init__(self, model: Forward, backend: NativeAttentionBackend) -> None:
+        self._model = model
+        self._backend = backend
+        self._max_num_tokens = MAX_PLANNED_TOKENS
+        """Tokens of the longest step of the present plan; 0: the model cannot be planned."""
+        self._plan: Plan | None = None
+        self._generation = -1
+        self._cache: Callable[[], Tensor | None] = lambda: None
+        """Weak reference to the keys of a layer: all caches are allocated and freed together."""
+
+    @property
+    def is_planned(self) -> bool:
+        """True if the last short step ran from a plan."""
+        return self._plan is not None
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        if input_ids.shape[0] > min(self._max_num_tokens, MAX_PLANNED_TOKENS):
+            return self._model(input_ids, positions)
+        context = get_forward_context()
+        if self._plan is None or not self._fits(context):
+            return self._make_plan(context, input_ids, positions)
+        return self._plan.run(input_ids, positions, [metadata.args for metadata in context.metadata])
+
+    def _fits(self, context: ForwardContext) -> bool:
+        return self._generation == self._backend.context.num_kernels and self._cache() is _some_keys(context)
+
+    def _make_plan(self, context: ForwardContext, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Makes a plan and runs the step both ways."""
+        self._plan = None
+        expected = self._model(input_ids, positions)
+        try:
+            plan = self._record(context)
+        except NotPlannableError as e:
+            self._max_num_tokens = 0
+            logger.debug("steps are not planned: %s", e)
+            return expected
+        if input_ids.shape[0] > self._max_num_tokens:
+            return expected
+        found = plan.run(input_ids, positions, [metadata.args for metadata in context.metadata])
+        if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
+            self._max_num_tokens = 0
+            logger.warning("steps are not planned: the plan of this model does not repeat its results")
+            return expected
+        self._plan, self._generation = plan, self._backend.context.num_kernels
+        self._cache = weakref.ref(_some_keys(context))
+        return expected
+
+    def _record(self, context: ForwardContext) -> Plan:
+        """Returns the plan of a step of the largest size. Numbers take the place of the addresses of its batches."""
+        size = self._max_num_tokens
+        batches = [AttentionArgs(num_tokens=size, slots=i + 1) for i in range(len(context.metadata))]
+        metadata = [
+            dataclasses.replace(metadata, args=args) for metadata, args in zip(context.metadata, batches, strict=True)
+        ]
+        try:
+            with set_forward_context(dataclasses.replace(context, metadata=metadata)):
+                return Plan(self._backend.context, self._model, size, batches)
+        except ArenaFullError:
+            if size <= MIN_PLANNED_TOKENS:
+                raise
+        self._max_num_tokens = size // 4
+        return self._record(context)
+
+
+def _some_keys(context: ForwardContext) -> Tensor:
+    return next(iter(context.kv_caches.values())).key

@@ -56,9 +56,9 @@ from quire.worker.loader.stored import (
     recall_kinds,
     remember_kinds,
 )
-from quire.worker.models.pooled_decoder import PooledDecoder
 from quire.worker.models.registry import get_model_class
 from quire.worker.platform import release_free_memory
+from quire.worker.pooler import PooledDecoder
 from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat, make_format
 
 logger = init_logger(__name__)

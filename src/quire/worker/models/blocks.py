@@ -6,9 +6,10 @@ config/tensor_names.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,13 +17,12 @@ from quire.config.hf_config import HFConfig
 from quire.worker.kernels.base import ActivationKernel, Kernels
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import LinearSpec, XieluSpec
-from quire.worker.layers.linear import Linear, side_by_side
+from quire.worker.layers.linear import Embedding, Linear, side_by_side
 from quire.worker.layers.moe import MoE
 from quire.worker.layers.norm import Norm
 from quire.worker.layers.weights import GIVEN_BACK, weight
 from quire.worker.models.attention import SelfAttention
 from quire.worker.models.latent import LatentAttention
-from quire.worker.models.layer_inputs import LayerInput
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_norm
 
 MIXERS: Mapping[str, type[nn.Module]] = {"attention": SelfAttention, "latent": LatentAttention}
@@ -184,6 +184,43 @@ class ParallelTwoBlock(Block):
 
     def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
         y: Tensor = self.mlp(self.post_attention_layernorm(x), self.self_attn(self.input_layernorm(x), rotations, x))
+        return y
+
+
+class LayerInputs(nn.Module):
+    """Makes inputs of layers, beside their hidden states: a vector of `size` elements for each token and layer, the sum
+    of a row of the layer's own embedding table and of a projection of the token's embedding (Gemma 3n, 4)."""
+
+    def __init__(self, hf: HFConfig, spec: DecoderSpec, size: int) -> None:
+        super().__init__()
+        self.size, self.vocab_size = size, hf.size("vocab_size_per_layer_input")
+        self.embed_tokens = Embedding(self.vocab_size, len(spec.layers) * size)
+        self.projection = Linear(hf.hidden_size, len(spec.layers) * size, spec=LinearSpec(divisor=hf.hidden_size**0.5))
+        self.projection_norm = make_norm(spec, size)
+
+    def forward(self, input_ids: Tensor, x: Tensor) -> Iterator[tuple[Tensor]]:
+        """Yields the input of each layer, [num_tokens, size]. input_ids: [num_tokens]; ids that the table lacks count
+        as 0. x: [num_tokens, hidden], their embeddings."""
+        rows = self.embed_tokens(input_ids.where(input_ids < self.vocab_size, 0))
+        rows = rows * torch.tensor(self.size**0.5, dtype=x.dtype).item()  # rounded as the embedding's multiplier is
+        projected = self.projection(x).view(-1, self.size)  # [num_tokens * num_layers, size]
+        inputs = (self.projection_norm(projected) + rows.view(-1, self.size)) * 2.0**-0.5
+        for own in inputs.view(len(x), -1, self.size).unbind(1):
+            yield (own,)
+
+
+class LayerInput(nn.Module):
+    """Adds a layer's input: x + norm(projection(activation(gate(x)) * input))."""
+
+    def __init__(self, hf: HFConfig, spec: DecoderSpec, size: int) -> None:
+        super().__init__()
+        self.gate = Linear(hf.hidden_size, size, spec=LinearSpec(activation=spec.activation))
+        self.projection = Linear(size, hf.hidden_size)
+        self.norm = make_norm(spec, hf.hidden_size)
+
+    def forward(self, x: Tensor, own: Tensor) -> Tensor:
+        """x: [num_tokens, hidden] to that shape; own: [num_tokens, size]."""
+        y: Tensor = self.norm(self.projection(self.gate(x) * own), x)
         return y
 
 

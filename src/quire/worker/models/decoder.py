@@ -20,8 +20,7 @@ from quire.worker.kernels.specs import LinearSpec, XieluSpec
 from quire.worker.layers.linear import Embedding, Linear
 from quire.worker.layers.rotary import RotaryEmbedding
 from quire.worker.layers.weights import GIVEN_BACK
-from quire.worker.models.blocks import BLOCKS
-from quire.worker.models.layer_inputs import LayerInputs
+from quire.worker.models.blocks import BLOCKS, LayerInputs
 from quire.worker.models.spec import DecoderSpec, make_norm, make_positions
 
 

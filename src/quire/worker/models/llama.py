@@ -1,6 +1,6 @@
 """Llama 2 and 3.x, everything published in their format, and families that differ from it in a switch or two: AFM
-(Arcee), Apertus, Aria's text decoder, Code World Model, EXAONE 4, GLM-4 and GLM-4-0414, Helium, Phi-3 and Phi-4,
-SmolLM3."""
+(Arcee), Apertus, Aria's text decoder, Code World Model, EXAONE 4, GLM-4 and GLM-4-0414, Helium, Mistral, Ministral and
+Mixtral, nanochat, Phi-3 and Phi-4, SmolLM3."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import dataclasses
 
 from quire.config.attention_layout import layer_kinds, rotates
 from quire.config.hf_config import SLIDING_ATTENTION, HFConfig
+from quire.worker.attention.backend import ScaleGrowth
 from quire.worker.kernels.specs import RouterSpec
 from quire.worker.layers.moe import MoESpec, SharedExpertSpec
 from quire.worker.models.decoder import DecoderForCausalLM
@@ -95,6 +96,59 @@ class HeliumForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         spec = dataclasses.replace(common_spec(hf), rope_pairs=True, output_bias=False, norm_in_float32=True)
+        super().__init__(hf, spec)
+
+
+class MistralForCausalLM(DecoderForCausalLM):
+    """Mistral: all layers have the window, if there is one."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        super().__init__(hf, common_spec(hf))
+
+
+class MinistralForCausalLM(MistralForCausalLM):
+    """Mistral in which layers without a window may be listed."""
+
+
+class Ministral3ForCausalLM(DecoderForCausalLM):
+    """Mistral whose attention scores grow slowly with the position beyond the trained length."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        params = hf.rope().params
+        factor = float(params.get("llama_4_scaling_beta") or 0.0)
+        growth = ScaleGrowth(factor, int(params["original_max_position_embeddings"])) if factor else None
+        layers = [dataclasses.replace(layer, scale_growth=growth) for layer in make_layers(hf)]
+        super().__init__(hf, dataclasses.replace(common_spec(hf, tuple(layers)), qkv_bias=False, output_bias=False))
+
+
+class MixtralForCausalLM(DecoderForCausalLM):
+    """Mistral with experts in every layer."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        moe = MoESpec(
+            num_experts=hf.size("num_local_experts"),
+            expert_size=hf.size("intermediate_size"),
+            router=RouterSpec(num_experts_per_token=hf.size("num_experts_per_tok"), normalize=True),
+            gate_name="w1",
+            up_name="w3",
+            down_name="w2",
+        )
+        super().__init__(hf, common_spec(hf, make_layers(hf, moe=lambda layer: moe)))
+
+
+class NanoChatForCausalLM(DecoderForCausalLM):
+    """Norms without weights, one of them behind the embedding; heads rotate backwards, and are normed after it."""
+
+    def __init__(self, hf: HFConfig) -> None:
+        layers = (dataclasses.replace(layer, unit_qk_norm=True) for layer in make_layers(hf))
+        spec = dataclasses.replace(
+            common_spec(hf, tuple(layers)),
+            embedding_norm=True,
+            norm_weight=False,
+            rope_backwards=True,
+            gated_mlp=False,
+            logits_soft_cap=hf.get("final_logit_softcapping"),
+        )
         super().__init__(hf, spec)
 
 

@@ -131,7 +131,7 @@ class DecoderSpec:
     unit_value_norm: bool = False
     """Heads of values are normed, without weights."""
     layer_input_size: int | None = None
-    """Elements of an input of each layer's own for each token: layer_inputs.py; None for none."""
+    """Elements of an input of each layer's own for each token: `blocks.LayerInputs`; None for none."""
     activation: str = "silu"
     """A key of `specs.ACTIVATIONS`; "xielu", in an MLP without gates, for one with learned numbers."""
     clip_qkv: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 
 from quire.engine.structured_output import compiler
-from quire.engine.structured_output.grammar_text import make_grammar_text
+from quire.engine.structured_output.guidance import make_grammar_text
 from quire.structured_outputs import StructuredOutputsParams
 
 

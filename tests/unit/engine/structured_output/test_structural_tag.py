@@ -11,9 +11,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.structured_output.grammar_text import make_grammar_text
+from quire.engine.structured_output.guidance import compile_matcher, load_vocabulary, make_grammar_text
 from quire.engine.structured_output.llguidance_backend import LLGuidanceBackend
-from quire.engine.structured_output.vocabulary import compile_matcher, load_vocabulary
 from quire.errors import ValidationError
 from quire.structured_outputs import StructuredOutputsParams
 from tests.seeds import examples

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from quire.config.byte_pair_files import TIKTOKEN_FAMILIES
 from quire.config.tokenizer_json import find_vocabulary, read_tokenizer_json
-from quire.engine.structured_output.vocabulary import load_vocabulary
+from quire.engine.structured_output.guidance import load_vocabulary
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
 from quire.frontend.text.tokenizer import Tokenizer
 from tests.seeds import examples
