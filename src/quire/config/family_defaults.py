@@ -244,6 +244,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "glm4_moe_lite": {
         **_LATENT,
+        "first_k_dense_replace": 1,
         "max_position_embeddings": 202752,
         "moe_intermediate_size": 1536,
         "n_routed_experts": 64,

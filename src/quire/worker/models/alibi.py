@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from quire.config.hf_config import HFConfig
 from quire.errors import UnsupportedModelError
+from quire.worker.attention.layer import alibi_slopes
 from quire.worker.models.decoder import DecoderForCausalLM
 from quire.worker.models.spec import common_spec, make_layers
 
@@ -16,8 +15,8 @@ class BloomForCausalLM(DecoderForCausalLM):
     def __init__(self, hf: HFConfig) -> None:
         if hf.get("apply_residual_connection_post_layernorm", False):
             raise UnsupportedModelError(f"{hf.path} adds a layer's input after its norm, which is not implemented")
-        spec = dataclasses.replace(
-            common_spec(hf),
+        spec = common_spec(
+            hf,
             layers=make_layers(hf, rope=lambda layer: None, intermediate_size=4 * hf.hidden_size),
             ropes={},
             alibi_slopes=alibi_slopes(hf.num_attention_heads),
@@ -51,8 +50,8 @@ class MptForCausalLM(DecoderForCausalLM):
             if found.get(key) not in (None, value):
                 raise UnsupportedModelError(f"{hf.path} has {key} = {found[key]}; only {value} is implemented")
         size = int(hf.get("expansion_ratio", 4) * hf.hidden_size)
-        spec = dataclasses.replace(
-            common_spec(hf),
+        spec = common_spec(
+            hf,
             layers=make_layers(hf, rope=lambda layer: None, intermediate_size=size),
             ropes={},
             alibi_slopes=alibi_slopes(hf.num_attention_heads, attention.get("alibi_bias_max") or 8),
@@ -65,12 +64,3 @@ class MptForCausalLM(DecoderForCausalLM):
             attention_scale=attention.get("softmax_scale"),
         )
         super().__init__(hf, spec)
-
-
-def alibi_slopes(num_heads: int, most: float = 8.0) -> tuple[float, ...]:
-    """Returns the slope of each head: 2^(-most * i / n) for i in 1 .. n, where n is a power of two. If there are more
-    heads than the largest such n, the others have every second slope of 2 n, from the first on."""
-    n = 1 << (num_heads.bit_length() - 1)
-    slopes = [2.0 ** (-most * i / n) for i in range(1, n + 1)]
-    others = [2.0 ** (-most * i / (2 * n)) for i in range(1, 2 * n, 2)]
-    return tuple((slopes + others)[:num_heads])

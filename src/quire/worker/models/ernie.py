@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from quire.config.hf_config import HFConfig
 from quire.errors import UnsupportedModelError
 from quire.worker.kernels.specs import RouterSpec
@@ -47,11 +45,10 @@ class Ernie45MoeForCausalLM(DecoderForCausalLM):
         layers = make_layers(hf, moe=lambda i: moe if first <= i <= last and (i + 1) % step == 0 else None)
         if bias and hf.tie_word_embeddings:
             raise UnsupportedModelError(f"{hf.path}: a bias of logits with tied embeddings is not implemented")
-        super().__init__(hf, dataclasses.replace(ernie_spec(hf, layers), head_bias=bias))
+        super().__init__(hf, ernie_spec(hf, layers, head_bias=bias))
 
 
-def ernie_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> DecoderSpec:
+def ernie_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None, *, head_bias: bool = False) -> DecoderSpec:
     """Returns the spec of ERNIE 4.5."""
-    bias, spec = bool(hf.get("use_bias", False)), common_spec(hf, layers)
-    spec = dataclasses.replace(spec, qkv_bias=bias, output_bias=bias, mlp_bias=bias)
-    return dataclasses.replace(spec, rope_pairs=True, rope_in_float32=True)
+    biases = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bool(hf.get("use_bias", False)))
+    return common_spec(hf, layers, rope_pairs=True, rope_in_float32=True, head_bias=head_bias, **biases)

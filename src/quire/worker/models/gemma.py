@@ -20,8 +20,8 @@ class GemmaForCausalLM(DecoderForCausalLM):
     def __init__(self, hf: HFConfig) -> None:
         _refuse_bidirectional(hf)
         activation = hf.get("hidden_act", "gelu_pytorch_tanh")
-        spec = dataclasses.replace(
-            common_spec(hf),
+        spec = common_spec(
+            hf,
             norm_offset=1.0,
             norm_in_float32=True,
             activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
@@ -66,8 +66,9 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         rope_dims = {kinds[i]: layer.head_dim or hf.head_dim for i, layer in enumerate(layers)}
         if any((layer.head_dim or hf.head_dim) != rope_dims[kinds[i]] for i, layer in enumerate(layers)):
             raise UnsupportedModelError(f"{hf.path} has heads of several sizes in layers of one type")
-        spec = dataclasses.replace(
-            common_spec(hf, layers),
+        spec = common_spec(
+            hf,
+            layers,
             block="gemma4",
             ropes={kind: hf.rope(kind) for kind in rope_dims},
             rope_dims=rope_dims,
@@ -111,8 +112,9 @@ def _gemma_spec(hf: HFConfig) -> DecoderSpec:
     """Returns the spec that all but the first share. The kind of a layer also selects its rotary embedding."""
     _refuse_bidirectional(hf)
     kinds = layer_kinds(hf)
-    return dataclasses.replace(
-        common_spec(hf, make_layers(hf, rope=lambda layer: kinds[layer])),
+    return common_spec(
+        hf,
+        make_layers(hf, rope=lambda layer: kinds[layer]),
         block="sandwich",
         ropes={kind: hf.rope(kind) for kind in dict.fromkeys(kinds)},
         norm_offset=1.0,

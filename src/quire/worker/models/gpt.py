@@ -71,9 +71,10 @@ class XGLMForCausalLM(DecoderForCausalLM):
             _gpt_spec(hf),
             activation=hf.get("activation_function", "gelu"),
             position_offset=2,
+            sinusoidal_positions=True,
             embedding_multiplier=scale,
         )
-        super().__init__(hf, dataclasses.replace(spec, sinusoidal_positions=True))
+        super().__init__(hf, spec)
 
 
 def _inner_size(hf: HFConfig) -> int | None:
@@ -85,8 +86,8 @@ def _gpt_spec(hf: HFConfig) -> DecoderSpec:
     """Returns the spec that all share. Raises UnsupportedModelError for a decoder that reads an encoder's output."""
     if hf.get("add_cross_attention", False):
         raise UnsupportedModelError(f"{hf.path} asks for cross attention, which is not implemented")
-    return dataclasses.replace(
-        common_spec(hf),
+    return common_spec(
+        hf,
         layers=make_layers(hf, rope=lambda layer: None, intermediate_size=_inner_size(hf)),
         ropes={},
         position_offset=0,

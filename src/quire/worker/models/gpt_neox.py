@@ -19,8 +19,8 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
     """Attention and MLP, each of its own LayerNorm, side by side; a quarter of each head rotates."""
 
     def __init__(self, hf: HFConfig) -> None:
-        spec = dataclasses.replace(
-            common_spec(hf),
+        spec = common_spec(
+            hf,
             block="parallel-two" if hf.get("use_parallel_residual", True) else "pre",
             norm="layer",
             norm_eps=float(hf.get("layer_norm_eps", 1e-5)),
@@ -91,8 +91,8 @@ class Cohere2MoeForCausalLM(DecoderForCausalLM):
 
 def _cohere_spec(hf: HFConfig) -> DecoderSpec:
     """Returns the spec that both generations share."""
-    return dataclasses.replace(
-        common_spec(hf),
+    return common_spec(
+        hf,
         block="parallel",
         norm="layer",
         norm_eps=float(hf.get("layer_norm_eps", 1e-5)),
@@ -114,8 +114,8 @@ class FalconForCausalLM(DecoderForCausalLM):
             raise UnsupportedModelError(f"{hf.path} has a new decoder without parallel_attn, which does not exist")
         num_norms = hf.get("num_ln_in_parallel_attn", 2) if is_new else 1
         bias = bool(hf.get("bias", False))
-        spec = dataclasses.replace(
-            common_spec(hf),
+        spec = common_spec(
+            hf,
             layers=make_layers(hf, intermediate_size=None if hf.get("intermediate_size") else 4 * hf.hidden_size),
             block=("parallel-two" if num_norms == 2 else "parallel") if is_parallel else "pre",
             norm="layer",
@@ -136,7 +136,7 @@ class Jais2ForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         eps = float(hf.get("layer_norm_eps", 1e-5))
-        spec = dataclasses.replace(common_spec(hf), norm="layer", norm_eps=eps, norm_bias=True, gated_mlp=False)
+        spec = common_spec(hf, norm="layer", norm_eps=eps, norm_bias=True, gated_mlp=False)
         super().__init__(hf, spec)
 
 
@@ -144,8 +144,8 @@ class NemotronForCausalLM(DecoderForCausalLM):
     """LayerNorms that store w - 1, an MLP without gates, and heads of which half rotates."""
 
     def __init__(self, hf: HFConfig) -> None:
-        spec = dataclasses.replace(
-            common_spec(hf),
+        spec = common_spec(
+            hf,
             norm="layer",
             norm_eps=float(hf.get("norm_eps", 1e-5)),
             norm_bias=True,
@@ -159,8 +159,8 @@ class OlmoForCausalLM(DecoderForCausalLM):
     """LayerNorms without weights; queries, keys and values are cut to a range where the config gives one."""
 
     def __init__(self, hf: HFConfig) -> None:
-        spec = dataclasses.replace(
-            common_spec(hf),
+        spec = common_spec(
+            hf,
             norm="layer",
             norm_eps=1e-5,
             norm_weight=False,
@@ -174,8 +174,8 @@ class PersimmonForCausalLM(DecoderForCausalLM):
     """LayerNorm, also of queries and keys, an MLP without gates, and biases everywhere; half of each head rotates."""
 
     def __init__(self, hf: HFConfig) -> None:
-        spec = dataclasses.replace(
-            common_spec(hf),
+        spec = common_spec(
+            hf,
             norm="layer",
             norm_eps=float(hf.get("layer_norm_eps", 1e-5)),
             norm_bias=True,
@@ -193,8 +193,8 @@ class PhiForCausalLM(DecoderForCausalLM):
     """Attention and MLP of one LayerNorm, side by side; biases everywhere, and heads of which half rotates."""
 
     def __init__(self, hf: HFConfig) -> None:
-        spec = dataclasses.replace(
-            common_spec(hf),
+        spec = common_spec(
+            hf,
             block="parallel",
             norm="layer",
             norm_eps=float(hf.get("layer_norm_eps", 1e-5)),
@@ -213,8 +213,8 @@ class StableLmForCausalLM(DecoderForCausalLM):
     """LayerNorm, heads of which a quarter rotates, attention and MLP one after the other or side by side."""
 
     def __init__(self, hf: HFConfig) -> None:
-        spec = dataclasses.replace(
-            common_spec(hf),
+        spec = common_spec(
+            hf,
             block="parallel" if hf.get("use_parallel_residual", False) else "pre",
             norm="layer",
             norm_eps=float(hf.get("layer_norm_eps", 1e-5)),
@@ -232,8 +232,8 @@ class Starcoder2ForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         bias = bool(hf.get("use_bias", True))
-        spec = dataclasses.replace(
-            common_spec(hf),
+        spec = common_spec(
+            hf,
             norm="layer",
             norm_eps=float(hf.get("norm_epsilon", 1e-5)),
             norm_bias=True,

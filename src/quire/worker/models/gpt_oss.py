@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from quire.config.hf_config import HFConfig
 from quire.errors import UnsupportedModelError
 from quire.worker.kernels.specs import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT, RouterSpec
@@ -32,5 +30,5 @@ class GptOssForCausalLM(DecoderForCausalLM):
             router_bias=True,
         )
         layers = make_layers(hf, moe=lambda layer: moe)
-        spec = dataclasses.replace(common_spec(hf, layers), attention_sinks=True, norm_in_float32=True)
+        spec = common_spec(hf, layers, attention_sinks=True, norm_in_float32=True)
         super().__init__(hf, spec)

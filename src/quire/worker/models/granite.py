@@ -15,7 +15,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
     """Llama with a factor on embeddings, attention scores, residuals and logits."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, dataclasses.replace(_granite_spec(hf)))
+        super().__init__(hf, _granite_spec(hf))
 
 
 class GraniteSWAForCausalLM(DecoderForCausalLM):
@@ -44,8 +44,7 @@ class GraniteMoeForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         moe = _experts(hf)
-        spec = _granite_spec(hf, make_layers(hf, moe=lambda layer: moe))
-        super().__init__(hf, dataclasses.replace(spec))
+        super().__init__(hf, _granite_spec(hf, make_layers(hf, moe=lambda layer: moe)))
 
 
 class HyperCLOVAXForCausalLM(DecoderForCausalLM):
@@ -75,8 +74,9 @@ def _experts(hf: HFConfig) -> MoESpec:
 def _granite_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> DecoderSpec:
     """Returns the spec that all Granite models share: its four factors."""
     scale = hf.get("attention_multiplier")
-    return dataclasses.replace(
-        common_spec(hf, layers),
+    return common_spec(
+        hf,
+        layers,
         attention_scale=None if scale is None else float(scale),
         embedding_multiplier=float(hf.get("embedding_multiplier", 1.0)),
         residual_multiplier=float(hf.get("residual_multiplier", 1.0)),

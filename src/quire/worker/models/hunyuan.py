@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from quire.config.hf_config import HFConfig
 from quire.errors import ModelLoadError
 from quire.worker.kernels.specs import RouterSpec
@@ -42,4 +40,4 @@ def _experts(hf: HFConfig, layer: int) -> MoESpec:
 
 def hunyuan_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> DecoderSpec:
     """Returns the spec of Hunyuan v1. Its "dynamic" scaling with `alpha` is a larger base for all lengths."""
-    return dataclasses.replace(common_spec(hf, layers), qk_norm="head", qk_norm_after_rope=True)
+    return common_spec(hf, layers, qk_norm="head", qk_norm_after_rope=True)

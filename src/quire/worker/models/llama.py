@@ -26,14 +26,14 @@ class ApertusForCausalLM(DecoderForCausalLM):
     """Llama with norms of queries and keys, and an MLP without gates whose activation has learned numbers."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, dataclasses.replace(common_spec(hf), qk_norm="head", gated_mlp=False))
+        super().__init__(hf, common_spec(hf, qk_norm="head", gated_mlp=False))
 
 
 class ArceeForCausalLM(DecoderForCausalLM):
     """Llama with an MLP without gates, whose activation is relu squared."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, dataclasses.replace(common_spec(hf), gated_mlp=False))
+        super().__init__(hf, common_spec(hf, gated_mlp=False))
 
 
 class AriaTextForCausalLM(DecoderForCausalLM):
@@ -57,7 +57,7 @@ class CwmForCausalLM(DecoderForCausalLM):
     """Llama 3 in which three of four layers have a window."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, dataclasses.replace(common_spec(hf), qkv_bias=False, output_bias=False))
+        super().__init__(hf, common_spec(hf, qkv_bias=False, output_bias=False))
 
 
 class Exaone4ForCausalLM(DecoderForCausalLM):
@@ -67,8 +67,8 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
     def __init__(self, hf: HFConfig) -> None:
         kinds, has_windows = layer_kinds(hf), hf.get("sliding_window") is not None
         layers = make_layers(hf, rope=lambda i: None if has_windows and kinds[i] != SLIDING_ATTENTION else "rope")
-        spec = dataclasses.replace(common_spec(hf, layers), block="post", qk_norm="head")
-        super().__init__(hf, dataclasses.replace(spec, qkv_bias=False, output_bias=False, mlp_bias=False))
+        no_biases = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
+        super().__init__(hf, common_spec(hf, layers, block="post", qk_norm="head", **no_biases))
 
 
 class GlmForCausalLM(DecoderForCausalLM):
@@ -87,15 +87,14 @@ class Glm4ForCausalLM(DecoderForCausalLM):
 
 def _glm_spec(hf: HFConfig) -> DecoderSpec:
     """Returns the spec that GLM-4 and GLM-4-0414 share."""
-    spec = common_spec(hf)
-    return dataclasses.replace(spec, rope_pairs=True, output_bias=False, mlp_bias=False, fused_gate_up=True)
+    return common_spec(hf, rope_pairs=True, output_bias=False, mlp_bias=False, fused_gate_up=True)
 
 
 class HeliumForCausalLM(DecoderForCausalLM):
     """Llama with rotation of neighbouring pairs; no bias on the attention's output, whatever the others have."""
 
     def __init__(self, hf: HFConfig) -> None:
-        spec = dataclasses.replace(common_spec(hf), rope_pairs=True, output_bias=False, norm_in_float32=True)
+        spec = common_spec(hf, rope_pairs=True, output_bias=False, norm_in_float32=True)
         super().__init__(hf, spec)
 
 
@@ -118,7 +117,7 @@ class Ministral3ForCausalLM(DecoderForCausalLM):
         factor = float(params.get("llama_4_scaling_beta") or 0.0)
         growth = ScaleGrowth(factor, int(params["original_max_position_embeddings"])) if factor else None
         layers = [dataclasses.replace(layer, scale_growth=growth) for layer in make_layers(hf)]
-        super().__init__(hf, dataclasses.replace(common_spec(hf, tuple(layers)), qkv_bias=False, output_bias=False))
+        super().__init__(hf, common_spec(hf, tuple(layers), qkv_bias=False, output_bias=False))
 
 
 class MixtralForCausalLM(DecoderForCausalLM):
@@ -141,8 +140,9 @@ class NanoChatForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         layers = (dataclasses.replace(layer, unit_qk_norm=True) for layer in make_layers(hf))
-        spec = dataclasses.replace(
-            common_spec(hf, tuple(layers)),
+        spec = common_spec(
+            hf,
+            tuple(layers),
             embedding_norm=True,
             norm_weight=False,
             rope_backwards=True,
@@ -156,7 +156,7 @@ class Phi3ForCausalLM(DecoderForCausalLM):
     """Llama whose checkpoints have one matrix for queries, keys and values, and one for gate_proj and up_proj."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, dataclasses.replace(common_spec(hf), fused_qkv="parts", fused_gate_up=True))
+        super().__init__(hf, common_spec(hf, fused_qkv="parts", fused_gate_up=True))
 
 
 class PhimoeForCausalLM(DecoderForCausalLM):
@@ -177,8 +177,9 @@ class PhimoeForCausalLM(DecoderForCausalLM):
             up_name="w3",
             down_name="w2",
         )
-        spec = dataclasses.replace(
-            common_spec(hf, make_layers(hf, moe=lambda layer: moe)),
+        spec = common_spec(
+            hf,
+            make_layers(hf, moe=lambda layer: moe),
             norm="layer",
             norm_bias=True,
             head_bias=bool(hf.get("lm_head_bias", False)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from quire.config.attention_layout import attention_chunks, rotates
 from quire.config.hf_config import HFConfig
 from quire.errors import ModelLoadError
@@ -42,8 +40,7 @@ class Llama4ForCausalLM(DecoderForCausalLM):
             )
             for i, chunk in enumerate(attention_chunks(hf))
         )
-        spec = common_spec(hf, layers)
-        super().__init__(hf, dataclasses.replace(spec, rope_pairs=True, rope_in_float32=True))
+        super().__init__(hf, common_spec(hf, layers, rope_pairs=True, rope_in_float32=True))
 
 
 def _layers_with_experts(hf: HFConfig) -> set[int]:

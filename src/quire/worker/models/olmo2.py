@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from quire.config.attention_layout import layer_kinds
@@ -10,14 +9,14 @@ from quire.config.hf_config import HFConfig
 from quire.errors import UnsupportedModelError
 from quire.worker.models.decoder import DecoderForCausalLM
 from quire.worker.models.experts import softmax_experts
-from quire.worker.models.spec import DecoderSpec, common_spec, make_layers
+from quire.worker.models.spec import DecoderSpec, LayerSpec, common_spec, make_layers
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):
     """Norms follow attention and MLP; queries and keys are normalised over all heads together."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, _olmo_spec(common_spec(hf)))
+        super().__init__(hf, _olmo_spec(hf))
 
 
 class Olmo3ForCausalLM(DecoderForCausalLM):
@@ -25,8 +24,8 @@ class Olmo3ForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         kinds = layer_kinds(hf)
-        spec = common_spec(hf, make_layers(hf, rope=lambda layer: kinds[layer]))
-        super().__init__(hf, _olmo_spec(spec, ropes={kind: hf.rope(kind) for kind in dict.fromkeys(kinds)}))
+        layers = make_layers(hf, rope=kinds.__getitem__)
+        super().__init__(hf, _olmo_spec(hf, layers, ropes={kind: hf.rope(kind) for kind in dict.fromkeys(kinds)}))
 
 
 class FlexOlmoForCausalLM(DecoderForCausalLM):
@@ -34,7 +33,7 @@ class FlexOlmoForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         moe = softmax_experts(hf, size="intermediate_size")
-        super().__init__(hf, _olmo_spec(common_spec(hf, make_layers(hf, moe=lambda layer: moe))))
+        super().__init__(hf, _olmo_spec(hf, make_layers(hf, moe=lambda layer: moe)))
 
 
 class OlmoeForCausalLM(DecoderForCausalLM):
@@ -44,11 +43,10 @@ class OlmoeForCausalLM(DecoderForCausalLM):
         if hf.get("clip_qkv") is not None:
             raise UnsupportedModelError(f"{hf.path} has clip_qkv {hf.get('clip_qkv')!r}, which is not implemented here")
         moe = softmax_experts(hf, size="intermediate_size")
-        spec = common_spec(hf, make_layers(hf, moe=lambda layer: moe))
-        super().__init__(hf, dataclasses.replace(spec, qk_norm="full"))
+        super().__init__(hf, common_spec(hf, make_layers(hf, moe=lambda layer: moe), qk_norm="full"))
 
 
-def _olmo_spec(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
-    """Returns the spec with what both generations share."""
+def _olmo_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None, **changes: Any) -> DecoderSpec:
+    """Returns the spec that both generations share."""
     changes |= {"norm_in_float32": True, "rope_in_float32": True}
-    return dataclasses.replace(spec, block="post", qk_norm="full", **changes)
+    return common_spec(hf, layers, block="post", qk_norm="full", **changes)

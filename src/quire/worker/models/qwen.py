@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from quire.config.attention_layout import layer_kinds
 from quire.config.hf_config import HFConfig
 from quire.worker.layers.moe import MoESpec, SharedExpertSpec
@@ -16,14 +14,14 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
     """Biases on queries, keys and values, and nowhere else."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, dataclasses.replace(common_spec(hf), qkv_bias=True))
+        super().__init__(hf, common_spec(hf, qkv_bias=True))
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """Queries and keys are normalised head by head."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(hf, dataclasses.replace(common_spec(hf), qk_norm="head"))
+        super().__init__(hf, common_spec(hf, qk_norm="head"))
 
 
 class Qwen2MoeForCausalLM(DecoderForCausalLM):
@@ -31,17 +29,15 @@ class Qwen2MoeForCausalLM(DecoderForCausalLM):
 
     def __init__(self, hf: HFConfig) -> None:
         shared = SharedExpertSpec(size=hf.size("shared_expert_intermediate_size"), is_weighted=True)
-        spec = common_spec(hf, _sparse_layers(hf, softmax_experts(hf, shared=shared)))
-        super().__init__(hf, dataclasses.replace(spec, qkv_bias=bool(hf.get("qkv_bias", True))))
+        layers = _sparse_layers(hf, softmax_experts(hf, shared=shared))
+        super().__init__(hf, common_spec(hf, layers, qkv_bias=bool(hf.get("qkv_bias", True))))
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
     """Qwen3 with experts."""
 
     def __init__(self, hf: HFConfig) -> None:
-        super().__init__(
-            hf, dataclasses.replace(common_spec(hf, _sparse_layers(hf, softmax_experts(hf))), qk_norm="head")
-        )
+        super().__init__(hf, common_spec(hf, _sparse_layers(hf, softmax_experts(hf)), qk_norm="head"))
 
 
 class MellumForCausalLM(DecoderForCausalLM):
@@ -50,8 +46,8 @@ class MellumForCausalLM(DecoderForCausalLM):
     def __init__(self, hf: HFConfig) -> None:
         kinds, moe = layer_kinds(hf), softmax_experts(hf)
         layers = make_layers(hf, rope=lambda i: kinds[i], moe=lambda i: moe if has_experts(hf, i) else None)
-        spec = dataclasses.replace(common_spec(hf, layers), qk_norm="head")
-        super().__init__(hf, dataclasses.replace(spec, ropes={kind: hf.rope(kind) for kind in dict.fromkeys(kinds)}))
+        ropes = {kind: hf.rope(kind) for kind in dict.fromkeys(kinds)}
+        super().__init__(hf, common_spec(hf, layers, qk_norm="head", ropes=ropes))
 
 
 def _sparse_layers(hf: HFConfig, moe: MoESpec) -> tuple[LayerSpec, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from quire.config.hf_config import HFConfig
 from quire.worker.models.decoder import DecoderForCausalLM
 from quire.worker.models.spec import common_spec
@@ -13,5 +11,4 @@ class SeedOssForCausalLM(DecoderForCausalLM):
     """Llama with a switch of its own for the bias of the attention's output."""
 
     def __init__(self, hf: HFConfig) -> None:
-        output_bias = bool(hf.get("attention_out_bias", False))
-        super().__init__(hf, dataclasses.replace(common_spec(hf), output_bias=output_bias))
+        super().__init__(hf, common_spec(hf, output_bias=bool(hf.get("attention_out_bias", False))))

@@ -4,6 +4,7 @@ EXAONE with experts, Hunyuan 3, MiniMax-M2, Trinity, Laguna."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from quire.config.attention_layout import layer_kinds
@@ -43,12 +44,8 @@ class ExaoneMoeForCausalLM(DecoderForCausalLM):
     def __init__(self, hf: HFConfig) -> None:
         kinds, has_windows = layer_kinds(hf), hf.get("sliding_window") is not None
         moe = sigmoid_experts(hf, count="num_experts", shared="num_shared_experts")
-        spec = _spec(hf, moe, qk_norm="head", qkv_bias=False, output_bias=False)
-        layers = (
-            dataclasses.replace(layer, rope=None if has_windows and kind != SLIDING_ATTENTION else "rope")
-            for layer, kind in zip(spec.layers, kinds, strict=True)
-        )
-        super().__init__(hf, dataclasses.replace(spec, layers=tuple(layers)))
+        ropes = [None if has_windows and kind != SLIDING_ATTENTION else "rope" for kind in kinds]
+        super().__init__(hf, _spec(hf, moe, ropes.__getitem__, qk_norm="head", qkv_bias=False, output_bias=False))
 
 
 class HYV3ForCausalLM(DecoderForCausalLM):
@@ -85,14 +82,16 @@ class AfmoeForCausalLM(DecoderForCausalLM):
     def __init__(self, hf: HFConfig) -> None:
         kinds = layer_kinds(hf)
         moe = sigmoid_experts(hf, count="num_experts", shared="num_shared_experts", factor="route_scale")
-        layers = make_layers(
+        spec = _spec(
             hf,
-            rope=lambda i: "rope" if kinds[i] == SLIDING_ATTENTION else None,
-            moe=lambda i: moe if has_experts(hf, i) else None,
+            moe,
+            lambda i: "rope" if kinds[i] == SLIDING_ATTENTION else None,
+            qk_norm="head",
+            block="sandwich",
+            output_gate=OutputGate(),
+            embedding_multiplier=hf.hidden_size**0.5 if hf.get("mup_enabled", False) else 1.0,
         )
-        multiplier = hf.hidden_size**0.5 if hf.get("mup_enabled", False) else 1.0
-        spec = _spec(hf, moe, qk_norm="head", block="sandwich", output_gate=OutputGate())
-        super().__init__(hf, dataclasses.replace(spec, layers=layers, embedding_multiplier=multiplier))
+        super().__init__(hf, spec)
 
 
 class LagunaForCausalLM(DecoderForCausalLM):
@@ -114,13 +113,14 @@ class LagunaForCausalLM(DecoderForCausalLM):
             scales_inputs=bool(hf.get("moe_apply_router_weight_on_input", False)),
             shared=SharedExpertSpec(size=hf.size("shared_expert_intermediate_size")),
         )
-        layers = make_layers(hf, rope=kinds.__getitem__, moe=lambda i: moe if has_experts(hf, i) else None)
         gate = OutputGate("softplus", per_head=hf.get("gating", True) in (True, "per-head"))
         ropes = {kind: hf.rope(kind) for kind in dict.fromkeys(kinds)}
-        super().__init__(hf, _spec(hf, moe, qk_norm="head", output_gate=gate, ropes=ropes, layers=layers))
+        super().__init__(hf, _spec(hf, moe, kinds.__getitem__, qk_norm="head", output_gate=gate, ropes=ropes))
 
 
-def _spec(hf: HFConfig, moe: MoESpec, **changes: Any) -> DecoderSpec:
-    """Returns Llama's spec with experts in the layers that have them."""
-    layers = make_layers(hf, moe=lambda layer: moe if has_experts(hf, layer) else None)
-    return dataclasses.replace(common_spec(hf, layers), **changes)
+def _spec(
+    hf: HFConfig, moe: MoESpec, rope: Callable[[int], str | None] = lambda layer: "rope", **changes: Any
+) -> DecoderSpec:
+    """Returns Llama's spec with experts in the layers that have them. `rope`: see `make_layers`."""
+    layers = make_layers(hf, rope=rope, moe=lambda layer: moe if has_experts(hf, layer) else None)
+    return common_spec(hf, layers, **changes)

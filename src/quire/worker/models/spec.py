@@ -1,15 +1,16 @@
 """The properties in which decoders differ: `DecoderSpec` for a whole model, `LayerSpec` for one layer.
 
 A family's file (llama.py, gemma.py, ...) reads its config.json into a spec. `common_spec` reads the keys that most
-families share; the family replaces what it does differently. A new difference is a new field here, with the behaviour
+families share; the family names what it does differently. A new difference is a new field here, with the behaviour
 of Llama as its default, and is read in one place: attention.py, blocks.py or decoder.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -193,10 +194,11 @@ def make_layers(
     )
 
 
-def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> DecoderSpec:
-    """Returns the spec that follows from the keys most families share; a family replaces what it does differently."""
+def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None, **changes: Any) -> DecoderSpec:
+    """Returns the spec that follows from the keys most families share. `changes` are the fields of DecoderSpec in which
+    a family differs."""
     attention_bias = bool(hf.get("attention_bias", False))
-    return DecoderSpec(
+    spec = DecoderSpec(
         layers=make_layers(hf) if layers is None else layers,
         ropes={"rope": hf.rope()},
         qkv_bias=attention_bias,
@@ -205,6 +207,7 @@ def common_spec(hf: HFConfig, layers: tuple[LayerSpec, ...] | None = None) -> De
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         activation=hf.get("hidden_act", "silu"),
     )
+    return dataclasses.replace(spec, **changes)
 
 
 def projection_sizes(spec: DecoderSpec, layer: LayerSpec, num_heads: int, q_size: int, kv_size: int) -> dict[str, int]:
