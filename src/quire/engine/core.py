@@ -34,7 +34,6 @@ from quire.resolve import resolve
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
-from quire.wire.stats import EngineSnapshot
 from quire.wire.trace import TraceWindow
 
 logger = init_logger(__name__)
@@ -329,10 +328,6 @@ class EngineCore:
             drafts = self.executor.take_draft_token_ids()
             if drafts is not None:
                 self.scheduler.update_draft_token_ids(drafts)
-
-    def get_snapshot(self) -> EngineSnapshot:
-        """Returns the blocks and requests as they are now, for dashboards."""
-        return self.scheduler.make_snapshot()
 
     def get_dropped_messages(self) -> dict[str, int]:
         """Returns the number of messages that could not be read, by reason: none in a core without a process of its

@@ -54,15 +54,6 @@ class HeartbeatWriter:
         """Tokens and start of the step being executed."""
         self._stop_listening: Callable[[], None] | None = None
 
-    @property
-    def is_watched(self) -> bool:
-        """True if there is a page."""
-        return self._page is not None
-
-    def learn(self, num_tokens: int, duration_s: float) -> None:
-        """Records a measured step. The durations of other sizes are estimated from it until they are measured."""
-        self._times.record(num_tokens, duration_s)
-
     def starting(self) -> None:
         """Begins start-up (loading, allocating, warming up): each stamp of the timeline begins another stage on the
         page."""
@@ -77,7 +68,7 @@ class HeartbeatWriter:
 
     def calibrate(self, run_one_token: Callable[[], None]) -> None:
         """Measures a step of one token, before any real one: otherwise a hang in the first steps would not be noticed
-        for long."""
+        for long. The durations of other sizes are estimated from it until they are measured."""
         if self._page is not None:
             start = time.monotonic()
             run_one_token()

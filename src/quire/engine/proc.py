@@ -127,10 +127,6 @@ class EngineCoreProc(EngineCore):
             heartbeat=heartbeat,
         )
         self.lifecycle.can_wait = True
-        if self.heartbeat.is_watched:  # a hang in the very first step should not go unnoticed for long
-            start = time.monotonic()
-            self.executor.execute_dummy_batch()
-            self.heartbeat.learn(1, time.monotonic() - start)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 

@@ -39,6 +39,11 @@ class _Life:
         """Number of output tokens when the phase began."""
         self.is_resumed = False
 
+    @property
+    def num_decoded(self) -> int:
+        """Tokens generated in this phase; 0 for one that does not decode."""
+        return max(0, self.request.num_output_tokens - self.num_outputs) if self.phase == "decode" else 0
+
 
 class _Chunk(NamedTuple):
     request_id: str
@@ -152,10 +157,10 @@ class StepTracer(SchedulerObserver):
 
     def _turn(self, life: _Life, phase: str, now: float) -> None:
         """Ends a phase and begins another one."""
-        request_id, request = life.request.request_id, life.request
         if life.phase in ("queued", "preempted", "decode"):
-            num_tokens = max(0, request.num_output_tokens - life.num_outputs) if life.phase == "decode" else 0
+            num_tokens = life.num_decoded
             if num_tokens or life.phase != "decode":
+                request_id = life.request.request_id
                 self._emit(PhaseTrace(request_id, life.phase, life.since, max(now, life.since), num_tokens))
         life.phase, life.since = phase, now
 
@@ -168,13 +173,7 @@ class StepTracer(SchedulerObserver):
     def get_open_phases(self, now: float) -> list[PhaseTrace]:
         """Returns the phases of unfinished requests, up to now."""
         return [
-            PhaseTrace(
-                request_id,
-                life.phase,
-                life.since,
-                now,
-                max(0, life.request.num_output_tokens - life.num_outputs) if life.phase == "decode" else 0,
-            )
+            PhaseTrace(request_id, life.phase, life.since, now, life.num_decoded)
             for request_id, life in self._lives.items()
             if life.phase in ("queued", "preempted", "decode")
         ]
@@ -282,15 +281,9 @@ def log_error_detail(logger: logging.Logger, output: SchedulerOutput, request_co
         logger.exception("the step that failed could not be described")
 
 
-class Observers(NamedTuple):
-    """All observers, and the one whose traces clients can read."""
-
-    observers: list[SchedulerObserver]
-    traces: TraceBuffer | None
-
-
-def make_observers(config: EngineConfig, sizes: KVCacheSizes) -> Observers:
-    """Returns the observers that the configuration asks for. Raises ConfigError if one cannot work."""
+def make_observers(config: EngineConfig, sizes: KVCacheSizes) -> tuple[list[SchedulerObserver], TraceBuffer | None]:
+    """Returns the observers that the configuration asks for, and the traces that clients can read. Raises ConfigError
+    if one cannot work."""
     observability = config.observability_config
     observers: list[SchedulerObserver] = []
     traces = TraceBuffer(observability.trace_events) if observability.trace_events else None
@@ -300,7 +293,7 @@ def make_observers(config: EngineConfig, sizes: KVCacheSizes) -> Observers:
         observers.append(FileRecorder(config, sizes))
     if observability.trace_file is not None:
         observers.append(TraceFile(Path(observability.trace_file)))
-    return Observers(observers, traces)
+    return observers, traces
 
 
 def of_incarnation(config: EngineConfig, incarnation: int) -> EngineConfig:

@@ -38,11 +38,7 @@ _BASE: Mapping[str, Any] = {
 }
 _MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
-_WINDOWS: Mapping[str, Any] = {
-    "num_hidden_layers": 4,
-    "sliding_window": SLIDING_WINDOW,
-    "layer_types": _MIXED_LAYERS,
-}
+_WINDOWS: Mapping[str, Any] = {"num_hidden_layers": 4, "sliding_window": SLIDING_WINDOW, "layer_types": _MIXED_LAYERS}
 _TWO_ROPES: Mapping[str, Any] = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
@@ -251,14 +247,8 @@ FAMILY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "codegen": {"num_key_value_heads": 4, "rotary_dim": 8, "n_inner": 80},
     "gptj": {"num_key_value_heads": 4, "rotary_dim": 8, "n_inner": 80},
     "jais2": {},
-    "mpt": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 6,
-        "attn_config": {"clip_qkv": 0.9},
-    },
-    "persimmon": {
-        "num_key_value_heads": 4,
-    },
+    "mpt": {"num_attention_heads": 6, "num_key_value_heads": 6, "attn_config": {"clip_qkv": 0.9}},
+    "persimmon": {"num_key_value_heads": 4},
     "olmo": {"clip_qkv": 0.9},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.25, "tie_word_embeddings": True},
     "cohere2": {
@@ -460,13 +450,7 @@ _HEADS: Mapping[str, str] = {
 
 
 def make_tiny_checkpoint(
-    path: Path,
-    family: str,
-    *,
-    head: str | None = None,
-    seed: int = 0,
-    dtype: str = "float32",
-    **config_overrides: Any,
+    path: Path, family: str, *, head: str | None = None, seed: int = 0, dtype: str = "float32", **config_overrides: Any
 ) -> Path:
     """Writes a random checkpoint of `family` to the directory `path` and returns the directory. Equal arguments give
     equal bytes.
@@ -536,9 +520,7 @@ def _write_tokenizer(path: Path, *, marks_texts: bool = False) -> None:
     if marks_texts:
         begin, end = SPECIAL_TOKENS[BOS], SPECIAL_TOKENS[EOS]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A {end}",
-            pair=f"{begin} $A {end} $B:1 {end}:1",
-            special_tokens=[(begin, BOS), (end, EOS)],
+            single=f"{begin} $A {end}", pair=f"{begin} $A {end} $B:1 {end}:1", special_tokens=[(begin, BOS), (end, EOS)]
         )
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(

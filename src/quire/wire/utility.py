@@ -67,7 +67,7 @@ UTILITIES: dict[str, UtilitySpec] = {
     "get_dropped_messages": _get("get_dropped_messages", dict[str, int]),
     "admit_clients": UtilitySpec("admit_clients", is_repeatable=True),
     "get_trace": _get("get_trace", TraceWindow, (float,)),
-    "get_snapshot": _get("get_snapshot", EngineSnapshot),
+    "get_snapshot": _get("scheduler.make_snapshot", EngineSnapshot),
 }
 
 

@@ -1,4 +1,4 @@
-"""The units of the KV cache: a block, the queue of free blocks, and the properties of a request that can be cached.
+"""The units of the KV cache: a block, its content, and the queue of free blocks.
 
 Nothing here holds keys or values: those live in the worker's tensors. A `KVCacheBlock` is the engine's record of one
 slot of every such tensor. Block lifetimes are measured on a sample (`KVCacheMetricsCollector`).
@@ -12,9 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
-from quire.lora_request import LoRARequest
 from quire.wire.execution import BlockIds
 from quire.wire.stats import KVCacheEvictionEvent
 
@@ -30,55 +28,6 @@ class IntegrityError(AssertionError):
 
     Never catch and ignore it: the next token could be read from another request's cache.
     """
-
-
-class CacheableRequest(Protocol):
-    """The properties of a request that the KV cache reads. `quire.engine.request.Request` has them."""
-
-    @property
-    def request_id(self) -> str:
-        """Unique among live requests."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and sampled tokens; draft tokens are not certain and do not count."""
-        ...
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens whose keys and values are in the cache, or will be before any later step reads them."""
-        ...
-
-    @property
-    def num_preemptions(self) -> int:
-        """Number of times the request lost its blocks."""
-        ...
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        """The `num_tokens` tokens."""
-        ...
-
-    @property
-    def block_hashes(self) -> list[BlockHash]:
-        """One hash per full block of `all_token_ids`, without drafts. Kept up to date with a `BlockHasher`."""
-        ...
-
-    @property
-    def skip_reading_prefix_cache(self) -> bool:
-        """True if every prompt token must be computed (prompt logprobs). Its blocks are still cached for others."""
-        ...
-
-    @property
-    def lora_request(self) -> LoRARequest | None:
-        """The adapter, which changes keys and values."""
-        ...
-
-    @property
-    def cache_salt(self) -> str | None:
-        """Separates the prefix caches of different tenants; None and "" are different salts."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -123,14 +72,6 @@ class KVCacheBlocks:
     """Blocks of a request, a list per KV cache group. The lists are never changed."""
 
     blocks: tuple[list[KVCacheBlock], ...]
-
-    def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
-        return KVCacheBlocks(tuple(mine + theirs for mine, theirs in zip(self.blocks, other.blocks, strict=True)))
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no group has a block."""
-        return not any(self.blocks)
 
     def get_block_ids(self) -> BlockIds:
         """Returns ids per group; 0, the null block, stands for tokens that a sliding window has left behind."""
@@ -180,10 +121,6 @@ class FreeKVCacheBlockQueue:
         _link(previous, following)
         block.prev_free_block = block.next_free_block = None
         self.num_free_blocks -= 1
-
-    def append(self, block: KVCacheBlock) -> None:
-        """Adds `block` at the end."""
-        self.append_n([block])
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Adds `blocks` at the end, in their order."""

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from quire.engine.kv_cache.block import (
     BlockContent,
     BlockHash,
-    CacheableRequest,
     ExtraKeys,
     FreeKVCacheBlockQueue,
     IntegrityError,
@@ -15,6 +14,7 @@ from quire.engine.kv_cache.block import (
     KVCacheMetricsCollector,
 )
 from quire.engine.kv_cache.hashing import PrefixQuery, block_extra_keys
+from quire.engine.request import Request
 
 
 class CachedBlockMap:
@@ -105,7 +105,7 @@ class BlockPool:
 
     def cache_full_blocks(
         self,
-        request: CacheableRequest,
+        request: Request,
         tables: Sequence[Sequence[KVCacheBlock]],
         block_range: range,
         block_size: int,

@@ -11,9 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from quire.engine.kv_cache.block import CacheableRequest, KVCacheBlock
+from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.hashing import PrefixQuery
+from quire.engine.request import Request
 from quire.wire.kv_cache import AnyKVCacheSpec
 
 
@@ -125,7 +126,7 @@ class PrefixLookUp:
         self._asked: tuple[int, int] | None = None
         """The question that `_hits` answers: the most blocks, and the number of changes of the cache by then."""
 
-    def find(self, request: CacheableRequest, max_blocks: int) -> list[list[KVCacheBlock]]:
+    def find(self, request: Request, max_blocks: int) -> list[list[KVCacheBlock]]:
         """Returns, per group, the table of the longest prefix of at most `max_blocks` blocks that every group has
         cached.
 

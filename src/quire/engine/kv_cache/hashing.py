@@ -12,13 +12,13 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
-from quire.engine.kv_cache.block import BlockContent, BlockHash, CacheableRequest, ExtraKeys
+from quire.engine.kv_cache.block import BlockContent, BlockHash, ExtraKeys
+from quire.engine.request import BlockHasher, Request
 
 NONE_HASH: BlockHash = sha256(b"quire: the parent of a first block").digest()
 """The parent of a first block: a constant, so that hashes agree between processes without any seed."""
 
 HashFunction = Callable[[BlockHash | None, Sequence[int], ExtraKeys | None], BlockHash]
-BlockHasher = Callable[[CacheableRequest], list[BlockHash]]
 
 _BLOCK_TAG = b"quire kv block 1\n"
 """First bytes of what is hashed. Change it with the encoding."""
@@ -38,7 +38,7 @@ def hash_block(parent: BlockHash | None, token_ids: Sequence[int], extra_keys: E
     return digest.digest()
 
 
-def block_extra_keys(request: CacheableRequest, block_index: int) -> ExtraKeys | None:
+def block_extra_keys(request: Request, block_index: int) -> ExtraKeys | None:
     """Returns what besides tokens and parent distinguishes block `block_index` of `request`; None: nothing.
 
     The salt enters the first block only: through the chain it reaches all. Whatever else decides keys and values is
@@ -56,7 +56,7 @@ def make_block_hasher(block_size: int, hash_function: HashFunction = hash_block)
     """Returns a function that computes the hashes a request still lacks: one per full block beyond its
     `block_hashes`."""
 
-    def hash_new_blocks(request: CacheableRequest) -> list[BlockHash]:
+    def hash_new_blocks(request: Request) -> list[BlockHash]:
         known = request.block_hashes
         first, stop = len(known), request.num_tokens // block_size
         if first >= stop:
@@ -103,7 +103,7 @@ class PrefixQuery:
     """Compares one request with the contents of cached blocks. Remembers what proved equal, so a chain is walked
     once."""
 
-    def __init__(self, request: CacheableRequest, block_size: int) -> None:
+    def __init__(self, request: Request, block_size: int) -> None:
         self.block_hashes = request.block_hashes
         self.request = request
         self._block_size = block_size

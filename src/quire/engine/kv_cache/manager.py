@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from quire.engine.kv_cache.block import (
     BlockContent,
-    CacheableRequest,
     IntegrityError,
     KVCacheBlock,
     KVCacheBlocks,
@@ -16,6 +15,7 @@ from quire.engine.kv_cache.block import (
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.group_manager import GroupManager, PrefixLookUp, make_group_manager
 from quire.engine.kv_cache.sizing import blocks_needed
+from quire.engine.request import Request
 from quire.wire.execution import BlockIds
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.stats import KVCacheEvictionEvent, PrefixCacheStats
@@ -90,7 +90,7 @@ class KVCacheManager:
         num_cached = pool.num_cached_free_blocks
         return pool.num_gpu_blocks - 1 - num_free, num_cached, num_free - num_cached
 
-    def get_computed_blocks(self, request: CacheableRequest) -> tuple[KVCacheBlocks, int]:
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """Returns the longest cached prefix of a request about to be admitted: its blocks and its length in tokens.
 
         Always shorter than the request: its last token is computed to get logits. Changes nothing.
@@ -103,7 +103,7 @@ class KVCacheManager:
 
     def allocate_slots(
         self,
-        request: CacheableRequest,
+        request: Request,
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
         new_computed_blocks: KVCacheBlocks | None = None,
@@ -171,7 +171,7 @@ class KVCacheManager:
             self._cache_full_blocks(request, held, num_after)
         return new_blocks
 
-    def free(self, request: CacheableRequest) -> None:
+    def free(self, request: Request) -> None:
         """Takes back all blocks of a finished, aborted or preempted request; nothing if it holds none.
 
         The end of the prefix is freed first, in all groups alike, so that the longest useful prefix survives longest.
@@ -251,7 +251,7 @@ class KVCacheManager:
 
     def _count_blocks_to_come(
         self,
-        request: CacheableRequest,
+        request: Request,
         tables: Sequence[Sequence[KVCacheBlock]],
         hits: Sequence[Sequence[KVCacheBlock]],
     ) -> int:
@@ -264,7 +264,7 @@ class KVCacheManager:
 
     def _admit(
         self,
-        request: CacheableRequest,
+        request: Request,
         held: RequestBlocks,
         hits: Sequence[Sequence[KVCacheBlock]],
         num_hit_blocks: int,
@@ -289,7 +289,7 @@ class KVCacheManager:
         held.num_blocks += num_new_blocks
         return KVCacheBlocks(parts)
 
-    def _cache_full_blocks(self, request: CacheableRequest, held: RequestBlocks, num_tokens: int) -> None:
+    def _cache_full_blocks(self, request: Request, held: RequestBlocks, num_tokens: int) -> None:
         """Registers blocks that are full within the first `num_tokens` tokens. Drafts among them have no hashes yet."""
         num_full = min(num_tokens // self.block_size, len(request.block_hashes))
         if num_full > held.num_cached_blocks:
@@ -298,9 +298,7 @@ class KVCacheManager:
             )
             held.num_cached_blocks = num_full
 
-    def _evict_uncomputed_blocks(
-        self, request: CacheableRequest, held: RequestBlocks, num_computed_blocks: int
-    ) -> None:
+    def _evict_uncomputed_blocks(self, request: Request, held: RequestBlocks, num_computed_blocks: int) -> None:
         """Unregisters blocks that were allocated for a step which will not compute them."""
         for table in held.tables:
             blocks = table[num_computed_blocks : held.num_cached_blocks]

@@ -29,13 +29,6 @@ END_S = 5.0
 """Seconds that `clear_backend` waits for the compiler's thread."""
 
 
-class _Preload:
-    """Entry in the compiler's queue: make the backend."""
-
-
-_PRELOAD = _Preload()
-
-
 class StructuredOutputManager:
     """Owns the backend and a thread that compiles, both made when the first request with a grammar comes.
 
@@ -51,7 +44,8 @@ class StructuredOutputManager:
         self._jumps = jumps
         self._preloads = preloads
         self._backend: GrammarBackend | None = None
-        self._requests: queue.SimpleQueue[Request | _Preload | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Calls for the compiler's thread; None ends it."""
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._is_closed = False
@@ -65,41 +59,42 @@ class StructuredOutputManager:
             return
         structured.jumps = self._jumps and may_jump(request)
         self._start_thread()
-        self._requests.put(request)
+        self._jobs.put(partial(self._compile, request, structured))
 
     def preload(self) -> None:
         """Makes the backend before a request needs it, where that would delay other requests. Does not wait."""
         if self._preloads:
             self._start_thread()
-            self._requests.put(_PRELOAD)
+            self._jobs.put(self._make_first_backend)
 
     def _start_thread(self) -> None:
         with self._lock:
             if self._thread is None and not self._is_closed:
-                self._thread = threading.Thread(target=self._compile_all, name="GrammarCompiler", daemon=True)
+                self._thread = threading.Thread(target=self._run_jobs, name="GrammarCompiler", daemon=True)
                 self._thread.start()
 
-    def _compile_all(self) -> None:
-        while (request := self._requests.get()) is not None:
-            if isinstance(request, _Preload):
-                with contextlib.suppress(Exception):  # the first request gets the error
-                    self._backend = self._make_backend(None)
-                continue
-            structured = request.structured_output
-            assert structured is not None  # grammar_init has checked it
-            if not structured.compiling.set_running_or_notify_cancel():
-                continue
-            try:
-                if self._is_closed:
-                    raise GenerationError("the engine is shutting down")
-                backend, params = self._backend_for(request), structured.params
-                form = backend.compile(params)
-                grammar = place_form(form, params.reasoning, backend.eos_token_ids, backend.vocab_size)
-                grammar = grammar.copy_with(request.output_token_ids)
-            except Exception as e:
-                structured.compiling.set_exception(e)
-            else:
-                structured.compiling.set_result(grammar)
+    def _run_jobs(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _make_first_backend(self) -> None:
+        with contextlib.suppress(Exception):  # the first request gets the error
+            self._backend = self._make_backend(None)
+
+    def _compile(self, request: Request, structured: StructuredOutputRequest) -> None:
+        if not structured.compiling.set_running_or_notify_cancel():
+            return
+        try:
+            if self._is_closed:
+                raise GenerationError("the engine is shutting down")
+            backend, params = self._backend_for(request), structured.params
+            form = backend.compile(params)
+            grammar = place_form(form, params.reasoning, backend.eos_token_ids, backend.vocab_size)
+            grammar = grammar.copy_with(request.output_token_ids)
+        except Exception as e:
+            structured.compiling.set_exception(e)
+        else:
+            structured.compiling.set_result(grammar)
 
     def _backend_for(self, request: Request) -> GrammarBackend:
         backend, params = self._backend, request.sampling_params
@@ -149,7 +144,7 @@ class StructuredOutputManager:
         """Ends the compiler. May be called twice."""
         with self._lock:
             self._is_closed = True
-        self._requests.put(None)
+        self._jobs.put(None)
         if self._backend is not None:
             self._backend.close()
         if self._thread is not None:

@@ -23,7 +23,7 @@ BLOCK_SIZE = 4
 
 @dataclass
 class ModelRequest:
-    """Satisfies `CacheableRequest`; hashes its blocks as tokens arrive."""
+    """Has what the cache reads of a `Request`; hashes its blocks as tokens arrive."""
 
     request_id: str
     all_token_ids: list[int]

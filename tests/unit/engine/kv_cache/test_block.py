@@ -15,15 +15,8 @@ def test_new_block_is_free_and_uncached() -> None:
     assert (block.prev_free_block, block.next_free_block) == (None, None)
 
 
-def test_blocks_are_added_group_by_group() -> None:
-    left, right = KVCacheBlocks((_blocks(1, 2), _blocks(3))), KVCacheBlocks((_blocks(4), []))
-    assert (left + right).get_block_ids() == ([1, 2, 4], [3])
-    assert left.get_block_ids() == ([1, 2], [3])  # unchanged
-
-
-def test_blocks_of_no_group_are_empty() -> None:
-    assert KVCacheBlocks(([], [])).is_empty
-    assert not KVCacheBlocks(([], _blocks(1))).is_empty
+def test_block_ids_are_given_group_by_group() -> None:
+    assert KVCacheBlocks((_blocks(1, 2), [], _blocks(3))).get_block_ids() == ([1, 2], [], [3])
 
 
 def test_repr_does_not_follow_links() -> None:

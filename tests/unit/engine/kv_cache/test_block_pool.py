@@ -241,7 +241,7 @@ def _use_a_free_block(pool: BlockPool) -> None:
 
 def _free_the_null_block(pool: BlockPool) -> None:
     pool.null_block.ref_cnt = 0
-    pool.free_block_queue.append(pool.null_block)
+    pool.free_block_queue.append_n([pool.null_block])
 
 
 def _reference_the_null_block(pool: BlockPool) -> None:
