@@ -47,26 +47,24 @@ def allocate_kv_cache(config: KVCacheConfig, backend: AttentionBackend[Any], dev
     layer_groups = {name: i for i, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
     caches: dict[str, KVCache] = {}
     for tensor in config.kv_cache_tensors:
-        on_cpu = device.type == "cpu"
-        storage = (
-            _reserve(tensor.size, sum(each.size for each in config.kv_cache_tensors))
-            if on_cpu
-            else torch.empty(tensor.size, dtype=torch.uint8, device=device)
-        )
+        try:
+            storage = _reserve(tensor.size, device)
+        except OSError as e:
+            all_bytes = sum(each.size for each in config.kv_cache_tensors)
+            raise ConfigError(
+                f"the KV cache of {all_bytes / 2**30:.1f} GiB cannot be reserved ({e.strerror}); lower "
+                "--kv-cache-memory-bytes or --num-gpu-blocks-override"
+            ) from None
         offsets = tensor.offsets or [0] * len(tensor.shared_by)
         for name, offset in zip(tensor.shared_by, offsets, strict=True):
             caches[name] = backend.view_kv_cache(storage, specs[layer_groups[name]], config.num_blocks, offset)
     return KVCacheMemory(specs, layer_groups, caches)
 
 
-def _reserve(num_bytes: int, all_bytes: int) -> torch.Tensor:
-    try:
+def _reserve(num_bytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
         return take_memory(num_bytes, huge_pages=False)
-    except OSError as e:
-        raise ConfigError(
-            f"the KV cache of {all_bytes / 2**30:.1f} GiB cannot be reserved ({e.strerror}); lower "
-            "--kv-cache-memory-bytes or --num-gpu-blocks-override"
-        ) from None
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def make_null_config(specs: Mapping[str, AnyKVCacheSpec]) -> KVCacheConfig:
@@ -98,13 +96,7 @@ class TransientKVCache:
         one = layers[0].spec
         spec = FullAttentionSpec(BLOCK_SIZE, one.num_kv_heads, one.head_size, str(dtype).removeprefix("torch."))
         num_blocks = max_num_tokens // BLOCK_SIZE + max_num_reqs
-        size = num_blocks * spec.page_size_bytes
-        storage = (
-            take_memory(size, huge_pages=False)
-            if device.type == "cpu"
-            else torch.empty(size, dtype=torch.uint8, device=device)
-        )
-        cache = backend.view_kv_cache(storage, spec, num_blocks)
+        cache = backend.view_kv_cache(_reserve(num_blocks * spec.page_size_bytes, device), spec, num_blocks)
         names = [layer.layer_name for layer in layers]
         self.memory = KVCacheMemory([spec], dict.fromkeys(names, 0), dict.fromkeys(names, cache))
         self._device = device

@@ -51,10 +51,10 @@ class StepSampler:
     ) -> dict[str, LogprobsTensors]:
         """Scores the step's chunks of prompts. Returns the results of the prompts that are complete."""
         complete: dict[str, LogprobsTensors] = {}
-        if not self.prompts.any_wanted:
+        if not self.prompts.wanted:
             return complete
         for i, req_id in enumerate(req_ids):
-            if self.prompts.wanted_by(req_id):
+            if req_id in self.prompts.wanted:
                 start, n = int(inputs.starts[i]), int(inputs.query_lens[i])
                 first = int(inputs.seq_lens[i]) - n
                 result = self.prompts.collect(req_id, first, hidden[start : start + n], compute_logits)
@@ -123,35 +123,26 @@ class PromptLogprobs:
     def __init__(self, vocab_size: int, kernel: SamplingKernel) -> None:
         self._kernel = kernel
         self._vocab_size = vocab_size
-        self._partial: dict[str, tuple[LogprobsTensors, int, list[int]]] = {}
-        """Rows so far, number of top tokens (-1: all) and prompt, by request id."""
+        self.wanted: dict[str, tuple[LogprobsTensors, int, list[int]]] = {}
+        """The prompts that are being scored: rows so far, number of top tokens (-1: all) and prompt, by request id."""
 
     def add_request(self, request: NewRequestData) -> None:
         """Starts to collect if the request asks for it and has no outputs: one with outputs has had the result."""
         params, prompt = request.sampling_params, request.prompt_token_ids
         if params is None or params.prompt_logprobs is None or request.output_token_ids:
             return
-        if request.req_id in self._partial:
+        if request.req_id in self.wanted:
             return
         num_top = min(params.prompt_logprobs, self._vocab_size)
         shape = (len(prompt) - 1, 1 + (self._vocab_size if num_top == -1 else num_top))
         token_ids = np.zeros(shape, np.int32)
         token_ids[:, 0] = prompt[1:]
         rows = LogprobsTensors(token_ids, np.full(shape, np.nan, np.float32), np.zeros(shape[0], np.int32))
-        self._partial[request.req_id] = (rows, num_top, prompt)
+        self.wanted[request.req_id] = (rows, num_top, prompt)
 
     def remove_request(self, req_id: str) -> None:
         """Drops a finished request."""
-        self._partial.pop(req_id, None)
-
-    @property
-    def any_wanted(self) -> bool:
-        """True if any prompt is being scored."""
-        return bool(self._partial)
-
-    def wanted_by(self, req_id: str) -> bool:
-        """Returns True if this request's prompt is being scored."""
-        return req_id in self._partial
+        self.wanted.pop(req_id, None)
 
     def collect(
         self, req_id: str, first_position: int, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
@@ -160,7 +151,7 @@ class PromptLogprobs:
 
         hidden: [n, hidden_size], the model's output at positions first_position, first_position + 1, …
         """
-        rows, num_top, prompt = self._partial[req_id]
+        rows, num_top, prompt = self.wanted[req_id]
         last = min(first_position + hidden.shape[0], len(prompt) - 1)
         step = max(1, LOGITS_PER_TILE // self._vocab_size)
         for start in range(first_position, last, step):
@@ -174,5 +165,5 @@ class PromptLogprobs:
             rows.selected_token_ranks[start:end] = scored.ranks
         if first_position + hidden.shape[0] < len(prompt):
             return None
-        del self._partial[req_id]
+        del self.wanted[req_id]
         return rows

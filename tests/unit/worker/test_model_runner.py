@@ -206,7 +206,7 @@ def test_prompt_logprobs_are_forgotten_with_the_request() -> None:
     params = SamplingParams(temperature=0, prompt_logprobs=1)
     run_step(runner, new_request("a", [1, 2, 3, 4], 2, params))
     run_step(runner, SchedulerOutput(finished_req_ids={"a"}))
-    assert not runner.sampler.prompts.wanted_by("a")
+    assert "a" not in runner.sampler.prompts.wanted
 
 
 @pytest.mark.parametrize("count", [-1, 0, 200])

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config.quantization import QuantizationScheme
 from quire.worker.kernels.base import EmbeddingKernel, Kernels, LinearKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import PLAIN, LinearSpec, get_activation
-from quire.worker.layers.weights import GIVEN_BACK, forget, weight
+from quire.worker.layers.weights import KernelModule, forget, weight
 from quire.worker.quantization.weight import Kind, QuantizedWeight, quantize, same_kind
 
 
-class Linear(nn.Module):
+class Linear(KernelModule):
     """One projection. `weight` is [out_features, in_features]; [2 * out_features, in_features] if the spec is gated.
 
     Is a QuantizableWeights: `weight` is given back when the kernel is made of integers.
@@ -79,9 +79,6 @@ class Linear(nn.Module):
             return weight if kernels.can_quantize(weight) else None
         return weight
 
-    def discard(self) -> None:
-        self._kernel = GIVEN_BACK
-
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: [num_tokens, in_features] to [num_tokens, out_features]; `residual`, of that shape, is added."""
         return (self._kernel or self.prepare(TORCH_KERNELS))(x, residual)
@@ -112,7 +109,7 @@ def side_by_side(
     return Linear(in_features, sum(parts.values()) // (2 if spec.gated else 1), bias, spec)
 
 
-class Embedding(nn.Module):
+class Embedding(KernelModule):
     """A vector for each id. `weight` is [num_embeddings, dim]. In a model with tied embeddings the table is the logits
     head, too; then `head` is what follows its product."""
 
@@ -129,9 +126,6 @@ class Embedding(nn.Module):
         if not kernels.keeps_weights:
             forget(self, "weight")
         return kernel
-
-    def discard(self) -> None:
-        self._kernel = GIVEN_BACK
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [num_tokens] to [num_tokens, dim]."""

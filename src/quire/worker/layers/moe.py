@@ -24,7 +24,7 @@ from quire.worker.kernels.specs import (
 )
 from quire.worker.layers.linear import Linear, PackedLinear
 from quire.worker.layers.norm import RMSNorm
-from quire.worker.layers.weights import GIVEN_BACK, forget, weight
+from quire.worker.layers.weights import KernelModule, forget, weight
 from quire.worker.quantization.weight import Kind, QuantizedWeight, quantize, same_kind
 
 Layout = Literal["each", "one", "stacked", "transposed"]
@@ -102,7 +102,7 @@ class QuantizedExperts:
         return sum(weight.num_bytes for weight in (*self.gate_up, *self.down))
 
 
-class Experts(nn.Module):
+class Experts(KernelModule):
     """All experts' matrices: gate_up_proj [num_experts, 2 * expert_size, hidden], down_proj [num_experts, hidden,
     expert_size]. Is a QuantizableWeights; the kinds are those of the two."""
 
@@ -194,9 +194,6 @@ class Experts(nn.Module):
             return experts if can_quantize else None
         return experts
 
-    def discard(self) -> None:
-        self._kernel = GIVEN_BACK
-
     def forward(
         self,
         x: Tensor,
@@ -215,7 +212,7 @@ class Experts(nn.Module):
         return kernel(x, expert_ids, expert_weights, residual, shared)
 
 
-class Router(nn.Module):
+class Router(KernelModule):
     """The matrix of the experts' logits, whose sums stay in float32, and the rule of choice."""
 
     packed_parameters = ("weight",)
@@ -238,7 +235,7 @@ class Router(nn.Module):
         self.e_score_correction_bias = weight(*bias_shape) if spec.choice_bias else None
         self.per_expert_scale = weight(spec.num_experts) if spec.expert_scale else None
         self.norm = None if spec.router_norm_eps is None else RMSNorm(hidden_size, spec.router_norm_eps)
-        self._kernels: tuple[LinearKernel, dict[torch.dtype, RouterKernel]] | None = None
+        self._kernel: tuple[LinearKernel, dict[torch.dtype, RouterKernel]] | None = None
         """The router's linear layer, and the kernel that chooses experts for each type of input."""
 
     def prepare(self, kernels: Kernels) -> tuple[LinearKernel, dict[torch.dtype, RouterKernel]]:
@@ -251,15 +248,12 @@ class Router(nn.Module):
         made = linear, {dtype: kernels.router(self.rule, dtype, choice_bias, scale) for dtype in types}
         if not kernels.keeps_weights:
             forget(self, "weight")
-        self._kernels = made
+        self._kernel = made
         return made
-
-    def discard(self) -> None:
-        self._kernels = GIVEN_BACK
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [num_tokens, hidden] to the experts' ids [num_tokens, k] and their weights, of that shape."""
-        linear, choose = self._kernels or self.prepare(TORCH_KERNELS)
+        linear, choose = self._kernel or self.prepare(TORCH_KERNELS)
         normed = x if self.norm is None else self.norm(x)
         return choose[x.dtype](linear(normed.float() if self.is_wide else normed))
 

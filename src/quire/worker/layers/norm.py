@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.worker.kernels.base import Kernels, NormKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import NormSpec
-from quire.worker.layers.weights import GIVEN_BACK, weight
+from quire.worker.layers.weights import KernelModule, weight
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(KernelModule):
     """x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich 2019).
 
     Families differ in where they round to the model's type: Llama before the product with w; OLMo 2 and Gemma
@@ -31,9 +31,6 @@ class RMSNorm(nn.Module):
     def prepare(self, kernels: Kernels) -> NormKernel:
         self._kernel = kernel = kernels.rms_norm(self.weight.data, self.spec)
         return kernel
-
-    def discard(self) -> None:
-        self._kernel = GIVEN_BACK
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: [..., dim], normalised over the last dimension; `residual`, of the same shape, is added after it."""
@@ -55,7 +52,7 @@ class UnitNorm(RMSNorm):
         self.weight = torch.ones(self.dim, dtype=dtype, device=device)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(KernelModule):
     """(x - mean) / sqrt(var + eps) * w + b (Ba et al. 2016); without `affine` no w, without `bias` no b.
 
     `groups`: each of that many parts of a row is normalised by itself, with the same w and b. Nemotron stores w - 1
@@ -84,9 +81,6 @@ class LayerNorm(nn.Module):
         weight, bias = (None if parameter is None else parameter.data for parameter in (self.weight, self.bias))
         self._kernel = kernel = kernels.layer_norm(self.dim, weight, bias, self.spec, self.groups)
         return kernel
-
-    def discard(self) -> None:
-        self._kernel = GIVEN_BACK
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: [n, groups * dim], each part normalised; `residual`, of the same shape, is added after it."""

@@ -97,6 +97,16 @@ class GivenBack:
 GIVEN_BACK: Any = GivenBack()
 
 
+class KernelModule(nn.Module):
+    """A `Prepared` module whose `prepare` makes `_kernel`, and whose first use makes it of torch's kernels if nothing
+    else did."""
+
+    _kernel: Any
+
+    def discard(self) -> None:
+        self._kernel = GIVEN_BACK
+
+
 def weight(*shape: int) -> nn.Parameter:
     """Returns an unfilled parameter on the current default device. Quire never trains: no gradients."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config.hf_config import HFConfig
 from quire.worker.attention.layer import Attention
@@ -15,7 +15,7 @@ from quire.worker.kernels.specs import Activation, LinearSpec, NormSpec
 from quire.worker.layers.linear import Linear, side_by_side
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.row_order import attention_orders, half_order
-from quire.worker.layers.weights import GIVEN_BACK, weight
+from quire.worker.layers.weights import KernelModule, weight
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_qk_norm, projection_sizes
 
 ACTIVATION_OF_GATE: Mapping[str, Activation] = {"sigmoid": torch.sigmoid, "softplus": torch.nn.functional.softplus}
@@ -23,7 +23,7 @@ Rotating = tuple[tuple[tuple[RotationKernel, bool], ...], RotationKernel | None]
 """Kernels for queries and keys, in order, each with whether it rotates; the kernel that norms values."""
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(KernelModule):
     """Grouped-query attention with optional biases, norms of queries and keys, rotation and window."""
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
@@ -54,7 +54,7 @@ class SelfAttention(nn.Module):
                 q_heads, k_heads = (1, 1) if spec.qk_norm == "head" else (num_heads, num_kv_heads)
                 self.q_norm.row_orders = {"": half_order(q_heads, self.head_dim, paired_dim)}
                 self.k_norm.row_orders = {"": half_order(k_heads, self.head_dim, paired_dim)}
-        self._rotations: Rotating | None = None
+        self._kernel: Rotating | None = None
         self.attn = Attention(
             num_heads,
             self.head_dim,
@@ -93,11 +93,8 @@ class SelfAttention(nn.Module):
             ones = torch.ones(self.head_dim, dtype=parameter.dtype, device=place)
             unit = kernels.rotation(self.head_dim, ones, ones, NormSpec(eps=self.spec.norm_eps, scale_in_float32=True))
             steps = (*steps, (unit, False)) if self.layer.unit_qk_norm else steps
-        self._rotations = steps, unit if self.spec.unit_value_norm else None
-        return self._rotations
-
-    def discard(self) -> None:
-        self._rotations = GIVEN_BACK
+        self._kernel = steps, unit if self.spec.unit_value_norm else None
+        return self._kernel
 
     def forward(self, x: Tensor, rotations: Rotations, residual: Tensor | None = None) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""
@@ -108,7 +105,7 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
         if self.layer.values_are_keys:
             v = k.clone()  # k is normed and rotated in place
-        steps, value_norm = self.prepare(TORCH_KERNELS) if self._rotations is None else self._rotations
+        steps, value_norm = self.prepare(TORCH_KERNELS) if self._kernel is None else self._kernel
         for step, rotates in steps:
             q, k = step(q, k, rotations[self.layer.rope] if rotates and self.layer.rope is not None else None)
         if self.layer.kv_from:

@@ -20,7 +20,7 @@ from quire.worker.kernels.specs import LinearSpec, XieluSpec
 from quire.worker.layers.linear import Embedding, Linear, side_by_side
 from quire.worker.layers.moe import MoE
 from quire.worker.layers.norm import Norm
-from quire.worker.layers.weights import GIVEN_BACK, weight
+from quire.worker.layers.weights import KernelModule, weight
 from quire.worker.models.attention import SelfAttention
 from quire.worker.models.latent import LatentAttention
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_norm
@@ -34,7 +34,7 @@ declares by the layers it owns: see `worker/attention/layer.py:Attention.kv_cach
 """
 
 
-class Xielu(nn.Module):
+class Xielu(KernelModule):
     """An activation with learned numbers (Huang and Schlag 2024), by its names in the checkpoint: `specs.xielu`."""
 
     def __init__(self) -> None:
@@ -53,9 +53,6 @@ class Xielu(nn.Module):
         )
         self._kernel = kernel = kernels.xielu(spec)
         return kernel
-
-    def discard(self) -> None:
-        self._kernel = GIVEN_BACK
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, dim] to the same shape."""

@@ -19,12 +19,12 @@ from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import LinearSpec, XieluSpec
 from quire.worker.layers.linear import Embedding, Linear
 from quire.worker.layers.rotary import RotaryEmbedding
-from quire.worker.layers.weights import GIVEN_BACK
+from quire.worker.layers.weights import KernelModule
 from quire.worker.models.blocks import BLOCKS, LayerInputs
 from quire.worker.models.spec import DecoderSpec, make_norm, make_positions
 
 
-class Decoder(nn.Module):
+class Decoder(KernelModule):
     """Embedding, layers, last norm: what checkpoints call `model`."""
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec, tied_head: LinearSpec | None) -> None:
@@ -48,23 +48,20 @@ class Decoder(nn.Module):
         block = BLOCKS[spec.block]
         self.layers = nn.ModuleList(block(hf, spec, layer, f"model.layers.{i}") for i, layer in enumerate(spec.layers))
         self.norm = make_norm(spec, hf.hidden_size)
-        self._scale: ActivationKernel | None = None
+        self._kernel: ActivationKernel | None = None
 
     def prepare(self, kernels: Kernels) -> ActivationKernel:
         factor = self.embedding_multiplier
         if self.rounds_multiplier:
             factor = torch.tensor(factor, dtype=self.embed_tokens.weight.dtype).item()
-        self._scale = scale = kernels.xielu(XieluSpec(positive=0.0, negative=0.0, slope=factor))  # a product
+        self._kernel = scale = kernels.xielu(XieluSpec(positive=0.0, negative=0.0, slope=factor))  # a product
         return scale
-
-    def discard(self) -> None:
-        self._scale = GIVEN_BACK
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
         if self.embedding_multiplier != 1.0:
-            x = (self._scale or self.prepare(TORCH_KERNELS))(x)
+            x = (self._kernel or self.prepare(TORCH_KERNELS))(x)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions + self.position_offset)
         if self.embed_norm is not None:

@@ -9,7 +9,7 @@ that computed it.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config.hf_config import HFConfig
 from quire.worker.attention.layer import Attention
@@ -18,11 +18,11 @@ from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.row_order import latent_key_order, latent_query_order
-from quire.worker.layers.weights import GIVEN_BACK, forget, weight
+from quire.worker.layers.weights import KernelModule, forget, weight
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations
 
 
-class HeadExpansion(nn.Module):
+class HeadExpansion(KernelModule):
     """The matrix that makes keys and values of a latent: `weight` is [num_heads * (plain + value), rank], for each
     head the rows of its key, then those of its value."""
 
@@ -32,26 +32,23 @@ class HeadExpansion(nn.Module):
         super().__init__()
         self.weight = weight(num_heads * (plain + value), rank)
         self.num_heads, self.plain = num_heads, plain
-        self._kernels: tuple[BatchedLinearKernel, BatchedLinearKernel] | None = None
+        self._kernel: tuple[BatchedLinearKernel, BatchedLinearKernel] | None = None
 
     def prepare(self, kernels: Kernels) -> tuple[BatchedLinearKernel, BatchedLinearKernel]:
         heads = self.weight.data.view(self.num_heads, -1, self.weight.shape[1])
         keys = kernels.batched_linear(heads[:, : self.plain].transpose(1, 2))
-        self._kernels = keys, kernels.batched_linear(heads[:, self.plain :])
+        self._kernel = keys, kernels.batched_linear(heads[:, self.plain :])
         if not kernels.keeps_weights:
             forget(self, "weight")
-        return self._kernels
-
-    def discard(self) -> None:
-        self._kernels = GIVEN_BACK
+        return self._kernel
 
     def forward(self) -> tuple[BatchedLinearKernel, BatchedLinearKernel]:
         """Returns the kernels that multiply queries, [n, heads, plain] to [n, heads, rank], and sums of latents, [n,
         heads, rank] to [n, heads, value]."""
-        return self._kernels or self.prepare(TORCH_KERNELS)
+        return self._kernel or self.prepare(TORCH_KERNELS)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(KernelModule):
     """A mixer: see the module. The sizes are those of `DecoderSpec.latent`."""
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
@@ -89,9 +86,6 @@ class LatentAttention(nn.Module):
         norm = self.kv_a_layernorm
         self._kernel = kernel = kernels.latent(self.sizes, norm.weight.data, norm.spec)
         return kernel
-
-    def discard(self) -> None:
-        self._kernel = GIVEN_BACK
 
     def forward(self, x: Tensor, rotations: Rotations, residual: Tensor | None = None) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]; `residual`, of that shape, is added."""

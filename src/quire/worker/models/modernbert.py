@@ -16,7 +16,7 @@ from quire.worker.kernels.specs import LOGITS, LinearSpec, RotaryAngles
 from quire.worker.layers.linear import Embedding, Linear
 from quire.worker.layers.norm import LayerNorm
 from quire.worker.layers.rotary import RotaryEmbedding
-from quire.worker.layers.weights import GIVEN_BACK
+from quire.worker.layers.weights import KernelModule
 
 
 class ModernBertEmbeddings(nn.Module):
@@ -33,7 +33,7 @@ class ModernBertEmbeddings(nn.Module):
         return x
 
 
-class ModernBertAttention(nn.Module):
+class ModernBertAttention(KernelModule):
     """Attention in both directions, over all tokens or within a window."""
 
     def __init__(self, hf: HFConfig, kind: str, name: str) -> None:
@@ -42,7 +42,7 @@ class ModernBertAttention(nn.Module):
         self.head_dim = hf.head_dim
         self.Wqkv = Linear(size, 3 * size, bias)
         self.Wo = Linear(size, size, bias)
-        self._rotation: RotationKernel | None = None
+        self._kernel: RotationKernel | None = None
         reach = hf.size("local_attention") // 2 if kind == SLIDING_ATTENTION else None
         num_heads = hf.num_attention_heads
         self.attn = EncoderAttention(
@@ -50,16 +50,13 @@ class ModernBertAttention(nn.Module):
         )
 
     def prepare(self, kernels: Kernels) -> RotationKernel:
-        self._rotation = rotation = kernels.rotation(self.head_dim)
+        self._kernel = rotation = kernels.rotation(self.head_dim)
         return rotation
-
-    def discard(self) -> None:
-        self._rotation = GIVEN_BACK
 
     def forward(self, x: Tensor, angles: RotaryAngles, residual: Tensor) -> Tensor:
         """x, residual: [num_tokens, hidden] to [num_tokens, hidden]."""
         q, k, v = self.Wqkv(x).chunk(3, dim=-1)
-        q, k = (self._rotation or self.prepare(TORCH_KERNELS))(q, k, angles)
+        q, k = (self._kernel or self.prepare(TORCH_KERNELS))(q, k, angles)
         y: Tensor = self.Wo(self.attn(q, k, v), residual)
         return y
 
