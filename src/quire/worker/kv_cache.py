@@ -17,7 +17,7 @@ import torch
 from quire.errors import ConfigError
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from quire.worker.attention.backend import AttentionBackend, AttentionBatch, KVCache
-from quire.worker.attention.layer import EncoderAttention
+from quire.worker.attention.layer import Attention
 from quire.worker.kernels.packs import take_memory
 
 
@@ -85,7 +85,7 @@ class TransientKVCache:
 
     def __init__(
         self,
-        layers: Sequence[EncoderAttention],
+        layers: Sequence[Attention],
         backend: AttentionBackend[Any],
         device: torch.device,
         dtype: torch.dtype,

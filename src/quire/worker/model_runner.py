@@ -19,7 +19,7 @@ from quire.wire.execution import (
 )
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.worker.attention.backend import AttentionBackend, AttentionBatch, ForwardContext, set_forward_context
-from quire.worker.attention.layer import Attention, EncoderAttention
+from quire.worker.attention.layer import Attention
 from quire.worker.input_batch import InputBatch, StepInputs, make_step_inputs
 from quire.worker.kernels.base import Kernels
 from quire.worker.kv_cache import KVCacheMemory, TransientKVCache, allocate_kv_cache, make_null_config
@@ -67,7 +67,7 @@ class ModelRunner:
         layers = [m for m in model.modules() if isinstance(m, Attention)]
         self.attention_layers = {layer.layer_name: layer for layer in layers if layer.is_cached}
         """Layers whose keys and values are stored in the KV cache."""
-        encoders = [layer for layer in layers if isinstance(layer, EncoderAttention)]
+        encoders = [layer for layer in layers if layer.is_encoder]
         self._transient = None
         if encoders:
             sizes = {"max_num_tokens": max_num_tokens, "max_num_reqs": max_num_reqs}

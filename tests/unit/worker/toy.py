@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from quire.worker.attention.backend import AttentionSpec
 from quire.worker.attention.layer import Attention
 from quire.worker.attention.torch_backend import TorchAttentionBackend
 from quire.worker.kernels.reference import TORCH_KERNELS
@@ -33,7 +34,7 @@ class ToyModel(nn.Module):
         self.projections = torch.randn(2, HIDDEN, HIDDEN + 2 * KV_HEADS * HEAD_SIZE, generator=generator) * 0.2
         self.head = torch.randn(HIDDEN, VOCAB, generator=generator) * HIDDEN**-0.5
         self.layers = nn.ModuleList(
-            Attention(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, layer_name=f"layer.{i}", sliding_window=window)
+            Attention(AttentionSpec(HEADS, KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, window), f"layer.{i}")
             for i, window in enumerate((None, WINDOW))
         )
 

@@ -2,62 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from quire.wire.kv_cache import AnyKVCacheSpec, ChunkedSpec, FullAttentionSpec, LatentSpec, SlidingWindowSpec
-from quire.worker.attention.backend import AttentionSpec, ScaleGrowth, get_forward_context
+from quire.worker.attention.backend import AttentionSpec, get_forward_context
 
 
 class Attention(nn.Module):
-    """Causal attention of one layer over the paged KV cache.
+    """Attention of one layer over the paged KV cache.
 
     Owns its spec (and sinks, if the model has them). Requests, blocks and the backend come with the forward context of
     the step. `layer_name` must be unique in the model; it names the layer's part of the cache.
 
     slopes: a score of head h grows by slopes[h] * (position of the key - position of the query) (ALiBi).
-    chunk: a query at position i sees keys from the last multiple of `chunk` up to i only.
-    scale_growth: the scale grows with the query's position.
-    latent_size: a value is the first `latent_size` elements of its key.
     kv_from: name of the layer before it whose keys and values it reads; it has and stores none.
+    is_encoder: texts are computed whole, and nothing is stored.
     """
 
     def __init__(
         self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        *,
+        spec: AttentionSpec,
         layer_name: str,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: Tensor | None = None,
+        *,
         slopes: Sequence[float] | None = None,
-        chunk: int | None = None,
-        scale_growth: ScaleGrowth | None = None,
-        latent_size: int | None = None,
         kv_from: str | None = None,
+        is_encoder: bool = False,
     ) -> None:
         super().__init__()
+        self.spec, self.is_encoder = spec, is_encoder
         self.layer_name = layer_name
         self.cache_name = layer_name if kv_from is None else kv_from
         """Name of the layer whose part of the cache it reads."""
-        self.spec = AttentionSpec(
-            num_heads,
-            num_kv_heads,
-            head_size,
-            scale,
-            sliding_window,
-            logits_soft_cap,
-            chunk=chunk,
-            scale_growth=scale_growth,
-            latent_size=latent_size,
-        )
-        self.sinks = sinks
+        self.sinks: Tensor | None = None
         with torch.device("cpu"):  # a model is built on the meta device; these few numbers must be real
             self.slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float32)
 
@@ -89,7 +68,7 @@ class Attention(nn.Module):
     @property
     def is_cached(self) -> bool:
         """True if later steps need its keys and values."""
-        return self.cache_name == self.layer_name
+        return self.cache_name == self.layer_name and not self.is_encoder
 
     def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> AnyKVCacheSpec:
         """Returns the cache spec of this layer, with blocks of `block_size` tokens and elements of `dtype`."""
@@ -110,28 +89,3 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
     power = 1 << (num_heads - 1).bit_length()
     slopes = [2.0 ** (-max_bias * i / power) for i in range(1, power + 1)]
     return tuple(slopes) if power == num_heads else tuple(slopes[1::2] + slopes[::2])[:num_heads]
-
-
-class EncoderAttention(Attention):
-    """Attention in both directions, among the tokens of a text that is computed whole. Nothing is stored.
-
-    A query sees `reach` tokens on either side, or all.
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        *,
-        layer_name: str,
-        reach: int | None = None,
-    ) -> None:
-        window = None if reach is None else reach + 1
-        super().__init__(num_heads, head_size, scale, num_kv_heads, layer_name=layer_name, sliding_window=window)
-        self.spec = dataclasses.replace(self.spec, ahead=reach)
-
-    @property
-    def is_cached(self) -> bool:
-        return False

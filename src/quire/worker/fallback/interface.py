@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from quire.errors import UnsupportedModelError
-from quire.worker.attention.backend import get_forward_context
+from quire.worker.attention.backend import AttentionSpec, get_forward_context
 from quire.worker.attention.layer import Attention
 
 NAME = "quire"
@@ -40,16 +40,9 @@ class PagedAttention(Attention):
     """
 
     def __init__(self, site: Site, num_kv_heads: int, head_size: int) -> None:
-        super().__init__(
-            site.num_heads,
-            head_size,
-            site.scale,
-            num_kv_heads,
-            layer_name=f"{site.module}.{site.call}" if site.call else site.module,
-            sliding_window=site.view.window,
-            chunk=site.view.chunk,
-            logits_soft_cap=site.soft_cap,
-        )
+        view, sizes = site.view, (site.num_heads, num_kv_heads, head_size)
+        spec = AttentionSpec(*sizes, site.scale, view.window, site.soft_cap, chunk=view.chunk)
+        super().__init__(spec, f"{site.module}.{site.call}" if site.call else site.module)
         self.value_size = site.value_size
         self.repeats = num_kv_heads // site.num_kv_heads
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.config.hf_config import HFConfig
+from quire.worker.attention.backend import AttentionSpec
 from quire.worker.attention.layer import Attention
 from quire.worker.kernels.base import Kernels, RotationKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
@@ -55,19 +56,17 @@ class SelfAttention(KernelModule):
                 self.q_norm.row_orders = {"": half_order(q_heads, self.head_dim, paired_dim)}
                 self.k_norm.row_orders = {"": half_order(k_heads, self.head_dim, paired_dim)}
         self._kernel: Rotating | None = None
-        self.attn = Attention(
+        attention = AttentionSpec(
             num_heads,
+            num_kv_heads,
             self.head_dim,
             self.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
-            num_kv_heads,
-            layer_name=name,
             sliding_window=layer.sliding_window,
             logits_soft_cap=spec.attention_soft_cap,
-            slopes=spec.alibi_slopes,
-            scale_growth=layer.scale_growth,
             chunk=layer.chunk,
-            kv_from=layer.kv_from,
+            scale_growth=layer.scale_growth,
         )
+        self.attn = Attention(attention, name, slopes=spec.alibi_slopes, kv_from=layer.kv_from)
         self.sinks = weight(num_heads) if spec.attention_sinks else None
 
     @property

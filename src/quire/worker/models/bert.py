@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from quire.config.hf_config import HFConfig
 from quire.config.pooling import PoolingConfig
 from quire.errors import UnsupportedModelError
-from quire.worker.attention.backend import get_forward_context
-from quire.worker.attention.layer import EncoderAttention
+from quire.worker.attention.backend import AttentionSpec, get_forward_context
+from quire.worker.attention.layer import Attention
 from quire.worker.kernels.specs import LOGITS, TANH, LinearSpec
 from quire.worker.layers.linear import Embedding, Linear, PackedLinear
 from quire.worker.layers.norm import LayerNorm
@@ -52,7 +52,9 @@ class _Projections(nn.Module):
         size, num_heads = hf.hidden_size, hf.num_attention_heads
         head_dim = size // num_heads
         self.qkv = PackedLinear(size, {"query": size, "key": size, "value": size}, bias=True)
-        self.attn = EncoderAttention(num_heads, head_dim, head_dim**-0.5, num_heads, layer_name=name)
+        self.attn = Attention(
+            AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, ahead=None), name, is_encoder=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden] to [num_tokens, hidden]."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.config.hf_config import HFConfig
+from quire.worker.attention.backend import AttentionSpec
 from quire.worker.attention.layer import Attention
 from quire.worker.kernels.base import BatchedLinearKernel, Kernels, LatentKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
@@ -73,14 +74,9 @@ class LatentAttention(KernelModule):
         if is_paired:
             self.kv_a_proj_with_mqa.row_orders = {"": latent_key_order(sizes.rank, sizes.rotary)}
         self._kernel: LatentKernel | None = None
-        self.attn = Attention(
-            self.num_heads,
-            sizes.rank + sizes.rotary,
-            head_size**-0.5 if spec.attention_scale is None else spec.attention_scale,
-            1,
-            layer_name=name,
-            latent_size=sizes.rank,
-        )
+        scale = head_size**-0.5 if spec.attention_scale is None else spec.attention_scale
+        attention = AttentionSpec(self.num_heads, 1, sizes.rank + sizes.rotary, scale, latent_size=sizes.rank)
+        self.attn = Attention(attention, name)
 
     def prepare(self, kernels: Kernels) -> LatentKernel:
         norm = self.kv_a_layernorm

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from quire.config.attention_layout import layer_kinds
 from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig, RopeConfig
 from quire.config.pooling import PoolingConfig
-from quire.worker.attention.layer import EncoderAttention
+from quire.worker.attention.backend import AttentionSpec
+from quire.worker.attention.layer import Attention
 from quire.worker.kernels.base import Kernels, RotationKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import LOGITS, LinearSpec, RotaryAngles
@@ -44,10 +45,9 @@ class ModernBertAttention(KernelModule):
         self.Wo = Linear(size, size, bias)
         self._kernel: RotationKernel | None = None
         reach = hf.size("local_attention") // 2 if kind == SLIDING_ATTENTION else None
-        num_heads = hf.num_attention_heads
-        self.attn = EncoderAttention(
-            num_heads, self.head_dim, self.head_dim**-0.5, num_heads, layer_name=name, reach=reach
-        )
+        window, heads = None if reach is None else reach + 1, hf.num_attention_heads
+        spec = AttentionSpec(heads, heads, self.head_dim, self.head_dim**-0.5, window, ahead=reach)
+        self.attn = Attention(spec, name, is_encoder=True)
 
     def prepare(self, kernels: Kernels) -> RotationKernel:
         self._kernel = rotation = kernels.rotation(self.head_dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
+from quire.worker.attention.backend import AttentionSpec
 from quire.worker.attention.layer import Attention
 from quire.worker.kernels.specs import LOGITS, LinearSpec
 from quire.worker.layers.linear import Embedding, Linear, PackedLinear
@@ -24,7 +25,7 @@ class OPTAttention(nn.Module):
         self.qkv_proj = PackedLinear(size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias)
         self.out_proj = Linear(size, size, bias)
         self.scale = head_dim**-0.5
-        self.attn = Attention(num_heads, head_dim, 1.0, num_heads, layer_name=name)
+        self.attn = Attention(AttentionSpec(num_heads, num_heads, head_dim, 1.0), name)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """x, residual: [num_tokens, hidden] to [num_tokens, hidden]."""

@@ -76,7 +76,8 @@ class World:
             )
             if new_blocks is None:
                 break
-            assert self.manager.get_tables(request.request_id) == (blocks + new_blocks).blocks
+            tables = zip(self.manager.get_tables(request.request_id), blocks.blocks, new_blocks.blocks, strict=True)
+            assert all(table == hits + new for table, hits, new in tables)
             request.num_computed_tokens = num_hit
             self.num_admissions += 1
             self.num_hit_tokens += num_hit

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.attention.backend import AttentionBackend, ForwardContext, set_forward_context
-from quire.worker.attention.layer import EncoderAttention
+from quire.worker.attention.backend import AttentionBackend, AttentionSpec, ForwardContext, set_forward_context
+from quire.worker.attention.layer import Attention
 from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.torch_backend import TorchAttentionBackend
 from quire.worker.kv_cache import TransientKVCache
@@ -39,7 +39,9 @@ class Scene:
 
     def __init__(self, lengths: list[int], head_size: int, reach: int | None, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(head_size)
-        self.layer = EncoderAttention(HEADS, head_size, head_size**-0.5, HEADS, layer_name="a", reach=reach)
+        window = None if reach is None else reach + 1
+        spec = AttentionSpec(HEADS, HEADS, head_size, head_size**-0.5, window, ahead=reach)
+        self.layer = Attention(spec, "a", is_encoder=True)
         self.texts = [torch.randn(3, n, HEADS, head_size, generator=generator).to(dtype) for n in lengths]
         self.reach, self.dtype = reach, dtype
 
