@@ -127,6 +127,7 @@ class EngineCoreProc(EngineCore):
             heartbeat=heartbeat,
         )
         self.lifecycle.can_wait = True
+        self.heartbeat.calibrate(self.executor.execute_dummy_batch)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -443,7 +444,6 @@ def _make_core(metadata: EngineHandshakeMetadata) -> EngineCoreProc:
     config = of_incarnation(decode_config(metadata.engine_config), metadata.incarnation)
     executor_class = resolve(config.parallel_config.executor_class)
     core = EngineCoreProc(config, executor_class, metadata.log_stats, heartbeat=heartbeat)
-    heartbeat.calibrate(core.executor.execute_dummy_batch)
     heartbeat.started()
     gc.enable()
     return core

@@ -358,7 +358,7 @@ def test_the_first_step_is_expected_to_take_no_longer_than_its_tokens_one_by_one
             super().execute_dummy_batch()
             now[0] += 0.01
 
-    monkeypatch.setattr("quire.engine.proc.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("quire.engine.heartbeat.time", SimpleNamespace(monotonic=lambda: now[0]))
     page = HeartbeatPage.create(tmp_path / "page")
     expected: list[float] = []
     loop = loops(Slow, heartbeat=HeartbeatWriter(page))

@@ -13,6 +13,7 @@ from quire.engine import lifecycle as utility
 from quire.engine.core import EngineCore
 from quire.engine.executor.abstract import Executor
 from quire.engine.lifecycle import Lifecycle, answer_utility, run_utility
+from quire.engine.sched.interface import SchedulerInterface
 from quire.errors import ValidationError
 from quire.lora_request import LoRARequest
 from quire.wire.engine_core import UtilityOutput
@@ -21,6 +22,7 @@ from quire.wire.utility import UtilitySpec
 from . import driver
 
 TABLE = dict(utility.UTILITIES)
+OWNERS = {"": EngineCore, "lifecycle": Lifecycle, "executor": Executor, "scheduler": SchedulerInterface}
 
 
 class Core:
@@ -74,7 +76,7 @@ def answers(name: str, *args: Any, core: Core | None = None) -> list[UtilityOutp
 @pytest.mark.parametrize("name", TABLE)
 def test_the_table_says_what_the_methods_say(name: str) -> None:
     owner, _, method = TABLE[name].method.rpartition(".")
-    function = getattr({"": EngineCore, "lifecycle": Lifecycle, "executor": Executor}[owner], method)
+    function = getattr(OWNERS[owner], method)
     hints = get_type_hints(function)
     hints |= {"method": str} if name == "collective_rpc" else {}  # functions are for callers in this process
     parameters = list(inspect.signature(function).parameters)[1:]

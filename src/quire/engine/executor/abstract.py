@@ -104,7 +104,6 @@ class Executor(ABC):
     def check_health(self) -> None:
         """Raises an error if a worker cannot serve."""
 
-    @abstractmethod
     def profile(
         self,
         is_start: bool,
@@ -113,6 +112,7 @@ class Executor(ABC):
         max_iterations: int | None = None,
     ) -> None:
         """Starts or stops the workers' profiler. None for the counts means as configured."""
+        self.collective_rpc("profile", args=(is_start, prefix, delay_iterations, max_iterations))
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -83,15 +83,6 @@ class UniProcExecutor(Executor):
     def check_health(self) -> None:
         self.worker.check_health()
 
-    def profile(
-        self,
-        is_start: bool,
-        prefix: str | None = None,
-        delay_iterations: int | None = None,
-        max_iterations: int | None = None,
-    ) -> None:
-        self.worker.profile(is_start, prefix, delay_iterations, max_iterations)
-
     def shutdown(self) -> None:
         self.worker.shutdown()
 

@@ -106,6 +106,10 @@ class SchedulerInterface(ABC):
     def get_request_counts(self) -> tuple[int, int]:
         """Returns the numbers of running and of waiting requests."""
 
+    def has_unfinished_requests(self) -> bool:
+        """Returns whether any request is running or waiting."""
+        return self.get_num_unfinished_requests() > 0
+
     @abstractmethod
     def has_requests(self) -> bool:
         """Returns whether a step would do anything: compute, send ended requests to the worker, or report to a

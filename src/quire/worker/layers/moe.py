@@ -22,7 +22,7 @@ from quire.worker.kernels.specs import (
     RouterSpec,
     get_activation,
 )
-from quire.worker.layers.linear import Linear, PackedLinear
+from quire.worker.layers.linear import Linear, side_by_side
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.weights import KernelModule, forget, weight
 from quire.worker.quantization.weight import Kind, QuantizedWeight, quantize, same_kind
@@ -302,11 +302,7 @@ class SharedMLP(nn.Module):
     def __init__(self, spec: SharedExpertSpec, hidden_size: int, activation: str) -> None:
         super().__init__()
         parts, inner = {"gate_proj": spec.size, "up_proj": spec.size}, LinearSpec(activation=activation, gated=True)
-        self.gate_up_proj = (
-            Linear(hidden_size, spec.size, spec.bias, inner)
-            if spec.is_fused
-            else PackedLinear(hidden_size, parts, spec.bias, inner)
-        )
+        self.gate_up_proj = side_by_side(hidden_size, parts, spec.bias, spec.is_fused, inner)
         self.down_proj = Linear(spec.size, hidden_size, spec.bias, LinearSpec(divisor=spec.divisor))
 
     def forward(self, x: Tensor) -> Tensor:
