@@ -54,7 +54,13 @@ def list_command_line() -> CommandLine:
 def list_run(args: Arguments) -> int:
     """Prints the models, the one used last first."""
     found = [
-        {"model": model.name, "bytes": model.num_bytes, "used_time": model.used_time, "path": str(model.path)}
+        {
+            "model": model.name,
+            "bytes": model.num_bytes,
+            "used_time": model.used_time,
+            "path": str(model.path),
+            "has_weights": model.has_weights,
+        }
         for model in cached_models(args["download_dir"])
     ]
     print(json.dumps(found, indent=2) if args["json"] else format_models(found))
@@ -69,6 +75,7 @@ def format_models(found: list[dict[str, Any]]) -> str:
     return "\n".join(
         f"{row['model']:<{width}}  {human_bytes(row['bytes']):>10}  "
         f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(row['used_time']))}"
+        + ("" if row["has_weights"] else f"  weights are missing: quire pull {row['model']}")
         for row in found
     )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire import envs, interrupts
-from quire.config.checkpoint import write_outline
+from quire.config.checkpoint import CheckpointIndex, write_outline
 from quire.errors import ConfigError, ModelLoadError
 from quire.logger import init_logger
 
@@ -287,6 +287,14 @@ class CachedModel:
     num_bytes: int
     used_time: float
     path: Path
+
+    @property
+    def has_weights(self) -> bool:
+        """False where the weights of every revision lack a file, as after a download that was stopped."""
+        for snapshot in self.path.glob("snapshots/*"):
+            with suppress(ModelLoadError):
+                return bool(CheckpointIndex.from_dir(snapshot).tensors)
+        return False
 
 
 def cache_dir(directory: str | None) -> Path:

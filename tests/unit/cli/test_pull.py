@@ -189,6 +189,8 @@ def test_pull_list_and_rm(hub: Hub, quire: Any) -> None:
     assert quire("rm", "o/n").stdout.startswith("deleted o/n, ")
     assert not directory.exists()
     assert quire("list").stdout == "no models; quire pull OWNER/NAME downloads one\n"
+    quire("pull", "o/demo")
+    assert "missing" not in quire("list").stdout
     gone = quire("rm", "o/n")
     assert gone.returncode == 2
     assert "is not in" in gone.stderr
@@ -203,7 +205,9 @@ def test_a_download_that_broke_off_is_resumed(hub: Hub, quire: Any) -> None:
     assert any(name.startswith("model.safetensors+") for name in hub.fetched), hub.fetched
 
 
-def test_an_interrupt_ends_a_download_at_once_and_the_same_command_fetches_the_rest(hub: Hub, tmp_path: Path) -> None:
+def test_an_interrupt_ends_a_download_at_once_and_the_same_command_fetches_the_rest(
+    hub: Hub, quire: Any, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "quire", "pull", "o/n"]
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
     environment["HF_HUB_OFFLINE"] = "0"
@@ -219,6 +223,7 @@ def test_an_interrupt_ends_a_download_at_once_and_the_same_command_fetches_the_r
         finally:
             hub.go_on.set()
     assert not list(tmp_path.glob("hub/*/blobs/*.incomplete")), "parts that nothing would delete"
+    assert "weights are missing: quire pull o/n" in quire("list", "--download-dir", str(tmp_path / "hub")).stdout
     hub.fetched.clear()
     again = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert (Path(again.stdout.strip()) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
